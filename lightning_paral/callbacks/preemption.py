@@ -159,8 +159,14 @@ class Preemption(Callback):
             return
         for callback in trainer.checkpoint_callbacks:
             vars(callback)["on_exception"] = _do_nothing  # they would save the same state again
-        status = self.exit_status if isinstance(self.exit_status, int) else 128 + (self._signum or signal.SIGTERM)
-        raise SystemExit(status)
+        raise SystemExit(self._status(agreement.reason))
+
+    def _status(self, reason: str) -> int:
+        """Return the exit status, which is the same on all ranks."""
+        if isinstance(self.exit_status, int):
+            return self.exit_status
+        signums = [signum for signum in signal.Signals if _reason(signum) == reason]
+        return 128 + (signums[0] if signums else signal.SIGTERM)
 
     # Called in other threads
 
@@ -175,7 +181,7 @@ class Preemption(Callback):
 
     def _on_request(self, reason: str) -> None:
         if self.grace is not None:
-            status = 128 + (self._signum or signal.SIGTERM)
+            status = self._status(reason)
             message = f"{reason}, and the checkpoint was not complete after grace={self.grace:g} seconds"
             self._start_timer(self.grace, lambda: _exit_now(message, status))
 

@@ -6,12 +6,23 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lightning_paral.compat.lightning.loops import is_accumulating
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.private_name import PrivateName
 
 _SEEN = "lightning 2.6.1 to 2.6.6"
 _CONNECTOR = "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector"
 NAMES = (
+    *(
+        PrivateName(
+            name=f"lightning.pytorch.Trainer.{attribute}",
+            on_instances=True,
+            purpose="to reach Lightning's signal handlers, and the path of a requeued job's checkpoint",
+            reason="no public name leads to them",
+            seen=_SEEN,
+        )
+        for attribute in ("_signal_connector", "_checkpoint_connector")
+    ),
     *(
         PrivateName(
             name=f"{_CONNECTOR}.{method}",
@@ -100,7 +111,7 @@ def stop_between_batches(trainer: Trainer, is_stop: Callable[[], bool], on_stop:
     def end_batch(data_fetcher: Any) -> None:
         nonlocal has_stopped
         on_advance_end(data_fetcher)
-        if not is_stop() or _ends_by_itself(trainer):
+        if not is_stop() or _must_continue(trainer):
             return
         # The resumed fit skips the validation that is done, but counts the batch again.
         is_counted_again = epoch_loop._should_check_val_fx(data_fetcher)
@@ -124,11 +135,10 @@ def stop_between_batches(trainer: Trainer, is_stop: Callable[[], bool], on_stop:
     shadow_method(fit_loop, "on_run_end", end_run, undo)
 
 
-def _ends_by_itself(trainer: Trainer) -> bool:
+def _must_continue(trainer: Trainer) -> bool:
     """Return whether the fit ends after the current batch, or gradients are accumulated, which no checkpoint has."""
-    fit_loop = trainer.fit_loop
-    is_stopping = trainer.should_stop and fit_loop._can_stop_early
-    return fit_loop._should_accumulate() or is_stopping or trainer.global_step >= trainer.max_steps > -1
+    is_stopping = trainer.should_stop and trainer.fit_loop._can_stop_early
+    return is_accumulating(trainer) or is_stopping or trainer.global_step >= trainer.max_steps > -1
 
 
 def take_over_signals(trainer: Trainer, at_end: Callable[[], None], undo: ExitStack) -> None:

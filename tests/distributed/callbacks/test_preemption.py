@@ -1,0 +1,271 @@
+"""All ranks stop after the same batch and save, and a resumed fit is the same run."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_paral import ConfigurationError, Preemption
+from lightning_paral.checkpoint.integrity import verify
+from tests.contract.cases import strategy_of
+from tests.distributed.preempted import main as preempt_at_random_times
+from tests.running import quiet_trainer
+
+SEEN = list[tuple[str, int, int, float]]
+
+
+class Noisy(LightningModule):
+    """Draws random numbers in each step, and records its losses."""
+
+    def __init__(self, automatic: bool = True) -> None:
+        super().__init__()
+        self.automatic_optimization = automatic
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+        self.seen: SEEN = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.layers(batch).pow(2).mean()
+        self.seen.append(("train", self.trainer.current_epoch, batch_idx, loss.item()))
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.seen.append(("val", self.trainer.current_epoch, batch_idx, self.layers(batch).pow(2).mean().item()))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+
+
+class SignalAt(Callback):
+    """Sends a signal to this process in a hook of a training or validation batch; with no rank, to all processes."""
+
+    def __init__(self, hook: str, epoch: int = 0, batch_idx: int = 0, rank: int | None = 1) -> None:
+        self.at, self.rank, self.signum = (hook, epoch, batch_idx), rank, signal.SIGUSR1
+
+    def send(self, trainer: Trainer, hook: str, batch_idx: int = 0) -> None:
+        if (hook, trainer.current_epoch, batch_idx) == self.at and self.rank in (None, trainer.global_rank):
+            os.kill(os.getpid(), self.signum)
+            if trainer.world_size > 1:
+                time.sleep(1.2)  # the other rank runs ahead as far as the collectives let it
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.send(trainer, "fit_start")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.send(trainer, "batch", batch_idx)
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int, _: int = 0
+    ) -> None:
+        self.send(trainer, "sanity" if trainer.sanity_checking else "val", batch_idx)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.send(trainer, "epoch_end")
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.send(trainer, "train_end")
+
+
+def run(
+    folder: str,
+    strategy: Any = "paral_ddp",
+    devices: int = 2,
+    signal_at: SignalAt | None = None,
+    resume: str | None = None,
+    automatic: bool = True,
+    **options: Any,
+) -> tuple[Preemption, SEEN]:
+    torch.manual_seed(0)
+    preemption = Preemption(dirpath=folder, exit_status="return")
+    callbacks = [preemption] if signal_at is None else [preemption, signal_at]
+    module = Noisy(automatic)
+    defaults = {"max_epochs": 2, "val_check_interval": 0.5, "num_sanity_val_steps": 1}
+    made = strategy_of(strategy) if isinstance(strategy, str) else strategy
+    trainer = quiet_trainer(devices=devices, strategy=made, callbacks=callbacks, **(defaults | options))
+    data = torch.arange(96.0).reshape(24, 4) / 96
+    trainer.fit(module, DataLoader(data, 2, shuffle=True), DataLoader(data[:8], 2), ckpt_path=resume)
+    return preemption, module.seen
+
+
+def preempt_and_resume(folder: str, **options: Any) -> tuple[str | None, SEEN, SEEN, SEEN]:
+    """Return where a fit was saved, what it did before and after, and what an uninterrupted fit does."""
+    given = {name: options.pop(name) for name in ("signal_at",)}
+    preemption, before = run(folder, **given, **options)
+    _, after = run(folder, resume=preemption.checkpoint_path, **options) if preemption.was_preempted else (None, [])
+    _, expected = run(folder, **options)
+    no_sanity = [seen for seen in after if seen[0] == "train" or seen in expected[1:]]
+    return preemption.checkpoint_path, before, no_sanity, expected
+
+
+def check(found: list[tuple[str | None, SEEN, SEEN, SEEN]]) -> None:
+    for path, before, after, expected in found:
+        assert path is not None
+        assert verify(path) == []
+        for kind in ("train",):
+            joined = [seen for seen in before + after if seen[0] == kind]
+            assert joined == [seen for seen in expected if seen[0] == kind]
+    assert len({path for path, *_ in found}) == 1
+    assert len({len(before) for _, before, *_ in found}) == 1
+
+
+@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3"])
+def test_signal_to_one_rank_inside_an_accumulation_window(on_ranks, tmp_path: Path, strategy: str) -> None:
+    signal_at = SignalAt("batch", 0, 1)
+    options = {"strategy": strategy, "signal_at": signal_at, "accumulate_grad_batches": 3}
+
+    check(on_ranks(2, preempt_and_resume_with, str(tmp_path), options))
+
+
+def preempt_and_resume_with(folder: str, options: dict[str, Any]) -> tuple[str | None, SEEN, SEEN, SEEN]:
+    return preempt_and_resume(folder, **options)
+
+
+@pytest.mark.parametrize(
+    "signal_at",
+    [
+        SignalAt("fit_start"),
+        SignalAt("sanity", rank=0),
+        SignalAt("batch", 0, 0, rank=None),
+        SignalAt("val", 0, 1),
+        SignalAt("val", 1, 0, rank=0),
+        SignalAt("batch", 0, 5),
+        SignalAt("epoch_end", 0),
+    ],
+    ids=lambda signal_at: f"{signal_at.at}-{signal_at.rank}",
+)
+def test_signal_at_any_time_of_a_fit(on_ranks, tmp_path: Path, signal_at: SignalAt) -> None:
+    check(on_ranks(2, preempt_and_resume_with, str(tmp_path), {"signal_at": signal_at}))
+
+
+def test_manual_optimization(on_ranks, tmp_path: Path) -> None:
+    options = {"signal_at": SignalAt("batch", 0, 3), "automatic": False}
+
+    check(on_ranks(2, preempt_and_resume_with, str(tmp_path), options))
+
+
+@pytest.mark.parametrize("signal_at", [SignalAt("epoch_end", 1), SignalAt("train_end", 2)], ids=["epoch", "train"])
+def test_fit_that_is_at_its_end_ends_as_usual(on_ranks, tmp_path: Path, signal_at: SignalAt) -> None:
+    signal_at.at = (signal_at.at[0], signal_at.at[1], 0)
+    for preempted, length in on_ranks(2, run_to_the_end, str(tmp_path), signal_at):
+        assert not preempted
+        assert length == 24 + 1 + 16
+    assert not list(tmp_path.iterdir())
+
+
+def run_to_the_end(folder: str, signal_at: SignalAt) -> tuple[bool, int]:
+    preemption, seen = run(folder, signal_at=signal_at)
+    return preemption.was_preempted, len(seen)
+
+
+@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_dp"])
+def test_one_process(tmp_path: Path, strategy: str) -> None:
+    options = {"strategy": strategy, "devices": 1 if strategy == "paral_ddp" else 2, "accelerator": "cpu"}
+
+    check([preempt_and_resume(str(tmp_path), signal_at=SignalAt("batch", 0, 3, rank=0), **options)])
+
+
+def test_handlers_of_the_user_are_called_and_restored(tmp_path: Path) -> None:
+    calls: list[int] = []
+    before = signal.signal(signal.SIGUSR1, handler := lambda signum, frame: calls.append(signum))
+    try:
+        preemption, _ = run(str(tmp_path), devices=1, signal_at=SignalAt("batch", 0, 2, rank=0))
+        assert preemption.was_preempted
+        assert calls == [signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGUSR1) is handler
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_deadline(tmp_path: Path) -> None:
+    preemption = Preemption(tmp_path, timedelta(seconds=1.2), margin=0.2, exit_status="return")
+    trainer = quiet_trainer(devices=1, strategy="paral_ddp", max_epochs=-1, callbacks=[preemption])
+    trainer.fit(Noisy(), DataLoader(torch.randn(8, 4)))
+
+    assert preemption.was_preempted
+    assert verify(str(preemption.checkpoint_path)) == []
+
+
+class Stuck(Noisy):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+        raise AssertionError("the grace period did not end the process")
+
+
+def status_of_child(train: Callable[[], object]) -> int:
+    """Return the exit status of a forked process that calls `train`."""
+    child = os.fork()
+    if child == 0:
+        try:
+            train()
+        except SystemExit as error:
+            os._exit(int(error.code or 0))
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def fit_alone(module: LightningModule, **options: Any) -> None:
+    trainer = quiet_trainer(devices=1, strategy="paral_ddp", max_epochs=1, callbacks=[Preemption(**options)])
+    trainer.fit(module, DataLoader(torch.randn(8, 4)))
+
+
+class Signaled(Noisy):
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_process_exits_with_the_status_of_the_signal_or_of_the_option(tmp_path: Path) -> None:
+    assert status_of_child(lambda: fit_alone(Signaled(), dirpath=tmp_path)) == 143
+    assert status_of_child(lambda: fit_alone(Signaled(), dirpath=tmp_path, exit_status=85)) == 85
+
+
+def test_grace_period_ends_a_process_that_does_not_reach_the_end_of_the_batch(tmp_path: Path) -> None:
+    assert status_of_child(lambda: fit_alone(Stuck(), dirpath=tmp_path, grace=0.5)) == 143
+    assert not list(tmp_path.iterdir())
+
+
+def test_evaluation_ends_at_once(tmp_path: Path) -> None:
+    class Evaluated(Noisy):
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def validate() -> None:
+        trainer = quiet_trainer(devices=1, strategy="paral_ddp", callbacks=[Preemption(tmp_path)])
+        trainer.validate(Evaluated(), DataLoader(torch.randn(8, 4)), verbose=False)
+
+    assert status_of_child(validate) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_time": "12:00"}, "'DD:HH:MM:SS'"),
+        ({"max_time": "00:00:00:30"}, "is not longer than margin=60.0 seconds"),
+        ({"margin": -1.0}, "margin"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Preemption(**options)
+
+
+def test_runs_preempted_at_random_times_resume_with_the_same_losses(tmp_path: Path) -> None:
+    outcomes = preempt_at_random_times(4, 1, tmp_path, ("paral_ddp", "paral_fsdp"))
+
+    assert sum(outcomes.values()) == 4
