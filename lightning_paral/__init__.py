@@ -20,6 +20,7 @@ from lightning_paral.errors import (
     MissingCheckpointError,
     ParalError,
     ProcessGroupError,
+    RankFailedError,
     UnusedParametersError,
 )
 from lightning_paral.options import ActivationCheckpointing, CheckpointOptions, Offload
@@ -42,6 +43,7 @@ __all__ = [
     "ParalFSDPStrategy",
     "ParalZeROStrategy",
     "ProcessGroupError",
+    "RankFailedError",
     "UnusedParametersError",
     "__version__",
     "register_strategies",

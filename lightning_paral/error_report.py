@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from lightning_paral.distributed.failure import FirstFailure, failure_of, first_failure_of
+from lightning_paral.distributed.failure_watch import tell_torchrun
 from lightning_paral.distributed.process_group import is_first_to_report
 from lightning_paral.errors import ParalError, RankFailedError
 
@@ -48,6 +49,8 @@ class _BriefExceptHook:
 
     def __call__(self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         first = first_failure_of(error)
+        if first is None or first.is_own:
+            tell_torchrun(error)
         if first is None or first.known is None:
             self._print(error_type, error, trace)
         elif first.is_own:

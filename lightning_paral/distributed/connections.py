@@ -26,9 +26,9 @@ def own_connections(excluded_ports: Iterable[int]) -> list[Endpoints]:
     ]
 
 
-def close_connections(others: Iterable[Endpoints]) -> int:
-    """Shut down this process's ends of the connections of which `others` are the other ends; return their number."""
-    wanted = {(remote, local) for local, remote in others}
+def close_connections(own: Iterable[Endpoints], others: Iterable[Endpoints]) -> int:
+    """Shut down those connections of `own` of which `others` are the other ends; return their number."""
+    wanted = {(remote, local) for local, remote in others} & set(own)
     closed = 0
     for local, remote, connection in _connections():
         if (local, remote) in wanted:

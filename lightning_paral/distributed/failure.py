@@ -31,6 +31,13 @@ _INTERRUPTED = (
 )
 
 
+class InterruptedByFailure(BaseException):
+    """Raised in Python code of the main thread when another rank has failed; reported as a `RankFailedError`.
+
+    It is not an `Exception`, so that code which catches errors of a batch or of an import does not catch it.
+    """
+
+
 @dataclass(frozen=True, kw_only=True)
 class Failure:
     """The end of a run on one rank: an error, or the death of the process."""
@@ -71,7 +78,7 @@ def is_interruption(error: BaseException | None) -> bool:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         message = str(error)
-        if isinstance(error, RankFailedError | dist.DistNetworkError) or (
+        if isinstance(error, InterruptedByFailure | RankFailedError | dist.DistNetworkError) or (
             isinstance(error, RuntimeError) and any(sign in message for sign in _INTERRUPTED)
         ):
             return True
@@ -186,12 +193,12 @@ class FirstFailure:
 
 def remember_first(error: BaseException, first: FirstFailure) -> None:
     """Attach `first` to the error that ends this rank, for the function that prints uncaught errors."""
-    error.__dict__["_paral_first_failure"] = first
+    error.__dict__["paral_first_failure"] = first
 
 
 def first_failure_of(error: BaseException) -> FirstFailure | None:
     """Return the first failure of the run that `error` ended on this rank; `None` if `error` ended no run."""
-    first = getattr(error, "_paral_first_failure", None)
+    first = getattr(error, "paral_first_failure", None)
     return first if isinstance(first, FirstFailure) else None
 
 

@@ -19,11 +19,12 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lightning_paral.compat.torch.aborting import abort_nccl
 from lightning_paral.compat.torch.process_groups import default_store
-from lightning_paral.distributed.connections import as_text, close_connections, from_text, own_connections
+from lightning_paral.distributed.connections import Endpoints, as_text, close_connections, from_text, own_connections
 from lightning_paral.distributed.failure import (
     CONSEQUENCE_SECONDS,
     Failure,
     FirstFailure,
+    InterruptedByFailure,
     failure_of,
     is_interruption,
     remember_first,
@@ -31,12 +32,10 @@ from lightning_paral.distributed.failure import (
 from lightning_paral.distributed.liveness import Liveness
 from lightning_paral.errors import RankFailedError
 
-_INTERRUPT_AFTER = 0.7
+_INTERRUPT_AFTER = 0.5
 """Seconds after this rank learned of the failure at which Python code in its main thread is interrupted."""
-_END_AFTER = 3.0
+_END_AFTER = 2.5
 """Seconds after which the process is ended if its main thread has not left the run."""
-_CLOSE_FOR = 2.0
-"""For how many seconds connections are looked for and closed. Ranks learn of the failure one after the other."""
 _TEARDOWN_SECONDS = 60.0
 """How long the teardown may take, once the main thread has left the run."""
 
@@ -77,8 +76,9 @@ class FailureWatch:
         """Whether the main thread saves a checkpoint after the failure, which may take long."""
         self._is_leaving = False
         self._left_at = 0.0
-        self._published = ""
-        self._is_interrupted = False
+        self._lock = threading.Lock()
+        self._connections: list[Endpoints] | None = None
+        self._open_ranks = set(range(self.world_size)) - {self.rank}
         self._main_thread = threading.get_ident()
         self._interrupt = _Interrupt()
 
@@ -104,7 +104,7 @@ class FailureWatch:
             consequence.__cause__ = error
             error = consequence
         elif first.rank == self.rank:
-            _tell_torchrun(error)
+            tell_torchrun(error)
         remember_first(error, self.first)
         return self._explain_exit(error, where)
 
@@ -172,8 +172,7 @@ class FailureWatch:
                 self._end_process()
         elif now - self._learned_at > _END_AFTER:
             self._end_process()
-        elif now - self._learned_at > _INTERRUPT_AFTER and not self._is_interrupted:
-            self._is_interrupted = True
+        elif now - self._learned_at > _INTERRUPT_AFTER:
             assert self.first.known is not None
             self._interrupt.send(self._main_thread, f"Rank {self.rank} ended because {self.first.known}")
 
@@ -190,19 +189,20 @@ class FailureWatch:
 
     def _close_connections(self) -> None:
         """Close the connections to other ranks. They are known from what both ends say of them."""
-        if self._learned_at is not None and time.monotonic() - self._learned_at > _CLOSE_FOR:
-            return
-        if not self._is_leaving:  # later connections are those of the ranks that save together
-            self._publish_connections()
-        for other in range(self.world_size):
-            if other != self.rank and self.first.store.check([f"connections/{other}"]):
-                close_connections(from_text(self.first.store.get(f"connections/{other}").decode()))
+        self._publish_connections()
+        assert self._connections is not None
+        for other in self._open_ranks:
+            if self.first.store.check([f"connections/{other}"]):
+                close_connections(self._connections, from_text(self.first.store.get(f"connections/{other}").decode()))
+                self._open_ranks = self._open_ranks - {other}
 
     def _publish_connections(self) -> None:
-        text = as_text(own_connections([self._main_port, self._liveness.port]))
-        if text != self._published:
-            self.first.store.set(f"connections/{self.rank}", text)
-            self._published = text
+        """Publish the present connections, once: ranks that failed together connect anew to save."""
+        with self._lock:
+            if self._connections is None:
+                connections = own_connections([self._main_port, self._liveness.port])
+                self.first.store.set(f"connections/{self.rank}", as_text(connections))
+                self._connections = connections
 
     def _end_process(self) -> None:
         """End this process without a teardown, which its main thread does not reach."""
@@ -224,15 +224,20 @@ def end_children() -> None:
             child.kill()
 
 
-def _tell_torchrun(error: BaseException) -> None:
-    """Write the error being handled to the file from which torchrun reads it, to show it in its summary."""
-    if os.environ.get("TORCHELASTIC_ERROR_FILE") and isinstance(error, Exception):
-        with suppress(OSError):
-            get_error_handler().record_exception(error)
+def tell_torchrun(error: BaseException) -> None:
+    """Write `error` to the file from which torchrun reads it, to show its traceback in the summary. Do so only once."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and isinstance(error, Exception) and not os.path.exists(path):
+        trace = error.__traceback__
+        try:
+            raise error  # `record_exception` formats the exception that is being handled
+        except Exception:
+            with suppress(OSError):
+                get_error_handler().record_exception(error.with_traceback(trace))
 
 
 class _Interrupt:
-    """A real-time signal that raises a `RankFailedError` in the main thread, also while it sleeps or waits."""
+    """A real-time signal that raises an `InterruptedByFailure` in the main thread, also while it sleeps or waits."""
 
     def __init__(self) -> None:
         self._message = ""
@@ -258,4 +263,4 @@ class _Interrupt:
     def _raise(self, signum: int, frame: FrameType | None) -> None:
         if self._message:
             message, self._message = self._message, ""
-            raise RankFailedError(message)
+            raise InterruptedByFailure(message)

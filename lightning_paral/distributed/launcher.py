@@ -98,10 +98,11 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
         if self._children is not None:
             self._children.send(signum)
 
-    def _call_children_scripts(self) -> None:
+    def start_others(self, start: Callable[[], None]) -> None:
+        """Start the other local ranks, and watch them in place of Lightning's observer."""
         os.environ[_PARENT_VARIABLE] = str(os.getpid())
         try:
-            super()._call_children_scripts()
+            start()
         finally:
             del os.environ[_PARENT_VARIABLE]
         # Lightning's observer is given an empty list: it would kill this process as soon as another one fails.

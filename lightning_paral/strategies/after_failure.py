@@ -48,9 +48,6 @@ class AfterFailure(StepBoundary):
             self._reached = wait_for_ranks(self._run, self._step_position(), self.dims.shards, self.timeout, dead=dead)
         return self._reached
 
-    def _report(self, exception: BaseException) -> None:
-        """Log an exception, if the teardown may hang."""
-
     def _ranks(self) -> RankGroup:
         """Return the ranks that save together."""
         reached = self._reachable_ranks()
@@ -90,7 +87,6 @@ class AfterFailure(StepBoundary):
         self, callback: Callback, trainer: Trainer, module: LightningModule, exception: BaseException
     ) -> None:
         """Let `callback` save on the ranks that can. If saving fails, warn, so that the error of the run is raised."""
-        self._report(exception)
         name = type(callback).__name__
         try:
             if self._may_save:

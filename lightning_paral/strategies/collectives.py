@@ -35,11 +35,10 @@ class Collectives(AfterFailure):
     _watch: TimeoutWatch | None = None
     _watcher: RankWatcher | None = None
     """During a run with several ranks, the thread that exchanges messages with the other ranks."""
-    _is_reported: bool = False
 
     def _begin_run(self) -> None:
         """Agree on a name for the run, by which ranks find each other after an exception. *Collective*."""
-        self._reached, self._is_reported = None, False
+        self._reached = None
         if self._watch is None and nccl_backends():
             self._watch = TimeoutWatch(self.timeout, self._timeout_option)
         if self.world_size > 1:
@@ -186,8 +185,6 @@ class Collectives(AfterFailure):
     def on_exception(self, exception: BaseException) -> None:
         """Name the option `timeout` in the error of a collective that timed out; abort NCCL if only some failed."""
         super().on_exception(exception)
-        explain_timeout(exception, self.timeout, self._timeout_option)
-        self._report(exception)
         if self._may_hang and owned_group() is not None and not self._reachable_ranks().all_reachable:
             self._end_watch()  # it would report the errors of aborted communicators
             abort_nccl()  # otherwise device work in the teardown waits for the other ranks
@@ -205,9 +202,3 @@ class Collectives(AfterFailure):
     def _may_hang(self) -> bool:
         """Whether ranks may wait for each other on a device, where no exception interrupts them."""
         return self.world_size > 1 and bool(nccl_backends())
-
-    def _report(self, exception: BaseException) -> None:
-        """Log an exception now: the teardown runs before it is raised, and may hang or be killed by a launcher."""
-        if self._may_hang and not self._is_reported and isinstance(exception, Exception):
-            self._is_reported = True
-            log.error("Rank %d of %d failed.", self.global_rank, self.world_size, exc_info=exception)

@@ -6,7 +6,7 @@ from typing import Any, cast
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from lightning_paral.compat.checks import check_names
-from lightning_paral.compat.lightning.launchers import SubprocessScriptLauncher
+from lightning_paral.compat.lightning.launchers import LightningSubprocessLauncher
 from lightning_paral.distributed.launch_checks import check_device, check_local_rank
 from lightning_paral.distributed.launcher import CheckedSubprocessLauncher, LaunchedRun
 from lightning_paral.distributed.process_group import backend_for
@@ -54,7 +54,7 @@ class CheckedLaunch(StrategyDescription):
         """Lightning's launcher of the other processes; if it runs the script again, our version, which checks first."""
         theirs, environment = super().launcher, self.cluster_environment
         is_missing = theirs is None and environment is not None and environment.creates_processes_externally
-        if type(theirs) is not SubprocessScriptLauncher and not is_missing:
+        if type(theirs) is not LightningSubprocessLauncher and not is_missing:
             return theirs
         if self._launchers is None or self._launchers[0] is not theirs:
             assert environment is not None
