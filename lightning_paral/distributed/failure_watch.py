@@ -1,5 +1,6 @@
 """End a rank soon after another one has failed, wherever its main thread is."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -71,6 +72,7 @@ class FailureWatch:
         self._parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._liveness = liveness
         self._liveness.on_death = self._on_death
+        self._dead: set[int] = set()
         self._learned_at: float | None = None
         self.is_saving = False
         """Whether the main thread saves a checkpoint after the failure, which may take long."""
@@ -176,7 +178,19 @@ class FailureWatch:
             assert self.first.known is not None
             self._interrupt.send(self._main_thread, f"Rank {self.rank} ended because {self.first.known}")
 
+    def dead_ranks(self) -> set[int]:
+        """Return the ranks that are known to have died. Rank 0 notices all deaths, the other ranks that of rank 0."""
+        first = self.first.known
+        found = self._dead | ({first.rank} if first is not None and first.has_died else set())
+        with suppress(dist.DistError, RuntimeError):  # rank 0, which serves the store, may have ended
+            if self.first.store.check(["dead"]):
+                found |= set(json.loads(self.first.store.get("dead")))
+        return found
+
     def _on_death(self, rank: int) -> None:
+        self._dead = self._dead | {rank}
+        if self.rank == 0:
+            self.first.store.set("dead", json.dumps(sorted(self._dead)))
         if self.first.known is None:
             deadline, status = time.monotonic() + 0.5, None
             while self._exit_status is not None and status is None and time.monotonic() < deadline:

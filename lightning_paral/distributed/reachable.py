@@ -1,7 +1,7 @@
 """Find out after an exception which ranks failed, and create groups in which they can still communicate."""
 
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from lightning_paral.distributed.survivors import Savers, StepPosition, choose_savers, find_survivors, make_group
 
-PATIENCE = timedelta(seconds=3)
-"""How long a rank that failed waits for the others."""
+PATIENCE = timedelta(seconds=10)
+"""How long a rank that failed waits for the others. It does not wait for those that are known to have died."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,12 @@ def new_run_name() -> str:
 
 
 def wait_for_ranks(
-    run: str, position: StepPosition, shards: Sequence[int], timeout: timedelta, *, dead: Collection[int] = ()
+    run: str,
+    position: StepPosition,
+    shards: Sequence[int],
+    timeout: timedelta,
+    *,
+    dead: Callable[[], Collection[int]] = tuple,
 ) -> ReachableRanks:
     """Wait at most `PATIENCE` until all ranks call this. *Collective*, but returns if some rank does not call it.
 
@@ -46,7 +51,7 @@ def wait_for_ranks(
         position: the last completed step of this rank. Only ranks with the same position save together.
         shards: for each global rank, a number that is equal on the ranks that have the same shards.
         timeout: the timeout of collectives in the new groups.
-        dead: global ranks that are known to have died.
+        dead: returns the global ranks that are known to have died.
     """
     world_size = dist.get_world_size()
     if world_size == 1:

@@ -5,7 +5,8 @@ the outcome decides it for all.
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -13,8 +14,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_paral.compat.torch.process_groups import default_store
-from lightning_paral.distributed.store_exchange import exchange_in_store
 
+_POLL_SECONDS = 0.05
 WAIT_FOR_SAVERS = timedelta(seconds=60)
 """How long a rank that does not save waits for those that do, before it ends its process or the store."""
 
@@ -50,7 +51,7 @@ class Savers:
 
 
 def find_survivors(
-    run: str, position: StepPosition, patience: timedelta, dead: Collection[int] = ()
+    run: str, position: StepPosition, patience: timedelta, dead: Callable[[], Collection[int]] = tuple
 ) -> dict[int, StepPosition]:
     """Return the positions of the ranks that call this within `patience`, by global rank; the same on all of them.
 
@@ -58,7 +59,7 @@ def find_survivors(
         run: the name of the failed run, equal on all ranks.
         position: the position of this rank.
         patience: how long to wait for the other ranks.
-        dead: global ranks that are known to have died, which are not waited for.
+        dead: returns the global ranks that are known to have died, which are not waited for.
 
     Returns:
         dict[int, StepPosition]: it does not contain this rank if this rank came too late.
@@ -66,9 +67,17 @@ def find_survivors(
     Raises:
         RuntimeError: the store cannot be reached, because the process that serves it has ended.
     """
-    expected = [rank for rank in range(dist.get_world_size()) if rank not in dead or rank == dist.get_rank()]
-    present = exchange_in_store(f"failed/{run}", json.dumps(asdict(position)), patience, expected)
-    outcome = default_store().compare_set(f"lightning_paral/failed/{run}/outcome", "", json.dumps(present))
+    store = default_store()
+    keys = {rank: f"lightning_paral/failed/{run}/{rank}" for rank in range(dist.get_world_size())}
+    store.set(keys[dist.get_rank()], json.dumps(asdict(position)))
+    deadline = time.monotonic() + patience.total_seconds()
+    while time.monotonic() < deadline:
+        gone = dead()
+        if store.check([key for rank, key in keys.items() if rank not in gone or rank == dist.get_rank()]):
+            break
+        time.sleep(_POLL_SECONDS)
+    present = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+    outcome = store.compare_set(f"lightning_paral/failed/{run}/outcome", "", json.dumps(present))
     return {int(rank): StepPosition(**json.loads(found)) for rank, found in sorted(json.loads(outcome).items())}
 
 

@@ -43,8 +43,7 @@ class AfterFailure(StepBoundary):
         if not self._is_failing or not dist.is_initialized():
             return ReachableRanks(all_reachable=True)
         if self._reached is None:
-            first = self._failures.first.known if self._failures is not None else None
-            dead = [first.rank] if first is not None and first.has_died else []
+            dead = tuple if self._failures is None else self._failures.dead_ranks
             self._reached = wait_for_ranks(self._run, self._step_position(), self.dims.shards, self.timeout, dead=dead)
         return self._reached
 

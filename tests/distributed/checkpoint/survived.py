@@ -23,7 +23,6 @@ from torch import Tensor
 
 from lightning_paral import CheckpointOptions
 from lightning_paral.checkpoint.integrity import verify
-from lightning_paral.distributed import reachable
 from tests.contract.cases import strategy_of
 from tests.models.resumable import GLOBAL_BATCH_SIZE, NUM_BATCHES, Resumable, fit
 
@@ -155,7 +154,6 @@ def run_ranks(world_size: int, function: Callable[[int], Any], folder: Path) -> 
 
 
 def train(rank: int, fault: Fault, folder: Path, resume: Path | None, store: Path, *, fails: bool) -> Any:
-    reachable.PATIENCE = timedelta(seconds=1.5)
     join(rank, fault.world_size, store)
     module = Faulty()
     module.fault = fault if fails else None

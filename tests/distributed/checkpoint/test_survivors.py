@@ -75,7 +75,6 @@ def test_exceptions_let_all_ranks_save_that_are_at_the_same_step(tmp_path: Path)
     assert "rank 1: inside the optimizer step after step 3" in warned(in_update)
 
 
-@pytest.mark.slow
 def test_hybrid_sharding_saves_while_each_shard_has_a_rank_that_lives(tmp_path: Path) -> None:
     hybrid = {"strategy": "fsdp_hybrid", "world_size": 4}
     one, two, in_update, shard_gone = fail(
@@ -93,7 +92,6 @@ def test_hybrid_sharding_saves_while_each_shard_has_a_rank_that_lives(tmp_path: 
     assert "no rank that could save has the shards of ranks 0, 2." in warned(shard_gone)
 
 
-@pytest.mark.slow
 @pytest.mark.deepspeed
 def test_shards_without_replicas_are_named(tmp_path: Path) -> None:
     fsdp, zero2, zero3, weights = fail(

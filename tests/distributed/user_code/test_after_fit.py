@@ -180,7 +180,7 @@ def fail(strategy: str, where: str, folder: str) -> str:
     except (KeyError, RankFailedError) as error:
         return f"{type(error).__name__} {sorted(path.name for path in Path(folder).iterdir())}"
     finally:
-        reachable.PATIENCE = timedelta(seconds=3)
+        reachable.PATIENCE = timedelta(seconds=10)
     return "no error"
 
 
