@@ -1,7 +1,7 @@
 """A user's training script that fails: `failing.py CASE FOLDER`.
 
-A case is written as `strategy=paral_ddp,launcher=python,fault=sigkill,...`. The rank that fails first writes the time to
-`FOLDER/failed`.
+A case is written as `strategy=paral_ddp,launcher=python,fault=sigkill,...`. The rank that fails first writes the time
+to `FOLDER/failed`.
 """
 
 # ruff: noqa: E402  the stage "import" is before the imports of torch and of this package
