@@ -10,6 +10,8 @@ from lightning.pytorch.core import saving
 
 from lightning_paral import tested_versions as tested_versions  # warns of untested versions
 from lightning_paral._version import __version__
+from lightning_paral.callbacks.auto_resume import AutoResume
+from lightning_paral.callbacks.preemption import Preemption
 from lightning_paral.checkpoint.load_from_checkpoint import is_folder, read_folder
 from lightning_paral.compat.lightning import load_from_checkpoint
 from lightning_paral.data import GatherPredictions
@@ -20,6 +22,7 @@ from lightning_paral.errors import (
     MissingCheckpointError,
     ParalError,
     ProcessGroupError,
+    RankFailedError,
     UnusedParametersError,
 )
 from lightning_paral.options import ActivationCheckpointing, CheckpointOptions, Offload
@@ -30,6 +33,7 @@ from lightning_paral.strategies import ParalDDPStrategy, ParalDPStrategy, ParalF
 __all__ = [
     "STRATEGIES",
     "ActivationCheckpointing",
+    "AutoResume",
     "CheckpointError",
     "CheckpointOptions",
     "ConfigurationError",
@@ -41,7 +45,9 @@ __all__ = [
     "ParalError",
     "ParalFSDPStrategy",
     "ParalZeROStrategy",
+    "Preemption",
     "ProcessGroupError",
+    "RankFailedError",
     "UnusedParametersError",
     "__version__",
     "register_strategies",

@@ -1,6 +1,6 @@
 """A rank's shard of a tensor: the full tensor, an N-dimensional chunk (DTensor), or a flat range (ZeRO)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -129,8 +129,12 @@ def _has_dims(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def local_shard(value: Tensor) -> LocalShard:
+def local_shard(value: Tensor, members: Collection[int] = ()) -> LocalShard:
     """Return the shard of `value` that this rank writes; `NO_SHARD` for all but the first replica of a DTensor.
+
+    Args:
+        value: a full tensor, or a `DTensor` or `FlatShard`.
+        members: the global ranks that write, if these are not all ranks.
 
     Raises:
         CheckpointError: a DTensor is neither sharded nor replicated, but, for example, a partial sum.
@@ -139,7 +143,7 @@ def local_shard(value: Tensor) -> LocalShard:
         stop = value.start + value.local_numel
         return LocalShard(tuple(chunks_of_flat_range(value.shape, value.start, stop)), value.read)
     if isinstance(value, DTensor):
-        return _local_shard_of_dtensor(value)
+        return _local_shard_of_dtensor(value, members)
     return LocalShard((full_chunk(value.shape),) if value.numel() else (), lambda: flat(value))
 
 
@@ -189,11 +193,17 @@ def chunk_of_dtensor(value: DTensor) -> Chunk | None:
     return Chunk(tuple(offsets), tuple(sizes))
 
 
-def _local_shard_of_dtensor(value: DTensor) -> LocalShard:
+def _local_shard_of_dtensor(value: DTensor, members: Collection[int]) -> LocalShard:
     chunk = chunk_of_dtensor(value)
     coordinate = value.device_mesh.get_coordinate()
     if chunk is None or coordinate is None or chunk.numel == 0:
         return NO_SHARD
-    if any(index for index, placement in zip(coordinate, value.placements, strict=True) if placement.is_replicate()):
+    at = tuple(
+        slice(None) if placement.is_replicate() else index
+        for index, placement in zip(coordinate, value.placements, strict=True)
+    )
+    replicas = value.device_mesh.mesh[at].flatten().tolist()
+    writer = next(rank for rank in replicas if not members or rank in members)
+    if writer != value.device_mesh.mesh[tuple(coordinate)].item():
         return NO_SHARD
     return LocalShard((chunk,), lambda: flat(value.to_local()))

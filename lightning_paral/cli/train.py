@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy
 
 from lightning_paral.cli.parser import BriefParser
+from lightning_paral.cli.resume import checkpoint_or_callback
 from lightning_paral.compat.lightning.command_line import CheckpointChoiceCLI
 from lightning_paral.error_report import unwrap_parser_error
+from lightning_paral.errors import ConfigurationError
 
 TRAINER_COMMANDS = tuple(LightningCLI.subcommands())
 
@@ -29,6 +31,15 @@ class StrategyFirstTrainer(Trainer):
 
 class AnyModelCLI(CheckpointChoiceCLI):
     """LightningCLI for any model, which also resumes from checkpoints that were saved without LightningCLI."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the option `--resume`."""
+        parser.add_argument(
+            "--resume",
+            type=str | None,
+            default=None,
+            help="continue from the newest sound checkpoint in a folder: `auto` for that of ModelCheckpoint, or a path",
+        )
 
     def takes_hyper_parameters(self, path: str) -> bool:
         """Return whether the hyper-parameters in the checkpoint at `path` name a class, or if the path is not a file.
@@ -54,6 +65,30 @@ class AnyModelCLI(CheckpointChoiceCLI):
             super().instantiate_classes()
         except ValueError as error:
             raise unwrap_parser_error(error) or error from None
+        self._resume()
+
+    def _resume(self) -> None:
+        """Apply the option `--resume`.
+
+        Raises:
+            ConfigurationError: it does not fit the command, the other options, or the callbacks of the Trainer.
+        """
+        options = self.config_init[self.subcommand]
+        resume = options.get("resume")
+        if resume is None:
+            return
+        if self.subcommand != "fit" or options.get("ckpt_path"):
+            raise ConfigurationError(
+                f"--resume {resume} is an option of `paral fit` without --ckpt_path. Leave one of them out."
+                if self.subcommand == "fit"
+                else f"--resume {resume} continues a fit, but the command is {self.subcommand}. Use --ckpt_path."
+            )
+        callbacks = vars(self.trainer)["callbacks"]
+        found = checkpoint_or_callback(resume, callbacks)
+        if isinstance(found, str):
+            options["ckpt_path"] = found
+        else:
+            callbacks.insert(0, found)
 
 
 def run_trainer_command() -> None:

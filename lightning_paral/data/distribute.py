@@ -9,16 +9,19 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, IterDataPipe
 
+from lightning_paral.compat.lightning.evaluation import set_results_of_fit
+from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.lightning.samplers import injects_sampler, replace_preparation
 from lightning_paral.data.exact_evaluation import ExactEvaluationLoops, sync_metrics_over_data_ranks
 from lightning_paral.data.global_order import Seed
-from lightning_paral.data.iterable import ShardedIterable, distribute_iterable
+from lightning_paral.data.iterable import distribute_iterable
 from lightning_paral.data.loader import Loader, samplers, seed_workers_by_data_rank, with_iteration
 from lightning_paral.data.map_style import distribute_map_style
 from lightning_paral.data.padding import strip_padding
 from lightning_paral.data.resume import DataPosition, Source, num_processed
 from lightning_paral.data.sampler import ShardSpec
 from lightning_paral.data.self_sharded import synchronize_self_sharded
+from lightning_paral.data.training_results import TrainingResults
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.options import Sampling
@@ -56,10 +59,12 @@ class LoaderDistributor:
         self._run_padding = run_padding
         self.position = DataPosition(trainer, self._seed)
         self._last_index: dict[RunningStage, tuple[int, int]] = {}  # epoch and index of the last loader prepared
+        self._has_warned = False
         self._undo = ExitStack()
         self._prepare_with_lightning = replace_preparation(trainer, self.prepare, self._undo)
         if dims.data_size > 1:
             ExactEvaluationLoops(trainer, dims, run_padding, self._undo)
+            self._replace_training_results()
         sync_metrics_over_data_ranks(trainer.lightning_module, dims, self._undo)
 
     def end(self) -> None:
@@ -119,6 +124,8 @@ class LoaderDistributor:
             self._check_data_pipe(loader)
             group = self._dims.data_rank_group().group
             return self._strip_padding(synchronize_self_sharded(loader, shard, group), mode)
+        if training:
+            source.rejects_repeated_samples = self._draws_itself("training_step")
         seed_workers_by_data_rank(distributed, self._dims)
         source.set_epoch(self._epoch)
         if training and not _resumes_itself(loader):
@@ -137,7 +144,7 @@ class LoaderDistributor:
         """Remove padding batches if the step takes a `dataloader_iter` and therefore draws its batches itself."""
         step = _STEPS.get(mode)
         module = self._trainer.lightning_module
-        if step is None or not is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+        if step is None or not self._draws_itself(step):
             return loader
         if self._run_padding and self._dims.data_size > 1:
             raise ConfigurationError(
@@ -146,6 +153,11 @@ class LoaderDistributor:
                 "others. Let it take `batch, batch_idx` instead."
             )
         return with_iteration(loader, strip_padding)
+
+    def _draws_itself(self, step: str) -> bool:
+        """Return whether the module's `step` takes a `dataloader_iter`, from which it draws batches itself."""
+        method = getattr(self._trainer.lightning_module, step)
+        return bool(is_param_in_hook_signature(method, "dataloader_iter", explicit=True))
 
     @property
     def _epoch(self) -> int:
@@ -158,18 +170,62 @@ class LoaderDistributor:
         self._last_index[mode] = self._epoch, index
         return index
 
+    def _replace_training_results(self) -> None:
+        """Count each sample once in values logged in training, and check that the ranks log the same keys."""
+        loop, end_epoch = self._trainer.fit_loop, self._trainer.fit_loop.on_advance_end
+        results = TrainingResults(self._trainer, self._dims, self)
+        set_results_of_fit(self._trainer, results)
+
+        def check_and_end_epoch() -> None:
+            results.check_keys()
+            end_epoch()
+
+        shadow_method(loop, "on_advance_end", check_and_end_epoch, self._undo)
+        self._undo.callback(results.end_step)
+
     def loss_weight(self) -> float:
         """Return the weight of this rank's mean loss in the mean over ranks, in the current training step.
 
         It differs from 1 only with `split="global"`, if the size of a batch is not divisible by the number of ranks, so
-        that they get different numbers of samples.
+        that they get different numbers of samples. It is then 0 on a rank that runs a sample of another rank. If it is
+        1 on one rank, it is 1 on all.
         """
-        if self._sampling.split == "batch" or len(self.position.sources) != 1:
-            return 1.0
-        (source,) = self.position.sources
-        if isinstance(source, ShardedIterable):
-            return 1.0
-        return source.loss_weights.get(self._trainer.fit_loop.epoch_loop.batch_idx, 1.0)
+        share = self._share()
+        return 1.0 if share is None else self.position.sources[0].loss_weights[self._step]
+
+    def repeats_a_sample(self) -> bool:
+        """Return whether the batch of the current training step has fewer samples than there are data ranks."""
+        share = self._share()
+        return share is not None and share[0] < self._dims.data_size
+
+    def had_larger_batches(self) -> bool:
+        """Return whether training batches before the last one had more samples than there are data ranks."""
+        return bool(self.position.sources) and self.position.sources[0].had_larger_batches
+
+    @property
+    def _step(self) -> int:
+        return self._trainer.fit_loop.epoch_loop.batch_idx
+
+    def _share(self) -> tuple[int, int] | None:
+        """Return what says how the current batch is unequally divided; `None` if it is divided equally."""
+        sources = self.position.sources
+        if self._sampling.split == "batch" or not sources:
+            return None
+        share = sources[0].shares.get(self._step)
+        if len(sources) > 1 and any(source.shares.get(self._step) != share for source in sources):
+            self._warn_about_unequal_loaders()
+            return None
+        return share
+
+    def _warn_about_unequal_loaders(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                "The training loaders divide their batches differently among the ranks in a step, so training does not "
+                "equal that of one process: gradients and values logged with sync_dist=True are means over ranks with "
+                "different numbers of samples. Give the loaders batch sizes that the number of ranks divides, and "
+                "drop_last=True."
+            )
 
 
 def _is_distributed(loader: Loader) -> bool:

@@ -1,6 +1,8 @@
 """Make Lightning's evaluation loops count each sample once: skip padding batches and join uneven results."""
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
@@ -20,11 +22,9 @@ from lightning_paral.compat.lightning.evaluation import (
     replace_evaluation_step,
     replace_predict_step,
     set_results,
-    set_results_of_fit,
 )
-from lightning_paral.compat.lightning.methods import shadow_method
-from lightning_paral.data.logged_keys import CheckedResults
 from lightning_paral.data.padding import MaybeUneven, PaddingBatch, rollback_side_effects
+from lightning_paral.data.uneven_metrics import change_updates, find_metrics
 from lightning_paral.data.uneven_results import UnevenResults
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.errors import ConfigurationError
@@ -47,19 +47,6 @@ class ExactEvaluationLoops:
         for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             self._change_evaluation(loop, undo)
         self._change_prediction(trainer.predict_loop, undo)
-        self._check_training_keys(trainer, undo)
-
-    def _check_training_keys(self, trainer: Trainer, undo: ExitStack) -> None:
-        """Check at the end of each training epoch that the ranks logged the same keys."""
-        loop, end_epoch = trainer.fit_loop, trainer.fit_loop.on_advance_end
-        results = CheckedResults(self._dims)
-        set_results_of_fit(trainer, results)
-
-        def check_and_end_epoch() -> None:
-            results.check_keys()
-            end_epoch()
-
-        shadow_method(loop, "on_advance_end", check_and_end_epoch, undo)
 
     def _change_evaluation(self, loop: EvaluationLoop, undo: ExitStack) -> None:
         results = UnevenResults(self._dims)
@@ -68,11 +55,13 @@ class ExactEvaluationLoops:
         def skip_padding(evaluation_step: Step) -> Step:
             def step(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
                 combined = combined_loader_of(loop)
-                batch, is_padding, results.rank_local = unwrap_batch(batch, combined)
+                unwrapped = unwrap_batch(batch, combined)
+                batch, is_padding, results.rank_local = unwrapped.batch, unwrapped.is_padding, unwrapped.some_have_none
                 # A step that draws its batches itself may do so a different number of times on each rank.
                 results.rank_local |= dataloader_iter is not None
                 if not is_padding:
-                    evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+                    with self._weighting(results, unwrapped):
+                        evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
                     return
                 several = mode_of(combined) == "sequential" and loop.num_dataloaders > 1
                 # At the end of the loader Lightning reads what this rank logged in earlier steps, under this index.
@@ -97,15 +86,35 @@ class ExactEvaluationLoops:
         replace_evaluation_step(loop, skip_padding, undo)
         call_at_end_of_loader(loop, self._trainer, join_results, undo)
 
+    @contextmanager
+    def _weighting(self, results: UnevenResults, unwrapped: "UnwrappedBatch") -> Iterator[None]:
+        """In an uneven step, weight what is logged by the number of this rank's samples."""
+        if unwrapped.weight == 1.0:
+            yield
+            return
+        results.weight, results.shows_constants = unwrapped.weight, unwrapped.shows_constants
+        try:
+            with ExitStack() as undo:
+                if results.found_metrics is None:
+                    results.found_metrics = find_metrics(
+                        (self._trainer.lightning_module, *vars(self._trainer)["callbacks"])
+                    )
+                change_updates(results.found_metrics, unwrapped.weight, undo)
+                yield
+        finally:
+            results.weight = 1.0
+
     def _change_prediction(self, loop: PredictionLoop, undo: ExitStack) -> None:
         def skip_padding(predict_step: Step) -> Step:
             def step(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
-                batch, is_padding, _ = unwrap_batch(batch, combined_loader_of(loop))
-                if not is_padding:
-                    predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+                unwrapped = unwrap_batch(batch, combined_loader_of(loop))
+                if not unwrapped.is_padding:
+                    predict_step(unwrapped.batch, batch_idx, dataloader_idx, dataloader_iter)
                 elif self._run_padding:
                     several = loop.num_dataloaders > 1
-                    self._run_padding_step(loop, "predict_step", batch, batch_idx, dataloader_idx if several else None)
+                    self._run_padding_step(
+                        loop, "predict_step", unwrapped.batch, batch_idx, dataloader_idx if several else None
+                    )
 
             return step
 
@@ -142,8 +151,22 @@ def sync_metrics_over_data_ranks(module: Module, dims: ParallelDims, undo: ExitS
             undo.callback(setattr, part, "process_group", None)
 
 
-def unwrap_batch(batch: Any, combined: CombinedLoader) -> tuple[Any, bool, bool]:
-    """Return the user's batch, whether it is padding, and whether the batch of another rank may be padding.
+@dataclass(frozen=True)
+class UnwrappedBatch:
+    """A user's batch, and what is known about the batches of the other ranks in the same step."""
+
+    batch: Any
+    is_padding: bool
+    some_have_none: bool
+    """Whether the batch of another rank may be padding."""
+    weight: float = 1.0
+    """As in `MaybeUneven`."""
+    shows_constants: bool = False
+    """As in `MaybeUneven`."""
+
+
+def unwrap_batch(batch: Any, combined: CombinedLoader) -> UnwrappedBatch:
+    """Return the user's batch and what its marks say.
 
     If several loaders are combined so that each step has a batch of each (`"min_size"`, `"max_size"`,
     `"max_size_cycle"`), evaluation ends as in one process: with the shortest loader for `"min_size"`, otherwise with
@@ -151,7 +174,10 @@ def unwrap_batch(batch: Any, combined: CombinedLoader) -> tuple[Any, bool, bool]
     """
     mode = mode_of(combined)
     if mode == "sequential":
-        return _unwrap_item(batch), isinstance(batch, PaddingBatch), isinstance(batch, PaddingBatch | MaybeUneven)
+        weight, shows_constants = _division_of([batch])
+        return UnwrappedBatch(
+            _unwrap_item(batch), isinstance(batch, PaddingBatch), _some_have_none(batch), weight, shows_constants
+        )
     items = items_of(combined, batch)
     lengths = [sized_len(loader) or 0 for loader in combined.flattened]
     from_longest = [item for item, length in zip(items, lengths, strict=True) if length == max(lengths)]
@@ -161,8 +187,19 @@ def unwrap_batch(batch: Any, combined: CombinedLoader) -> tuple[Any, bool, bool]
         is_padding = all(isinstance(item, PaddingBatch) for item in from_longest)
     if mode == "max_size" and not is_padding:
         items = [None if isinstance(item, PaddingBatch) else item for item in items]
-    uneven = any(isinstance(item, PaddingBatch | MaybeUneven) for item in items)
-    return batch_of(combined, [_unwrap_item(item) for item in items]), is_padding, uneven
+    weight, shows_constants = _division_of(items)
+    users = batch_of(combined, [_unwrap_item(item) for item in items])
+    return UnwrappedBatch(users, is_padding, any(map(_some_have_none, items)), weight, shows_constants)
+
+
+def _some_have_none(item: Any) -> bool:
+    return isinstance(item, PaddingBatch) or (isinstance(item, MaybeUneven) and item.some_have_none)
+
+
+def _division_of(items: list[Any]) -> tuple[float, bool]:
+    """Return the weight and `shows_constants` of batches; 1.0 if they are divided differently."""
+    marks = [(item.weight, item.shows_constants) if isinstance(item, MaybeUneven) else (1.0, False) for item in items]
+    return marks[0] if len({weight for weight, _ in marks}) == 1 else (1.0, False)
 
 
 def _unwrap_item(batch: Any) -> Any:

@@ -12,8 +12,15 @@ from lightning_paral.compat.torch.loaders import copy_without_workers
 from lightning_paral.data.global_order import Seed
 from lightning_paral.data.loader import Loader, with_iteration
 from lightning_paral.data.order_rng import SeededRNG, derive_seed
-from lightning_paral.data.padding import CollatePadding, PaddingBatch, mark_maybe_uneven
-from lightning_paral.data.sampler import ShardSpec, too_few_batches
+from lightning_paral.data.padding import (
+    CollatePadding,
+    CollateUneven,
+    MaybeUneven,
+    PaddingBatch,
+    UnevenBatch,
+    mark_maybe_uneven,
+)
+from lightning_paral.data.sampler import ShardSpec, reject_or_warn_about_repeated_sample, too_few_batches
 from lightning_paral.errors import ConfigurationError
 
 
@@ -60,8 +67,11 @@ def with_stream(loader: Loader, stream: "ShardedIterable") -> Loader:
         changes["batch_sampler"] = BatchSampler(forwarder, stream.local_batch_size, drop_last=False)  # type: ignore[arg-type]
     if stream.shard.may_need_padding:
         changes["collate_fn"] = CollatePadding(loader.collate_fn)
-    changed = copy_without_workers(loader, **changes)
-    return with_iteration(changed, mark_maybe_uneven) if stream.shard.may_need_padding else changed
+        return with_iteration(copy_without_workers(loader, **changes), stream.mark_maybe_uneven)
+    if stream.shard.split == "global" and stream.shard.data_size > 1:
+        changes["collate_fn"] = CollateUneven(loader.collate_fn)
+        return with_iteration(copy_without_workers(loader, **changes), stream.record_uneven)
+    return copy_without_workers(loader, **changes)
 
 
 class ShardedIterable(IterableDataset[Any]):
@@ -88,6 +98,15 @@ class ShardedIterable(IterableDataset[Any]):
         self.shard = shard
         self.batch_size = batch_size
         self.drop_last = drop_last
+        self.loss_weights: dict[int, float] = {}
+        """With `split="global"`, the weight of this rank's mean loss in the mean over ranks, by step; 1 if missing."""
+        self.shares: dict[int, tuple[int, int]] = {}
+        """By step, what says how a batch is unequally divided, equal on all ranks: its size and its first data rank."""
+        self.rejects_repeated_samples = False
+        """Whether a training batch with fewer samples than ranks is an error."""
+        self.has_warned = False
+        """Whether a warning about a repeated sample was given."""
+        self._num_finished_steps = 0  # of iterations of this epoch that have ended
         self._seed = seed
         self._loader_index = loader_index
         self._epoch = 0
@@ -97,13 +116,50 @@ class ShardedIterable(IterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the epoch of the next iteration."""
         if epoch != self._epoch:
-            self._epoch, self._skip = epoch, 0
+            self._epoch, self._skip, self._num_finished_steps = epoch, 0, 0
+            self.loss_weights.clear()
+            self.shares.clear()
         self._num_iterations = 0
 
     def resume(self, epoch: int, num_samples: int) -> None:
         """Make the next iteration an iteration of `epoch` that skips the first `num_samples` of the stream."""
         self.set_epoch(epoch)
         self._skip = num_samples
+
+    def record_uneven(self, batches: Iterator[Any], restart: object = None) -> Iterator[Any]:
+        """Yield `batches` without marks. Record how those of uneven steps are divided among the ranks."""
+        step = self._num_finished_steps or self._skip // self.global_batch_size
+        for batch in batches:
+            if isinstance(batch, UnevenBatch):
+                size = batch.num_samples
+                self.shares[step] = size, 0
+                self.loss_weights[step] = self._weight(size)
+                if size < self.shard.data_size:
+                    reject_or_warn_about_repeated_sample(self, size, self.shard.data_size)
+                batch = batch.batch
+            step += 1
+            yield batch
+        self._num_finished_steps = step
+
+    def mark_maybe_uneven(self, batches: Iterator[Any], restart: object = None) -> Iterator[Any]:
+        """Yield `batches`, marked as `MaybeUneven` unless they are padding, with the weights of uneven steps."""
+        for batch in mark_maybe_uneven(batches):
+            if isinstance(batch, MaybeUneven) and isinstance(batch.batch, UnevenBatch):
+                uneven = batch.batch
+                shows_constants = uneven.num_samples > self.shard.data_size or self.had_larger_batches
+                yield MaybeUneven(uneven.batch, True, self._weight(uneven.num_samples), shows_constants)
+            else:
+                yield batch
+
+    def _weight(self, num_samples: int) -> float:
+        """Return this rank's number of samples, divided by the mean number, in a step of `num_samples`."""
+        data_rank, data_size = self.shard.data_rank, self.shard.data_size
+        return len(range(data_rank, num_samples, data_size)) * data_size / num_samples
+
+    @property
+    def had_larger_batches(self) -> bool:
+        """Whether the batches before the last one had more samples than there are data ranks."""
+        return self.global_batch_size > self.shard.data_size
 
     @property
     def global_batch_size(self) -> int:
@@ -176,11 +232,14 @@ class ShardedIterable(IterableDataset[Any]):
         """Return this rank's samples of the last global batch, which is too small to give every rank a batch."""
         if not size:
             return []
-        if self.shard.remainder == "pad":
-            return local or [PaddingBatch(sample) for sample in first[: self.local_batch_size]]
+        is_padding = self.shard.remainder == "pad"
+        if is_padding and not local:
+            return [PaddingBatch(sample) for sample in first[: self.local_batch_size]]
         if self.shard.split == "global":
-            missing = -(-size // self.shard.data_size) - len(local)
-            return local + beginning[:missing]
+            uneven = local or first[:1]  # a rank without a sample runs one of another rank
+            return [UnevenBatch(sample, size) for sample in uneven] if size % self.shard.data_size else uneven
+        if is_padding:
+            return local
         if self.shard.remainder == "wrap":
             return local or beginning
         if not step and not self._skip:

@@ -1,7 +1,8 @@
 """Check that all ranks reduce the same key in `self.log(..., sync_dist=True)`."""
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_paral.compat.lightning.results import ResultCollection
+from lightning_paral.compat.lightning.results import ResultCollection, Sync
 from lightning_paral.compat.torch.process_groups import default_store
 from lightning_paral.data.async_scalar import AsyncScalar
 from lightning_paral.distributed.mesh import ParallelDims
@@ -36,6 +37,9 @@ class CheckedReduce:
 
     def __init__(self, key: str, reduce: Callable[..., Any], dims: ParallelDims) -> None:
         self.key = key
+        self.weight = 1.0
+        """The weight of this rank's value in means, because ranks may have different numbers of samples in a step. All
+        ranks have the weight 1.0, or none has. The mean of the weights of all data ranks is 1."""
         self._dims = dims
         self._reduce = reduce
         self._fingerprints: dict[tuple[Any, ...], Tensor] = {}
@@ -50,6 +54,8 @@ class CheckedReduce:
         """
         if not isinstance(value, Tensor) or not dist.is_initialized():
             return value
+        if self.weight != 1.0 and reduce_op == "mean":
+            value = self._weighted(value, group)
         fingerprints = self._fingerprints_for(value, reduce_op, group)
         try:
             reduced = self._reduce(torch.cat([value.reshape(-1), fingerprints]), reduce_op=reduce_op, group=group)
@@ -64,6 +70,11 @@ class CheckedReduce:
         else:
             self._wrong = wrong if self._wrong is None else self._wrong | wrong
         return reduced[:-2].reshape(value.shape)
+
+    def _weighted(self, value: Tensor, group: Any) -> Tensor:
+        """Return this rank's part of the weighted mean over `group`. *Collective* if a group is given."""
+        weight = value.new_tensor(self.weight)
+        return value * weight if group is None else value * weight / self._reduce(weight.clone(), group=group)
 
     def check(self, *, wait: bool) -> None:
         """Raise the `ConfigurationError` of earlier calls whose result was still on the device.
@@ -118,6 +129,18 @@ _EVERY_RANK = (
 def can_be_read_at_once(value: Tensor) -> bool:
     """Return whether a result computed from `value` can be read without waiting for a device."""
     return value.device.type == "cpu"
+
+
+@contextmanager
+def weighted(sync: Sync, weight: float) -> Iterator[None]:
+    """Give this rank's values a weight in means that `sync` computes in this context."""
+    reduce = sync.fn
+    assert isinstance(reduce, CheckedReduce)
+    reduce.weight = weight
+    try:
+        yield
+    finally:
+        reduce.weight = 1.0
 
 
 class CheckedResults(ResultCollection):

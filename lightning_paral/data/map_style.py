@@ -87,12 +87,13 @@ def _with_sampler(loader: Loader, sampler: RankBatchSampler) -> Loader:
 
 
 def _mark_padding(sampler: RankBatchSampler, batches: Iterator[Any], restart: object) -> Iterator[Any]:
-    """Yield `batches`. Mark padding batches, and batches of steps in which another rank has a padding batch."""
+    """Yield `batches`. Mark padding batches, and batches of steps in which ranks have different numbers of samples."""
     for step, batch in enumerate(batches):
         if step in sampler.padding_steps:
             yield PaddingBatch(batch)
-        elif step in sampler.uneven_steps:
-            yield MaybeUneven(batch)
+        elif step in sampler.uneven_steps or step in sampler.loss_weights:
+            some_have_none, weight = step in sampler.uneven_steps, sampler.loss_weights.get(step, 1.0)
+            yield MaybeUneven(batch, some_have_none, weight, not some_have_none or sampler.had_larger_batches)
         else:
             yield batch
 

@@ -28,16 +28,41 @@ class PaddingBatch:
 
 @dataclass(frozen=True)
 class MaybeUneven:
-    """A batch of a step in which another rank may have a padding batch."""
+    """A batch of a step in which ranks have, or may have, different numbers of samples."""
 
     batch: Any
+    some_have_none: bool = True
+    """Whether another rank may have a padding batch."""
+    weight: float = 1.0
+    """The number of this rank's samples, divided by the mean number of all data ranks; 1.0 if that is not known."""
+    shows_constants: bool = False
+    """Whether this or an earlier step had more samples than there are data ranks."""
 
 
-class CollatePadding:
-    """Wraps a `collate_fn` so that padding samples become a padding batch."""
+@dataclass(frozen=True)
+class UnevenBatch:
+    """A batch of a stream, or a sample of one, of a step in which ranks have different numbers of samples."""
+
+    batch: Any
+    num_samples: int
+    """The number of samples of all ranks in this step."""
+
+
+class CollateUneven:
+    """Wraps a `collate_fn` so that samples of an uneven step become an uneven batch."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        """Return the batch of `samples`."""
+        if isinstance(samples, list) and samples and isinstance(samples[0], UnevenBatch):
+            return UnevenBatch(self.collate([sample.batch for sample in samples]), samples[0].num_samples)
+        return self.collate(samples)
+
+
+class CollatePadding(CollateUneven):
+    """Wraps a `collate_fn` so that padding samples become a padding batch as well."""
 
     def __call__(self, samples: Any) -> Any:
         """Return the batch of `samples`, which is a single sample with `batch_size=None`."""
@@ -45,7 +70,7 @@ class CollatePadding:
             return PaddingBatch(self.collate(samples.batch))
         if isinstance(samples, list) and samples and isinstance(samples[0], PaddingBatch):
             return PaddingBatch(self.collate([sample.batch for sample in samples]))
-        return self.collate(samples)
+        return super().__call__(samples)
 
 
 def mark_maybe_uneven(batches: Iterator[Any], restart: object = None) -> Iterator[Any]:
@@ -70,9 +95,7 @@ def rollback_side_effects(module: Module) -> Iterator[None]:
     """
     host_states = global_states()
     cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    attributes = [
-        (each.__dict__, _user_attributes(each), _snapshot(_user_attributes(each))) for each in module.modules()
-    ]
+    attributes = [(each.__dict__, user_attributes(each), _snapshot(user_attributes(each))) for each in module.modules()]
     module_buffers = [own_buffers(each) for each in module.modules()]
     buffers = [(current, dict(current), _snapshot(current)) for current in module_buffers]
     try:
@@ -92,7 +115,8 @@ def rollback_side_effects(module: Module) -> Iterator[None]:
             torch.cuda.set_rng_state(cuda_state)
 
 
-def _user_attributes(module: Module) -> dict[str, Any]:
+def user_attributes(module: Module) -> dict[str, Any]:
+    """Return the attributes of `module` except for those of torch and of engines, such as `_parameters`."""
     return {name: module.__dict__[name] for name in _names(module.__dict__)}
 
 

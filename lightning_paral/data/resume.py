@@ -27,10 +27,10 @@ class DataPosition:
         self._trainer = trainer
         self._seed = seed
 
-    def state(self) -> dict[str, Any]:
-        """Return the position for a checkpoint."""
+    def state(self, num_not_counted: int = 0) -> dict[str, Any]:
+        """Return the position for a checkpoint, without the last `num_not_counted` batches of the epoch."""
         fit_loop = self._trainer.fit_loop
-        num_steps = num_processed(fit_loop.epoch_loop.batch_progress)
+        num_steps = num_processed(fit_loop.epoch_loop.batch_progress) - num_not_counted
         epochs: Any = fit_loop.epoch_progress.current
         return {
             "seed": self._seed.value,

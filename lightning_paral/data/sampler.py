@@ -4,7 +4,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -59,7 +59,12 @@ class RankBatchSampler:
         """Steps of the current iteration in which some rank draws a padding batch."""
         self.loss_weights: dict[int, float] = {}
         """With `split="global"`, the weight of this rank's mean loss in the mean over ranks, by step; 1 if missing."""
-        self._has_warned = False
+        self.shares: dict[int, tuple[int, int]] = {}
+        """By step, what says how a batch is unequally divided, equal on all ranks: its size and its first data rank."""
+        self.rejects_repeated_samples = False
+        """Whether a training batch with fewer samples than ranks is an error."""
+        self.has_warned = False
+        """Whether a warning about a repeated sample was given."""
         self._epoch = 0
         self._repetition = 0
         self._skip = 0, 0  # samples and steps that the next iteration skips
@@ -91,7 +96,9 @@ class RankBatchSampler:
     def __iter__(self) -> Iterator[Any]:
         self.padding_steps.clear()
         self.uneven_steps.clear()
-        self.loss_weights.clear()
+        if len(self._starts) == 1:  # otherwise this is a repetition, and earlier steps may still be waiting
+            self.loss_weights.clear()
+            self.shares.clear()
         num_samples, num_steps = self._skip if len(self._starts) == 1 else (0, 0)
         # Forget steps of an abandoned iteration, which were drawn in advance for `DataLoader` workers.
         del self._num_samples[self._starts[-1] :]
@@ -140,7 +147,7 @@ class RankBatchSampler:
                 num_samples += size
                 local = batch[start::data_size]
                 if size % data_size:
-                    local = self._record_uneven(len(self._num_samples), local, batch)
+                    local = self._record_uneven(len(self._num_samples), local, batch, (start - rank) % data_size)
                     start = (rank - num_samples) % data_size
                 record(num_samples)
                 yield local
@@ -157,26 +164,24 @@ class RankBatchSampler:
         if len(self._start_states) > _MAX_START_STATES:  # a short loader that is repeated many times
             self._start_states[-_MAX_START_STATES - 1] = None
 
-    def _record_uneven(self, step: int, local: list[Any], batch: list[Any]) -> list[Any]:
+    def _record_uneven(self, step: int, local: list[Any], batch: list[Any], first: int) -> list[Any]:
         """Record the loss weight of `local`, a part of an unequally divided batch. Return padding if it is empty."""
         self.loss_weights[step] = len(local) * self.shard.data_size / len(batch)
+        self.shares[step] = len(batch), first
         if len(batch) < self.shard.data_size:
             self.uneven_steps.add(step)
             if self.shard.remainder != "pad":
-                self._warn_about_repeated_sample(len(batch))
+                reject_or_warn_about_repeated_sample(self, len(batch), self.shard.data_size)
         if local:
             return local
         self.padding_steps.add(step)
         return batch[:1]
 
-    def _warn_about_repeated_sample(self, num_samples: int) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            rank_zero_warn(
-                f"A batch has {num_samples} samples for {self.shard.data_size} ranks, so a rank without a sample runs "
-                "one of another rank. That sample has no part in the gradient, but counts in metrics and in values "
-                "that training_step logs. Set drop_last=True in the loader to leave such batches out."
-            )
+    @property
+    def had_larger_batches(self) -> bool:
+        """Whether the batches drawn before the last one had, on average, more samples than there are data ranks."""
+        num_steps = len(self._num_samples) - 1
+        return num_steps > 0 and self._num_samples[num_steps - 1] > num_steps * self.shard.data_size
 
     def position(self, num_steps: int) -> dict[str, Any]:
         """Return the position in the order after `num_steps` steps of this epoch, independent of the world size."""
@@ -206,6 +211,34 @@ class RankBatchSampler:
             num_steps = len(self) - self.shard.num_steps(num_left)
         self._skip = position["samples"], num_steps
         return num_steps
+
+
+class _Source(Protocol):
+    rejects_repeated_samples: bool
+    has_warned: bool
+
+
+def reject_or_warn_about_repeated_sample(source: _Source, num_samples: int, data_size: int) -> None:
+    """Warn once about a training batch of `num_samples` from `source`, fewer than `data_size` ranks.
+
+    Raises:
+        ConfigurationError: `source` rejects repeated samples.
+    """
+    problem = f"A batch has fewer samples than there are ranks, {num_samples} for {data_size}"
+    if source.rejects_repeated_samples:
+        raise ConfigurationError(
+            f"{problem}, and training_step takes a `dataloader_iter` and draws its batches itself. A sample that a "
+            "rank repeats, because it has none of its own, would count twice. Set drop_last=True in the loader, or let "
+            "training_step take `batch, batch_idx`."
+        )
+    if not source.has_warned:
+        source.has_warned = True
+        rank_zero_warn(
+            f"{problem}. A rank without one runs a sample of another rank. It has no part in the gradient, in "
+            "torchmetrics, and in values logged with sync_dist=True. It counts in what else the step does on that "
+            "rank: values logged without sync_dist, items that it adds to lists, self.all_gather, and BatchNorm's "
+            "statistics. Set drop_last=True in the loader to leave such batches out."
+        )
 
 
 def too_few_batches(batches: object, data_size: int) -> ConfigurationError:

@@ -12,7 +12,8 @@ from torchmetrics import Metric
 
 from lightning_paral.compat.lightning.metrics import mark_updated, set_computed
 from lightning_paral.compat.lightning.results import Metadata, ResultMetric, make_sync
-from lightning_paral.data.logged_keys import CheckedResults
+from lightning_paral.data.batch_sizes import BatchSizes, Summary, are_constant
+from lightning_paral.data.logged_keys import CheckedResults, weighted
 from lightning_paral.distributed.mesh import ParallelDims
 
 _META_FIELDS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
@@ -31,7 +32,14 @@ class _Entry:
     rank_zero_only: bool
     value: Tensor | None
     """The sum, minimum or maximum of the logged values over this rank's batches, on CPU; `None` for a metric."""
-    num_samples: int
+    num_samples: float
+    """The sum of the batch sizes."""
+    sizes: Summary | None
+    """What the rank knows about the batch sizes of a mean."""
+    missing_value: Tensor
+    """What `value` lacks if the batch size is a constant."""
+    missing_size: float
+    """What `num_samples` lacks if the batch size is a constant."""
 
 
 class UnevenResults(CheckedResults):
@@ -42,12 +50,29 @@ class UnevenResults(CheckedResults):
 
     def __init__(self, dims: ParallelDims) -> None:
         super().__init__(dims, training=False)
+        self.weight = 1.0
+        """The number of this rank's samples in this step, divided by the mean number of all data ranks."""
+        self.shows_constants = False
+        """As in `BatchSizes.add`."""
+        self.found_metrics: list[Any] | None = None
+        """The metrics found in the module and the callbacks, until the end of the loader."""
+        self._batch_sizes: dict[str, BatchSizes] = {}
         self.rank_local = False
         """Whether a rank may have no batch in this step. If so, values that are synchronized per step stay local."""
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         """Add a value to those logged under `key`."""
-        sync = self[key].meta.sync
+        metric = self[key]
+        meta, sync = metric.meta, metric.meta.sync
+        if self.weight != 1.0 and metric.is_tensor and sync.should and not sync.rank_zero_only:
+            if meta.on_epoch and meta.is_mean_reduction:
+                self._batch_sizes.setdefault(key, BatchSizes()).add(
+                    value, batch_size, self.weight, self.shows_constants
+                )
+            if not self.rank_local:
+                with weighted(sync, self.weight):
+                    super().update_metrics(key, value, batch_size)
+                return
         if not (self.rank_local and sync.should):
             super().update_metrics(key, value, batch_size)
             return
@@ -59,8 +84,14 @@ class UnevenResults(CheckedResults):
 
     def exchange(self, module: LightningModule) -> None:
         """Reduce the values logged per epoch over all data ranks. *Collective* over the data ranks."""
-        entries = [_make_entry(key, metric) for key, metric in self.valid_items() if metric.meta.on_epoch]
-        states = {name: _list_states(each) for name, each in module.named_modules() if isinstance(each, Metric)}
+        entries = [
+            _make_entry(key, metric, self._batch_sizes.get(key, BatchSizes()))
+            for key, metric in self.valid_items()
+            if metric.meta.on_epoch
+        ]
+        self._batch_sizes.clear()
+        self.found_metrics = None
+        states = {name: list_states(each) for name, each in module.named_modules() if isinstance(each, Metric)}
         gathered = self.dims.data_rank_group().gather((entries, states))
         _set_type_of_empty_states(module, [rank_states for _, rank_states in gathered])
         by_rank = [{entry.key: entry for entry in rank_entries} for rank_entries, _ in gathered]
@@ -104,8 +135,9 @@ class UnevenResults(CheckedResults):
         return metric
 
 
-def _make_entry(key: str, metric: ResultMetric) -> _Entry:
+def _make_entry(key: str, metric: ResultMetric, batch_sizes: BatchSizes) -> _Entry:
     meta = metric.meta
+    is_mean = metric.is_tensor and meta.is_mean_reduction
     return _Entry(
         key=key,
         logged={name: getattr(meta, name) for name in _META_FIELDS},
@@ -115,7 +147,10 @@ def _make_entry(key: str, metric: ResultMetric) -> _Entry:
         sync=meta.sync.should,
         rank_zero_only=meta.sync.rank_zero_only,
         value=metric.value.detach().cpu() if metric.is_tensor else None,
-        num_samples=int(metric.cumulated_batch_size) if metric.is_tensor and meta.is_mean_reduction else 0,
+        num_samples=float(metric.cumulated_batch_size) if is_mean else 0.0,
+        sizes=batch_sizes.summary(metric) if is_mean else None,
+        missing_value=torch.as_tensor(batch_sizes.value).cpu(),
+        missing_size=float(batch_sizes.size),
     )
 
 
@@ -127,11 +162,15 @@ def _reduce(entries: list[_Entry]) -> Tensor:
         return extreme
     total = values.double().sum()
     if reduction == "mean":
-        total = total / sum(entry.num_samples for entry in entries)
+        num_samples = sum(entry.num_samples for entry in entries)
+        if are_constant([entry.sizes for entry in entries if entry.sizes is not None]):
+            total = total + sum(entry.missing_value.double() for entry in entries)
+            num_samples += sum(entry.missing_size for entry in entries)
+        total = total / num_samples
     return total.to(values.dtype)
 
 
-def _list_states(metric: Metric) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def list_states(metric: Metric) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return the dtype of an item, and its shape without the first dimension, of each list state that has items."""
     filled = {name: state[0] for name, state in metric.metric_state.items() if isinstance(state, list) and state}
     return {name: (item.dtype, tuple(item.shape[1:])) for name, item in filled.items() if isinstance(item, Tensor)}

@@ -97,6 +97,12 @@ class ParallelDims:
         return [rank // (self.data_size * self.tensor) for rank in range(self.num_ranks)]
 
     @property
+    def shards(self) -> list[int]:
+        """For each global rank, a number that is equal on the ranks that hold the same shards of the same stage."""
+        num_shards = self.shard * self.tensor
+        return [stage * num_shards + rank % num_shards for rank, stage in enumerate(self.stages)]
+
+    @property
     def stage_ranks(self) -> list[int]:
         """The global ranks of this rank's pipeline stage. They hold the same unsharded tensors."""
         num_ranks = self.data_size * self.tensor

@@ -13,23 +13,29 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.distributed_c10d import Store
 
 from lightning_paral.compat.torch.aborting import abort_all
 from lightning_paral.compat.torch.process_groups import is_alive
 from lightning_paral.distributed.forked import protect_inherited_objects
+from lightning_paral.distributed.rendezvous import connect, meet
 from lightning_paral.errors import ConfigurationError, ProcessGroupError
 
 _PORT_IN_USE = ("EADDRINUSE", "address already in use")
-_TIMED_OUT = ("Timed out waiting", "timed out after", "Watchdog caught collective operation timeout")
+_TIMED_OUT = (
+    "Timed out waiting",
+    "timed out after",
+    "wait timeout after",
+    "Application timeout caused pair closure",
+    "Watchdog caught collective operation timeout",
+)
 
 log = logging.getLogger(__name__)
 
 # Rank 0's store outlives the groups created with it. Otherwise a rank that starts its next fit early could connect to
-# the store of the previous fit, which rank 0 is about to close. Maps the address and port of a store, the rank and the
-# world size to this store and the number of groups created with it.
-_stores: dict[tuple[str, int, int, int], tuple[Store, int]] = {}
+# the store of the previous fit, which rank 0 is about to close. The keys are the address and port of a store, the rank
+# and the world size.
+_stores: dict[tuple[str, int, int, int], Store] = {}
 
 _EXIT_PATIENCE = timedelta(seconds=2)
 """How long rank 0 waits at exit for the other ranks to destroy their groups."""
@@ -217,24 +223,33 @@ def is_first_to_report(message: str) -> bool:
         return True
     without_ranks = re.sub(r"\brank \d+", "rank", message)
     pid = str(os.getpid())
-    key = f"lightning_paral/reported/{socket.gethostname()}/{hashlib.sha256(without_ranks.encode()).hexdigest()}"
+    # torchrun keeps its store when it restarts the processes; each start reports its own errors.
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    digest = hashlib.sha256(without_ranks.encode()).hexdigest()
+    key = f"lightning_paral/reported/{start}/{socket.gethostname()}/{digest}"
     try:
-        store, _ = list(_stores.values())[-1]
+        store = list(_stores.values())[-1]
         store.set_timeout(timedelta(seconds=5))
         return bool(store.compare_set(key, "", pid) == pid.encode())
     except (dist.DistError, RuntimeError):  # the rank that serves the store has ended
         return True
 
 
-def explain_timeout(error: BaseException, timeout: timedelta, option: str) -> None:
-    """If `error` says that a collective timed out, add the timeout, and the option that sets it, to its message."""
+def explain_timeout(error: BaseException, timeout: timedelta, option: str) -> bool:
+    """If `error` says that a collective timed out, add the timeout, and the option that sets it, to its message.
+
+    Returns:
+        bool: whether a collective timed out.
+    """
     message = str(error)
-    if error.args and any(sign in message for sign in _TIMED_OUT) and option not in message:
+    timed_out = any(sign in message for sign in _TIMED_OUT)
+    if error.args and timed_out and option not in message:
         error.args = (
             f"{message}\nA collective did not finish within timeout={timeout}, set by `{option}`: some rank failed, "
             "hangs, or is slow. Look for the first error among all ranks. If a rank is only slow, raise the timeout.",
             *error.args[1:],
         )
+    return timed_out
 
 
 def _check_ranks_match(rank: int, world_size: int) -> None:
@@ -247,18 +262,13 @@ def _check_ranks_match(rank: int, world_size: int) -> None:
 
 
 def _next_store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Return a new namespace in the store at this address. Rank 0 serves the store unless torchrun does."""
+    """Return a new namespace in the store at this address, after all ranks have joined it. *Collective*."""
     key = (address, port, rank, world_size)
-    if key in _stores:
-        store, num_groups = _stores[key]
-    else:
-        url = f"tcp://{address}:{port}" if ":" not in address else f"tcp://[{address}]:{port}"
-        store, _, _ = next(rendezvous(url, rank, world_size, timeout=timeout))
-        num_groups = 0
+    if key not in _stores:
+        _stores[key] = connect(address, port, rank, world_size, timeout)
+    store = _stores[key]
     store.set_timeout(timeout)
-    _stores[key] = (store, num_groups + 1)
-    # The world size is in the prefix because runs of several world sizes may share a server.
-    return PrefixStore(f"lightning_paral/{world_size}/{num_groups}", store)
+    return meet(store, rank, world_size, timeout)
 
 
 def _describe_failure(

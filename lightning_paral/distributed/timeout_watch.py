@@ -23,15 +23,22 @@ class TimeoutWatch:
         option: the name of the option that sets it.
         errors: a function that returns the names of the errors found so far.
         interval: the number of seconds between checks.
+        on_timeout: called after a timeout, before it is logged.
     """
 
     def __init__(
-        self, timeout: timedelta, option: str, errors: Callable[[], list[str]] = nccl_errors, interval: float = 1.0
+        self,
+        timeout: timedelta,
+        option: str,
+        errors: Callable[[], list[str]] = nccl_errors,
+        interval: float = 1.0,
+        on_timeout: Callable[[], None] = lambda: None,
     ) -> None:
         self._timeout = timeout
         self._option = option
         self._errors = errors
         self._interval = interval
+        self._on_timeout = on_timeout
         self._ended = threading.Event()
         self._main_thread = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="lightning_paral_timeout", daemon=True)
@@ -50,6 +57,8 @@ class TimeoutWatch:
         while not self._ended.wait(self._interval):
             found = self._errors()
             if found:
+                if found[0] == "TIMEOUT":
+                    self._on_timeout()
                 log.error("%s", self._describe(found[0]))
                 return
 

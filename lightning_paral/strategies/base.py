@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from lightning_paral.averaging.callbacks import forget_ended
 from lightning_paral.averaging.run import RunAverages
+from lightning_paral.callbacks.preemption import add_for_requeueing
 from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.data.distribute import draws_as_one_process
 from lightning_paral.distributed.process_group import join_process_group
@@ -68,7 +70,7 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
         self.sampling = Sampling(
             split=options["split"], remainder=options["remainder"], shard_iterable=options["shard_iterable"]
         )
-        self.timeout = as_timeout(options["timeout"])
+        self.timeout = self._async_timeout = as_timeout(options["timeout"])
         self._checkpoint_options = as_checkpoint_options(options["checkpoint"])
         self._activation_checkpointing = options["activation_checkpointing"]
         self._data = RunData()
@@ -97,6 +99,7 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
             reset_seed()  # as Lightning does with several processes; one process continues the generators' sequence
         join_process_group(self.cluster_environment, self.root_device, self.process_group_backend, self.timeout)
         self._begin_run()
+        add_for_requeueing(trainer)
         seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
         self._data.begin(trainer, self.dims, self.sampling, seed, forward_has_collectives=self.forward_has_collectives)
         print_start_line(trainer, self)
@@ -138,28 +141,37 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, Collectives, CheckpointMixin, 
         super().on_train_start()
         if self._data.resume(self._own_devices) and self._ignored_warnings is not None:
             self._ignored_warnings.add(RESUMED_INSIDE_EPOCH)
+        self._keep_random_states()
 
     # Checkpoint
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save `checkpoint` and the position in the data. *Collective* over the world during a run.
 
-        If only some ranks failed, warn and write nothing.
+        After a failure, the ranks at the same step save together, if they have all shards. Otherwise warn and write
+        nothing.
 
         Raises:
             CheckpointError: a rank could not write; raised on all ranks. An earlier checkpoint at `filepath` is intact.
             ConfigurationError: the optimizer's state was lost at the end of the run.
             StorageOptionsError: `storage_options` were given, but no `CheckpointIO` that accepts them.
         """
-        if self._reachable_ranks().all_reachable:
-            with self._sharded_state.reading():
-                super().save_checkpoint(self._data.with_position(checkpoint), filepath, storage_options)
-        else:
+        if not self._may_save:
             self._warn_not_saved(f"{filepath} was not saved")
+            return
+        num_repeated = 0
+        if self._is_failing:
+            checkpoint, num_repeated = self._at_last_step(checkpoint)
+        with self._saving_after_failure() if self._is_failing else nullcontext(), self._sharded_state.reading():
+            super().save_checkpoint(self._data.with_position(checkpoint, num_repeated), filepath, storage_options)
+        self._warn_saved_by_some(filepath)
+
+    def _random_states_of_step(self) -> dict[str, Any] | None:
+        return self._random_states_at_step if self._is_failing and self._is_fit else None
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, unless only some ranks failed, because its replacement was not saved in this case."""
-        if self._reachable_ranks().all_reachable:
+        """Remove a checkpoint, unless this rank could not save after a failure: its replacement was not saved then."""
+        if self._may_save:
             super().remove_checkpoint(filepath)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -1,14 +1,13 @@
 """Save checkpoints that every strategy loads, at any world size."""
 
-from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.async_save import BackgroundSaver
@@ -25,7 +24,7 @@ from lightning_paral.checkpoint.state.weights import (
 )
 from lightning_paral.checkpoint.tree import tensors_in
 from lightning_paral.compat.lightning.strategies import averages_models
-from lightning_paral.distributed.agreement import RankGroup, all_ranks
+from lightning_paral.distributed.agreement import RankGroup, all_ranks, explain
 from lightning_paral.distributed.rng_state import current_states
 from lightning_paral.errors import CheckpointError, StorageOptionsError
 from lightning_paral.options import DEFAULT_TIMEOUT, CheckpointOptions, Form
@@ -38,6 +37,7 @@ class CheckpointSaving(FullTensorReaders, StrategyDescription):
 
     _checkpoint_options: CheckpointOptions
     _async_timeout: timedelta = DEFAULT_TIMEOUT
+    """How long ranks wait for each other in a background save."""
     _saver: BackgroundSaver | None = None
     _has_saved: bool = False
     _rng_states_of_fit: dict[str, Any] | None = None
@@ -50,11 +50,6 @@ class CheckpointSaving(FullTensorReaders, StrategyDescription):
     def _has_users_checkpoint_io(self) -> bool:
         """Whether the user passed their own `CheckpointIO`."""
         return type(self.checkpoint_io) is not TorchCheckpointIO
-
-    @property
-    def _own_devices(self) -> Sequence[torch.device]:
-        """The devices of this process."""
-        return [self.root_device]
 
     @property
     def _checkpoint_form(self) -> Form:
@@ -76,6 +71,10 @@ class CheckpointSaving(FullTensorReaders, StrategyDescription):
     def _ranks(self) -> RankGroup:
         """Return the ranks that save together."""
         return all_ranks()
+
+    def _random_states_of_step(self) -> dict[str, Any] | None:
+        """Return the random states of the step to which the checkpoint belongs, if it is not the current moment."""
+        return None
 
     @property
     def _is_running(self) -> bool:
@@ -116,12 +115,14 @@ class CheckpointSaving(FullTensorReaders, StrategyDescription):
         path = ranks.gather(without_scheme(filepath))[0]
         replicated = replicated_storages(self.lightning_module)
         name, local_sgd = type(self).__name__, averages_models(self)
-        stages = self.dims.stages if ranks.world_size == self.dims.num_ranks else None
+        stages: list[int] | None = self.dims.stages
+        if ranks.world_size != self.dims.num_ranks:
+            stages = [self.dims.stages[rank] for rank in ranks.members] or None
         save = SaveJob.prepare(checkpoint, path, self._checkpoint_form, ranks, replicated, name, local_sgd, stages)
         save.is_first_of_run, self._has_saved = not self._has_saved, True
         if not self._checkpoint_options.async_save or not self._can_save_in_background:
             if self._saver is not None:
-                self._saver.wait()
+                self._wait_for_background_save()
             save.write(ranks)
             return
         if self._saver is None:
@@ -131,6 +132,25 @@ class CheckpointSaving(FullTensorReaders, StrategyDescription):
         ranks.run_on_all(f"Saving {path}", lambda: save.stage(staging))
         self._saver.start(save.write)
 
+    def finish_saving(self) -> None:
+        """Wait until a save in the background has finished.
+
+        Raises:
+            CheckpointError: the save failed.
+        """
+        if self._saver is not None:
+            self._saver.wait()
+
+    def _wait_for_background_save(self) -> None:
+        """Wait for a background save. After an exception it may fail because a rank has died; then warn."""
+        assert self._saver is not None
+        try:
+            self._saver.wait()
+        except Exception as error:
+            if self._can_save_in_background:
+                raise
+            rank_zero_warn(f"The background save that was in progress failed: {explain(error)}")
+
     def _saving_ranks(self, checkpoint: dict[str, Any], filepath: Any) -> RankGroup | None:
         """Return the ranks that save `checkpoint`; `None` if this rank is not one of them.
 
@@ -138,7 +158,7 @@ class CheckpointSaving(FullTensorReaders, StrategyDescription):
             CheckpointError: the checkpoint contains shards, and the process group of the ranks that hold them is gone.
         """
         ranks, world_size = self._ranks(), getattr(self, "world_size", 1)
-        if ranks.world_size == world_size:
+        if ranks.world_size == world_size or ranks.members:
             return ranks
         if any(is_sharded(tensor) for _, tensor in tensors_in(checkpoint)):
             raise CheckpointError(
@@ -153,10 +173,15 @@ class CheckpointSaving(FullTensorReaders, StrategyDescription):
         assert self.lightning_module is not None
         add_loss_scale_of_ddp(checkpoint, type(self.precision_plugin).__qualname__)
         rng_states = None if self._is_running and self._is_fit else self._rng_states_of_fit
-        rng_states = rng_states or current_states(self._own_devices)
-        checkpoint[PACKAGE_STATE_KEY] = package_state(
-            self.lightning_module, self._checkpoint_options.save_frozen, ranks, rng_states
-        )
+        rng_states = rng_states or self._random_states_of_step() or current_states(self._own_devices)
+        added = package_state(self.lightning_module, self._checkpoint_options.save_frozen, ranks, rng_states)
+        if ranks.members:
+            # The states of the ranks that died are unknown. Those of another rank are equal unless ranks have drawn
+            # different numbers of random values.
+            known = dict(zip(ranks.members, added["random_states"], strict=True))
+            first = added["random_states"][0]
+            added["random_states"] = [known.get(rank, first) for rank in range(self.dims.num_ranks)]
+        checkpoint[PACKAGE_STATE_KEY] = added
         if self._default_form == "sharded":
             unshard_hyper_parameters(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
 

@@ -1,63 +1,110 @@
 """The collectives of a run. After an exception they do not wait for ranks that may never join."""
 
 import logging
-import warnings
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_paral.compat.torch.aborting import abort_nccl, nccl_backends
-from lightning_paral.distributed.agreement import RankGroup, all_ranks
-from lightning_paral.distributed.failure import ReachableRanks, new_run_name, wait_for_all_ranks
+from lightning_paral.compat.torch.group_timeouts import use_default_timeout
+from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.failure_watch import FailureWatch
+from lightning_paral.distributed.launcher import CheckedSubprocessLauncher
+from lightning_paral.distributed.liveness import LivenessOfOthers, LivenessOfRankZero
 from lightning_paral.distributed.process_group import explain_timeout, group_for, owned_group, release_process_group
+from lightning_paral.distributed.reachable import new_run_name
+from lightning_paral.distributed.stacks import StackRequests
+from lightning_paral.distributed.survivors import wait_for_savers
 from lightning_paral.distributed.timeout_watch import TimeoutWatch
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.model.trainer_of import trainer_of
-from lightning_paral.strategies.description import StrategyDescription
+from lightning_paral.strategies.after_failure import AfterFailure
+from lightning_paral.strategies.hangs import hang_requests
+from lightning_paral.strategies.position import describe_position
 from lightning_paral.strategies.save_on_exception import replace_on_exception, restore_on_exception
 
 log = logging.getLogger(__name__)
 
 
-class Collectives(StrategyDescription):
+class Collectives(AfterFailure):
     """Mixin, placed before the Lightning base: barrier, broadcast and reduction, during a run and after an exception.
 
-    The first collective after an exception finds out whether all ranks failed. If so, they continue in a new process
-    group, and callbacks can save. If not, no rank waits for another, and nothing is written.
+    The first collective after an exception finds out which ranks failed as well. Those at the same step continue in a
+    new process group, in which callbacks can save. No rank waits for ranks that died.
     """
 
-    _run: str = ""
-    """The name of the run, equal on all ranks; empty between runs."""
-    _reached: ReachableRanks | None = None
-    timeout: timedelta
-    """How long ranks wait for each other when they join, and in every collective."""
     _watch: TimeoutWatch | None = None
     _watcher: RankWatcher | None = None
     """During a run with several ranks, the thread that exchanges messages with the other ranks."""
-    _is_reported: bool = False
+    _stacks: StackRequests | None = None
+    """During a run with several ranks, the requests by which ranks tell each other where they are."""
+    _undo_timeout: Callable[[], None] | None = None
 
     def _begin_run(self) -> None:
         """Agree on a name for the run, by which ranks find each other after an exception. *Collective*."""
-        self._reached, self._is_reported = None, False
+        self._reached = None
         if self._watch is None and nccl_backends():
-            self._watch = TimeoutWatch(self.timeout, self._timeout_option)
-        self._run = self.broadcast(new_run_name())
-        if self._watcher is None and self.world_size > 1:
-            self._watcher = RankWatcher(self._run)
+            self._watch = TimeoutWatch(self.timeout, self._timeout_option, on_timeout=self._name_hang)
+        if self._undo_timeout is None:
+            self._undo_timeout = use_default_timeout(self.timeout)
+        if self.world_size > 1:
+            self._begin_watching()
+        else:
+            self._run = new_run_name()
         assert self.lightning_module is not None
         replace_on_exception(self.lightning_module.trainer.checkpoint_callbacks, self._save_on_exception)
+        if self._is_fit:
+            self._begin_tracking(self.lightning_module.trainer)
+
+    def _begin_watching(self) -> None:
+        """Agree on a name for the run, and start the watcher of this rank. *Collective*."""
+        assert self.cluster_environment is not None
+        main_address, main_port = self.cluster_environment.main_address, self.cluster_environment.main_port
+        of_others = LivenessOfOthers(main_address) if self.global_rank == 0 else None
+        self._run, address = self.broadcast((new_run_name(), of_others.address if of_others else ""))
+        launcher = self.launcher
+        how = launcher.describe_end if isinstance(launcher, CheckedSubprocessLauncher) else None
+        liveness = of_others or LivenessOfRankZero(self.global_rank, address)
+        self._failures = FailureWatch(self._run, main_port, liveness, how)
+        self._watcher = RankWatcher(self._run)
+        self._watcher.add(self._failures)
+        self._begin_naming_hangs(self._watcher)
+
+    def report_failure(self, error: BaseException) -> BaseException:
+        """Tell the other ranks that `error` ends the run on this one, and return the error to raise.
+
+        Call this while `error` is being handled, before anything else. It does nothing outside of a run.
+        """
+        trainer = trainer_of(self.lightning_module)
+        if self._failures is None or trainer is None:
+            return error
+        if self._stacks is not None:
+            self._stacks.freeze()
+        if isinstance(error, Exception) and explain_timeout(error, self.timeout, self._timeout_option):
+            self._name_hang()
+        return self._failures.report(error, describe_position(trainer, error))
 
     def _end_run(self) -> None:
         """End the run; after a failure with several ranks, release the process group, in which ranks may still wait."""
         self._end_watch()
+        self._end_tracking()
+        if self._reached is not None and self._reached.savers is not None and dist.is_initialized():
+            wait_for_savers(self._run, self.global_rank, self._reached.savers.ranks, self.world_size)
         if self._watcher is not None:
             self._watcher.end()
             self._watcher = None
+        if self._stacks is not None:
+            self._stacks.end()
+            self._stacks = None
+        if self._undo_timeout is not None:
+            self._undo_timeout()
+            self._undo_timeout = None
+        if self._failures is not None:
+            self._failures.end()
+            self._failures = None
         trainer = trainer_of(self.lightning_module)
         if trainer is not None:
             restore_on_exception(trainer.checkpoint_callbacks)
@@ -65,61 +112,35 @@ class Collectives(StrategyDescription):
                 release_process_group(after_failure=True)
         self._run, self._reached = "", None
 
+    def _name_hang(self) -> None:
+        """Log where all ranks are, unless they have just done so."""
+        if self._stacks is not None:
+            self._stacks.name_timeout()
+
+    def _begin_naming_hangs(self, watcher: RankWatcher) -> None:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self._stacks = hang_requests(trainer, self.timeout, self._timeout_option, self.cluster_environment)
+        watcher.add(self._stacks)
+
     @property
-    def _is_failing(self) -> bool:
-        """Whether an exception ended the run, and the teardown is not finished."""
-        trainer = trainer_of(self.lightning_module)
-        return trainer is not None and bool(self._run) and trainer.state.status == TrainerStatus.INTERRUPTED
-
-    def _reachable_ranks(self) -> ReachableRanks:
-        """Return which ranks can be reached: all of them, unless an exception ended the run.
-
-        The first call after an exception is *collective*.
-        """
-        if not self._is_failing or not dist.is_initialized():
-            return ReachableRanks(all_reachable=True)
-        if self._reached is None:
-            self._reached = wait_for_all_ranks(self._run, self.timeout)
-        return self._reached
-
-    def _ranks(self) -> RankGroup:
-        """Return the ranks that save together."""
-        return all_ranks(self._reachable_ranks().group)
+    def is_in_run(self) -> bool:
+        """Whether the ranks have joined, and the run has not ended."""
+        return bool(self._run)
 
     @property
     def _is_running(self) -> bool:
-        return bool(self._run)
+        return self.is_in_run
 
-    def _save_on_exception(
-        self, callback: Callback, trainer: Trainer, module: LightningModule, exception: BaseException
-    ) -> None:
-        """Let `callback` save if all ranks failed. If saving fails, warn, so that the error of the run is raised."""
-        self._report(exception)
-        try:
-            if self._reachable_ranks().all_reachable:
-                type(callback).on_exception(callback, trainer, module, exception)
-            else:
-                self._warn_not_saved(f"{type(callback).__name__} saved no checkpoint")
-        except Exception as error:
-            rank_zero_warn(f"{type(callback).__name__} could not save after {type(exception).__name__}: {error}")
-
-    def _warn_not_saved(self, what: str) -> None:
-        # On every rank, because rank 0 may not be among those that failed.
-        warnings.warn(
-            f"{what} on rank {self.global_rank}: only some of the {self.world_size} ranks failed, and all ranks have "
-            "to save together.",
-            stacklevel=2,
-        )
-
-    def _reachable(self) -> ReachableRanks | None:
-        """Return the ranks if all are reachable; `None` if not, or if the run has no process group."""
-        reachable = self._reachable_ranks()
-        if not dist.is_initialized() or not reachable.all_reachable or dist.get_world_size() != self.world_size:
+    def _reachable(self) -> RankGroup | None:
+        """Return the ranks that can be reached; `None` if there are no others, or no process group."""
+        if not dist.is_initialized() or dist.get_world_size() != self.world_size or not self._may_save:
             return None
-        return reachable
+        ranks = self._ranks()
+        return None if ranks.world_size == 1 and ranks.members else ranks
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks. *Collective*; does nothing without a process group, or if only some ranks failed."""
+        """Wait for all ranks, or after a failure for those that save. *Collective*; nothing without a process group."""
         reachable = self._reachable()
         if reachable is None:
             return
@@ -127,11 +148,16 @@ class Collectives(StrategyDescription):
         dist.barrier(group=reachable.group, device_ids=[self.root_device.index] if on_cuda else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the `obj` of rank `src`. *Collective*; if only some ranks failed, return this rank's `obj`."""
+        """Return the `obj` of rank `src`. *Collective* over all ranks, or after a failure over those that save.
+
+        If rank `src` has died, the first of the ranks that save takes its place.
+        """
         reachable = self._reachable()
         if reachable is None:
             return obj
         objects = [obj]
+        if reachable.members and src not in reachable.members:
+            src = reachable.members[0]
         dist.broadcast_object_list(objects, src, group=reachable.group)
         return objects[0]
 
@@ -147,7 +173,7 @@ class Collectives(StrategyDescription):
 
         Returns:
             Any: `tensor`. For the mean of integers, a new floating-point tensor, which Lightning needs to count the
-                samples of logged values. If only some ranks failed, `tensor` is unchanged.
+                samples of logged values. If this rank does not save after a failure, `tensor` is unchanged.
         """
         reachable = self._reachable() if isinstance(tensor, Tensor) else None
         if reachable is None:
@@ -162,7 +188,7 @@ class Collectives(StrategyDescription):
             on_cpu = tensor.cpu()
             dist.all_reduce(on_cpu, op=operation, group=reachable.group)
             tensor.copy_(on_cpu)
-            num_ranks = self.dims.num_ranks
+            num_ranks = reachable.world_size
         else:
             dist.all_reduce(tensor, op=operation, group=self._group_for(tensor) if group is None else group)
         if average:
@@ -179,17 +205,15 @@ class Collectives(StrategyDescription):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
         """Return whether `decision` is true on all ranks or, with `all=False`, on any. *Collective* over all ranks."""
         reachable = self._reachable()
-        if reachable is None or self.dims.data_size == self.dims.num_ranks:
-            return bool(super().reduce_boolean_decision(decision, all))
+        if reachable is None or (reachable.group is None and self.dims.data_size == self.dims.num_ranks):
+            return bool(super().reduce_boolean_decision(decision, all)) if self._may_save else decision
         # Lightning compares a sum over the data ranks with the world size.
-        decisions = all_ranks(reachable.group).gather(bool(decision))
+        decisions = reachable.gather(bool(decision))
         return False not in decisions if all else True in decisions
 
     def on_exception(self, exception: BaseException) -> None:
         """Name the option `timeout` in the error of a collective that timed out; abort NCCL if only some failed."""
         super().on_exception(exception)
-        explain_timeout(exception, self.timeout, self._timeout_option)
-        self._report(exception)
         if self._may_hang and owned_group() is not None and not self._reachable_ranks().all_reachable:
             self._end_watch()  # it would report the errors of aborted communicators
             abort_nccl()  # otherwise device work in the teardown waits for the other ranks
@@ -207,9 +231,3 @@ class Collectives(StrategyDescription):
     def _may_hang(self) -> bool:
         """Whether ranks may wait for each other on a device, where no exception interrupts them."""
         return self.world_size > 1 and bool(nccl_backends())
-
-    def _report(self, exception: BaseException) -> None:
-        """Log an exception now: the teardown runs before it is raised, and may hang or be killed by a launcher."""
-        if self._may_hang and not self._is_reported and isinstance(exception, Exception):
-            self._is_reported = True
-            log.error("Rank %d of %d failed.", self.global_rank, self.world_size, exc_info=exception)

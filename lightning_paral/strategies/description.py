@@ -1,5 +1,8 @@
 """The attributes that describe a strategy. A new strategy sets them in its class or its constructor."""
 
+from collections.abc import Sequence
+
+import torch
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -52,6 +55,11 @@ class StrategyDescription(ParallelStrategy):
         By default, every rank holds a full replica and draws different samples.
         """
         return ParallelDims(rank=self.global_rank, replicate=self.world_size)
+
+    @property
+    def _own_devices(self) -> Sequence[torch.device]:
+        """The devices of this process."""
+        return [self.root_device]
 
     @property
     def _is_fit(self) -> bool:

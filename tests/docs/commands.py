@@ -25,6 +25,10 @@ These are a LightningCLI for any `LightningModule` and `LightningDataModule`: `-
 options, `--config FILE` any number of times, `--print_config`, `--ckpt_path`, `--seed_everything`. Modules in the
 current folder can be named in a `class_path`. `paral fit --help` lists all options. See
 [YAML and the command line](../guides/command-line.md).
+
+`paral fit --resume auto` continues from the newest sound checkpoint in the folder of `ModelCheckpoint`, and
+`--resume PATH` from a checkpoint, or from the newest one in another folder: see
+[Restart and resume](../guides/failures.md#restart-and-resume).
 """
 STATUS = """\
 ## Exit status

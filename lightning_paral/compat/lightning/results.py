@@ -54,6 +54,13 @@ NAMES = (
         seen=_SEEN,
     ),
     PrivateName(
+        name=f"{_MODULE}._ResultCollection.batch",
+        on_instances=True,
+        purpose="to know when a training batch begins and ends",
+        reason="no hook of a strategy runs at the end of a training batch",
+        seen=_SEEN,
+    ),
+    PrivateName(
         name=f"{_MODULE}._ResultMetric",
         parameters=("metadata", "is_tensor"),
         purpose="to create the value of a key that this rank has not logged, because it had no batch",

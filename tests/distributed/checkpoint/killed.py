@@ -1,4 +1,7 @@
-"""Kill ranks repeatedly while they save: `killed.py FOLDER STRATEGY FORM MODE NUM_KILLS SEED`.
+"""Kill ranks repeatedly while they save.
+
+    python -m tests.distributed.checkpoint.killed FOLDER STRATEGY FORM MODE NUM_KILLS SEED
+    python -m tests.distributed.checkpoint.killed --all [KILLS_PER_CASE [SEED]]
 
 Python and Lightning are imported once; each attempt is two forked ranks that resume from the newest checkpoint, train
 and save after every step until both get a SIGKILL. After it, every checkpoint that has its name has to be complete.
@@ -9,11 +12,13 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +30,23 @@ from lightning_paral.checkpoint.load import load
 from lightning_paral.distributed.agreement import RankGroup
 from tests.contract.cases import strategy_of
 from tests.models.resumable import fit
+
+CASES = [
+    ("paral_ddp", "full", "sync"),
+    ("paral_ddp", "sharded", "async"),
+    ("paral_fsdp", "sharded", "sync"),
+    ("paral_fsdp", "full", "async"),
+    ("paral_fsdp_offload", "sharded", "async"),
+    ("paral_zero1", "sharded", "sync"),
+    ("paral_zero2", "sharded", "sync"),
+    ("paral_zero2", "full", "async"),
+    ("paral_zero3", "sharded", "async"),
+    ("paral_zero3", "full", "sync"),
+    ("paral_zero2_offload", "sharded", "sync"),
+    ("paral_zero3_offload", "sharded", "async"),
+    ("paral_zero3_offload", "full", "sync"),
+]
+"""Strategy, form and mode of the cases of `--all`."""
 
 
 def train(rank: int, folder: Path, attempt: int, strategy: str, options: CheckpointOptions) -> None:
@@ -88,10 +110,13 @@ def moments(folder: Path) -> dict[str, int]:
     return found
 
 
-def main(folder: Path, strategy: str, form: str, in_background: bool, num_kills: int, seed: int) -> None:
+def kill_repeatedly(folder: Path, strategy: str, form: str, mode: str, num_kills: int, seed: int) -> dict[str, Any]:
+    """Kill runs that save to `folder`; after each kill check that no checkpoint is lost, damaged or mixed."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    options = CheckpointOptions(form, async_save=in_background)  # type: ignore[arg-type]
+    if "zero" in strategy:
+        import deepspeed  # noqa: F401  once, not in every child
+    options = CheckpointOptions(form, async_save=mode == "async")  # type: ignore[arg-type]
     chance = random.Random(seed)
     best, leftovers = 0, 0
     for attempt in range(num_kills):
@@ -101,13 +126,48 @@ def main(folder: Path, strategy: str, form: str, in_background: bool, num_kills:
         for path in found:
             faults = verify(path)
             assert not faults, f"attempt {attempt}: {faults}"
+            check_not_mixed(path)
         reached = max(map(step_of, found))
         assert reached >= best, f"attempt {attempt}: back at step {reached} from {best}"
         best = max(best, reached)
         leftovers += len(list(folder.glob(".*")))
-    print(json.dumps({"kills": num_kills, "steps": best, "leftovers": leftovers, "left": len(list(folder.glob(".*")))}))
+    return {"kills": num_kills, "steps": best, "leftovers": leftovers, "left": len(list(folder.glob(".*")))}
+
+
+def check_not_mixed(path: Path) -> None:
+    """Check that weights, optimizer and loops of a checkpoint are of the same step."""
+    checkpoint = load(path, RankGroup())
+    step = checkpoint["global_step"]
+    counts = {int(state["step"]) for state in checkpoint["optimizer_states"][0]["state"].values() if "step" in state}
+    assert counts == {step}, f"{path}: optimizer states of steps {counts} in a checkpoint of step {step}"
+    rates = checkpoint["lr_schedulers"][0]
+    assert rates["last_epoch"] == step, f"{path}: the scheduler is at {rates['last_epoch']}, not at {step}"
+
+
+def kill_all(folder: Path, num_kills: int, seed: int) -> bool:
+    """Run every case and print a table. Return whether all cases passed."""
+    passed = True
+    print("| strategy | form | mode | kills | steps | leftovers | result |\n|---|---|---|---|---|---|---|", flush=True)
+    for number, (strategy, form, mode) in enumerate(CASES):
+        try:
+            told = kill_repeatedly(folder / str(number) / "run", strategy, form, mode, num_kills, seed + number)
+            result = "none lost, none mixed"
+        except AssertionError as error:
+            told, result, passed = {"kills": num_kills, "steps": "-", "leftovers": "-"}, f"FAILED: {error}", False
+        print(f"| {strategy} | {form} | {mode} | {told['kills']} | {told['steps']} | {told['leftovers']} | {result} |")
+        sys.stdout.flush()
+    return passed
+
+
+def main() -> None:
+    if sys.argv[1] == "--all":
+        num_kills = int(sys.argv[2]) if len(sys.argv) > 2 else 10
+        seed = int(sys.argv[3]) if len(sys.argv) > 3 else 1
+        with tempfile.TemporaryDirectory() as folder:
+            sys.exit(0 if kill_all(Path(folder), num_kills, seed) else 1)
+    folder, strategy, form, mode, num_kills, seed = sys.argv[1:]
+    print(json.dumps(kill_repeatedly(Path(folder), strategy, form, mode, int(num_kills), int(seed))))
 
 
 if __name__ == "__main__":
-    folder, strategy, form, in_background, num_kills, seed = sys.argv[1:]
-    main(Path(folder), strategy, form, in_background == "async", int(num_kills), int(seed))
+    main()

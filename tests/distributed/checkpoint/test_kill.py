@@ -26,6 +26,8 @@ NUM_KILLS = 10
         ("paral_ddp", "sharded", "async"),
         ("paral_fsdp", "sharded", "sync"),
         ("paral_ddp", "full", "async"),
+        ("paral_zero3", "full", "async"),
+        ("paral_zero2_offload", "sharded", "sync"),
     ],
 )
 def test_ranks_killed_while_saving_leave_complete_checkpoints(

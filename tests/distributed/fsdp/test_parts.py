@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lightning_paral.comm.broadcast import broadcast
-from lightning_paral.distributed import failure
+from lightning_paral.distributed import reachable as reaching
 from lightning_paral.distributed.mesh import make_mesh
+from lightning_paral.distributed.survivors import StepPosition
 from lightning_paral.engines.fsdp.gather import gather_after_failure
 from lightning_paral.engines.fsdp.gradients import clip_by_norm, clip_by_value
 from lightning_paral.engines.fsdp.precision import ShardedScaler
@@ -113,15 +114,15 @@ def test_gradients_are_averaged_and_tensors_are_rank_zeros(on_ranks) -> None:
 
 def gather_alone() -> bool:
     mesh = make_mesh(CPU, 1)
-    patience, failure.PATIENCE = failure.PATIENCE, timedelta(seconds=0.5)
+    patience, reaching.PATIENCE = reaching.PATIENCE, timedelta(seconds=0.5)
     try:
         if dist.get_rank():
             dist.barrier()  # rank 1 is too late, and gets an error
-        reachable = failure.wait_for_all_ranks("a run", timedelta(seconds=30))
+        reachable = reaching.wait_for_ranks("a run", StepPosition(), [0, 1], timedelta(seconds=30))
         if not dist.get_rank():
             dist.barrier()
     finally:
-        failure.PATIENCE = patience
+        reaching.PATIENCE = patience
     return gather_after_failure(mesh, reachable) == "the run failed on some of its ranks only"
 
 
@@ -131,7 +132,9 @@ def test_rank_that_failed_alone_does_not_wait_forever(on_ranks) -> None:
 
 def gather_together() -> Tensor:
     mesh = make_mesh(CPU, 2)
-    reachable = failure.wait_for_all_ranks(f"another run of {dist.get_world_size()}", timedelta(seconds=30))
+    reachable = reaching.wait_for_ranks(
+        f"another run of {dist.get_world_size()}", StepPosition(), [0, 1, 0, 1], timedelta(seconds=30)
+    )
     gather = gather_after_failure(mesh, reachable)
     assert not isinstance(gather, str)
     return gather(distribute_tensor(torch.arange(15.0).view(5, 3), mesh, [Replicate(), Shard(0)]))

@@ -173,4 +173,5 @@ def test_missing_ranks_are_named_with_the_timeout(tmp_path: Path) -> None:
 
     assert process.returncode == 1
     assert "ProcessGroupError: Rank 0 of 2 could not join the others at MASTER_ADDR=127.0.0.1" in printed
+    assert "rank 1 of 2 has not joined" in printed
     assert "timeout=0:00:03" in printed

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from statistics import mean
 
 import pytest
 import torch
@@ -101,13 +102,23 @@ def test_training_takes_full_batches_in_turn_and_equal_steps(length, batch_size,
 
 @given(lengths, st.integers(1, 3), worlds)
 @exactly
-def test_parts_of_global_batches_are_equal_and_join_to_the_stream(length, multiple, world_size):
+def test_parts_of_global_batches_join_to_the_stream(length, multiple, world_size):
     made = loaders(Stream(length), multiple * world_size, world_size, "global", "wrap")
 
     by_rank = [[batch.tolist() for batch in loader] for loader in made]
 
-    assert len({tuple(map(len, batches)) for batches in by_rank}) == 1
-    assert {sample for batches in by_rank for batch in batches for sample in batch} == set(range(length))
+    size = multiple * world_size
+    expected = [list(range(start, min(start + size, length))) for start in range(0, length, size)]
+    assert {len(batches) for batches in by_rank} == {len(expected)}
+    for step, batch in enumerate(expected):
+        weights = [loader.dataset.loss_weights.get(step, 1.0) for loader in made]
+        parts = [batches[step] for batches, weight in zip(by_rank, weights, strict=True) if weight]
+        assert sorted(sample for part in parts for sample in part) == batch
+        assert all(batches[step] for batches in by_rank)
+        # The mean over ranks of weighted means is the mean over the batch.
+        means = [weight * mean(batches[step]) for batches, weight in zip(by_rank, weights, strict=True)]
+        assert mean(means) == pytest.approx(mean(batch))
+        assert len({loader.dataset.shares.get(step) for loader in made}) == 1
     assert {loader.batch_size for loader in made} == {multiple}
 
 

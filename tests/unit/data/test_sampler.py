@@ -256,7 +256,7 @@ def test_sampling_options_are_checked() -> None:
 
 def test_batch_with_fewer_samples_than_ranks_is_reported_once_in_training() -> None:
     training = sampler_of(1, 4, "global", "wrap", BatchSampler(SequentialSampler(range(10)), 4, drop_last=False))
-    with pytest.warns(UserWarning, match="A batch has 2 samples for 4 ranks.*Set drop_last=True") as warned:
+    with pytest.warns(UserWarning, match="fewer samples than there are ranks, 2 for 4.*Set drop_last=True") as warned:
         assert [list(training), list(training)] == [[[1], [5], [9]]] * 2
     assert len(warned) == 1
 

@@ -197,6 +197,8 @@ class EngineShards:
         for group, group_names in zip(self.users.groups, self.users.names, strict=True):
             group.update(checkpoint.hyper_parameters(group, group_names))
         names = {id(parameter): name for name, parameter in self._parameters.items()}
+        if self._usage is not None:
+            self._usage.loaded = {id_ for id_, name in names.items() if checkpoint.state.get(name)}
         for partition in self._partitions:
             found = {id_: checkpoint.state.get(names[id_], {}) for id_ in partition.ranges}
             with partition.in_memory(write=True) as (flat, state):

@@ -54,6 +54,8 @@ class Usage:
         """Whether parameters got gradients in a backward pass that the strategy did not run."""
         self._num_steps = 0
         self._num_taken: dict[int, int] = {}
+        self.loaded: set[int] = set()
+        """The ids of the parameters whose states were loaded from a checkpoint."""
         self._never_used: set[int] | None = None
         self.unused: NamedParameters = ()
         """The parameters that no rank used in the last closed window."""
@@ -148,7 +150,7 @@ class Usage:
 
     def has_state(self, parameter: Parameter) -> bool:
         """Return whether the optimizer has stepped on `parameter`. If not, its state comes from gradients of zero."""
-        return self._num_taken.get(id(parameter), self._num_steps) > 0
+        return id(parameter) in self.loaded or self._num_taken.get(id(parameter), self._num_steps) > 0
 
     def forget_window(self) -> None:
         """Drop what was recorded since the last step."""

@@ -1,0 +1,1 @@
+"""Callbacks that users add to a Trainer with any strategy."""

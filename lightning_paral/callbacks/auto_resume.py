@@ -1,0 +1,168 @@
+"""Resume from the newest checkpoint in a folder that is complete and undamaged."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_paral.callbacks.progress_note import Progress, ProgressNote, read_progress
+from lightning_paral.checkpoint.candidates import Candidate, find_candidates
+from lightning_paral.checkpoint.io.urls import is_remote, without_scheme
+from lightning_paral.checkpoint.record_checksums import verify_records
+from lightning_paral.compat.lightning.resuming import choose_checkpoint
+from lightning_paral.distributed.agreement import RankGroup, all_ranks, explain
+from lightning_paral.errors import CheckpointError, ConfigurationError
+
+
+class AutoResume(Callback):
+    """Resumes a fit from the newest checkpoint in a folder; without one, the fit starts from the beginning.
+
+    `Trainer(callbacks=[AutoResume("checkpoints"), ModelCheckpoint("checkpoints", ...)])` makes the same command start a
+    run and continue it: after a crash, under `torchrun --max-restarts`, after preemption, on more or fewer ranks.
+
+    All ranks take the same checkpoint. It is verified while it is loaded: each rank verifies a part of the files, and
+    nothing is restored before all ranks have succeeded. If a checkpoint is damaged, a warning names what is damaged,
+    and the one before is taken. `ModelCheckpoint(save_top_k=2, monitor="step", mode="max")` keeps two.
+
+    An explicit `trainer.fit(ckpt_path=...)` has priority, and a Trainer that has already trained continues from its own
+    state.
+
+    Args:
+        dirpath: the folder of the checkpoints, as in `ModelCheckpoint`. Not a URL.
+
+    Raises:
+        ConfigurationError: `dirpath` is a URL.
+    """
+
+    def __init__(self, dirpath: str | Path) -> None:
+        if is_remote(dirpath):
+            raise ConfigurationError(
+                f"AutoResume({str(dirpath)!r}) searches folders, not URLs. Save to a folder that all nodes share, or "
+                "choose the checkpoint yourself and pass it as trainer.fit(ckpt_path=...)."
+            )
+        self.dirpath = str(dirpath)
+        self._undo: Callable[[], None] | None = None
+        self._note: ProgressNote | None = None
+
+    @property
+    def _folder(self) -> Path:
+        return Path(os.path.expanduser(without_scheme(self.dirpath)))
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Prepare to resume, and warn if no callback saves to the folder."""
+        if stage != "fit" or trainer.global_step > 0 or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        folders = [getattr(callback, "dirpath", None) for callback in _callbacks(trainer) if callback is not self]
+        if os.path.realpath(self._folder) not in [os.path.realpath(each) for each in folders if each]:
+            rank_zero_warn(
+                f"AutoResume({self.dirpath!r}) resumes from {self._folder}, but no callback saves checkpoints there. "
+                f"Add ModelCheckpoint({self.dirpath!r}, every_n_train_steps=...) to the callbacks of the Trainer."
+            )
+        self._undo = choose_checkpoint(trainer, lambda load: self._resume(trainer, load))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to note the progress of the run."""
+        if trainer.is_global_zero and self._note is None:
+            self._note = ProgressNote(self._folder, lambda: trainer.global_step)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """End what `setup` and `on_train_start` began."""
+        self._end()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """End what `setup` and `on_train_start` began, because `teardown` is not called after an exception."""
+        self._end()
+
+    def _end(self) -> None:
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+        if self._note is not None:
+            self._note.end()
+            self._note = None
+
+    def _resume(self, trainer: Trainer, load: Callable[[str], None]) -> None:
+        """Load the newest checkpoint that can be loaded. *Collective* over all ranks.
+
+        Raises:
+            CheckpointError: there are checkpoints, but none can be loaded. Starting from the beginning would waste the
+                work in them.
+        """
+        ranks = all_ranks()
+        candidates, progress = ranks.run_on_rank_0(
+            f"Searching {self._folder}", lambda: (find_candidates(self._folder), read_progress(self._folder))
+        )
+        faults = [f"{each.path}: {each.fault}" for each in candidates if each.fault]
+        for candidate in (each for each in candidates if not each.fault):
+            fault = next(filter(None, ranks.gather(_try(load, candidate, ranks))), "")
+            if not fault:
+                _warn_of_faults(faults, f"resuming from {candidate.path} instead")
+                rank_zero_info(f"AutoResume: {describe(candidate, progress, trainer)}")
+                return
+            faults.append(f"{candidate.path}: {fault}")
+        if faults:
+            raise CheckpointError(
+                f"AutoResume({self.dirpath!r}): none of the checkpoints in the folder can be loaded. "
+                + "\n".join(faults)
+                + "\nTo start from the beginning, move them to another folder."
+            )
+        rank_zero_info(f"AutoResume: there is no checkpoint in {self._folder}, so the run starts from the beginning.")
+
+
+def _callbacks(trainer: Trainer) -> list[Callback]:
+    found: list[Callback] = vars(trainer)["callbacks"]  # Trainer's annotations lack it
+    return found
+
+
+def _try(load: Callable[[str], None], candidate: Candidate, ranks: RankGroup) -> str:
+    """Verify and load a checkpoint; return why it cannot be loaded, or an empty string. *Collective*."""
+    try:
+        if candidate.is_archive:
+            verify_records(candidate.path, ranks)  # `load` verifies checkpoints of this package
+        load(candidate.path)
+    except Exception as error:
+        return explain(error)
+    return ""
+
+
+def _warn_of_faults(faults: list[str], what: str) -> None:
+    if faults:
+        rank_zero_warn("AutoResume: " + "\n".join(faults) + f"\n{what}.")
+
+
+def describe(candidate: Candidate, progress: Progress | None, trainer: Trainer) -> str:
+    """Return the message about a checkpoint from which a run resumes, and about the work that is repeated.
+
+    Args:
+        candidate: the checkpoint.
+        progress: how far the run before had come, if it is known.
+        trainer: the Trainer of this run.
+    """
+    age = _duration(time.time() - candidate.saved_at)
+    parts = [f"resuming from {candidate.path}: step {candidate.global_step}, saved {age} ago."]
+    if progress is not None and progress.global_step >= candidate.global_step:
+        count = progress.global_step - candidate.global_step
+        later = _duration(max(0.0, progress.time - candidate.saved_at))
+        parts.append(
+            f"The previous run was last seen at step {progress.global_step}, {later} after this save: at least {count} "
+            f"{'step is' if count == 1 else 'steps are'} trained again."
+            if count
+            else "The previous run was last seen at this step."
+        )
+    if candidate.world_size not in (None, trainer.world_size):
+        split: Any = getattr(getattr(trainer.strategy, "sampling", None), "split", "global")
+        parts.append(
+            f"The number of ranks has changed from {candidate.world_size} to {trainer.world_size}"
+            + ("." if split == "global" else f", and with split={split!r} so does the order of samples; see 'global'.")
+        )
+    return " ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,135 @@
+"""Values logged in training that equal those of one process, even if ranks have different numbers of samples."""
+
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch import Trainer
+from torch.nn import Module, SyncBatchNorm
+
+from lightning_paral.data.batch_sizes import BatchSizes, are_constant
+from lightning_paral.data.logged_keys import CheckedResults, weighted
+from lightning_paral.data.uneven_metrics import change_updates, find_metrics
+from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.errors import ConfigurationError
+
+_OUTSIDE_OF_STEPS = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")
+_NEUTRAL = {"mean": 0.0, "sum": 0.0, "max": -torch.inf, "min": torch.inf}
+
+
+class Division(Protocol):
+    """How the batch of the current training step is divided among the data ranks."""
+
+    def loss_weight(self) -> float:
+        """Return this rank's number of samples, divided by the mean number; 1.0 on all ranks or on none."""
+        ...
+
+    def repeats_a_sample(self) -> bool:
+        """Return whether the batch has fewer samples than there are data ranks."""
+        ...
+
+    def had_larger_batches(self) -> bool:
+        """Return whether earlier batches had more samples than there are data ranks."""
+        ...
+
+
+class TrainingResults(CheckedResults):
+    """Lightning's results of training, in which each sample counts once.
+
+    In an *uneven step* the ranks have different numbers of samples. Values that are synchronized are then weighted by
+    these numbers. The repeated sample that a rank runs if it has none of its own counts nowhere. In other steps, and
+    for values that stay local, results are those of `CheckedResults`.
+
+    Args:
+        trainer: the Trainer.
+        dims: the parallel dimensions.
+        division: how batches are divided among the data ranks.
+    """
+
+    def __init__(self, trainer: Trainer, dims: ParallelDims, division: Division) -> None:
+        self._trainer = trainer
+        self._division = division
+        self._batch: Any = None
+        self._step: ExitStack | None = None
+        self._num_uneven_steps = 0  # in this epoch
+        self._metrics: list[Any] | None = None  # found in this epoch
+        self._batch_sizes: dict[str, BatchSizes] = {}
+        super().__init__(dims)
+
+    @property
+    def batch(self) -> Any:
+        """The current batch. Lightning sets it when a batch begins, and to `None` when its last hook has ended."""
+        return self._batch
+
+    @batch.setter
+    def batch(self, batch: Any) -> None:
+        self._batch = batch
+        if self._step is not None:
+            self.end_step()
+        if batch is not None and (weight := self._division.loss_weight()) != 1.0:
+            self._begin_uneven_step(weight)
+
+    def _begin_uneven_step(self, weight: float) -> None:
+        self._num_uneven_steps += 1
+        module = self._trainer.lightning_module
+        if self._division.repeats_a_sample():
+            _reject_sync_batch_norm(module)
+        if self._metrics is None or not weight:
+            self._metrics = find_metrics((module, *vars(self._trainer)["callbacks"]))
+        self._step = ExitStack()
+        change_updates(self._metrics, weight, self._step)
+
+    def end_step(self) -> None:
+        """End an uneven step: metrics count what they are updated with."""
+        step, self._step = self._step, None
+        if step is not None:
+            step.close()
+
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        """Add a value to those logged under `key`, weighted in an uneven step."""
+        metric = self[key]
+        sync = metric.meta.sync
+        weight = 1.0 if metric.meta.fx in _OUTSIDE_OF_STEPS else self._division.loss_weight()
+        if weight == 1.0 or not metric.is_tensor or not sync.should or sync.rank_zero_only:
+            super().update_metrics(key, value, batch_size)
+            return
+        if not value.is_floating_point():
+            value = value.to(torch.promote_types(torch.get_default_dtype(), torch.float32))
+        if metric.meta.on_epoch and metric.meta.is_mean_reduction:
+            shows_constants = not self._division.repeats_a_sample() or self._division.had_larger_batches()
+            self._batch_sizes.setdefault(key, BatchSizes()).add(value, batch_size, weight, shows_constants)
+        if not weight:
+            value, batch_size = torch.full_like(value, _NEUTRAL[metric.meta.reduce_fx.__name__]), 0
+        with weighted(sync, weight):
+            super().update_metrics(key, value, batch_size)
+
+    def check_keys(self) -> None:
+        """Check that all data ranks log the same keys, and complete their means. *Collective* over the data ranks."""
+        self.end_step()
+        super().check_keys()
+        num_uneven_steps, self._num_uneven_steps, self._metrics = self._num_uneven_steps, 0, None
+        if num_uneven_steps:
+            self._complete_means()
+
+    def _complete_means(self) -> None:
+        """Weight the means of values that were logged with a constant batch size."""
+        ours = {key: sizes.summary(self[key]) for key, sizes in self._batch_sizes.items() if key in self}
+        by_rank = self.dims.data_rank_group().gather(ours)
+        for key in ours:
+            summaries = [summaries[key] for summaries in by_rank if key in summaries]
+            if len(summaries) == len(by_rank) and are_constant(summaries):
+                metric, missing = self[key], self._batch_sizes[key]
+                metric.value = metric.value + missing.value
+                metric.cumulated_batch_size = metric.cumulated_batch_size + missing.size
+        self._batch_sizes.clear()
+
+
+def _reject_sync_batch_norm(module: Module) -> None:
+    """Raise a `ConfigurationError` if the repeated sample would change the activations of other ranks."""
+    name = next((name for name, part in module.named_modules() if isinstance(part, SyncBatchNorm)), None)
+    if name is not None:
+        raise ConfigurationError(
+            f"A batch has fewer samples than there are ranks, and {name} is a SyncBatchNorm. A sample that a rank "
+            "repeats, because it has none of its own, would change the statistics of all ranks, and with them the "
+            "gradient. Set drop_last=True in the loader, or leave out sync_batchnorm=True."
+        )

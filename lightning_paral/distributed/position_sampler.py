@@ -1,0 +1,81 @@
+"""A thread that notes twice per second where the main thread is, and since when."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+
+from lightning_paral.distributed.positions import Position, position_of
+
+SAMPLE_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Where the main thread was when it was last looked at. Times are those of `time.monotonic`."""
+
+    position: Position
+    taken: float
+    """When it was last seen there."""
+    since: float
+    """When it was first seen in this line of the user's code, in the same batch."""
+    still_since: float
+    """When it was first seen in exactly this call, in the same batch."""
+
+
+class PositionSampler:
+    """Samples the position of the thread that creates this object.
+
+    Args:
+        progress: a function that returns a number which changes at least once per batch.
+        interval: the number of seconds between two samples.
+    """
+
+    def __init__(self, progress: Callable[[], int], interval: float = SAMPLE_SECONDS) -> None:
+        self.thread = threading.get_ident()
+        """The identifier of the sampled thread."""
+        self.sample: Sample | None = None
+        self.is_frozen = False
+        self._progress = progress
+        self._key: object = None
+        self._stack: object = None
+        self._interval = interval
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lightning_paral_positions", daemon=True)
+        self._thread.start()
+
+    def freeze(self) -> None:
+        """Keep the last sample from now on."""
+        self.is_frozen = True
+
+    def end(self) -> None:
+        """End the thread."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._interval):
+            frame = sys._current_frames().get(self.thread)
+            if frame is not None and not self.is_frozen:
+                self._take(frame)
+            del frame  # it would keep the local variables of the main thread
+
+    def _take(self, frame: FrameType) -> None:
+        now, progress, position = time.monotonic(), self._progress(), position_of(frame)
+        key = progress, position
+        stack = progress, _calls(frame)
+        before = self.sample
+        since = before.since if before is not None and key == self._key else now
+        still_since = before.still_since if before is not None and stack == self._stack else now
+        self._key, self._stack = key, stack
+        self.sample = Sample(position, now, since, still_since)
+
+
+def _calls(frame: FrameType | None) -> list[tuple[int, int]]:
+    """Return a value that differs between stacks: the function and the instruction of each frame."""
+    calls = []
+    while frame is not None:
+        calls.append((id(frame.f_code), frame.f_lasti))
+        frame = frame.f_back
+    return calls

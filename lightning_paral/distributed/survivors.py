@@ -1,0 +1,141 @@
+"""Agree after a failure on the ranks that save a checkpoint together, without the ranks that died.
+
+Ranks that live meet through the store, because collectives would wait for those that died. The first rank that writes
+the outcome decides it for all.
+"""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lightning_paral.compat.torch.process_groups import default_store
+from lightning_paral.distributed.store_exchange import exchange_in_store
+
+WAIT_FOR_SAVERS = timedelta(seconds=60)
+"""How long a rank that does not save waits for those that do, before it ends its process or the store."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPosition:
+    """The last completed optimizer step of a rank, to which a checkpoint belongs."""
+
+    epoch: int = 0
+    """The number of epochs that have started."""
+    batch: int = 0
+    """The number of batches of the epoch that are part of completed steps."""
+    step: int = 0
+    """The number of completed optimizer steps."""
+    is_complete: bool = True
+    """Whether the rank has all values of this step, and none of the next. `False` inside an optimizer step."""
+
+    def __str__(self) -> str:
+        where = "at" if self.is_complete else "inside the optimizer step after"
+        return f"{where} step {self.step} (batch {self.batch} of epoch {max(0, self.epoch - 1)})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Savers:
+    """The ranks that save together after a failure."""
+
+    ranks: tuple[int, ...] = ()
+    """Global ranks in ascending order; empty if no rank can save."""
+    missing: tuple[int, ...] = ()
+    """Global ranks whose shards none of `ranks` has."""
+    reason: str = ""
+    """Why ranks are missing or cannot save, for messages; empty if all ranks save."""
+
+
+def find_survivors(
+    run: str, position: StepPosition, patience: timedelta, dead: Collection[int] = ()
+) -> dict[int, StepPosition]:
+    """Return the positions of the ranks that call this within `patience`, by global rank; the same on all of them.
+
+    Args:
+        run: the name of the failed run, equal on all ranks.
+        position: the position of this rank.
+        patience: how long to wait for the other ranks.
+        dead: global ranks that are known to have died, which are not waited for.
+
+    Returns:
+        dict[int, StepPosition]: it does not contain this rank if this rank came too late.
+
+    Raises:
+        RuntimeError: the store cannot be reached, because the process that serves it has ended.
+    """
+    expected = [rank for rank in range(dist.get_world_size()) if rank not in dead or rank == dist.get_rank()]
+    present = exchange_in_store(f"failed/{run}", json.dumps(asdict(position)), patience, expected)
+    outcome = default_store().compare_set(f"lightning_paral/failed/{run}/outcome", "", json.dumps(present))
+    return {int(rank): StepPosition(**json.loads(found)) for rank, found in sorted(json.loads(outcome).items())}
+
+
+def choose_savers(positions: Mapping[int, StepPosition], shards: Sequence[int]) -> Savers:
+    """Return the ranks that save together: they have the same position, the latest one at which all shards are there.
+
+    If there is no such position, return the ranks at the latest one. They may still save tensors that all ranks have.
+
+    Args:
+        positions: the positions of the ranks that live, by global rank.
+        shards: for each global rank, a number that is equal on the ranks that have the same shards.
+    """
+    by_position: dict[tuple[int, int, int], list[int]] = {}
+    for rank, position in sorted(positions.items()):
+        if position.is_complete:
+            by_position.setdefault((position.step, position.epoch, position.batch), []).append(rank)
+    if not by_position:
+        return Savers(missing=tuple(range(len(shards))), reason=_explain(positions, len(shards)))
+    found = [
+        Savers(
+            ranks=tuple(ranks),
+            missing=tuple(rank for rank, shard in enumerate(shards) if shard not in {shards[each] for each in ranks}),
+            reason="" if len(ranks) == len(shards) else _explain(positions, len(shards)),
+        )
+        for _, ranks in sorted(by_position.items(), reverse=True)
+    ]
+    return next((savers for savers in found if not savers.missing), found[0])
+
+
+def _explain(positions: Mapping[int, StepPosition], world_size: int) -> str:
+    """Return what is known of each rank, in one line."""
+    ended = [rank for rank in range(world_size) if rank not in positions]
+    parts = [f"{name_ranks(ended)} of {world_size} ended or did not answer"] if ended else []
+    if len(set(positions.values())) > 1 or not all(position.is_complete for position in positions.values()):
+        parts += [
+            f"{name_ranks([rank for rank in positions if positions[rank] == position])}: {position}"
+            for position in dict.fromkeys(positions.values())
+        ]
+    return ", ".join(parts)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return `rank 1` or `ranks 0, 2`."""
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def make_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | None:
+    """Return a new gloo group of `ranks`, made without the other ranks. *Collective* over `ranks`.
+
+    A single rank needs none, and gets `None`.
+    """
+    if len(ranks) < 2:
+        return None
+    # `use_local_synchronization`: otherwise all ranks of the default group would have to call it.
+    group: dist.ProcessGroup = dist.new_group(
+        list(ranks), backend="gloo", timeout=timeout, use_local_synchronization=True
+    )
+    return group
+
+
+def wait_for_savers(run: str, rank: int, savers: Sequence[int], world_size: int) -> None:
+    """Let a rank that does not save wait for those that do, because its process may serve the store or end theirs."""
+    if not savers or len(savers) == world_size:
+        return
+    keys = [f"lightning_paral/failed/{run}/saved/{saver}" for saver in savers]
+    with suppress(dist.DistError, RuntimeError):
+        if rank in savers:
+            default_store().set(keys[savers.index(rank)], "")
+        else:
+            default_store().wait(keys, WAIT_FOR_SAVERS)

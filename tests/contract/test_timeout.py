@@ -1,0 +1,68 @@
+"""The option `timeout` holds in every process group of a run, whoever creates it."""
+
+import os
+import socket
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_paral import CheckpointOptions
+from lightning_paral.distributed.process_group import release_process_group
+from tests.contract.cases import BY_LABEL, CASES, labels, with_ranks
+from tests.models.regression import Regression, regression_data
+from tests.running import quiet_trainer
+
+SECONDS = 77.0
+TORCHS_SECONDS = 1800.0
+
+
+def timeouts() -> list[float]:
+    """Return the timeouts, in seconds, of all gloo groups of this process."""
+    cpu = torch.device("cpu")
+    backends = [group._get_backend(cpu) for group in dist.distributed_c10d._world.pg_map]
+    return sorted({backend.options._timeout.total_seconds() for backend in backends})
+
+
+class AtTheEnd(Callback):
+    """Saves in the background, creates a group as a user would, and records the timeouts of all groups."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
+        dist.new_group([0, 1])
+        self.seen = timeouts()
+
+
+def fit_and_list(label: str, port: int, path: str) -> Any:
+    dist.destroy_process_group()  # so that the strategy creates its own
+    os.environ["MASTER_PORT"] = str(port)
+    options: dict[str, Any] = {"timeout": SECONDS, "checkpoint": CheckpointOptions(async_save=True)}
+    at_the_end = AtTheEnd(path)
+    trainer = quiet_trainer(
+        devices=2, max_epochs=1, strategy=BY_LABEL[label].strategy(**options), callbacks=[at_the_end]
+    )
+    try:
+        trainer.fit(Regression(), regression_data(2, 2))
+        dist.new_group([0, 1])
+        return at_the_end.seen, timeouts()
+    finally:
+        release_process_group()
+
+
+@pytest.mark.parametrize("label", labels(with_ranks(CASES, 2)))
+def test_every_group_of_a_run_has_the_timeout_of_the_option(on_ranks, rank_pool, tmp_path, label: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    rank_pool.renew_world()
+    try:
+        told = on_ranks(2, fit_and_list, label, port, str(tmp_path / "saved"))
+    finally:
+        rank_pool.renew_world()
+
+    # A group that is created after the run has torch's timeout again.
+    assert told == [([SECONDS], [SECONDS, TORCHS_SECONDS])] * 2

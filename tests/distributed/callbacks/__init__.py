@@ -1,0 +1,1 @@
+"""Callbacks with several ranks."""

@@ -1,0 +1,321 @@
+"""AutoResume: the newest sound checkpoint, on all ranks, and the run goes on as if it had not ended."""
+
+import json
+import logging
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_paral import (
+    AutoResume,
+    CheckpointError,
+    ConfigurationError,
+    ParalDDPStrategy,
+    ParalFSDPStrategy,
+    ParalZeROStrategy,
+)
+from lightning_paral.callbacks.progress_note import FILE_NAME, ProgressNote, read_progress
+from lightning_paral.checkpoint.candidates import find_candidates
+from tests.models.witnessed import Witnessed, numbered_loader
+from tests.running import quiet_trainer
+
+STRATEGIES: dict[str, Callable[..., Any]] = {
+    "ddp": ParalDDPStrategy,
+    "fsdp": ParalFSDPStrategy,
+    "zero2": lambda **options: ParalZeROStrategy(stage=2, **options),
+}
+NUM_STEPS = 14  # two epochs of six steps, and two steps
+
+
+class Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+class Fail(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise RuntimeError("the run was interrupted")
+
+
+def train(
+    folder: str,
+    strategy: str | None = "ddp",
+    fail_at: int | None = None,
+    split: str = "global",
+    resume: bool = True,
+    ckpt_path: str | None = None,
+    saves: bool = True,
+    devices: int | None = None,
+) -> dict[str, Any]:
+    """Fit with AutoResume, and return what was seen, the weights and the messages."""
+    seed_everything(7, verbose=False)
+    module = Witnessed(torch.float32 if strategy == "zero2" else torch.float64)  # ZeRO has no fp64
+    callbacks: list[Any] = [AutoResume(folder)] if resume else []
+    if saves:
+        callbacks.append(
+            ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1, save_last="link")
+        )
+    callbacks += [Fail(fail_at)] if fail_at else []
+    made = "auto" if strategy is None else STRATEGIES[strategy](split=split)
+    trainer = quiet_trainer(
+        strategy=made,
+        devices=devices or int(os.environ.get("WORLD_SIZE", "1")),
+        max_steps=NUM_STEPS,
+        enable_checkpointing=saves,
+        callbacks=callbacks,
+    )
+    messages, error = Messages(), ""
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(messages)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(module, numbered_loader(), ckpt_path=ckpt_path)
+        except (CheckpointError, RuntimeError) as raised:
+            error = str(raised)
+        finally:
+            logger.removeHandler(messages)
+    texts = messages.texts + [str(each.message) for each in warned]
+    return {
+        "seen": module.seen,
+        "weights": {name: value.detach().clone() for name, value in module.state_dict().items()} if not error else {},
+        "messages": [text for text in texts if "AutoResume" in text],
+        "error": error,
+    }
+
+
+def joined(ranks: list[dict[str, Any]]) -> dict[int, tuple[int, list[int]]]:
+    """Return the epoch and the sorted numbers of the samples that all ranks together saw, by step."""
+    steps: dict[int, tuple[int, list[int]]] = {}
+    for rank in ranks:
+        for epoch, step, numbers, _ in rank["seen"]:
+            steps[step] = (epoch, sorted([*steps.get(step, (epoch, []))[1], *numbers]))
+    return steps
+
+
+def assert_same_run(
+    ranks: list[dict[str, Any]], undisturbed: dict[str, Any], first_step: int, tolerance: float = 1e-9
+) -> None:
+    """Assert that the steps from `first_step`, and the final weights, equal those of the undisturbed run."""
+    expected = {step: seen for step, seen in joined([undisturbed]).items() if step >= first_step}
+    assert joined(ranks) == expected
+    for rank in ranks:
+        assert rank["error"] == ""
+        for name, value in rank["weights"].items():
+            expected_value = undisturbed["weights"][name]
+            torch.testing.assert_close(value.double(), expected_value, rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return train(str(tmp_path_factory.mktemp("undisturbed")), None, resume=False)
+
+
+@pytest.fixture(scope="module")
+def interrupted(rank_pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which a run on two ranks has left checkpoints of steps 4 and 8, before it failed in step 10."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    ranks = rank_pool.run(2, train, str(folder), "ddp", 10)
+    rank_pool.renew_world()
+    assert all("the run was interrupted" in rank["error"] for rank in ranks)
+    return folder
+
+
+@pytest.fixture
+def folder(interrupted: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(interrupted, tmp_path / "checkpoints", ignore=shutil.ignore_patterns("last.ckpt")))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("zero2", marks=pytest.mark.deepspeed)])
+def test_run_continues_as_if_it_had_not_ended(on_ranks, rank_pool, tmp_path, undisturbed, strategy: str) -> None:
+    first = on_ranks(2, train, str(tmp_path), strategy, 10)
+    rank_pool.renew_world()
+    assert "starts from the beginning" in first[0]["messages"][0]
+
+    ranks = on_ranks(2, train, str(tmp_path), strategy)
+
+    assert_same_run(ranks, undisturbed, first_step=8, tolerance=1e-4 if strategy == "zero2" else 1e-9)
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_run_continues_on_another_number_of_ranks(on_ranks, folder: Path, undisturbed, world_size: int) -> None:
+    ranks = on_ranks(world_size, train, str(folder))
+
+    assert_same_run(ranks, undisturbed, first_step=8)
+    assert f"The number of ranks has changed from 2 to {world_size}." in ranks[0]["messages"][0]
+
+
+def test_other_order_of_samples_is_announced(on_ranks, folder: Path) -> None:
+    (rank, *_) = on_ranks(4, train, str(folder), "ddp", None, "batch")
+
+    assert "with split='batch' so does the order of samples" in rank["messages"][0]
+
+
+def test_message_says_what_is_repeated(on_ranks, folder: Path) -> None:
+    saved_at = (folder / "step=8.ckpt").stat().st_mtime
+    (folder / FILE_NAME).write_text(json.dumps({"global_step": 10, "time": saved_at + 42}))
+
+    (rank, other) = on_ranks(2, train, str(folder))
+
+    (message,) = rank["messages"]
+    assert f"resuming from {folder}/step=8.ckpt: step 8, saved " in message
+    assert "was last seen at step 10, 42 s after this save: at least 2 steps are trained again." in message
+    assert other["messages"] == []
+    assert json.loads((folder / FILE_NAME).read_text())["global_step"] == NUM_STEPS
+
+
+def damage(path: Path) -> None:
+    """Change a byte in the middle of the data."""
+    file = path if path.is_file() else max(path.iterdir(), key=lambda each: each.stat().st_size)
+    with open(file, "r+b") as opened:
+        opened.seek(file.stat().st_size // 2)
+        byte = opened.read(1)[0]
+        opened.seek(-1, os.SEEK_CUR)
+        opened.write(bytes([byte ^ 0xFF]))
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("spoil", [damage, truncate])
+def test_damaged_checkpoint_is_named_and_the_one_before_is_taken(
+    on_ranks, folder: Path, undisturbed, spoil: Callable[[Path], None]
+) -> None:
+    spoil(folder / "step=8.ckpt")
+
+    ranks = on_ranks(2, train, str(folder))
+
+    assert_same_run(ranks, undisturbed, first_step=4)
+    text = "\n".join(ranks[0]["messages"])
+    assert "step=8.ckpt is damaged" in text
+    assert f"resuming from {folder}/step=4.ckpt instead" in text
+
+
+def test_checkpoints_that_are_all_damaged_are_an_error(on_ranks, folder: Path) -> None:
+    for path in folder.glob("*.ckpt"):
+        damage(path)
+
+    for rank in on_ranks(2, train, str(folder)):
+        assert "none of the checkpoints in the folder can be loaded" in rank["error"]
+        assert "step=4.ckpt is damaged" in rank["error"]
+        assert rank["seen"] == []
+
+
+def test_sharded_checkpoint_with_a_missing_file_is_skipped(on_ranks, rank_pool, tmp_path, undisturbed) -> None:
+    on_ranks(2, train, str(tmp_path), "fsdp", 10)
+    rank_pool.renew_world()
+    (tmp_path / "step=8.ckpt" / "__1_0.distcp").unlink()
+
+    ranks = on_ranks(2, train, str(tmp_path), "fsdp")
+
+    assert_same_run(ranks, undisturbed, first_step=4)
+    assert "__1_0.distcp is missing" in "\n".join(ranks[0]["messages"])
+
+
+def test_explicit_path_has_priority(folder: Path, undisturbed) -> None:
+    outcome = train(str(folder), ckpt_path=str(folder / "step=4.ckpt"))
+
+    assert_same_run([outcome], undisturbed, first_step=4)
+    assert outcome["messages"] == []
+
+
+def save_with_lightning(folder: str) -> None:
+    """Save checkpoints of steps 4 and 8 with Lightning's own strategy, and fail in step 10."""
+    train(folder, None, fail_at=10, devices=1)
+
+
+@pytest.mark.parametrize("spoil", [damage, truncate])
+@pytest.mark.parametrize("strategy", [None, "ddp"])
+def test_damaged_checkpoint_of_lightning_is_skipped(
+    tmp_path: Path, strategy: str | None, spoil: Callable[[Path], None]
+) -> None:
+    save_with_lightning(str(tmp_path))
+    spoil(tmp_path / "step=8.ckpt")
+
+    outcome = train(str(tmp_path), strategy)
+
+    assert f"{tmp_path}/step=8.ckpt" in "\n".join(outcome["messages"])
+    assert min(step for _, step, _, _ in outcome["seen"]) == 4
+
+
+def test_ranks_share_the_verification_of_a_checkpoint_of_lightning(on_ranks, tmp_path: Path) -> None:
+    save_with_lightning(str(tmp_path))
+    damage(tmp_path / "step=8.ckpt")
+
+    for rank in on_ranks(2, train, str(tmp_path)):
+        assert min(step for _, step, _, _ in rank["seen"]) == 4
+
+
+def test_checkpoint_of_lightning_without_checksums_is_taken(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        save_with_lightning(str(tmp_path))
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+    outcome = train(str(tmp_path), None)
+
+    assert f"resuming from {tmp_path}/step=8.ckpt: step 8" in outcome["messages"][0]
+
+
+def test_one_process_resumes_from_lightnings_checkpoint(tmp_path: Path) -> None:
+    train(str(tmp_path), None, fail_at=10)
+
+    outcome = train(str(tmp_path), "ddp")
+
+    assert f"resuming from {tmp_path}/step=8.ckpt: step 8" in outcome["messages"][0]
+
+
+def test_folder_to_which_nothing_is_saved_is_a_warning(tmp_path: Path) -> None:
+    outcome = train(str(tmp_path / "new"), saves=False)
+
+    assert "no callback saves checkpoints there" in "\n".join(outcome["messages"])
+
+
+def test_urls_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="folders, not URLs"):
+        AutoResume("memory://bucket/checkpoints")
+
+
+def test_candidates_are_listed_once_and_newest_first(folder: Path) -> None:
+    (folder / "last.ckpt").symlink_to(folder / "step=8.ckpt")
+    os.utime(folder / "step=4.ckpt")  # the newest by time
+    (folder / "broken.ckpt").write_bytes(b"not a zip archive")
+    (folder / "notes.txt").write_text("not a checkpoint")
+
+    names = [Path(found.path).name for found in find_candidates(folder)]
+
+    assert names == ["step=8.ckpt", "step=4.ckpt", "broken.ckpt"]
+    assert find_candidates(folder / "missing") == []
+
+
+def test_two_runs_that_save_to_the_same_folder_are_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    steps = iter(range(100))
+    first = ProgressNote(tmp_path, lambda: next(steps))
+    deadline = time.monotonic() + 30
+    while read_progress(tmp_path) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+    ProgressNote(tmp_path, lambda: 7).end()
+    first.end()
+
+    assert f"Another start of this run saves to {tmp_path} at the same time, at step 7." in caplog.text
+    assert read_progress(tmp_path).global_step == 7

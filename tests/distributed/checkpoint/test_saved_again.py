@@ -1,0 +1,44 @@
+"""A resumed run that saves before its first optimizer step saves the states that it loaded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+
+from lightning_paral.checkpoint.lazy_tensor import materialize
+from lightning_paral.checkpoint.load import load
+from lightning_paral.compat.torch.pytree import tree_map_only
+from lightning_paral.distributed.agreement import RankGroup
+from tests.contract.cases import MAIN, labels, strategy_of, with_ranks
+from tests.models.resumable import fit
+
+
+class SavesFirstBatch(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if not Path(self.path).exists():
+            trainer.save_checkpoint(self.path)
+
+
+def save_and_save_again(strategy: str, first: str, second: str) -> None:
+    fit(strategy_of(strategy), 2, save_to=first)
+    # With two batches per optimizer step, the first batch ends without a step.
+    fit(strategy_of(strategy), 2, resume_from=first, callbacks=[SavesFirstBatch(second)])
+
+
+def optimizer_state(path: Path) -> Any:
+    state = load(path, RankGroup())["optimizer_states"][0]["state"]
+    return tree_map_only(torch.Tensor, materialize, state)
+
+
+@pytest.mark.parametrize("strategy", labels(with_ranks(MAIN, 2)))
+def test_optimizer_states_are_saved_again_before_the_first_step(on_ranks, tmp_path: Path, strategy: str) -> None:
+    on_ranks(2, save_and_save_again, strategy, str(tmp_path / "first.ckpt"), str(tmp_path / "second.ckpt"))
+
+    first, second = (optimizer_state(tmp_path / name) for name in ("first.ckpt", "second.ckpt"))
+    assert first
+    torch.testing.assert_close(second, first, rtol=0.0, atol=0.0)

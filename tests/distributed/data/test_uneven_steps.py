@@ -1,0 +1,351 @@
+"""Training steps in which ranks have different numbers of samples, or none: what is weighted, kept, and rejected."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
+from torchmetrics.classification import BinaryAUROC
+
+from lightning_paral import ConfigurationError, ParalDDPStrategy
+from lightning_paral.data import training_results
+from tests.contract.cases import strategy_of
+from tests.models.logging_everything import Stream
+from tests.running import SaveAt, quiet_trainer
+
+RANKS = 3
+
+
+def samples(num: int) -> Tensor:
+    return torch.arange(1.0, num + 1)
+
+
+class Recording(LightningModule):
+    """Logs the mean of its samples with the options of the test, and records what callbacks see after each step."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.options = {"on_step": True, "on_epoch": True} | options
+        self.seen: list[dict[str, float]] = []
+
+    def value(self, batch: Tensor) -> Tensor:
+        return batch.mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch = batch["a"] if isinstance(batch, dict) else batch
+        self.log("value", self.value(batch), **self.options)
+        return (self.weight * batch).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Watch(Callback):
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+        self.epochs: list[float] = []
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        self.read(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.read(trainer)
+        self.epochs.append(trainer.callback_metrics["value_epoch"].item())
+
+    def read(self, trainer: Any) -> None:
+        if "value_step" in trainer.callback_metrics:
+            self.steps.append(trainer.callback_metrics["value_step"].item())
+
+
+def fit(module: LightningModule, loader: Any, *callbacks: Any, ckpt_path: Any = None, **options: Any) -> Watch:
+    watch = Watch()
+    trainer = quiet_trainer(
+        **({"strategy": ParalDDPStrategy(split="global"), "devices": RANKS, "max_epochs": 1} | options),
+        callbacks=[watch, *callbacks],
+    )
+    trainer.fit(module, loader, ckpt_path=ckpt_path)
+    return watch
+
+
+# What is weighted
+
+
+def values_without_sync() -> tuple[list[float], list[float]]:
+    watch = fit(Recording(), DataLoader(samples(5), 4))
+    return watch.steps, watch.epochs
+
+
+def test_values_without_sync_dist_stay_those_of_each_rank(on_ranks) -> None:
+    assert on_ranks(RANKS, values_without_sync) == [
+        ([2.5, 5.0], [pytest.approx((1 + 4 + 5) / 3)]),
+        ([2.0, 5.0], [3.5]),
+        ([3.0, 5.0], [4.0]),
+    ]
+
+
+class NotANumberForCopies(Recording):
+    def value(self, batch: Tensor) -> Tensor:
+        is_copy = batch.tolist() == [4.0] and self.global_rank != 0
+        return torch.tensor(float("nan")) if is_copy else batch.mean()
+
+
+@pytest.mark.parametrize("reduce_fx", ["mean", "sum", "max", "min"])
+def test_repeated_samples_count_nowhere(on_ranks, reduce_fx: str) -> None:
+    expected = {"mean": (2.0, 2.5), "sum": (6.0, 10.0), "max": (3.0, 4.0), "min": (1.0, 1.0)}[reduce_fx]
+    for steps, epochs in on_ranks(RANKS, values_of_copies, reduce_fx):
+        assert (steps, epochs) == ([pytest.approx(expected[0]), 4.0], [pytest.approx(expected[1])])
+
+
+def values_of_copies(reduce_fx: str) -> tuple[list[float], list[float]]:
+    watch = fit(NotANumberForCopies(sync_dist=True, reduce_fx=reduce_fx), DataLoader(samples(4), 3))
+    return watch.steps, watch.epochs
+
+
+def values_in_a_group() -> tuple[list[float], list[float]] | None:
+    group = dist.new_group([0, 1])
+    module = Recording(sync_dist=dist.get_rank() < 2, sync_dist_group=group if dist.get_rank() < 2 else None)
+    watch = fit(module, DataLoader(samples(4), 4))
+    return (watch.steps, watch.epochs) if dist.get_rank() < 2 else None
+
+
+def test_means_in_a_group_are_over_the_samples_of_the_group(on_ranks) -> None:
+    mean = [pytest.approx((1 + 4 + 2) / 3)]
+    assert on_ranks(RANKS, values_in_a_group) == [(mean, mean), (mean, mean), None]
+
+
+class Sizes(Recording):
+    """Logs with constant batch sizes and with numbers of samples, where they are hard to tell apart."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        options = {"on_step": False, "on_epoch": True, "sync_dist": True}
+        self.log("one", batch.mean(), batch_size=1, **options)
+        self.log("four", batch.mean(), batch_size=4, **options)
+        self.log("given", batch.mean(), batch_size=len(batch), **options)
+        self.log("found", batch.mean(), **options)
+        self.log("double", batch.mean(), batch_size=torch.tensor(2 * len(batch)), **options)
+        return super().training_step(batch, batch_idx)
+
+
+def logged_sizes(num: int, batch_size: int, strategy: Any = None, devices: int = RANKS) -> dict[str, float]:
+    trainer = quiet_trainer(strategy=strategy or ParalDDPStrategy(split="global"), devices=devices, max_epochs=1)
+    trainer.fit(Sizes(), DataLoader(samples(num), batch_size))
+    return {key: float(trainer.callback_metrics[key]) for key in ("one", "four", "given", "found", "double")}
+
+
+@pytest.mark.parametrize("sizes", [(7, 6), (13, 6), (4, 4), (8, 5), (1, 6), (11, 6)])
+def test_batch_sizes_are_divided_if_they_are_constant(on_ranks, sizes: tuple[int, int]) -> None:
+    expected = logged_sizes(*sizes, "auto", 1)
+    for found in on_ranks(RANKS, logged_sizes, *sizes):
+        assert found == pytest.approx(expected)
+
+
+# Metrics
+
+
+class Metrics(Recording):
+    """Has metrics where users put them, one of which computes over all ranks in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.auroc = BinaryAUROC(dist_sync_on_step=True)
+        self.in_list = [CatMetric()]
+        self.in_dict = {"mean": MeanMetric()}
+        self.wrapped = MetricCollection([MeanMetric()])
+        self.of_steps: list[float] = []
+        self.computed: dict[str, float] = {}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.of_steps.append(float(self.auroc(batch / 10, (batch % 3 > 0).long())))
+        self.in_list[0].update(batch)
+        self.in_dict["mean"](batch.mean())
+        self.wrapped.update(batch.mean())
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.computed["auroc"] = float(self.auroc.compute())
+        self.computed["cat"] = float(self.in_list[0].compute().sum())
+        self.computed["mean"] = float(self.in_dict["mean"].compute())
+        self.computed["wrapped"] = float(self.wrapped.compute()["MeanMetric"])
+
+
+def computed_metrics(num: int, batch_size: int, strategy: Any = None, devices: int = RANKS) -> Any:
+    module = Metrics()
+    fit(
+        module,
+        DataLoader(samples(num), batch_size),
+        strategy=strategy or ParalDDPStrategy(split="global"),
+        devices=devices,
+    )
+    left = [metric for metric in module.modules() if isinstance(metric, Metric) and "forward" in vars(metric)]
+    assert not left
+    return module.of_steps, module.computed
+
+
+@pytest.mark.parametrize("sizes", [(7, 4), (2, 4), (5, 4)])
+def test_metrics_equal_those_of_one_process_wherever_they_are(on_ranks, sizes: tuple[int, int]) -> None:
+    of_steps, computed = computed_metrics(*sizes, "auto", 1)
+    for found_of_steps, found in on_ranks(RANKS, computed_metrics, *sizes):
+        assert found_of_steps == pytest.approx(of_steps)
+        assert found == pytest.approx(computed)
+
+
+class Fails(Metrics):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        assert any("forward" in vars(metric) for metric in self.wrapped.values()) == (self.global_rank == 2)
+        raise ValueError("as planned")
+
+
+def methods_after_failure() -> bool:
+    module = Fails()
+    with pytest.raises(ValueError, match="as planned"):
+        fit(module, DataLoader(samples(2), 4))
+    return any("forward" in vars(metric) for metric in module.wrapped.values())
+
+
+def test_metrics_are_restored_if_the_step_fails(on_ranks) -> None:
+    assert on_ranks(RANKS, methods_after_failure) == [False] * RANKS
+
+
+# Steps
+
+
+def even_steps() -> list[float]:
+    def refuse(*args: Any) -> None:
+        raise AssertionError("an even step did extra work")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_results.TrainingResults, "_begin_uneven_step", refuse)
+        patch.setattr(training_results.TrainingResults, "_complete_means", refuse)
+        return fit(Recording(sync_dist=True), DataLoader(samples(12), 6)).steps
+
+
+def test_steps_with_equal_parts_do_no_extra_work(on_ranks) -> None:
+    assert on_ranks(RANKS, even_steps) == [[3.5, 9.5]] * RANKS
+
+
+def resumed_steps(path: str) -> tuple[list[float], list[float], list[float]]:
+    loader = DataLoader(samples(26), 5)
+    whole = fit(Recording(sync_dist=True), loader).steps
+    saved = fit(Recording(sync_dist=True), loader, SaveAt(3, path), max_steps=3).steps
+    return whole, saved, fit(Recording(sync_dist=True), loader, ckpt_path=path).steps
+
+
+def test_values_after_resuming_equal_those_of_the_uninterrupted_run(on_ranks, tmp_path) -> None:
+    expected = pytest.approx([3.0, 8.0, 13.0, 18.0, 23.0, 26.0])
+    for whole, saved, resumed in on_ranks(RANKS, resumed_steps, str(tmp_path / "middle.ckpt")):
+        assert whole == expected
+        assert saved + resumed[-3:] == expected
+
+
+class DrawsItself(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:
+        batch, *_ = next(dataloader_iter)
+        return (self.weight * batch).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def draws_itself() -> str:
+    trainer = quiet_trainer(strategy=ParalDDPStrategy(split="global"), devices=RANKS, max_epochs=1)
+    with pytest.raises(ConfigurationError) as raised:
+        trainer.fit(DrawsItself(), DataLoader(samples(5), 4))
+    return str(raised.value)
+
+
+def test_a_step_that_draws_its_batches_rejects_a_batch_with_fewer_samples_than_ranks(on_ranks) -> None:
+    for message in on_ranks(RANKS, draws_itself):
+        assert "fewer samples than there are ranks, 1 for 3, and training_step takes a `dataloader_iter`" in message
+
+
+class Synchronized(Recording):
+    def on_train_epoch_start(self) -> None:
+        self.norm = nn.SyncBatchNorm(3, affine=False)  # torch refuses to wrap one on the CPU
+
+
+def synchronized_norm() -> str:
+    with pytest.raises(ConfigurationError) as raised:
+        fit(Synchronized(), DataLoader(samples(5), 4))
+    return str(raised.value)
+
+
+def test_sync_batch_norm_rejects_a_batch_with_fewer_samples_than_ranks(on_ranks) -> None:
+    for message in on_ranks(RANKS, synchronized_norm):
+        assert "fewer samples than there are ranks, and norm is a SyncBatchNorm" in message
+
+
+def unequal_loaders() -> list[str]:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        fit(Recording(sync_dist=True), {"a": DataLoader(samples(8), 4), "b": DataLoader(samples(12), 6)})
+    return [str(each.message) for each in warned]
+
+
+def test_loaders_that_are_divided_differently_are_reported(on_ranks) -> None:
+    said = on_ranks(RANKS, unequal_loaders)
+    assert sum("The training loaders divide their batches differently" in message for message in said[0]) == 1
+
+
+# Evaluation
+
+
+class Evaluated(Recording):
+    """Logs what depends on how a batch is divided: means of batches, and means of steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        loss = batch.mean()
+        self.mean(loss)
+        self.log("metric", self.mean)
+        self.log("one", loss, batch_size=1, sync_dist=True)
+        self.log("eight", loss, batch_size=8, sync_dist=True)
+        self.log("found", loss, sync_dist=True)
+        self.log("given", loss, batch_size=len(batch), sync_dist=True)
+        self.log("sum", batch.sum(), reduce_fx="sum", sync_dist=True)
+        self.log("step", loss, on_step=True, on_epoch=False, sync_dist=True)
+
+
+class Seen(Callback):
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+
+    def on_validation_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.steps.append(float(trainer.logged_metrics["step"]))
+
+
+def evaluated(num: int, batch_size: int, label: str, split: str, stream: bool, devices: int) -> Any:
+    strategy = strategy_of(label, **({} if devices == 1 else {"split": split}))
+    seen = Seen()
+    trainer = quiet_trainer(strategy=strategy, devices=devices, callbacks=[seen])
+    dataset: Any = Stream(samples(num)) if stream else samples(num)
+    return trainer.validate(Evaluated(), DataLoader(dataset, batch_size), verbose=False)[0], seen.steps
+
+
+@pytest.mark.parametrize("split", ["batch", "global"])
+@pytest.mark.parametrize("label", ["paral_ddp", "paral_fsdp"])
+@pytest.mark.parametrize("sizes", [(13, 4), (11, 5), (10, 6), (7, 6), (2, 6), (4, 3), (12, 6)])
+def test_evaluation_equals_one_process_however_its_means_are_taken(
+    on_ranks, sizes: tuple[int, int], label: str, split: str
+) -> None:
+    for stream in (False, True):
+        expected, steps = evaluated(*sizes, "auto", split, stream, 1)
+        for found, found_steps in on_ranks(RANKS, evaluated, *sizes, label, split, stream, RANKS):
+            if split == "global" and sizes[1] == RANKS:  # a rank always has one sample, so 1 is taken for their number
+                assert found.pop("one") == expected["found"] != expected["one"]
+                found["one"] = expected["one"]
+            assert found == pytest.approx(expected)
+            if split == "global" and not stream and sizes[0] % sizes[1] not in (1, 2):
+                assert found_steps == pytest.approx(steps)

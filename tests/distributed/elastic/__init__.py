@@ -1,0 +1,1 @@
+"""Runs under torchrun that lose ranks and nodes, restart, and end like undisturbed ones."""

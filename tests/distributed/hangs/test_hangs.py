@@ -1,0 +1,92 @@
+"""A hang ends at the timeout, which is named, and before it all ranks say where they are."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.hangs.sleeping import Logged, Sleeper, fit_with_own_group, free_port
+
+SECONDS = 5.0
+STRATEGIES = (
+    "paral_ddp",
+    "paral_ddp_ring",
+    "paral_fsdp",
+    pytest.param("paral_zero2", marks=pytest.mark.deepspeed),
+    pytest.param("paral_zero3", marks=pytest.mark.deepspeed),
+)
+STAGES = ("configure_model", "training_step", "validation_step", "on_save_checkpoint")
+
+
+def hang(label: str, stage: str, sleeper: int, port: int, folder: str) -> tuple[list[str], str]:
+    """Let a rank sleep until the other one has given up. Return what this rank logged, and its error."""
+    awake, logged = Path(folder, "awake"), Logged()
+    error = fit_with_own_group(label, Sleeper(stage, sleeper, awake), logged, port, folder, SECONDS)
+    awake.touch()
+    return logged.messages, error
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("label", STRATEGIES)
+def test_hang_ends_at_the_timeout_and_names_the_rank_that_sleeps(on_ranks, rank_pool, tmp_path, label, stage) -> None:
+    sleeper = 0 if stage == "on_save_checkpoint" else 1
+    waiting = 1 - sleeper
+    rank_pool.renew_world()
+    try:
+        told = on_ranks(2, hang, label, stage, sleeper, free_port(), str(tmp_path), timeout=90.0)
+    finally:
+        rank_pool.renew_world()
+
+    assert "did not finish within timeout=0:00:05, set by `Paral" in told[waiting][1]
+    printed = "\n".join(told[0][0] + told[1][0])
+    assert printed.count(f"Rank {waiting} has waited for") == 1
+    assert f"Rank {sleeper} has been in `sleep_at` (sleeping.py:" in printed
+    assert f"called by `{stage}` (sleeping.py:" in printed
+    assert f"; rank {waiting} has waited " in printed
+
+
+def ask_by_signal(port: int, folder: str) -> tuple[list[str], str]:
+    """Let rank 1 sleep until the summary is logged, and send SIGUSR2 to rank 0, which waits in a collective."""
+    awake, process = Path(folder, "awake"), Path(folder, "process")
+    logged = Logged("SIGUSR2 reached rank 0.", awake)
+    model = Asking(process, awake)
+    return logged.messages, fit_with_own_group("paral_ddp", model, logged, port, folder, 60.0)
+
+
+class Asking(Sleeper):
+    """Rank 1 sends SIGUSR2 to rank 0 two seconds before it sleeps."""
+
+    def __init__(self, process: Path, awake: Path) -> None:
+        super().__init__("training_step", 1, awake)
+        self.process = process
+
+    def on_train_start(self) -> None:
+        if self.global_rank == 0:
+            self.process.write_text(str(os.getpid()))
+
+    def sleep_at(self, stage: str) -> None:
+        if stage == self.stage and self.global_rank == 1:
+            time.sleep(2.0)
+            os.kill(int(self.process.read_text()), signal.SIGUSR2)
+        super().sleep_at(stage)
+
+
+def test_signal_shows_where_all_ranks_are_and_the_run_continues(on_ranks, rank_pool, tmp_path) -> None:
+    rank_pool.renew_world()
+    try:
+        told = on_ranks(2, ask_by_signal, free_port(), str(tmp_path), timeout=90.0)
+    finally:
+        rank_pool.renew_world()
+
+    assert [error for _, error in told] == ["", ""]
+    stack, summary = told[0][0]
+    assert "Rank 0 of 2 (process" in stack
+    assert "has waited" in stack
+    assert "in the backward pass (Lightning's `backward`, called at sleeping.py:" in stack
+    assert "trainer.fit(model, regression_data(3, 2), regression_data(2, 2))\n  ... " in stack
+    assert summary.startswith("SIGUSR2 reached rank 0. Rank 1 has been in `sleep_at` (sleeping.py:")
+    assert "; rank 0 has waited" in summary
+    (stack,) = told[1][0]
+    assert "time.sleep(0.1)" in stack
