@@ -32,6 +32,7 @@ SLOW = (
     "tests/distributed/ddp/test_ddp.py::test_failure_of_one_rank",
     "tests/distributed/dp/test_dp.py::test_example",
     "tests/distributed/examples/",
+    "tests/distributed/faults/",
     "tests/distributed/fsdp/test_draws.py",
     "tests/distributed/fsdp/test_writes.py",
     "tests/distributed/hangs/",

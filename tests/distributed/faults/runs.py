@@ -1,0 +1,260 @@
+"""Start the run of a case, wait until all of its processes have ended, and read what it printed."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.faults.cases import EXCEPTIONS, Case
+from tests.network import joined_nodes
+
+ROOT = Path(__file__).parents[3]
+RUN_ID = "PARAL_FAULT_RUN"
+"""The environment variable that all processes of a run inherit."""
+
+START_SECONDS = 240.0
+END_SECONDS = 60.0
+"""How long a run may go on after its failure. What is left then is an orphan, and is killed."""
+
+LAUNCHER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK")
+LAST_LINES = {"python": 10, "torchrun": 25}
+"""How many lines are the end of the output: torchrun's summary of an error has about 20."""
+
+stopping = threading.Event()
+"""Set to end all runs."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    case: Case
+    has_failed: bool
+    """Whether the rank reached its fault."""
+    shown: bool
+    """Whether the output has the cause: the error and its line of code, or which rank ended and how."""
+    at_end: bool
+    """Whether the cause is among the last lines."""
+    times: int
+    """How often the ranks printed the traceback, not counting torchrun's summary."""
+    seconds: float
+    """From the failure to the end of the last process."""
+    orphans: int
+    """The number of processes left `END_SECONDS` after the failure."""
+    statuses: list[int]
+    """The exit statuses of the launchers, one a node."""
+    output: str
+    """The last lines of what the run printed."""
+
+    @property
+    def is_status_right(self) -> bool:
+        return all(status != 0 for status in self.statuses)
+
+    @property
+    def faults(self) -> list[str]:
+        """What is wrong with the end of the run; empty if nothing is."""
+        if not self.has_failed:
+            return ["the fault was not reached"]
+        found = {
+            "cause not shown": not self.shown,
+            "cause not at the end": self.shown and not self.at_end,
+            f"traceback {self.times} times": self.shown and self.case.fault in EXCEPTIONS and self.times != 1,
+            f"{self.seconds:.1f} s": self.seconds > 10,
+            f"{self.orphans} orphans": self.orphans > 0,
+            f"status {self.statuses}": not self.is_status_right,
+        }
+        return [name for name, is_wrong in found.items() if is_wrong]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "case": str(self.case), "faults": self.faults}
+
+
+def run(case: Case, keep: Path | None = None) -> Result:
+    """Run the case and kill whatever it leaves.
+
+    Args:
+        case: the case.
+        keep: a folder for the output of the run; `None` to keep only its last lines.
+    """
+    with tempfile.TemporaryDirectory(prefix="paral-fault-") as made, ExitStack() as stack:
+        folder = Path(made)
+        # A file and not a pipe, so that nothing waits for a reader
+        outputs = [stack.enter_context((folder / f"output-{node}").open("wb")) for node in range(case.nodes)]
+        identity = uuid.uuid4().hex
+        stack.callback(_kill_all, identity)
+        launchers = _start(case, folder, identity, outputs, stack)
+        failed, ended = _wait(case, folder, identity, launchers)
+        orphans = _kill_all(identity) if failed is not None else 0
+        _kill_all(identity)
+        statuses = [launcher.wait(timeout=30) for launcher in launchers]
+        printed = [(folder / f"output-{node}").read_text(errors="replace") for node in range(case.nodes)]
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        (keep / f"{case}.txt").write_text("\n".join(printed))
+    return Result(
+        case=case,
+        has_failed=failed is not None,
+        shown=any(_shows(case, each) for each in printed),
+        at_end=any(_shows(case, _last_lines(case, each), is_end=True) for each in printed),
+        times=sum(_times(each) for each in printed),
+        seconds=round(ended - failed, 2) if failed is not None else 0.0,
+        orphans=orphans,
+        statuses=statuses,
+        output="\n".join(_last_lines(case, each) for each in printed),
+    )
+
+
+def _start(
+    case: Case, folder: Path, identity: str, outputs: list[Any], stack: ExitStack
+) -> list["subprocess.Popen[bytes]"]:
+    """Start the launcher of each node, in a process group of its own, as a shell with a terminal does."""
+    script = [str(Path(__file__).with_name("failing.py")), str(case), str(folder)]
+    per_node = str(case.ranks // case.nodes)
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    environment |= {RUN_ID: identity, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    if case.nodes == 1:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", per_node]
+        command = [*(torchrun if case.launcher == "torchrun" else [sys.executable]), *script]
+        return [_popen(command, environment, outputs[0])]
+    nodes = stack.enter_context(joined_nodes(case.nodes))
+    environment |= {"MASTER_ADDR": nodes.addresses[0], "MASTER_PORT": "29533", "GLOO_SOCKET_IFNAME": "eth0"}
+    launchers = []
+    for node in range(case.nodes):
+        rendezvous = ["--nnodes", str(case.nodes), "--node-rank", str(node), "--nproc-per-node", per_node]
+        rendezvous += ["--master-addr", nodes.addresses[0], "--master-port", "29533"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *rendezvous]
+        command = [*(torchrun if case.launcher == "torchrun" else [sys.executable]), *script]
+        own = environment | {"NODE_RANK": str(node)}
+        launchers.append(_popen(nodes.command_on(node, command), own, outputs[node]))
+    return launchers
+
+
+def _popen(command: list[str], environment: dict[str, str], output: Any) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def _wait(
+    case: Case, folder: Path, identity: str, launchers: list["subprocess.Popen[bytes]"]
+) -> tuple[float | None, float]:
+    """Wait until no process of the run is left. Return the times of the failure, or `None`, and of the end."""
+    marker = folder / "failed"
+    failed: float | None = None
+    deadline = time.time() + START_SECONDS
+    others = _pids() - {launcher.pid for launcher in launchers}
+    while True:
+        if failed is None and marker.exists():
+            failed = _end_from_outside(case, launchers[0]) or float(marker.read_text())
+            deadline = failed + END_SECONDS
+        for launcher in launchers:
+            launcher.poll()  # so that it does not remain a zombie
+        now = time.time()
+        if stopping.is_set() or now > deadline or not _processes(identity, others):
+            return (float(marker.read_text()) if failed is None and marker.exists() else failed), now
+        time.sleep(0.1)
+
+
+def _end_from_outside(case: Case, launcher: "subprocess.Popen[bytes]") -> float | None:
+    """If the fault comes from outside of the ranks, cause it now, and return the time."""
+    if case.fault not in ("ctrl_c", "launcher_killed"):
+        return None
+    time.sleep(0.3)  # during the training
+    now = time.time()
+    with suppress(ProcessLookupError):
+        if case.fault == "ctrl_c":
+            os.killpg(launcher.pid, signal.SIGINT)
+        else:
+            launcher.kill()
+    return now
+
+
+def _pids() -> set[int]:
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()}
+
+
+def _processes(identity: str, others: set[int]) -> list[int]:
+    """Return the processes of a run, without zombies, whose environment is empty. Add foreign ones to `others`."""
+    found = []
+    for pid in _pids() - others:
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as environment:
+                inherited = environment.read()
+        except OSError:  # has ended, or belongs to somebody else
+            continue
+        if f"{RUN_ID}={identity}".encode() in inherited:
+            found.append(pid)
+        elif inherited:
+            others.add(pid)
+    return found
+
+
+def _kill_all(identity: str) -> int:
+    """Kill what is left of a run, and return how many processes it was."""
+    left: set[int] = set()
+    for _ in range(100):
+        found = _processes(identity, set())
+        if not found:
+            break
+        left |= set(found)
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    return len(left)
+
+
+def _last_lines(case: Case, printed: str) -> str:
+    lines = [line for line in printed.splitlines() if line.strip()]
+    return "\n".join(lines[-LAST_LINES[case.launcher] :])
+
+
+def _times(printed: str) -> int:
+    of_ranks = re.split(r"^=+\n.* FAILED", printed, maxsplit=1, flags=re.MULTILINE)[0]
+    return len(re.findall(r"raise TypoError\(f", of_ranks))
+
+
+_NAMES = {
+    "exit_0": r"SystemExit|sys\.exit|exit(ed)?\b|status|ended|exitcode",
+    "exit_3": r"SystemExit: 3|exit\w* .*3|status 3|exitcode\s*: 3",
+    "sigkill": r"SIGKILL|[Ss]ignal 9|Killed",
+    "sigsegv": r"SIGSEGV|[Ss]ignal 11|Segmentation fault",
+    "os_exit_0": r"exit(ed)?\b|status|died|ended|exitcode",
+    "os_exit_1": r"exit(ed)?\b|status 1|died|ended|exitcode\s*: 1",
+    "launcher_killed": r"SIGKILL|[Ss]ignal 9|died|[Ee]nded",
+}
+
+
+def _shows(case: Case, printed: str, is_end: bool = False) -> bool:
+    """Return whether `printed` has the cause; at the end the message is enough, without the line of code."""
+    if case.fault == "ctrl_c":
+        return re.search(r"KeyboardInterrupt|SIGINT|[Ii]nterrupted by|Signals\.SIGINT|signal 2\b", printed) is not None
+    if case.stage == "loader" and case.fault == "sigkill":
+        return re.search(r"DataLoader worker .*(killed|exited)", printed) is not None
+    if case.fault in EXCEPTIONS:
+        message = f"TypoError: the typo of rank {case.rank}"
+        return message in printed and (is_end or "raise TypoError(f" in printed)
+    if case.fault == "launcher_killed":
+        rank = r"[Rr]ank 0|[Pp]rocess that (started|launched)|[Ll]auncher|torchrun"
+    else:
+        # "rank 1 (node) died: ...", and the lines of torchrun's summary: "rank      : 1 (local_rank: 1)"
+        rank = rf"[Rr]ank\s*:?\s*{case.rank}\b"
+    how = _NAMES[case.fault]
+    if case.rank == 0 and case.launcher == "python" and case.fault not in EXCEPTIONS:
+        how += r"|died|ended"  # nobody has started rank 0, and can know its status
+    return re.search(rf"({rank}).{{0,300}}?({how})", printed, re.DOTALL) is not None

@@ -1,0 +1,57 @@
+"""Runs whose ranks fail show the cause, end with an error status, and leave no process."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from tests.distributed.faults.cases import EXCEPTIONS, FAULTS, STAGES, Case, all_cases, select
+from tests.distributed.faults.runs import Result, run, stopping
+
+CASES = (
+    Case("paral_fsdp", "python", "exception", "step", 0),
+    Case("paral_fsdp", "torchrun", "exception", "backward", 1),
+    Case("paral_ddp", "python", "sigkill", "step", 1),
+    Case("paral_ddp", "torchrun", "exit_0", "step", 0),
+    Case("paral_zero2", "python", "exception", "validation", 0),
+    Case("paral_zero3", "torchrun", "sigkill", "step", 1),
+    Case("paral_ddp", "python", "others_in_c", "step", 1),
+    Case("paral_ddp", "python", "exception", "import", 1),
+    Case("paral_fsdp", "python", "launcher_killed", "step", 1),
+)
+SECONDS = 30
+"""How long a run may take to end. It takes a few seconds on a machine that is not busy."""
+
+
+@pytest.fixture(scope="module")
+def results() -> Iterator[dict[Case, "Future[Result]"]]:
+    """The ends of all cases, two of which run at a time."""
+    stopping.clear()
+    with ThreadPoolExecutor(2) as pool:
+        yield {case: pool.submit(run, case) for case in CASES}
+        stopping.set()
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_end_of_a_run_with_a_fault(results: dict[Case, "Future[Result]"], case: Case) -> None:
+    result = results[case].result(timeout=600)
+
+    assert result.has_failed, result.output
+    assert result.shown, result.output
+    assert result.orphans == 0, result.output
+    assert result.is_status_right, result.statuses
+    assert result.seconds <= SECONDS, result.output
+    if case.fault in EXCEPTIONS:
+        assert result.times == 1, result.output
+
+
+def test_faults_cover_every_fault_and_stage_under_each_launcher() -> None:
+    cases = all_cases()
+
+    assert len(cases) >= 250
+    assert set(CASES) <= set(cases)
+    for launcher in ("python", "torchrun"):
+        found = select(cases, f"launcher={launcher}")
+        assert {case.fault for case in found} == set(FAULTS)
+        assert {case.stage for case in found} == set(STAGES)
