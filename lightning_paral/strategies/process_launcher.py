@@ -86,6 +86,7 @@ class ProcessLauncher:
             )
             result = restore(trainer, (*args, *kwargs.values()), folder)
         except BaseException:
+            strategy.lightning_module.trainer = trainer  # the teardown that follows needs it
             replace_on_exception(vars(trainer)["callbacks"], _do_nothing)  # the ranks have called it
             raise
         finally:
