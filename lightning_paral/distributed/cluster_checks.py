@@ -3,7 +3,7 @@
 import os
 
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from lightning_paral.errors import ConfigurationError
 
