@@ -100,6 +100,10 @@ STRATEGIES = (
 )
 
 
+_START_METHODS = {"notebook": "fork", "fork": "fork", "spawn": "spawn"}
+"""Last parts of names of Lightning's strategies, such as `ddp_notebook`, and the start methods that they select."""
+
+
 def register_strategies(*more: RegisteredStrategy) -> None:
     """Register the strategies with Lightning's Trainer, and make Fabric and `pytorch_lightning` reject them.
 
@@ -139,6 +143,13 @@ def _looks_like_ours(name: str) -> bool:
 def explain_unknown_name(name: str) -> str:
     """Return a message that `name` is unknown, with the most similar names and how to register them."""
     names = [entry.name for entry in STRATEGIES]
+    stem, _, method = name.rpartition("_")
+    if stem in names and method in _START_METHODS:
+        strategy = next(entry.strategy.__name__ for entry in STRATEGIES if entry.name == stem)
+        return (
+            f"There is no strategy named {name!r}. Use {stem!r}, which forks the ranks in a notebook. To choose how "
+            f"ranks are started, pass strategy=lightning_paral.{strategy}(start_method={_START_METHODS[method]!r})."
+        )
     classes = {entry.strategy.__name__.lower(): entry.strategy.__name__ for entry in STRATEGIES}
     if f"paral_{name}" in names:
         near = [f"paral_{name}"]

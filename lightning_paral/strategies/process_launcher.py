@@ -17,7 +17,7 @@ from lightning_paral.compat.lightning.launchers import call_and_handle_interrupt
 from lightning_paral.distributed.forked_threads import can_use_threads_after_fork
 from lightning_paral.distributed.launch_checks import check_port_is_free
 from lightning_paral.distributed.process_group import release_at_exit
-from lightning_paral.distributed.rank_processes import RankProcesses, check_main_guard, run_ranks
+from lightning_paral.distributed.rank_processes import RankProcesses, check_main_guard, noting_failure, run_ranks
 from lightning_paral.distributed.rng_state import GlobalStates, global_states, set_global_states
 from lightning_paral.distributed.start_method import prepare_to_start
 from lightning_paral.strategies.rank_zero_state import RankZeroState, restore
@@ -86,6 +86,7 @@ class ProcessLauncher:
             )
             result = restore(trainer, (*args, *kwargs.values()), folder)
         except BaseException:
+            strategy.lightning_module.trainer = trainer  # the teardown that follows needs it
             replace_on_exception(vars(trainer)["callbacks"], _do_nothing)  # the ranks have called it
             raise
         finally:
@@ -162,7 +163,12 @@ def run_rank(
     strategy.has_fit_in_ranks = False
     strategy.set_world_ranks()
     state = RankZeroState(trainer, (*args, *kwargs.values())) if rank == first else None
-    result = call_and_handle_interrupt(trainer, function, *args, **kwargs)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with noting_failure():
+            return function(*args, **kwargs)
+
+    result = call_and_handle_interrupt(trainer, run, *args, **kwargs)
     if state is not None:
         state.save(result, folder)
     with suppress(RuntimeError):

@@ -1,5 +1,6 @@
-"""Print the start line of a fit: strategy, ranks and their arrangement, backend, precision, global batch size."""
+"""Print the start line of a fit: strategy, ranks and their arrangement, backend, precision, data and parameters."""
 
+import math
 from typing import Any
 
 import torch.distributed as dist
@@ -7,6 +8,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from lightning_paral.compat.lightning.loops import call_once_after_setup_of_data
 from lightning_paral.data.sampler import RankBatchSampler
@@ -28,7 +31,12 @@ def print_start_line(trainer: Trainer, strategy: Any) -> None:
 
 
 def start_line(trainer: Trainer, strategy: Any, loaders: list[Any]) -> str:
-    """Return the line, such as `paral_zero2: 4 ranks (4 shards) on 2 nodes, gloo, 32-true, global batch size 64`.
+    """Return the line.
+
+    For example, `paral_fsdp: 4 ranks (4 shards) on 2 nodes, gloo, 32-true, split="batch", global batch size 64, 1.5 GB
+    of parameters per rank`.
+
+    The parameters are those that a rank holds between steps. Gradients and optimizer states come on top of them.
 
     Args:
         trainer: the Trainer of the run.
@@ -42,14 +50,42 @@ def start_line(trainer: Trainer, strategy: Any, loaders: list[Any]) -> str:
     else:
         ranks, backend = _count(len(strategy.parallel_devices or [strategy.root_device]), "device"), device
     parts = [ranks, backend, strategy.precision_plugin.precision]
+    if dims.data_size > 1:
+        parts.append(f'split="{strategy.sampling.split}"')
     sizes = [_global_batch_size(loader, dims.data_size) for loader in loaders]
     if sizes and None not in sizes:
         parts.append(f"global batch size {_batch_sizes(sizes, trainer.accumulate_grad_batches)}")
+    each = "rank" if dims.num_ranks > 1 else "device"
+    parts.append(f"{_size(_held_bytes(strategy))} of parameters per {each}")
     return f"{getattr(strategy, 'strategy_name', type(strategy).__name__)}: {', '.join(map(str, parts))}"
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("s" if number != 1 else "")
+
+
+def _held_bytes(strategy: Any) -> int:
+    """Return how many bytes of parameters this rank holds between steps: its shards, or all."""
+    held, state = 0, strategy._sharded_state
+    for parameter in strategy.lightning_module.parameters():
+        if is_lazy(parameter):
+            continue  # its shape is known after the first batch
+        if isinstance(parameter, DTensor):
+            numel = parameter.to_local().numel()
+        elif parameter.numel() == 0:  # partitioned by ZeRO
+            numel = math.ceil(math.prod(state.full_shape(parameter)) / strategy.dims.shard)
+        else:
+            numel = parameter.numel()
+        held += numel * parameter.element_size()
+    return held
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000 or unit == "GB":
+            break
+        num_bytes /= 1000
+    return f"{num_bytes:.{0 if unit == 'B' else 1}f} {unit}"
 
 
 def _batch_sizes(sizes: list[int | None], num_accumulated: int) -> str:

@@ -150,7 +150,12 @@ MISTAKES: list[tuple[Any, dict[str, str], dict[str, Any], str]] = [
     (KubeflowEnvironment, KUBEFLOW | {"WORLD_SIZE": "two"}, {}, r"world_size.*WORLD_SIZE='two' in the environment"),
     (KubeflowEnvironment, KUBEFLOW | {"WORLD_SIZE": "3"}, {}, r"has 3 processes, but Trainer\(devices=1, num_nodes=2"),
     (KubeflowEnvironment, KUBEFLOW | {"RANK": "2"}, {}, r"has 2 processes, but says that this one is rank 2"),
-    (SLURMEnvironment, {"SLURM_NTASKS": "2"}, {"num_nodes": 1}, r"environment variable SLURM_PROCID, which is not set"),
+    (
+        SLURMEnvironment,
+        {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"},
+        {"num_nodes": 1},
+        r"environment variable SLURM_PROCID, which is not set",
+    ),
     (OwnEnvironment, {"OWN_SIZE": "2"}, {"devices": 2, "num_nodes": 1}, r"environment variable OWN_RANK"),
     (None, {"OMPI_COMM_WORLD_SIZE": "2"}, {"num_nodes": 1}, r"mpirun started 2 processes.*mpi4py"),
     (None, {"PMI_SIZE": "4"}, {"num_nodes": 1}, r"mpiexec started 4 processes \(PMI_SIZE=4\)"),

@@ -1,4 +1,4 @@
-"""A fit first prints one line with strategy, ranks, backend, precision and global batch size."""
+"""A fit first prints one line with strategy, ranks, backend, precision, split, batch size and parameters per rank."""
 
 import logging
 import re
@@ -67,6 +67,7 @@ def on_rank() -> dict[str, list[str]]:
         "global": printed(lambda: ParalDDPStrategy(split="global"), batches()),
         "fsdp": printed(ParalFSDPStrategy, batches(), precision="bf16-mixed", **accumulated),
         "zero": printed(lambda: ParalZeROStrategy(stage=1), batches(None)),
+        "zero3": printed(lambda: ParalZeROStrategy(stage=3), batches()),
         "several": printed(lambda: "paral_ddp", [batches(4), batches(2)], several=True, **accumulated),
     }
     assert dist.get_world_size() == 2
@@ -76,18 +77,21 @@ def on_rank() -> dict[str, list[str]]:
 def test_start_line_describes_the_run(on_ranks) -> None:
     first, second = on_ranks(2, on_rank)
 
+    replicas, shards = "2 ranks (2 replicas) on 1 node, gloo", "2 ranks (2 shards) on 1 node, gloo"
+    full, half = "1.4 kB of parameters per rank", "708 B of parameters per rank"
     lines = {case: set(said) for case, said in first.items()}
     assert lines == {
-        "ddp": {"paral_ddp: 2 ranks (2 replicas) on 1 node, gloo, 32-true, global batch size 8"},
-        "ring": {"paral_ddp_ring: 2 ranks (2 replicas) on 1 node, gloo, 32-true, global batch size 8"},
-        "global": {"paral_ddp: 2 ranks (2 replicas) on 1 node, gloo, 32-true, global batch size 4"},
+        "ddp": {f'paral_ddp: {replicas}, 32-true, split="batch", global batch size 8, {full}'},
+        "ring": {f'paral_ddp_ring: {replicas}, 32-true, split="batch", global batch size 8, {full}'},
+        "global": {f'paral_ddp: {replicas}, 32-true, split="global", global batch size 4, {full}'},
         "fsdp": {
-            "paral_fsdp: 2 ranks (2 shards) on 1 node, gloo, bf16-mixed, global batch size 16 "
-            "(2 batches of 8 accumulated)"
+            f'paral_fsdp: {shards}, bf16-mixed, split="batch", global batch size 16 (2 batches of 8 accumulated), '
+            f"{half}"
         },
-        "zero": {"paral_zero1: 2 ranks (2 shards) on 1 node, gloo, 32-true"},
+        "zero": {f'paral_zero1: {shards}, 32-true, split="batch", {full}'},
+        "zero3": {f'paral_zero3: {shards}, 32-true, split="batch", global batch size 8, {half}'},
         "several": {
-            "paral_ddp: 2 ranks (2 replicas) on 1 node, gloo, 32-true, global batch size 8 and 4, 2 batches accumulated"
+            f'paral_ddp: {replicas}, 32-true, split="batch", global batch size 8 and 4, 2 batches accumulated, {full}'
         },
     }
     assert {len(said) for said in first.values()} == {2}  # one a fit
@@ -95,4 +99,6 @@ def test_start_line_describes_the_run(on_ranks) -> None:
 
 
 def test_start_line_of_one_process() -> None:
-    assert set(printed(ParalDPStrategy, batches())) == {"paral_dp: 2 devices, cpu, 32-true, global batch size 4"}
+    assert set(printed(ParalDPStrategy, batches())) == {
+        "paral_dp: 2 devices, cpu, 32-true, global batch size 4, 1.4 kB of parameters per device"
+    }
