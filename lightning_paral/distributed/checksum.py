@@ -16,7 +16,7 @@ def checksum(tensor: Tensor) -> Tensor:
     """
     flat = tensor.detach().contiguous().reshape(-1)
     size = flat.element_size()
-    words = flat.view(_WORDS[size] if size in _WORDS else torch.int64)
+    words = flat.view(_WORDS.get(size, torch.int64))
     total = torch.full((), tensor.numel(), dtype=torch.int64, device=tensor.device)
     # Sums of int64 wrap around, modulo 2**64, so their order does not matter. Odd factors keep each single difference.
     factors = (2 * torch.arange(min(_CHUNK, words.numel()), dtype=torch.int64, device=tensor.device) + 1) * _ODD
