@@ -97,9 +97,15 @@ class RankAgreement(StrategyDescription):
         """Whether buffers are broadcast during a fit, so that all ranks must have the same ones."""
         return self.shares_buffers
 
-    def _full_shape(self, parameter: Any) -> Any:
+    @staticmethod
+    def _full_shape(parameter: Any) -> Any:
         """Return the full shape of a parameter, which may be sharded."""
         return parameter.shape
+
+    @staticmethod
+    def _is_sharded(parameter: Any) -> bool:
+        """Return whether ranks hold different parts of a parameter."""
+        return False
 
     def _replicas(self) -> dict[str, tuple[Tensor, int]]:
         """Return by name the tensors of which other ranks hold replicas, each with a number: 0 if it is in full.
@@ -107,7 +113,8 @@ class RankAgreement(StrategyDescription):
         Tensors of ranks with the same name and number must be equal after each optimizer step.
         """
         assert self.lightning_module is not None
-        return {name: (parameter, 0) for name, parameter in self.lightning_module.named_parameters()}
+        named = self.lightning_module.named_parameters()
+        return {name: (parameter, 0) for name, parameter in named if not self._is_sharded(parameter)}
 
     def _begin_agreement(self, trainer: Trainer) -> None:
         """Compare the ranks until `_end_agreement`."""

@@ -61,9 +61,8 @@ class ReplicaCheck:
         shard = next((shard for _, shard in parts), 0)
         group = self._dims.stage_group() or host_group()
         rows = gather_int_lists([digest_of(sorted(whole.items())), shard, digest_of(sorted(parts.items()))], group)
-        if len({of_whole for of_whole, _, _ in rows}) == 1 and len(set(map(tuple, rows))) == len(
-            {s for _, s, _ in rows}
-        ):
+        num_shards = len({number for _, number, _ in rows})
+        if len({of_whole for of_whole, _, _ in rows}) == 1 and len(set(map(tuple, rows))) == num_shards:
             return
         by_rank = dict(zip(self._dims.stage_ranks, gather_objects(sums, group), strict=True))
         raise ConfigurationError(_describe(by_rank, step))

@@ -24,12 +24,7 @@ from lightning_paral.engines.zero.engine.hooks import allow_accumulation_schedul
 from lightning_paral.engines.zero.engine.precision import ZeROPrecision
 from lightning_paral.engines.zero.keywords import ZeROKeywords, as_zero_options, takes_zero_options
 from lightning_paral.engines.zero.options import averaging_obstacle
-from lightning_paral.engines.zero.parameters.partition import (
-    full_shape,
-    is_stage3_parameter,
-    rejoin,
-    show_full_shapes,
-)
+from lightning_paral.engines.zero.parameters.partition import full_shape, is_stage3_parameter, rejoin, show_full_shapes
 from lightning_paral.engines.zero.run import RunSettings, ZeroRun, check_run
 from lightning_paral.engines.zero.runtime.config import PRECISIONS
 from lightning_paral.engines.zero.runtime.deepspeed import check_installed, deepspeed_process_group
@@ -215,12 +210,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         set_forward_redirection(self, run.redirection())
         self.barrier()
 
-    def _full_shape(self, parameter: Any) -> Any:
-        return full_shape(parameter)
-
-    def _replicas(self) -> dict[str, tuple[Tensor, int]]:
-        replicas = super()._replicas()
-        return {name: each for name, each in replicas.items() if not is_stage3_parameter(each[0])}
+    _full_shape, _is_sharded = staticmethod(full_shape), staticmethod(is_stage3_parameter)
 
     def _setup_training(self, run: ZeroRun) -> None:
         module = self.lightning_module

@@ -30,7 +30,7 @@ class Changing(Differing):
             weight: Any = self.head.weight
             local = weight.to_local() if hasattr(weight, "to_local") else weight
             with torch.no_grad():
-                local.data[1, 2] = local.data[1, 2] + self.value if self.value else float("nan")
+                local.data[1, 2] = local.data[1, 2] + self.value
 
 
 def fit_changing(strategy: str, num_ranks: int, value: float, every: int | None) -> str:
@@ -38,11 +38,10 @@ def fit_changing(strategy: str, num_ranks: int, value: float, every: int | None)
     return fit(strategy, module, {"divergence_check_every": every}, devices=num_ranks, max_epochs=4)
 
 
-@pytest.mark.parametrize("value", [1e-6, 0.0], ids=["small", "nan"])
 @pytest.mark.parametrize("strategy", map(parameter, REPLICATED))
-def test_changed_weight_is_named(on_ranks: Any, strategy: str, value: float) -> None:
+def test_changed_weight_is_named(on_ranks: Any, strategy: str) -> None:
     expected = "After optimizer step 4 of this run, the values of `head.weight` differ between rank 0 and rank 1"
-    for message in on_ranks(2, fit_changing, strategy, 2, value, 2):
+    for message in on_ranks(2, fit_changing, strategy, 2, 1e-6, 2):
         assert expected in message
 
 

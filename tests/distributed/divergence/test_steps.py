@@ -1,0 +1,79 @@
+"""Steps that some ranks skip, and epochs that some ranks end early, raise an error that names the ranks."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from tests.contract.cases import BY_LABEL
+from tests.contract.parameters import parameter
+from tests.distributed.divergence.modules import fit
+
+CASES = [BY_LABEL[label] for label in ("paral_ddp", "paral_fsdp", "paral_zero2", "zero3_partitioned")]
+REMEDY = "All ranks must run the same steps"
+
+
+class Skipping(LightningModule):
+    """Skips work of batch 2 on rank 1, in the way that `kind` names."""
+
+    def __init__(self, kind: str, rank: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.kind = kind
+        self.skips = rank == 1 or kind.endswith("on all")
+        self.automatic_optimization = "manual" not in kind
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
+        return -1 if self.skips and "-1" in self.kind and batch_idx == 2 else None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        skips = self.skips and batch_idx == 2
+        loss = self.layer(batch).square().mean()
+        if self.kind.startswith("None"):
+            return None if skips else loss
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            if not (skips and "backward" in self.kind):
+                self.manual_backward(loss)
+            if not (skips and "step" in self.kind):
+                optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_skipping(strategy: str, kind: str) -> str:
+    message = fit(strategy, Skipping(kind, int(os.environ["RANK"])), {}, max_epochs=2)
+    if "ConfigurationError" in message:
+        dist.destroy_process_group()  # ends the collective in which the other rank may wait
+    return message
+
+
+@pytest.mark.parametrize("strategy", map(parameter, CASES))
+def test_step_that_returns_none_is_named(on_ranks: Any, rank_pool: Any, strategy: str) -> None:
+    try:
+        _, message = on_ranks(2, fit_skipping, strategy, "None")
+    finally:
+        rank_pool.renew_world()
+    assert "training_step returned None on rank 1, for batch 2 of epoch 0" in message
+
+
+@pytest.mark.parametrize("kind", ["-1", "manual step"])
+@pytest.mark.parametrize("strategy", map(parameter, CASES))
+def test_skipped_work_is_named(on_ranks: Any, rank_pool: Any, strategy: str, kind: str) -> None:
+    try:
+        messages = on_ranks(2, fit_skipping, strategy, kind)
+    finally:
+        rank_pool.renew_world()
+    assert REMEDY in messages[1], messages
+
+
+@pytest.mark.parametrize("kind", ["", "-1 on all", "manual", "manual step on all"])
+def test_equal_ranks_train(on_ranks: Any, kind: str) -> None:
+    assert on_ranks(2, fit_skipping, "paral_ddp", kind) == ["", ""]
