@@ -113,6 +113,11 @@ class ShardedIterable(IterableDataset[Any]):
         self._num_iterations = 0  # of this epoch, but of all epochs in persistent workers, which do not see `set_epoch`
         self._skip = 0
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next or current iteration."""
+        return self._epoch
+
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the epoch of the next iteration."""
         if epoch != self._epoch:

@@ -30,12 +30,17 @@ class DataPosition:
     def state(self, num_not_counted: int = 0) -> dict[str, Any]:
         """Return the position for a checkpoint, without the last `num_not_counted` batches of the epoch."""
         fit_loop = self._trainer.fit_loop
+<<<<<<< HEAD
         num_steps = num_processed(fit_loop.epoch_loop.batch_progress) - num_not_counted
         epochs: Any = fit_loop.epoch_progress.current
+=======
+        num_steps = num_processed(fit_loop.epoch_loop.batch_progress)
+>>>>>>> restart
         return {
             "seed": self._seed.value,
-            # The epoch that started last. `processed` counts it at its end, `current_epoch` only after its end hooks.
-            "epoch": epochs.started - 1,
+            # The epoch that started last. Lightning's counters do not tell: `processed` counts it at its end,
+            # `completed` after its end hooks, and `started` omits one after resuming at the end of an epoch.
+            "epoch": self.sources[0].epoch if self.sources else 0,
             "loaders": [_position(source, num_steps) for source in self.sources],
         }
 

@@ -78,6 +78,11 @@ class RankBatchSampler:
         """This object itself, because Lightning calls `set_epoch` only on the `sampler` of a batch sampler."""
         return self
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next or current iteration."""
+        return self._epoch
+
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the epoch of the next iteration."""
         if epoch != self._epoch:

@@ -34,7 +34,7 @@ def test_same_error_is_logged_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_every_rank_logs_its_error_if_the_store_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    for stores in ({}, {("localhost", 1, 0, 2): (BrokenStore(), 1)}):
+    for stores in ({}, {("localhost", 1, 0, 2): BrokenStore()}):
         monkeypatch.setattr(process_group, "_stores", stores)
         assert is_first_to_report("failed")
         assert is_first_to_report("failed")

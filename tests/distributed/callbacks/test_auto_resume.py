@@ -63,6 +63,7 @@ def train(
     ckpt_path: str | None = None,
     saves: bool = True,
     devices: int | None = None,
+    every: int = 4,
 ) -> dict[str, Any]:
     """Fit with AutoResume, and return what was seen, the weights and the messages."""
     seed_everything(7, verbose=False)
@@ -70,7 +71,7 @@ def train(
     callbacks: list[Any] = [AutoResume(folder)] if resume else []
     if saves:
         callbacks.append(
-            ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1, save_last="link")
+            ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every, save_top_k=-1, save_last="link")
         )
     callbacks += [Fail(fail_at)] if fail_at else []
     made = "auto" if strategy is None else STRATEGIES[strategy](split=split)
@@ -152,6 +153,15 @@ def test_run_continues_as_if_it_had_not_ended(on_ranks, rank_pool, tmp_path, und
     ranks = on_ranks(2, train, str(tmp_path), strategy)
 
     assert_same_run(ranks, undisturbed, first_step=8, tolerance=1e-4 if strategy == "zero2" else 1e-9)
+
+
+def test_run_that_was_resumed_at_the_end_of_an_epoch_can_be_resumed_again(tmp_path: Path, undisturbed) -> None:
+    for fail_at in (7, 9):  # resumes after step 6, which ends the epoch, and then after step 8
+        train(str(tmp_path), fail_at=fail_at, every=2)
+
+    outcome = train(str(tmp_path), every=2)
+
+    assert_same_run([outcome], undisturbed, first_step=8)
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
