@@ -21,6 +21,7 @@ from lightning_paral.errors import (
     MissingCheckpointError,
     ParalError,
     ProcessGroupError,
+    RankFailedError,
     UnusedParametersError,
 )
 from lightning_paral.options import ActivationCheckpointing, CheckpointOptions, Offload
@@ -44,6 +45,7 @@ __all__ = [
     "ParalFSDPStrategy",
     "ParalZeROStrategy",
     "ProcessGroupError",
+    "RankFailedError",
     "UnusedParametersError",
     "__version__",
     "register_strategies",

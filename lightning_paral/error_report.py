@@ -8,13 +8,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from lightning_paral.distributed.failure import FirstFailure, failure_of, first_failure_of
+from lightning_paral.distributed.failure_watch import tell_torchrun
 from lightning_paral.distributed.process_group import is_first_to_report
-from lightning_paral.errors import ParalError
+from lightning_paral.errors import ParalError, RankFailedError
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 TRACEBACK_VARIABLE = "PARAL_TRACEBACK"
 """The environment variable that restores complete tracebacks if its value is `full`."""
+
+_PATIENCE_SECONDS = 2.0
+"""How long a rank that failed because of another one waits until that one has printed its error."""
 
 _INTERNALS = (
     "lightning_paral",
@@ -43,6 +48,39 @@ class _BriefExceptHook:
         self._otherwise = otherwise
 
     def __call__(self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        first = first_failure_of(error)
+        if first is None or first.is_own:
+            tell_torchrun(error)
+        if first is None or first.known is None:
+            self._print(error_type, error, trace)
+        elif first.is_own:
+            self._print(error_type, error, trace)
+            sys.stderr.flush()
+            first.set_printed()
+        else:
+            self._print_after_first(first, error_type, error, trace)
+
+    def _print_after_first(
+        self,
+        first: FirstFailure,
+        error_type: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
+        """Print the error of a rank that did not fail first, in one line if it is the same or a consequence."""
+        assert first.known is not None
+        if isinstance(error, RankFailedError):
+            line = str(error)
+        elif failure_of(error, first.rank, "").error == first.known.error:
+            line = f"Rank {first.rank} failed with the same error as {first.known}"
+        else:
+            self._print(error_type, error, trace)
+            line = f"Rank {first.rank} failed after {first.known}"
+        must_print = first.wait_until_printed(_PATIENCE_SECONDS)
+        sys.stderr.write(f"{first.known.traceback if must_print else ''}{line}\n")
+        sys.stderr.flush()
+
+    def _print(self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         ours = error if isinstance(error, ParalError) else unwrap_parser_error(error)
         if ours is None or os.environ.get(TRACEBACK_VARIABLE) == "full" or has_user_cause(ours):
             self._otherwise(error_type, error, trace)

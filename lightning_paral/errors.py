@@ -16,6 +16,10 @@ class ProcessGroupError(ParalError, RuntimeError):
     """The ranks could not form a process group, or a rank did not answer in time."""
 
 
+class RankFailedError(ParalError, RuntimeError):
+    """Another rank failed first, and this one ended because of it. The message names that rank and its error."""
+
+
 class UnusedParametersError(ParalError, RuntimeError):
     """Some parameters got no gradient, or the ranks got gradients for different parameters or in different orders."""
 

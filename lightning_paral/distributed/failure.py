@@ -1,54 +1,206 @@
-"""Find out after an exception whether all ranks failed, and create a group in which they can still communicate."""
+"""The first failure of a run: what it was, on which rank, and how all ranks learn of it."""
 
-import uuid
-from dataclasses import dataclass
-from datetime import timedelta
+import json
+import os
+import socket
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
-from lightning_paral.compat.torch.process_groups import default_store
-from lightning_paral.distributed.store_exchange import exchange_in_store
+from lightning_paral.errors import RankFailedError
 
-PATIENCE = timedelta(seconds=10)
-"""How long a rank that failed waits for the others."""
+CONSEQUENCE_SECONDS = 2.0
+"""How long a rank whose collective was interrupted waits to learn of the failure that interrupted it."""
 
-_ALL, _SOME = "all", "some"
-
-
-@dataclass(frozen=True)
-class ReachableRanks:
-    """Whether all ranks can be reached, and the group in which to reach them."""
-
-    all_reachable: bool
-    group: dist.ProcessGroup | None = None
-    """A new gloo group of all ranks, because collectives may still be pending in older groups. `None`, for the default
-    group, if nothing failed."""
-
-
-def new_run_name() -> str:
-    """Return a unique name for a run."""
-    return uuid.uuid4().hex
+_INTERRUPTED = (
+    "Connection closed by peer",
+    "Connection was likely closed",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket closed",
+    "Failed to recv",
+    "Failed to send",
+    "NCCL communicator was aborted",
+    "ncclRemoteError",
+    "ncclSystemError",
+)
 
 
-def wait_for_all_ranks(run: str, timeout: timedelta) -> ReachableRanks:
-    """Wait at most `PATIENCE` until all ranks call this. *Collective*, but returns if some rank does not call it.
+class InterruptedByFailure(BaseException):
+    """Raised in Python code of the main thread when another rank has failed; reported as a `RankFailedError`.
 
-    If one rank fails alone, the others may hang in a collective, so the ranks wait through the store instead. The first
-    rank to know the outcome writes it to the store, and all ranks return this outcome. Otherwise a rank that arrives
-    late would find the keys of all ranks, and conclude that all can be reached.
+    It is not an `Exception`, so that code which catches errors of a batch or of an import does not catch it.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The end of a run on one rank: an error, or the death of the process."""
+
+    rank: int
+    node: str
+    """The name of the rank's node; empty if it is unknown."""
+    error: str
+    """The type and message of the error, such as `ValueError: my bug`, or how the process ended."""
+    where: str = ""
+    """The part of the run, such as `training step 3 of fit`; empty if it is unknown."""
+    traceback: str = ""
+    """The formatted traceback; empty if the process ended without an exception."""
+    has_died: bool = False
+    """Whether the process ended without an exception, so that it can neither print nor save."""
+
+    def __str__(self) -> str:
+        """Return one line, such as `rank 1 (node-a) failed in training step 3 of fit: ValueError: my bug`."""
+        node = f" ({self.node})" if self.node else ""
+        where = f" in {self.where}" if self.where else ""
+        return f"rank {self.rank}{node} {'died' if self.has_died else 'failed'}{where}: {self.error}"
+
+
+def failure_of(error: BaseException, rank: int, where: str) -> Failure:
+    """Return the failure that `error` means on this rank."""
+    return Failure(
+        rank=rank,
+        node=socket.gethostname(),
+        error=_one_line("".join(traceback.format_exception_only(error))),
+        where=where,
+        traceback="".join(traceback.format_exception(error)),
+    )
+
+
+def is_interruption(error: BaseException | None) -> bool:
+    """Return whether `error`, or an error that led to it, says that another rank left a collective."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        message = str(error)
+        if isinstance(error, InterruptedByFailure | RankFailedError | dist.DistNetworkError) or (
+            isinstance(error, RuntimeError) and any(sign in message for sign in _INTERRUPTED)
+        ):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+class FirstFailure:
+    """The record in the store of the failure that ended a run. The first rank that writes it decides it for all.
+
+    The methods may be called in any thread.
 
     Args:
-        run: the name of the failed run, the same on all ranks.
-        timeout: the timeout of collectives in the new group.
+        store: a store in a namespace of the run. Only this object uses its connection.
+        rank: this process's rank.
     """
-    world_size = dist.get_world_size()
-    if world_size == 1:
-        return ReachableRanks(all_reachable=True)
-    try:
-        present = exchange_in_store(f"failed/{run}", "here", PATIENCE)
-        outcome = _ALL if len(present) == world_size else _SOME
-        if default_store().compare_set(f"lightning_paral/failed/{run}/outcome", "", outcome) != _ALL.encode():
-            return ReachableRanks(all_reachable=False)
-        return ReachableRanks(all_reachable=True, group=dist.new_group(backend="gloo", timeout=timeout))
-    except (dist.DistError, RuntimeError):  # rank 0, which serves the store, has ended
-        return ReachableRanks(all_reachable=False)
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self.store: Any = store
+        self.rank = rank
+        self._known: Failure | None = None
+        self._known_event = threading.Event()
+
+    @property
+    def known(self) -> Failure | None:
+        """The failure, if this rank knows of one."""
+        return self._known
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this rank failed first."""
+        return self._known is not None and self._known.rank == self.rank
+
+    def report(self, failure: Failure) -> Failure:
+        """Record `failure` unless another one was recorded before, and return the recorded one."""
+        if self._known is None:
+            try:
+                found = self.store.compare_set("failure", "", json.dumps(asdict(failure)))
+                self._learn(Failure(**json.loads(found)))
+            except (dist.DistError, RuntimeError):  # rank 0, which serves the store, has ended
+                self._learn(failure)
+        assert self._known is not None
+        return self._known
+
+    def check(self) -> Failure | None:
+        """Return the failure that any rank has recorded; `None` if there is none.
+
+        Raises:
+            RuntimeError: the store cannot be reached, because the process that serves it has ended.
+        """
+        if self._known is None and self.store.check(["failure"]):
+            self._learn(Failure(**json.loads(self.store.get("failure"))))
+        return self._known
+
+    def wait(self, seconds: float) -> Failure | None:
+        """Wait until this rank knows of a failure, for at most `seconds`."""
+        self._known_event.wait(seconds)
+        return self._known
+
+    def set_printed(self) -> None:
+        """Tell the other ranks that the failure was printed."""
+        try:
+            self.store.set("printed", "")
+        except (dist.DistError, RuntimeError):
+            return
+
+    def wait_until_printed(self, seconds: float) -> bool:
+        """Wait for at most `seconds` until a rank has printed the traceback. Return whether this rank has to print it.
+
+        Do not wait if the failure has no traceback.
+        """
+        if self._known is None or not self._known.traceback:
+            return False
+        deadline = time.monotonic() + seconds
+        try:
+            while not self.store.check(["printed"]):
+                if time.monotonic() > deadline:
+                    return bool(self.store.compare_set("printed", "", str(os.getpid())) == str(os.getpid()).encode())
+                time.sleep(0.05)
+        except (
+            dist.DistError,
+            RuntimeError,
+        ):  # rank 0, which served the store, has ended, and has printed its own failure
+            return self._known.rank != 0
+        return False
+
+    def vote(self, key: str, value: bool) -> None:
+        """Set the vote of this rank on `key`."""
+        self.store.set(f"{key}/{self.rank}" if value else f"{key}/no", "")
+
+    def all_vote(self, key: str, world_size: int, seconds: float) -> bool:
+        """Return whether all ranks vote for `key` within `seconds`.
+
+        Raises:
+            RuntimeError: the store cannot be reached.
+        """
+        deadline = time.monotonic() + seconds
+        while not self.store.check([f"{key}/{rank}" for rank in range(world_size)]):
+            if time.monotonic() > deadline or self.store.check([f"{key}/no"]):
+                return False
+            time.sleep(0.05)
+        return True
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle as `None`, because a connection belongs to one process."""
+        return type(None), ()
+
+    def _learn(self, failure: Failure) -> None:
+        self._known = failure
+        self._known_event.set()
+
+
+def remember_first(error: BaseException, first: FirstFailure) -> None:
+    """Attach `first` to the error that ends this rank, for the function that prints uncaught errors."""
+    error.__dict__["paral_first_failure"] = first
+
+
+def first_failure_of(error: BaseException) -> FirstFailure | None:
+    """Return the first failure of the run that `error` ended on this rank; `None` if `error` ended no run."""
+    first = getattr(error, "paral_first_failure", None)
+    return first if isinstance(first, FirstFailure) else None
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

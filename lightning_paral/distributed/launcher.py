@@ -1,34 +1,55 @@
-"""Lightning's subprocess launcher, which also checks the port and leaves no process behind after a failure."""
+"""Lightning's subprocess launcher, which also reports failures first, and leaves no process behind."""
 
 import atexit
 import logging
-import subprocess
+import os
+import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 
 from lightning_paral.compat.lightning.launchers import SubprocessScriptLauncher
+from lightning_paral.distributed.children import Children, describe_status
 from lightning_paral.distributed.launch_checks import check_port_is_free
 
-_GRACE_SECONDS = 10.0  # time for the other ranks to report their errors
+_PARENT_VARIABLE = "PARAL_LAUNCHER_PID"
+"""The environment variable that tells the launched processes the id of the process that started them."""
+
+_GRACE_SECONDS = 3.0  # time for the other ranks to report their errors
 log = logging.getLogger(__name__)
+
+
+class LaunchedRun(Protocol):
+    """What the launcher has to know about the run that it launches; the strategy provides it."""
+
+    @property
+    def is_in_run(self) -> bool:
+        """Whether the ranks have joined, and the run has not ended."""
+
+    def report_failure(self, error: BaseException) -> BaseException:
+        """Tell the other ranks of `error`, and return the error to raise."""
 
 
 class CheckedSubprocessLauncher(SubprocessScriptLauncher):
     """Starts a process for every other local rank by running the user's script again.
 
+    In contrast to Lightning's launcher, it does not kill this process when another one has failed: this process reports
+    the error, and may save a checkpoint together with the other ranks.
+
     Args:
         cluster_environment, num_processes, num_nodes: as in Lightning's launcher.
         check: a function called with the Trainer before any process is started. It raises an error if the run would
             fail in every process.
+        run: reports errors to the other ranks.
     """
 
-    _children: "Sequence[subprocess.Popen[Any]]" = ()
-    """Processes of a failed run, which are ended when this process exits."""
+    _children: Children | None = None
+    _is_launching = False
+    _has_failed = False
 
     def __init__(
         self,
@@ -36,46 +57,109 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
         num_processes: int,
         num_nodes: int,
         check: Callable[[Trainer], None] | None = None,
+        run: LaunchedRun | None = None,
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._check = check
+        self._run = run
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Start the other local ranks, then call `function` in this one.
 
         Raises:
             ConfigurationError: MASTER_PORT is in use on the node of rank 0, or options do not fit the module.
+            RankFailedError: another rank failed.
         """
         environment = self.cluster_environment
         if not environment.creates_processes_externally and environment.node_rank() == 0:
             check_port_is_free(environment)
             if trainer is not None and self._check is not None:
                 self._check(trainer)
+        _end_with_parent()
+        self._is_launching = True
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
-        except BaseException:
-            # Lightning's observer would kill this process as soon as another one fails. But this process still has to
-            # report its error, and may save a checkpoint together with the others. If the script catches the error, the
-            # ranks may even continue. So hide the others from the observer, and end them when this process exits.
-            if self.procs:
-                self._children, self.procs[:] = list(self.procs), []
-                atexit.register(self._end_children)
-            raise
+        except BaseException as error:
+            self._has_failed = True
+            raised = error if self._run is None else self._run.report_failure(error)
+            if raised is error:
+                raise
+            raise raised from raised.__cause__
+        finally:
+            self._is_launching = False
+
+    def describe_end(self, rank: int) -> str | None:
+        """Return how the process of `rank` ended; `None` if it is running, or if this launcher did not start it."""
+        return None if self._children is None else self._children.describe_end(rank)
 
     def kill(self, signum: Any) -> None:
         """Send the signal `signum` to the processes that this launcher started."""
-        for process in (*self.procs, *self._children):
-            process.send_signal(signum)
+        super().kill(signum)
+        if self._children is not None:
+            self._children.send(signum)
 
-    def _end_children(self) -> None:
-        """Wait `_GRACE_SECONDS` for the processes of a failed run, then terminate them, and kill those that remain."""
+    def start_others(self, start: Callable[[], None]) -> None:
+        """Start the other local ranks, and watch them in place of Lightning's observer."""
+        os.environ[_PARENT_VARIABLE] = str(os.getpid())
+        try:
+            start()
+        finally:
+            del os.environ[_PARENT_VARIABLE]
+        # Lightning's observer is given an empty list: it would kill this process as soon as another one fails.
+        first = self.cluster_environment.node_rank() * self.num_processes + 1
+        self._children = Children(dict(enumerate(self.procs, first)), self._on_end)
+        self.procs = []
+        atexit.register(self._finish)
+
+    def _on_end(self, rank: int, status: int) -> None:
+        """End this process if that of `rank` failed outside of a run, where no collective and no watcher notices it."""
+        if status == 0 and not (self._is_launching and not self._is_in_run):
+            return
         deadline = time.monotonic() + _GRACE_SECONDS
-        for end in (None, subprocess.Popen.terminate, subprocess.Popen.kill):
-            for process in self._children:
-                if end is not None and process.poll() is None:
-                    log.info("Ending process %d, which outlived the failure of local rank 0.", process.pid)
-                    end(process)
-            for process in self._children:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=max(0.1, deadline - time.monotonic()))
-            deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            if self._has_failed or self._is_in_run:
+                return  # this rank has failed as well, or its watcher notices the end of the other one
+            time.sleep(0.1)
+        sys.stderr.write(f"Rank {rank} ended outside of a run: {describe_status(status)}. All ranks end.\n")
+        sys.stderr.flush()
+        assert self._children is not None
+        self._children.end(0.0)
+        os._exit(1)
+
+    @property
+    def _is_in_run(self) -> bool:
+        return self._run is not None and self._run.is_in_run
+
+    def _finish(self) -> None:
+        """Wait for the other processes when this one exits; exit with status 1 if one of them failed."""
+        assert self._children is not None
+        if self._has_failed:
+            self._children.end(_GRACE_SECONDS)
+            return
+        self._children.stop_watching()
+        self._children.wait()
+        failed = {rank: status for rank, status in self._children.statuses().items() if status != 0}
+        if failed:
+            rank, status = next(iter(failed.items()))
+            sys.stderr.write(f"Rank {rank} failed after the run: {describe_status(status)}. Its error is above.\n")
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+
+def _end_with_parent() -> None:
+    """If a launcher started this process, end it some seconds after the launcher's process has ended."""
+    parent = os.environ.pop(_PARENT_VARIABLE, None)
+    if parent is not None:
+        thread = threading.Thread(target=_watch_parent, args=(int(parent),), name="lightning_paral_parent", daemon=True)
+        thread.start()
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    time.sleep(_GRACE_SECONDS + 1.0)  # time to notice it in the run, and to tear down
+    sys.stderr.write("The process that started this rank has ended. Ending this rank.\n")
+    sys.stderr.flush()
+    os._exit(1)

@@ -79,6 +79,7 @@ class RankWatcher:
         return type(None), ()
 
     def _poll(self) -> None:
+        seconds = self._poll_seconds / 16  # shorter at first, because ranks meet through the topics
         while not self._is_ended:
             for topic in self._topics:
                 try:
@@ -88,5 +89,6 @@ class RankWatcher:
                 except Exception:
                     log.exception("%s failed", type(topic).__name__)
                     self.remove(topic)
-            self._wake.wait(self._poll_seconds)
+            self._wake.wait(seconds)
             self._wake.clear()
+            seconds = min(2 * seconds, self._poll_seconds)

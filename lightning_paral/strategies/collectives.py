@@ -13,12 +13,16 @@ from torch import Tensor
 
 from lightning_paral.compat.torch.aborting import abort_nccl, nccl_backends
 from lightning_paral.distributed.agreement import RankGroup, all_ranks
-from lightning_paral.distributed.failure import ReachableRanks, new_run_name, wait_for_all_ranks
+from lightning_paral.distributed.failure_watch import FailureWatch
+from lightning_paral.distributed.launcher import CheckedSubprocessLauncher
+from lightning_paral.distributed.liveness import LivenessOfOthers, LivenessOfRankZero
 from lightning_paral.distributed.process_group import explain_timeout, group_for, owned_group, release_process_group
+from lightning_paral.distributed.reachable import ReachableRanks, new_run_name, wait_for_all_ranks
 from lightning_paral.distributed.timeout_watch import TimeoutWatch
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.strategies.description import StrategyDescription
+from lightning_paral.strategies.position import describe_position
 from lightning_paral.strategies.save_on_exception import replace_on_exception, restore_on_exception
 
 log = logging.getLogger(__name__)
@@ -39,18 +43,45 @@ class Collectives(StrategyDescription):
     _watch: TimeoutWatch | None = None
     _watcher: RankWatcher | None = None
     """During a run with several ranks, the thread that exchanges messages with the other ranks."""
-    _is_reported: bool = False
+    _failures: FailureWatch | None = None
+    """During a run with several ranks, what ends this rank after another one has failed."""
 
     def _begin_run(self) -> None:
         """Agree on a name for the run, by which ranks find each other after an exception. *Collective*."""
-        self._reached, self._is_reported = None, False
+        self._reached = None
         if self._watch is None and nccl_backends():
             self._watch = TimeoutWatch(self.timeout, self._timeout_option)
-        self._run = self.broadcast(new_run_name())
-        if self._watcher is None and self.world_size > 1:
-            self._watcher = RankWatcher(self._run)
+        if self.world_size > 1:
+            self._begin_watching()
+        else:
+            self._run = new_run_name()
         assert self.lightning_module is not None
         replace_on_exception(self.lightning_module.trainer.checkpoint_callbacks, self._save_on_exception)
+
+    def _begin_watching(self) -> None:
+        """Agree on a name for the run, and start the watcher of this rank. *Collective*."""
+        assert self.cluster_environment is not None
+        main_address, main_port = self.cluster_environment.main_address, self.cluster_environment.main_port
+        of_others = LivenessOfOthers(main_address) if self.global_rank == 0 else None
+        self._run, address = self.broadcast((new_run_name(), of_others.address if of_others else ""))
+        launcher = self.launcher
+        how = launcher.describe_end if isinstance(launcher, CheckedSubprocessLauncher) else None
+        liveness = of_others or LivenessOfRankZero(self.global_rank, address)
+        self._failures = FailureWatch(self._run, main_port, liveness, how)
+        self._watcher = RankWatcher(self._run)
+        self._watcher.add(self._failures)
+
+    def report_failure(self, error: BaseException) -> BaseException:
+        """Tell the other ranks that `error` ends the run on this one, and return the error to raise.
+
+        Call this while `error` is being handled, before anything else. It does nothing outside of a run.
+        """
+        trainer = trainer_of(self.lightning_module)
+        if self._failures is None or trainer is None:
+            return error
+        if isinstance(error, Exception):
+            explain_timeout(error, self.timeout, self._timeout_option)
+        return self._failures.report(error, describe_position(trainer, error))
 
     def _end_run(self) -> None:
         """End the run; after a failure with several ranks, release the process group, in which ranks may still wait."""
@@ -58,6 +89,9 @@ class Collectives(StrategyDescription):
         if self._watcher is not None:
             self._watcher.end()
             self._watcher = None
+        if self._failures is not None:
+            self._failures.end()
+            self._failures = None
         trainer = trainer_of(self.lightning_module)
         if trainer is not None:
             restore_on_exception(trainer.checkpoint_callbacks)
@@ -79,7 +113,9 @@ class Collectives(StrategyDescription):
         if not self._is_failing or not dist.is_initialized():
             return ReachableRanks(all_reachable=True)
         if self._reached is None:
-            self._reached = wait_for_all_ranks(self._run, self.timeout)
+            first = self._failures.first.known if self._failures is not None else None
+            has_died = first is not None and first.has_died
+            self._reached = wait_for_all_ranks(self._run, self.timeout, has_died=has_died)
         return self._reached
 
     def _ranks(self) -> RankGroup:
@@ -87,14 +123,18 @@ class Collectives(StrategyDescription):
         return all_ranks(self._reachable_ranks().group)
 
     @property
-    def _is_running(self) -> bool:
+    def is_in_run(self) -> bool:
+        """Whether the ranks have joined, and the run has not ended."""
         return bool(self._run)
+
+    @property
+    def _is_running(self) -> bool:
+        return self.is_in_run
 
     def _save_on_exception(
         self, callback: Callback, trainer: Trainer, module: LightningModule, exception: BaseException
     ) -> None:
         """Let `callback` save if all ranks failed. If saving fails, warn, so that the error of the run is raised."""
-        self._report(exception)
         try:
             if self._reachable_ranks().all_reachable:
                 type(callback).on_exception(callback, trainer, module, exception)
@@ -188,8 +228,6 @@ class Collectives(StrategyDescription):
     def on_exception(self, exception: BaseException) -> None:
         """Name the option `timeout` in the error of a collective that timed out; abort NCCL if only some failed."""
         super().on_exception(exception)
-        explain_timeout(exception, self.timeout, self._timeout_option)
-        self._report(exception)
         if self._may_hang and owned_group() is not None and not self._reachable_ranks().all_reachable:
             self._end_watch()  # it would report the errors of aborted communicators
             abort_nccl()  # otherwise device work in the teardown waits for the other ranks
@@ -207,9 +245,3 @@ class Collectives(StrategyDescription):
     def _may_hang(self) -> bool:
         """Whether ranks may wait for each other on a device, where no exception interrupts them."""
         return self.world_size > 1 and bool(nccl_backends())
-
-    def _report(self, exception: BaseException) -> None:
-        """Log an exception now: the teardown runs before it is raised, and may hang or be killed by a launcher."""
-        if self._may_hang and not self._is_reported and isinstance(exception, Exception):
-            self._is_reported = True
-            log.error("Rank %d of %d failed.", self.global_rank, self.world_size, exc_info=exception)

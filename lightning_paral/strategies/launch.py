@@ -2,15 +2,15 @@
 
 import os
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
 from lightning_paral.compat.checks import check_names
-from lightning_paral.compat.lightning.launchers import SubprocessScriptLauncher
+from lightning_paral.compat.lightning.launchers import LightningSubprocessLauncher
 from lightning_paral.distributed.launch_checks import check_device, check_local_rank
-from lightning_paral.distributed.launcher import CheckedSubprocessLauncher
+from lightning_paral.distributed.launcher import CheckedSubprocessLauncher, LaunchedRun
 from lightning_paral.distributed.process_group import backend_for
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.before_launch import check_before_launch
@@ -57,12 +57,15 @@ class CheckedLaunch(StrategyDescription):
     @property
     def launcher(self) -> Any:
         """Lightning's launcher of the other processes; if it runs the script again, our version, which checks first."""
-        theirs = super().launcher
-        if type(theirs) is not SubprocessScriptLauncher:
+        theirs, environment = super().launcher, self.cluster_environment
+        is_missing = theirs is None and environment is not None and environment.creates_processes_externally
+        if type(theirs) is not LightningSubprocessLauncher and not is_missing:
             return theirs
         if self._launchers is None or self._launchers[0] is not theirs:
-            assert self.cluster_environment is not None
+            assert environment is not None
             check = partial(check_before_launch, self)
-            ours = CheckedSubprocessLauncher(self.cluster_environment, self.num_processes, self.num_nodes, check)
+            ours = CheckedSubprocessLauncher(
+                environment, self.num_processes, self.num_nodes, check, run=cast(LaunchedRun, self)
+            )
             self._launchers = theirs, ours
         return self._launchers[1]

@@ -16,6 +16,7 @@ KINDS = {
     "ParalError": "The base class. `except ParalError` catches every error of this package.",
     "ConfigurationError": "Wrong input. It is raised before training, or by the step that detects it. Change what "
     "the message names. It is also a `ValueError`.",
+    "RankFailedError": "Another rank failed first. See [Failures](../guides/failures.md).",
     "ProcessGroupError": "The ranks could not be joined. See [Clusters](../guides/clusters.md#network).",
     "UnusedParametersError": "Under DDP, parameters took no part in the loss. See the message for the three remedies.",
     "CheckpointError": "A checkpoint could not be written, is damaged, or does not fit. A failed save leaves the old "

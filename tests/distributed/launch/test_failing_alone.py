@@ -1,9 +1,9 @@
 """A rank that fails alone ends the others, also if they cannot notice it by an exception, as with NCCL (simulated)."""
 
-import logging
 import os
 import socket
 import threading
+import time
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from lightning_paral import ConfigurationError, ParalDDPStrategy
 from lightning_paral.comm.broadcast import broadcast
-from lightning_paral.distributed import failure
+from lightning_paral.distributed import failure_watch
 from lightning_paral.distributed import process_group as groups
 from lightning_paral.distributed.timeout_watch import TimeoutWatch
+from lightning_paral.errors import RankFailedError
 from lightning_paral.model.host_memory_check import host_memory_shortage
 from lightning_paral.strategies import collectives
 from tests.contract.cases import PER_ENGINE, labels, strategy_of, with_ranks
@@ -27,42 +28,30 @@ from tests.running import quiet_trainer
 
 
 class FailsAlone(Regression):
-    """Fails on rank 1 in its second step, and on rank 0 only after rank 1's fit has ended."""
+    """Fails on rank 1 in its second step, in which rank 0 sleeps."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         if batch_idx == 1:
             if self.global_rank == 0:
-                groups.dist.distributed_c10d._get_default_store().wait(["rank 1 has ended"], timedelta(seconds=100))
+                time.sleep(100)
             raise KeyError(f"of rank {self.global_rank}")
         return super().training_step(batch, batch_idx)
 
 
-class Records(logging.Handler):
-    def __init__(self, happened: list[str]) -> None:
-        super().__init__()
-        self.happened = happened
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.happened.append(f"logged {record.getMessage()} {record.exc_info[1]!r}")
-
-
-def fail_alone(label: str, port: int) -> list[str]:
+def fail_alone(label: str, port: int) -> tuple[list[str], str]:
     dist.barrier()
     dist.destroy_process_group()  # the group of the rank pool
     os.environ["MASTER_PORT"] = str(port)
     happened: list[str] = []
-    handler = Records(happened)
-    before = failure.PATIENCE, collectives.nccl_backends, collectives.abort_nccl, groups.abort_all
-    failure.PATIENCE = timedelta(seconds=1)
+    before = collectives.nccl_backends, failure_watch.abort_nccl, groups.abort_all
     collectives.nccl_backends = lambda: [object()]
-    collectives.abort_nccl = lambda: happened.append("aborted NCCL")
+    failure_watch.abort_nccl = lambda: happened.append("aborted NCCL")
 
     def abort_all() -> None:
         happened.append("aborted all")
-        before[3]()
+        before[2]()
 
     groups.abort_all = abort_all
-    collectives.log.addHandler(handler)
     model = FailsAlone()
     trainer = quiet_trainer(strategy=strategy_of(label), devices=2, max_epochs=1)
 
@@ -72,22 +61,21 @@ def fail_alone(label: str, port: int) -> list[str]:
     model.on_train_start = pretend
     stores: list[Any] = []
     model.on_train_epoch_start = lambda: stores.append(dist.distributed_c10d._get_default_store())
+    error: BaseException | None = None
     try:
         trainer.fit(model, regression_data(2, 2))
-    except KeyError as error:
-        happened.append(f"raised {error}")
+    except (KeyError, RankFailedError) as raised:
+        error = raised
     finally:
-        failure.PATIENCE, collectives.nccl_backends, collectives.abort_nccl, groups.abort_all = before
-        collectives.log.removeHandler(handler)
-        for store in stores:
-            store.set("rank 1 has ended" if trainer.global_rank else "rank 0 has", "")
+        collectives.nccl_backends, failure_watch.abort_nccl, groups.abort_all = before
     assert not dist.is_initialized()
-    assert "lightning_paral_timeout" not in [thread.name for thread in threading.enumerate()]
-    return happened
+    threads = {thread.name for thread in threading.enumerate()}
+    assert threads.isdisjoint({"lightning_paral_timeout", "lightning_paral_watcher"})
+    return happened, repr(error)
 
 
 @pytest.mark.parametrize("label", labels(with_ranks(PER_ENGINE, 2)))
-def test_a_rank_that_fails_alone_reports_at_once_and_aborts(on_ranks, rank_pool, label: str) -> None:
+def test_a_rank_that_fails_alone_aborts_and_wakes_the_others(on_ranks, rank_pool, label: str) -> None:
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
     rank_pool.renew_world()
@@ -96,10 +84,10 @@ def test_a_rank_that_fails_alone_reports_at_once_and_aborts(on_ranks, rank_pool,
     finally:
         rank_pool.renew_world()
 
-    for rank in (0, 1):
-        error = f"of rank {rank}"
-        logged = f"logged Rank {rank} of 2 failed. KeyError({error!r})"
-        assert told[rank] == [logged, "aborted NCCL", "aborted all", f"raised {error!r}"]
+    assert [happened for happened, _ in told] == 2 * [["aborted NCCL", "aborted all"]]
+    assert told[1][1] == "KeyError('of rank 1')"
+    assert 'RankFailedError("Rank 0 ended because rank 1 (' in told[0][1]
+    assert ") failed in training batch 1 of epoch 0 (global step 1): KeyError: 'of rank 1'" in told[0][1]
 
 
 def test_a_timeout_that_ends_the_process_is_named_with_its_option_and_the_stack(caplog) -> None:

@@ -16,7 +16,7 @@ import lightning_paral
 ROOT = Path(lightning_paral.__file__).parent
 LIBRARIES = {"torch", "lightning", "pytorch_lightning", "torchmetrics", "deepspeed"}
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if "compat" not in path.relative_to(ROOT).parts]
-OF_PYTHON = {"_fields", "_asdict", "_replace", "_make", "_getframe", "_current_frames"}
+OF_PYTHON = {"_fields", "_asdict", "_replace", "_make", "_getframe", "_current_frames", "_exit"}
 # Set by transformers on its models. This package does not import transformers.
 OF_TRANSFORMERS = {"_no_split_modules", "_tied_weights_keys", "_keys_to_ignore_on_save", "_is_hf_initialized"}
 # Names in files, which do not depend on installed versions. Names with `_rebuild_` are among them.

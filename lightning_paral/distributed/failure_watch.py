@@ -1,0 +1,264 @@
+"""End a rank soon after another one has failed, wherever its main thread is."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from lightning_paral.compat.torch.aborting import abort_nccl
+from lightning_paral.compat.torch.process_groups import default_store
+from lightning_paral.distributed.connections import Endpoints, as_text, close_connections, from_text, own_connections
+from lightning_paral.distributed.failure import (
+    CONSEQUENCE_SECONDS,
+    Failure,
+    FirstFailure,
+    InterruptedByFailure,
+    failure_of,
+    is_interruption,
+    remember_first,
+)
+from lightning_paral.distributed.liveness import Liveness
+from lightning_paral.errors import RankFailedError
+
+_INTERRUPT_AFTER = 0.5
+"""Seconds after this rank learned of the failure at which Python code in its main thread is interrupted."""
+_END_AFTER = 2.5
+"""Seconds after which the process is ended if its main thread has not left the run."""
+_TEARDOWN_SECONDS = 60.0
+"""How long the teardown may take, once the main thread has left the run."""
+
+
+class FailureWatch:
+    """Learns of the first failure of a run, and ends this rank's part in the run.
+
+    As soon as the watcher's thread learns that another rank has failed, it closes the connections between ranks and
+    aborts NCCL, so that a collective in the main thread raises an error. A second later it interrupts Python code in
+    the main thread. If the main thread is still in the run after `_END_AFTER` seconds, it ends the process.
+
+    Args:
+        run: the name of the run, equal on all ranks.
+        main_port: the port of the store.
+        liveness: notices that the process of another rank has died.
+        exit_status: returns how the process of a local rank ended; `None` if it is not known. Only the process that
+            launched the rank knows.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        main_port: int,
+        liveness: Liveness,
+        exit_status: Callable[[int], str | None] | None = None,
+    ) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        # Clones, because a store serves one call at a time: this one is used by the main thread as well.
+        store: Any = default_store()
+        self.first = FirstFailure(PrefixStore(f"lightning_paral/run/{run}", store.clone()), self.rank)
+        self._main_port = main_port
+        self._exit_status = exit_status
+        self._parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self._liveness = liveness
+        self._liveness.on_death = self._on_death
+        self._learned_at: float | None = None
+        self._is_leaving = False
+        self._left_at = 0.0
+        self._lock = threading.Lock()
+        self._connections: list[Endpoints] | None = None
+        self._open_ranks = set(range(self.world_size)) - {self.rank}
+        self._main_thread = threading.get_ident()
+        self._interrupt = _Interrupt()
+
+    # Called by the main thread
+
+    def report(self, error: BaseException, where: str) -> BaseException:
+        """Tell the other ranks that `error` ended the run on this one, unless another rank failed before.
+
+        Call this while `error` is being handled.
+
+        Returns:
+            BaseException: the error to raise: `error`, a `RankFailedError` if `error` is a consequence of the failure
+                of another rank, or a `SystemExit` with status 1 if only some ranks called `sys.exit(0)`.
+        """
+        self.leave()
+        if is_interruption(error):
+            self.first.wait(CONSEQUENCE_SECONDS)
+        first = self.first.report(failure_of(error, self.rank, where))
+        with suppress(dist.DistError, RuntimeError):  # rank 0, which serves the store, may have ended
+            self._publish_connections()  # now, because the watcher may end before its next poll
+        if first.rank != self.rank and is_interruption(error):
+            consequence = RankFailedError(f"Rank {self.rank} ended because {first}")
+            consequence.__cause__ = error
+            error = consequence
+        elif first.rank == self.rank:
+            tell_torchrun(error)
+        remember_first(error, self.first)
+        return self._explain_exit(error, where)
+
+    def _explain_exit(self, error: BaseException, where: str) -> BaseException:
+        """Print a line for `sys.exit` and Ctrl-C, for which Python prints nothing, and do not exit with status 0.
+
+        If all ranks call `sys.exit(0)`, leave it as it is.
+        """
+        try:
+            is_regular = isinstance(error, SystemExit) and not error.code
+            self.first.vote("exit", is_regular)
+            if is_regular and self.first.all_vote("exit", self.world_size, CONSEQUENCE_SECONDS):
+                return error
+        except (dist.DistError, RuntimeError):  # rank 0, which serves the store, has ended
+            pass
+        if isinstance(error, Exception):
+            return error
+        if isinstance(error, SystemExit):
+            what = f"called sys.exit({'' if error.code is None else repr(error.code)})"
+            status = "" if error.code else " The exit status is 1, because other ranks did not call it."
+            advice = f"{status} To end a run early, set trainer.should_stop = True on all ranks."
+            error.code = error.code or 1
+        else:
+            what, advice = f"ended by {type(error).__name__}", ""
+        if self.first.is_own:
+            file, line = traceback.extract_tb(error.__traceback__)[-1][:2]
+            sys.stderr.write(f"Rank {self.rank} {what} in {where}, at {file}:{line}.{advice}\n")
+            sys.stderr.flush()
+            self.first.set_printed()
+        return error
+
+    def leave(self) -> None:
+        """Do not interrupt the main thread from now on: it has left the run, and tears down."""
+        self._is_leaving, self._left_at = True, time.monotonic()
+
+    def end(self) -> None:
+        """Stop watching the other processes, and give the signal back."""
+        self._liveness.end()
+        self._interrupt.end()
+
+    # Called by the watcher's thread
+
+    def poll(self, store: Store) -> None:
+        """Learn of a failure, and react to it."""
+        self._liveness.poll()
+        if self._parent is not None and os.getppid() != self._parent:
+            self.first.report(self._death(self.rank, "the process that started this rank has ended"))
+        try:
+            self.first.check()
+            if self.first.known is not None:
+                self._close_connections()
+        except (dist.DistError, RuntimeError):
+            if self.first.known is None:
+                raise
+        if self.first.known is not None:
+            self._react()
+
+    def _react(self) -> None:
+        now = time.monotonic()
+        if self._learned_at is None:
+            self._learned_at = now
+            abort_nccl()
+        if self._is_leaving:
+            if now - self._left_at > _TEARDOWN_SECONDS:
+                self._end_process()
+        elif now - self._learned_at > _END_AFTER:
+            self._end_process()
+        elif now - self._learned_at > _INTERRUPT_AFTER:
+            assert self.first.known is not None
+            self._interrupt.send(self._main_thread, f"Rank {self.rank} ended because {self.first.known}")
+
+    def _on_death(self, rank: int) -> None:
+        if self.first.known is None:
+            deadline, status = time.monotonic() + 0.5, None
+            while self._exit_status is not None and status is None and time.monotonic() < deadline:
+                time.sleep(0.05)  # the launcher may learn it a moment later
+                status = self._exit_status(rank)
+            self.first.report(self._death(rank, status or "its process ended without an exception"))
+
+    def _death(self, rank: int, how: str) -> Failure:
+        return Failure(rank=rank, node=socket.gethostname() if self.rank == rank else "", error=how, has_died=True)
+
+    def _close_connections(self) -> None:
+        """Close the connections to other ranks. They are known from what both ends say of them."""
+        self._publish_connections()
+        assert self._connections is not None
+        for other in self._open_ranks:
+            if self.first.store.check([f"connections/{other}"]):
+                close_connections(self._connections, from_text(self.first.store.get(f"connections/{other}").decode()))
+                self._open_ranks = self._open_ranks - {other}
+
+    def _publish_connections(self) -> None:
+        """Publish the present connections, once: ranks that failed together connect anew to save."""
+        with self._lock:
+            if self._connections is None:
+                connections = own_connections([self._main_port, self._liveness.port])
+                self.first.store.set(f"connections/{self.rank}", as_text(connections))
+                self._connections = connections
+
+    def _end_process(self) -> None:
+        """End this process without a teardown, which its main thread does not reach."""
+        first = self.first.known
+        assert first is not None
+        must_print = not self.first.is_own and self.first.wait_until_printed(1.0)
+        if must_print and first.traceback:
+            sys.stderr.write(first.traceback)
+        sys.stderr.write(f"Rank {self.rank} ended because {first}\n")
+        sys.stderr.flush()
+        end_children()
+        os._exit(1)
+
+
+def end_children() -> None:
+    """Kill the processes that this process started by `multiprocessing`, such as loader workers."""
+    for child in multiprocessing.active_children():
+        with suppress(OSError, ValueError):
+            child.kill()
+
+
+def tell_torchrun(error: BaseException) -> None:
+    """Write `error` to the file from which torchrun reads it, to show its traceback in the summary. Do so only once."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and isinstance(error, Exception) and not os.path.exists(path):
+        trace = error.__traceback__
+        try:
+            raise error  # `record_exception` formats the exception that is being handled
+        except Exception:
+            with suppress(OSError):
+                get_error_handler().record_exception(error.with_traceback(trace))
+
+
+class _Interrupt:
+    """A real-time signal that raises an `InterruptedByFailure` in the main thread, also while it sleeps or waits."""
+
+    def __init__(self) -> None:
+        self._message = ""
+        self._signal = getattr(signal, "SIGRTMIN", 0) + 7 if hasattr(signal, "SIGRTMIN") else None
+        self._previous: Any = None
+        if threading.current_thread() is not threading.main_thread():  # only the main thread handles signals
+            self._signal = None
+        if self._signal is not None:
+            self._previous = signal.signal(self._signal, self._raise)
+
+    def send(self, thread: int, message: str) -> None:
+        self._message = message
+        if self._signal is not None:
+            with suppress(OSError):
+                signal.pthread_kill(thread, self._signal)
+
+    def end(self) -> None:
+        self._message = ""
+        if self._signal is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(self._signal, self._previous or signal.SIG_DFL)
+            self._signal = None
+
+    def _raise(self, signum: int, frame: FrameType | None) -> None:
+        if self._message:
+            message, self._message = self._message, ""
+            raise InterruptedByFailure(message)
