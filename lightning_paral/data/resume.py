@@ -30,12 +30,7 @@ class DataPosition:
     def state(self, num_not_counted: int = 0) -> dict[str, Any]:
         """Return the position for a checkpoint, without the last `num_not_counted` batches of the epoch."""
         fit_loop = self._trainer.fit_loop
-<<<<<<< HEAD
         num_steps = num_processed(fit_loop.epoch_loop.batch_progress) - num_not_counted
-        epochs: Any = fit_loop.epoch_progress.current
-=======
-        num_steps = num_processed(fit_loop.epoch_loop.batch_progress)
->>>>>>> restart
         return {
             "seed": self._seed.value,
             # The epoch that started last. Lightning's counters do not tell: `processed` counts it at its end,
