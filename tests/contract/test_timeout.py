@@ -39,6 +39,7 @@ class AtTheEnd(Callback):
 
 
 def fit_and_list(label: str, port: int, path: str) -> Any:
+    dist.barrier()  # otherwise the other rank could still be connecting
     dist.destroy_process_group()  # so that the strategy creates its own
     os.environ["MASTER_PORT"] = str(port)
     options: dict[str, Any] = {"timeout": SECONDS, "checkpoint": CheckpointOptions(async_save=True)}

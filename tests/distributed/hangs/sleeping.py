@@ -67,6 +67,7 @@ class Logged(logging.Handler):
 
 def fit_with_own_group(label: str, model: Regression, logged: Logged, port: int, folder: str, timeout: float) -> str:
     """Fit in a process group that the strategy creates; return the error, or an empty string."""
+    dist.barrier()  # otherwise the other rank could still be connecting
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(port)
     logging.getLogger("lightning_paral").addHandler(logged)

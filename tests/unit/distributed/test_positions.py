@@ -80,7 +80,7 @@ def test_collective_is_named_by_its_public_name() -> None:
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        (position, _), *_ = positions_in(tell, "broadcast")
+        (position, _), *_ = positions_in(tell, "dump")
     finally:
         dist.destroy_process_group()
 
