@@ -13,6 +13,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,8 @@ def preempt(folder: Path, strategy: str, expected: list[Losses], chance: random.
     while len((losses_of(folder, "first") or [[]])[0]) <= step:
         if time.monotonic() > deadline or os.waitpid(children[0], os.WNOHANG)[0]:
             for child in children:
-                os.kill(child, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
             raise AssertionError(f"{strategy}: the run does not train, or a rank ended by itself")
         time.sleep(0.002)
     time.sleep(chance.uniform(0.0, 0.02))
