@@ -21,6 +21,7 @@ SLOW = (
     "tests/contract/test_order.py",
     "tests/contract/test_own_strategy.py",
     "tests/distributed/averaging/",
+    "tests/distributed/callbacks/",
     "tests/distributed/checkpoint/test_commands.py",
     "tests/distributed/checkpoint/test_consolidate.py",
     "tests/distributed/checkpoint/test_damage.py",

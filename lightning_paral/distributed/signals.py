@@ -72,11 +72,10 @@ class _Routes:
         """Call `call` on `signum`; return a function that undoes it."""
         self._start()
         known, current = self._handlers.get(signum), signal.getsignal(signum)
-        if isinstance(current, _Handler) and current is known:
-            handler = current
-        else:  # also if someone has replaced our handler
-            handler = self._handlers[signum] = _Handler(signum, previous)
-            handler.calls = [] if known is None else known.calls
+        handler = known if known is not None else _Handler(signum, previous)
+        if current != handler:  # a new handler, or someone has replaced ours
+            handler.previous = previous
+            self._handlers[signum] = handler
             signal.signal(signum, handler)
         handler.calls.append(call)
 
