@@ -26,8 +26,8 @@ END_SECONDS = 60.0
 """How long a run may go on after its failure. What is left then is an orphan, and is killed."""
 
 LAUNCHER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK")
-LAST_LINES = {"python": 10, "torchrun": 25}
-"""How many lines are the end of the output: torchrun's summary of an error has about 20."""
+LAST_LINES = {"python": 10, "torchrun": 35}
+"""How many lines are the end of the output: torchrun adds about 30 of its own."""
 
 stopping = threading.Event()
 """Set to end all runs."""
@@ -243,7 +243,7 @@ _NAMES = {
 def _shows(case: Case, printed: str, is_end: bool = False) -> bool:
     """Return whether `printed` has the cause; at the end the message is enough, without the line of code."""
     if case.fault == "ctrl_c":
-        return re.search(r"KeyboardInterrupt|SIGINT|[Ii]nterrupted by|Signals\.SIGINT|signal 2\b", printed) is not None
+        return re.search(r"KeyboardInterrupt|SIGINT|[Ii]nterrupted by|signal:? 2\b", printed) is not None
     if case.stage == "loader" and case.fault == "sigkill":
         return re.search(r"DataLoader worker .*(killed|exited)", printed) is not None
     if case.fault in EXCEPTIONS:
