@@ -250,7 +250,7 @@ def _shows(case: Case, printed: str, is_end: bool = False) -> bool:
         message = f"TypoError: the typo of rank {case.rank}"
         return message in printed and (is_end or "raise TypoError(f" in printed)
     if case.fault == "launcher_killed":
-        rank = r"[Rr]ank 0|[Pp]rocess that (started|launched)|[Ll]auncher|torchrun"
+        rank = r"[Rr]ank 0|process that (started|launched)|[Ll]auncher|torchrun"
     else:
         # "rank 1 (node) died: ...", and the lines of torchrun's summary: "rank      : 1 (local_rank: 1)"
         rank = rf"[Rr]ank\s*:?\s*{case.rank}\b"
