@@ -72,7 +72,7 @@ class _BriefExceptHook:
         if isinstance(error, RankFailedError):
             line = str(error)
         elif failure_of(error, first.rank, "").error == first.known.error:
-            line = f"Rank {first.rank} failed with the same error as {first.known}"
+            line = f"Rank {first.rank} failed with the same error: {first.known}"
         else:
             self._print(error_type, error, trace)
             line = f"Rank {first.rank} failed after {first.known}"

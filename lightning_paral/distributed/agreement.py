@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lightning_paral.distributed.failure import mark_as_told
 from lightning_paral.distributed.host_exchange import gather_objects
 from lightning_paral.errors import CheckpointError, MissingCheckpointError, ParalError
 
@@ -66,7 +67,10 @@ class RankGroup:
             rank, (message, missing) = next(iter(failed.items()))
             where = f" on rank {rank} of {self.world_size}" if self.world_size > 1 else ""
             error_type = MissingCheckpointError if missing else CheckpointError
-            raise error_type(f"{what} failed{where}: {message}") from error
+            agreed = error_type(f"{what} failed{where}: {message}")
+            if error is None:
+                mark_as_told(agreed)
+            raise agreed from error
         return [value for *_, value in outcomes]  # type: ignore[misc]
 
     def run_on_all(self, what: str, action: Callable[[], T]) -> T:

@@ -191,6 +191,16 @@ class FirstFailure:
         self._known_event.set()
 
 
+def mark_as_told(error: BaseException) -> None:
+    """Mark `error` as one that another rank raised and this one only repeats."""
+    error.__dict__["paral_is_told"] = True
+
+
+def is_told(error: BaseException) -> bool:
+    """Return whether `error` repeats the error of another rank, so that its traceback does not show the cause."""
+    return bool(getattr(error, "paral_is_told", False))
+
+
 def remember_first(error: BaseException, first: FirstFailure) -> None:
     """Attach `first` to the error that ends this rank, for the function that prints uncaught errors."""
     error.__dict__["paral_first_failure"] = first

@@ -28,6 +28,7 @@ from lightning_paral.distributed.failure import (
     InterruptedByFailure,
     failure_of,
     is_interruption,
+    is_told,
     remember_first,
 )
 from lightning_paral.distributed.liveness import Liveness
@@ -96,7 +97,7 @@ class FailureWatch:
                 of another rank, or a `SystemExit` with status 1 if only some ranks called `sys.exit(0)`.
         """
         self.leave()
-        if is_interruption(error):
+        if is_interruption(error) or is_told(error):
             self.first.wait(CONSEQUENCE_SECONDS)
         first = self.first.report(failure_of(error, self.rank, where))
         with suppress(dist.DistError, RuntimeError):  # rank 0, which serves the store, may have ended

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import signal
 import sys
 import time
@@ -22,7 +23,12 @@ def parse() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--all", action="store_true", help="run every fault")
-    parser.add_argument("--only", default="", metavar="KEY=VALUE,...", help="run the faults that match")
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="KEY=VALUE,...",
+        help="run the faults that match; may be repeated",
+    )
     parser.add_argument("--sample", type=int, metavar="N", help="run N of the faults, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="the seed of the sample")
     parser.add_argument("--list", action="store_true", help="print the faults instead of running them")
@@ -36,7 +42,8 @@ def parse() -> argparse.Namespace:
 
 
 def chosen(options: argparse.Namespace) -> list[Case]:
-    cases = select(all_cases(), options.only)
+    wanted = options.only or [""]
+    cases = [case for case in all_cases() if any(select([case], each) for each in wanted)]
     if options.sample is not None:
         cases = sample(cases, options.sample, options.seed)
     why = why_no_nodes() if any(case.nodes > 1 for case in cases) and not options.list else None
@@ -70,7 +77,9 @@ def main() -> int:
         finally:
             stopping.set()  # after an interruption, ends what is running
             pool.shutdown(cancel_futures=True)
-    print(f"\n{len(results)} faults in {time.monotonic() - started:.0f} s\n\n{format_table(results)}")
+    load = os.getloadavg()[1] / (os.cpu_count() or 1)
+    print(f"\n{len(results)} faults in {time.monotonic() - started:.0f} s, at a load of {load:.1f} a core")
+    print(f"\n{format_table(results)}")
     if options.json is not None:
         options.json.write_text(json.dumps([result.to_json() for result in results], indent=1))
     return int(any(result.faults and result.case.strategy != "ddp" for result in results))
