@@ -20,6 +20,6 @@ def checksum(tensor: Tensor) -> Tensor:
     total = torch.full((), tensor.numel(), dtype=torch.int64, device=tensor.device)
     # Sums of int64 wrap around, modulo 2**64, so their order does not matter. Odd factors keep each single difference.
     factors = (2 * torch.arange(min(_CHUNK, words.numel()), dtype=torch.int64, device=tensor.device) + 1) * _ODD
-    for number, chunk in enumerate(words.split(_CHUNK)):
+    for number, chunk in enumerate(torch.split(words, _CHUNK)):
         total = total + (chunk.to(torch.int64) * factors[: chunk.numel()]).sum() * (2 * number + 1)
     return total
