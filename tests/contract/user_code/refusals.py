@@ -1,7 +1,6 @@
 """Errors of torch and Lightning that count as refusals, because a user understands what they name."""
 
 CLEAR: dict[str, str] = {
-    "Skipping the `training_step` by returning None in distributed training is not supported": "Lightning",
     "Sharded tensors \\(DTensors\\) and plain tensors were mixed in one operation": "torch, explained by this package",
     "torch cannot do this operation on a sharded tensor": "torch, explained by this package",
     "A parameter was created from one that ZeRO shards": "torch, explained by this package",
