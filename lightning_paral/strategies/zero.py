@@ -210,7 +210,8 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         set_forward_redirection(self, run.redirection())
         self.barrier()
 
-    _full_shape, _is_sharded = staticmethod(full_shape), staticmethod(is_stage3_parameter)
+    _full_shape: Any = staticmethod(full_shape)
+    _is_sharded: Any = staticmethod(is_stage3_parameter)
 
     def _setup_training(self, run: ZeroRun) -> None:
         module = self.lightning_module
