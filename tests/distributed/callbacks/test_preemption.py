@@ -243,6 +243,20 @@ def test_grace_period_ends_a_process_that_does_not_reach_the_end_of_the_batch(tm
     assert not list(tmp_path.iterdir())
 
 
+class SignaledTwice(Noisy):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(4)  # earlier signals are taken for copies of the first
+        time.sleep(60)
+        raise AssertionError("the second signal did not end the process")
+
+
+def test_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
+    assert status_of_child(lambda: fit_alone(SignaledTwice(), dirpath=tmp_path)) == 143
+    assert not list(tmp_path.iterdir())
+
+
 def test_evaluation_ends_at_once(tmp_path: Path) -> None:
     class Evaluated(Noisy):
         def validation_step(self, batch: Tensor, batch_idx: int) -> None:

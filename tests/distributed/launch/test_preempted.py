@@ -129,15 +129,3 @@ def test_sigterm_to_torchrun_saves_and_the_fit_may_return(tmp_path: Path) -> Non
     assert num_batches(tmp_path) == num_batches(tmp_path, rank=1) < LIMIT
     assert [verify(path) for path in tmp_path.glob("preempted-*.ckpt")] == [[]]
     assert sum("returned: True, True" in line for line in logs(tmp_path).splitlines()) == 2, logs(tmp_path)
-
-
-def test_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
-    launcher = start(tmp_path, "all", [sys.executable, *script(tmp_path, "paral_ddp", "stuck")])
-    wait_until_trained(tmp_path, 3, [launcher])
-    launcher.send_signal(signal.SIGTERM)
-    time.sleep(4)  # earlier signals are taken for copies of the first
-    launcher.send_signal(signal.SIGTERM)
-
-    assert statuses(tmp_path, [launcher]) == [143], logs(tmp_path)
-    assert "A second signal, SIGTERM, ends the process" in logs(tmp_path)
-    assert not list(tmp_path.glob("*.ckpt"))
