@@ -25,7 +25,7 @@ IN_HOOKS = ("on_train_end", "on_fit_end", "teardown")
 AFTER = ("after", "after-test")
 
 
-class Tested(Resumable):
+class Checked(Resumable):
     interrupted = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -65,7 +65,7 @@ def made_trainer(strategy: str, num_devices: int, folder: Path, *, in_background
 def save_everywhere(strategy: str, num_devices: int, name: str, *, in_background: bool) -> dict[str, Any]:
     folder = Path(name)
     torch.manual_seed(3)
-    module = Tested()
+    module = Checked()
     batches: Any = DataLoader(range(BATCHES))  # type: ignore[arg-type]
     trainer = made_trainer(strategy, num_devices, folder, in_background=in_background)
     trainer.fit(module, batches)
@@ -78,7 +78,7 @@ def save_everywhere(strategy: str, num_devices: int, name: str, *, in_background
     trainer.test(module, batches, verbose=False)
     trainer.save_checkpoint(folder / "after-test.ckpt")
     trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
-    module = Tested()
+    module = Checked()
     module.interrupted = True
     trainer = made_trainer(strategy, num_devices, folder, in_background=in_background)
     with pytest.raises(SystemExit):

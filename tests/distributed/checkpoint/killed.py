@@ -89,14 +89,17 @@ def attempt_once(folder: Path, attempt: int, strategy: str, options: CheckpointO
             os._exit(1)
         children.append(child)
     deadline = time.monotonic() + 40
-    # Wait until the run has saved, so that every attempt also shows that the previous one can be resumed.
-    while moments(folder) == before:
-        assert time.monotonic() < deadline, "no checkpoint came"
-        assert os.waitpid(children[0], os.WNOHANG) == (0, 0), "a rank ended by itself"
-        time.sleep(0.002)
-    time.sleep(chance.uniform(0.0, 0.25))
-    for child in children:
-        os.kill(child, signal.SIGKILL)
+    try:
+        # Wait until the run has saved, so that every attempt also shows that the previous one can be resumed.
+        while moments(folder) == before:
+            assert time.monotonic() < deadline, "no checkpoint came"
+            assert os.waitpid(children[0], os.WNOHANG) == (0, 0), "a rank ended by itself"
+            time.sleep(0.002)
+        time.sleep(chance.uniform(0.0, 0.25))
+    finally:
+        for child in children:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
     for child in children:
         assert os.waitpid(child, 0)[1] == signal.SIGKILL, "a rank ended by itself"
 
