@@ -258,6 +258,6 @@ def _shows(case: Case, printed: str, is_end: bool = False) -> bool:
         # "rank 1 (node) died: ...", and the lines of torchrun's summary: "rank      : 1 (local_rank: 1)"
         rank = rf"[Rr]ank\s*:?\s*{case.rank}\b"
     how = _NAMES[case.fault]
-    if case.rank == 0 and case.launcher == "python" and case.fault not in EXCEPTIONS:
-        how += r"|died|ended"  # nobody has started rank 0, and can know its status
+    if case.rank % (case.ranks // case.nodes) == 0 and case.launcher == "python":
+        how += r"|died|ended"  # the first rank of a node was started by the user, and no other rank knows its status
     return re.search(rf"({rank}).{{0,300}}?({how})", printed, re.DOTALL) is not None
