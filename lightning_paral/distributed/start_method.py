@@ -1,7 +1,10 @@
 """Choose how the other local ranks are started: run the script again, or start processes of `multiprocessing`."""
 
 import multiprocessing
+import os
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
@@ -12,6 +15,7 @@ from lightning_paral.distributed.process_group import owned_group, release_proce
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.options import StartMethod
 
+_SET_BY_LAUNCHER = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PYTEST = "a run of pytest"
 _TEST_RUNNERS = ("pytest", "py.test", "_jb_pytest_runner.py")
 
@@ -91,3 +95,20 @@ def prepare_to_start(method: StartMethod, device: torch.device) -> None:
             f"This process has a process group of {dist.get_world_size()} rank(s) that this package did not create, so "
             "it cannot start ranks. Call torch.distributed.destroy_process_group() before the run."
         )
+
+
+@contextmanager
+def restoring_environment() -> Generator[None, None, None]:
+    """Undo, in a program that cannot run again, the variables that Lightning's launcher sets for a single process.
+
+    Otherwise a later Trainer with several devices would wait for ranks that another launcher seems to have started.
+    """
+    before = {name: os.environ.get(name) for name in _SET_BY_LAUNCHER}
+    try:
+        yield
+    finally:
+        if before["LOCAL_RANK"] is None and why_script_cannot_run_again() is not None:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value

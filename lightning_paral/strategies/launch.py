@@ -13,7 +13,7 @@ from lightning_paral.distributed.cluster_checks import check_environment, check_
 from lightning_paral.distributed.launch_checks import check_device, check_local_rank
 from lightning_paral.distributed.launcher import CheckedSubprocessLauncher, LaunchedRun
 from lightning_paral.distributed.process_group import backend_for
-from lightning_paral.distributed.start_method import choose_start_method
+from lightning_paral.distributed.start_method import choose_start_method, restoring_environment
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.before_launch import check_before_launch
 from lightning_paral.model.trainer_of import trainer_of
@@ -21,6 +21,15 @@ from lightning_paral.options import StartMethod
 from lightning_paral.strategies.description import StrategyDescription
 from lightning_paral.strategies.process_launcher import ProcessLauncher
 from lightning_paral.strategies.save_on_exception import restore_on_exception
+
+
+class _Launcher(CheckedSubprocessLauncher):
+    """Runs the script again, or a single rank in this process."""
+
+    def launch(self, *args: Any, **kwargs: Any) -> Any:
+        """Start the other local ranks, and run this one."""
+        with restoring_environment():
+            return super().launch(*args, **kwargs)
 
 
 class CheckedLaunch(StrategyDescription):
@@ -84,9 +93,7 @@ class CheckedLaunch(StrategyDescription):
         if self._launchers is None or self._launchers[0] is not theirs:
             assert environment is not None
             check = partial(check_before_launch, self)
-            ours = CheckedSubprocessLauncher(
-                environment, self.num_processes, self.num_nodes, check, run=cast(LaunchedRun, self)
-            )
+            ours = _Launcher(environment, self.num_processes, self.num_nodes, check, run=cast(LaunchedRun, self))
             self._launchers = theirs, ours
         return self._launchers[1]
 
