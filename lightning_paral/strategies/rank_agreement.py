@@ -98,9 +98,9 @@ class RankAgreement(StrategyDescription):
         return self.shares_buffers
 
     @staticmethod
-    def _full_shape(parameter: Any) -> Any:
-        """Return the full shape of a parameter, which may be sharded."""
-        return parameter.shape
+    def _full_shape(tensor: Any) -> Any:
+        """Return the full shape of a parameter or buffer, which may be sharded."""
+        return tensor.shape
 
     @staticmethod
     def _is_sharded(parameter: Any) -> bool:
