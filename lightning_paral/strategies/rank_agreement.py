@@ -98,9 +98,9 @@ class RankAgreement(StrategyDescription):
         return self.shares_buffers
 
     @staticmethod
-    def _full_shape(parameter: Any) -> Any:
-        """Return the full shape of a parameter, which may be sharded."""
-        return parameter.shape
+    def _full_shape(tensor: Any) -> Any:
+        """Return the full shape of a parameter or buffer, which may be sharded."""
+        return tensor.shape
 
     @staticmethod
     def _is_sharded(parameter: Any) -> bool:
@@ -185,14 +185,15 @@ class RankAgreement(StrategyDescription):
         return super().backward(closure_loss, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Run an optimizer step. *Collective* over the world every `divergence_check_every` steps.
+        """Run an optimizer step; every `divergence_check_every` steps, compare replicas first. *Collective* if so.
 
         Raises:
             ConfigurationError: replicas of a parameter differ.
         """
+        if self._replica_check is not None and self._steps is not None:
+            # Before the next step: under ZeRO, the step gives all ranks the values of the owners of the shards.
+            self._replica_check.after_step(self._steps.progress.optimizer_steps)
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._steps is not None:
             self._steps.progress.optimizer_steps += 1
-            if self._replica_check is not None:
-                self._replica_check.after_step(self._steps.progress.optimizer_steps)
         return result

@@ -34,12 +34,12 @@ class ReplicaCheck:
         self._has_warned = False
 
     def after_step(self, step: int) -> None:
-        """Compare the replicas after optimizer step number `step`, if a check is due. If so, *collective*.
+        """Compare the replicas if `step` optimizer steps have run and a check is due. If so, *collective*.
 
         Raises:
             ConfigurationError: replicas differ. The message names the first parameter, the ranks and the step.
         """
-        if step % self._every == 0:
+        if step and step % self._every == 0:
             self.check(step)
 
     def check(self, step: int) -> None:

@@ -40,14 +40,14 @@ def fit_changing(strategy: str, num_ranks: int, value: float, every: int | None)
 
 @pytest.mark.parametrize("strategy", map(parameter, REPLICATED))
 def test_changed_weight_is_named(on_ranks: Any, strategy: str) -> None:
-    expected = "After optimizer step 4 of this run, the values of `head.weight` differ between rank 0 and rank 1"
-    for message in on_ranks(2, fit_changing, strategy, 2, 1e-6, 2):
+    expected = "After optimizer step 3 of this run, the values of `head.weight` differ between rank 0 and rank 1"
+    for message in on_ranks(2, fit_changing, strategy, 2, 1e-6, 3):
         assert expected in message
 
 
 def test_only_replicas_of_a_shard_are_compared(on_ranks: Any) -> None:
-    expected = "After optimizer step 4 of this run, the values of `head.weight` differ between rank 1 and rank 3"
-    for message in on_ranks(4, fit_changing, "fsdp_hybrid", 4, 1e-6, 2):
+    expected = "After optimizer step 3 of this run, the values of `head.weight` differ between rank 1 and rank 3"
+    for message in on_ranks(4, fit_changing, "fsdp_hybrid", 4, 1e-6, 3):
         assert expected in message
 
 
