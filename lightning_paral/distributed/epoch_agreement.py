@@ -84,10 +84,9 @@ class EpochAgreement:
 
     def poll(self, store: Store) -> None:
         """Answer for this rank if others have ended an epoch that it has not ended."""
-        store = PrefixStore("epochs", store)
-        if not store.check(["latest"]):
+        if not store.check(["epochs/latest"]):
             return
-        number, batches = json.loads(store.get("latest"))
+        number, batches = json.loads(store.get("epochs/latest"))
         if number in self._ended or number in self._answered:
             self._place = None
             return
@@ -95,8 +94,8 @@ class EpochAgreement:
         if self.progress.batches > batches or waits:
             self._answered.add(number)
             kind = "begun" if self.progress.batches > batches else "waits"
-            store.set(f"{number}/{self._rank}", json.dumps({"kind": kind, **asdict(self.progress)}))
-            store.set(f"{number}/differ", "")
+            store.set(f"epochs/{number}/{self._rank}", json.dumps({"kind": kind, **asdict(self.progress)}))
+            store.set(f"epochs/{number}/differ", "")
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle as `None`, because it belongs to one run in one process."""

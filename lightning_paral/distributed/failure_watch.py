@@ -15,11 +15,10 @@ from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lightning_paral.compat.torch.aborting import abort_nccl
-from lightning_paral.compat.torch.process_groups import default_store
 from lightning_paral.distributed.connections import Endpoints, as_text, close_connections, from_text, own_connections
 from lightning_paral.distributed.failure import (
     CONSEQUENCE_SECONDS,
@@ -50,7 +49,7 @@ class FailureWatch:
     the main thread. If the main thread is still in the run after `_END_AFTER` seconds, it ends the process.
 
     Args:
-        run: the name of the run, equal on all ranks.
+        store: the store of the watcher.
         main_port: the port of the store.
         liveness: notices that the process of another rank has died.
         exit_status: returns how the process of a local rank ended; `None` if it is not known. Only the process that
@@ -59,15 +58,13 @@ class FailureWatch:
 
     def __init__(
         self,
-        run: str,
+        store: Store,
         main_port: int,
         liveness: Liveness,
         exit_status: Callable[[int], str | None] | None = None,
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        # Clones, because a store serves one call at a time: this one is used by the main thread as well.
-        store: Any = default_store()
-        self.first = FirstFailure(PrefixStore(f"lightning_paral/run/{run}", store.clone()), self.rank)
+        self.first = FirstFailure(store, self.rank)
         self._main_port = main_port
         self._exit_status = exit_status
         self._parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -102,8 +99,8 @@ class FailureWatch:
         first = self.first.report(failure_of(error, self.rank, where))
         with suppress(dist.DistError, RuntimeError):  # rank 0, which serves the store, may have ended
             self._publish_connections()  # now, because the watcher may end before its next poll
-        if first.rank != self.rank and is_interruption(error):
-            consequence = RankFailedError(f"Rank {self.rank} ended because {first}")
+        if (first.rank != self.rank or first.has_died) and is_interruption(error):
+            consequence = RankFailedError(self._why_ended())
             consequence.__cause__ = error
             error = consequence
         elif first.rank == self.rank:
@@ -140,7 +137,13 @@ class FailureWatch:
         return error
 
     def leave(self) -> None:
-        """Do not interrupt the main thread from now on: it has left the run, and tears down."""
+        """Do not interrupt the main thread from now on: it has left the run, and tears down.
+
+        Ignore SIGTERM until the Trainer restores the handlers: torchrun sends it as soon as one rank has ended, and
+        Lightning's handler would broadcast to ranks that may be gone.
+        """
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._is_leaving, self._left_at = True, time.monotonic()
 
     def end(self) -> None:
@@ -176,8 +179,7 @@ class FailureWatch:
         elif now - self._learned_at > _END_AFTER:
             self._end_process()
         elif now - self._learned_at > _INTERRUPT_AFTER:
-            assert self.first.known is not None
-            self._interrupt.send(self._main_thread, f"Rank {self.rank} ended because {self.first.known}")
+            self._interrupt.send(self._main_thread, self._why_ended())
 
     def dead_ranks(self) -> set[int]:
         """Return the ranks that are known to have died. Rank 0 notices all deaths, the other ranks that of rank 0."""
@@ -219,6 +221,13 @@ class FailureWatch:
                 self.first.store.set(f"connections/{self.rank}", as_text(connections))
                 self._connections = connections
 
+    def _why_ended(self) -> str:
+        first = self.first.known
+        assert first is not None
+        if first.rank == self.rank:
+            return f"Rank {self.rank} ended: {first.error}"
+        return f"Rank {self.rank} ended because {first}"
+
     def _end_process(self) -> None:
         """End this process without a teardown, which its main thread does not reach."""
         first = self.first.known
@@ -226,7 +235,7 @@ class FailureWatch:
         must_print = not self.first.is_own and self.first.wait_until_printed(1.0)
         if must_print and first.traceback:
             sys.stderr.write(first.traceback)
-        sys.stderr.write(f"Rank {self.rank} ended because {first}\n")
+        sys.stderr.write(f"{self._why_ended()}\n")
         sys.stderr.flush()
         end_children()
         os._exit(1)

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
@@ -47,9 +47,11 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
         run: reports errors to the other ranks.
     """
 
-    _children: Children | None = None
+    _children: ClassVar[Children | None] = None
+    """The processes that this process has started. They outlive the Trainer that did so."""
+    _has_failed: ClassVar[bool] = False
+    """Whether the last run of this process failed, whichever Trainer launched it."""
     _is_launching = False
-    _has_failed = False
 
     def __init__(
         self,
@@ -82,12 +84,13 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
                 self._check(trainer)
         _end_with_parent()
         self._is_launching = True
+        CheckedSubprocessLauncher._has_failed = False
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except TunerExit:
             raise  # the end of a search for a learning rate or a batch size
         except BaseException as error:
-            self._has_failed = True
+            CheckedSubprocessLauncher._has_failed = True
             raised = error if self._run is None else self._run.report_failure(error)
             if raised is error:
                 raise
@@ -114,7 +117,7 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
             del os.environ[_PARENT_VARIABLE]
         # Lightning's observer is given an empty list: it would kill this process as soon as another one fails.
         first = self.cluster_environment.node_rank() * self.num_processes + 1
-        self._children = Children(dict(enumerate(self.procs, first)), self._on_end)
+        CheckedSubprocessLauncher._children = Children(dict(enumerate(self.procs, first)), self._on_end)
         self.procs = []
         atexit.register(self._finish)
 

@@ -28,6 +28,29 @@ class Topic(Protocol):
         """
 
 
+class ReachableStore:
+    """A store that is not used any more once it could not be reached: torch would print a stack at each attempt."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._error: str | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the method `name` of the store, which raises a `DistNetworkError` if the store cannot be reached."""
+        method = getattr(self._store, name)
+
+        def call(*arguments: Any) -> Any:
+            if self._error is not None:
+                raise dist.DistNetworkError(self._error)
+            try:
+                return method(*arguments)
+            except dist.DistNetworkError as error:
+                self._error = str(error)
+                raise
+
+        return call
+
+
 class RankWatcher:
     """Polls the store of the default process group in a daemon thread during a run.
 
@@ -46,7 +69,8 @@ class RankWatcher:
         """The identifier of the thread that trains."""
         store: Any = default_store()  # torch's stubs lack `clone`
         # A clone, because a store serves one call at a time: the main thread may wait in another call.
-        self._store = PrefixStore(f"lightning_paral/run/{run}", store.clone())
+        self.store: Any = ReachableStore(PrefixStore(f"lightning_paral/run/{run}", store.clone()))
+        """The store in a namespace of the run, with a connection of its own. Its calls must be short."""
         self._poll_seconds = poll_seconds
         self._topics: list[Topic] = []
         self._wake = threading.Event()
@@ -83,7 +107,7 @@ class RankWatcher:
         while not self._is_ended:
             for topic in self._topics:
                 try:
-                    topic.poll(self._store)
+                    topic.poll(self.store)
                 except (dist.DistError, RuntimeError) as error:
                     log.debug("The watcher cannot reach the store: %s", error)
                 except Exception:

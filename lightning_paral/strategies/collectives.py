@@ -69,8 +69,8 @@ class Collectives(AfterFailure):
         launcher = self.launcher
         how = launcher.describe_end if isinstance(launcher, CheckedSubprocessLauncher) else None
         liveness = of_others or LivenessOfRankZero(self.global_rank, address)
-        self._failures = FailureWatch(self._run, main_port, liveness, how)
         self._watcher = RankWatcher(self._run)
+        self._failures = FailureWatch(self._watcher.store, main_port, liveness, how)
         self._watcher.add(self._failures)
         self._begin_naming_hangs(self._watcher)
 

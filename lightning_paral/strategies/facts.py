@@ -22,7 +22,7 @@ _OF_THE_TRAINER = (
 )
 _OF_CALLBACKS = (
     *("monitor", "mode", "patience", "min_delta", "save_top_k", "save_last", "save_weights_only"),
-    *("every_n_epochs", "_every_n_epochs", "_every_n_train_steps"),
+    "every_n_epochs",
 )
 
 
@@ -36,7 +36,7 @@ def facts_of_run(trainer: Trainer, strategy: Any) -> OwnFacts:
     callbacks = [*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks]
     for number, callback in enumerate(callbacks):
         subject = f"{'EarlyStopping' if isinstance(callback, EarlyStopping) else 'Checkpoint'} callback {number}"
-        facts[subject, "is"] = type(callback).__name__
+        facts[subject, "is"] = callback.state_key  # of ModelCheckpoint: its class, and when it saves
         facts |= {
             (f"{name.strip('_')} of {type(callback).__name__}", "is"): str(vars(callback)[name])
             for name in _OF_CALLBACKS
