@@ -70,7 +70,7 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (ParalFSDPStrategy, {"cpu_offload": True}, "no option 'cpu_offload'. Use offload=True."),
     (ParalFSDPStrategy, {"auto_wrap_policy": {nn.Linear}}, "Use units=..., with classes"),
     (ParalFSDPStrategy, {"sharding_strategy": "FULL_SHARD"}, "Use reshard_after_forward=False for SHARD_GRAD_OP"),
-    (ParalFSDPStrategy, {"start_method": "forks"}, "start_method='frok' is not known. Choose from: 'popen', 'spawn'"),
+    (ParalFSDPStrategy, {"start_method": "forks"}, "start_method='forks' is not known. Choose from: 'popen', 'spawn'"),
     (ParalFSDPStrategy, {"wrap": True}, "no option 'wrap'. Its options are accumulate, activation_checkpointing,"),
     (ParalZeROStrategy, {"offload_optimiser": "cpu"}, "Did you mean offload_optimizer?"),
     (ParalZeROStrategy, {"offload_params": "cpu"}, "Use offload_parameters='cpu'."),
