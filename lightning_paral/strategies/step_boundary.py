@@ -6,7 +6,6 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_paral.compat.lightning.precision import call_after_closure
 from lightning_paral.compat.lightning.saved_loops import is_at_end_of_epoch, rewind_to_last_step
@@ -118,5 +117,5 @@ def _may_save_on_exception(callback: Callback) -> bool:
     if hasattr(callback, "save_on_exception"):
         return bool(callback.save_on_exception)
     is_own = not type(callback).__module__.startswith(("lightning.", "pytorch_lightning."))
-    has_hook = is_overridden("on_exception", callback, parent=Callback)
+    has_hook = type(callback).on_exception is not Callback.on_exception
     return has_hook and (is_own or type(callback).__name__ == "OnExceptionCheckpoint")
