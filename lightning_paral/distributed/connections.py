@@ -61,4 +61,9 @@ def _connections() -> Iterator[tuple[Any, Any, socket.socket]]:
         with connection, suppress(OSError):  # not connected
             is_tcp = connection.type == socket.SOCK_STREAM
             if is_tcp and connection.family in (socket.AF_INET, socket.AF_INET6):
-                yield connection.getsockname()[:2], connection.getpeername()[:2], connection
+                yield _endpoint(connection.getsockname()), _endpoint(connection.getpeername()), connection
+
+
+def _endpoint(address: tuple[Any, ...]) -> tuple[str, int]:
+    """Return address and port, with an IPv4 address that a socket of IPv6 uses in the form of IPv4."""
+    return str(address[0]).removeprefix("::ffff:"), address[1]

@@ -31,8 +31,12 @@ from lightning_paral.distributed.failure import (
     remember_first,
 )
 from lightning_paral.distributed.liveness import Liveness
+from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.errors import RankFailedError
 
+_ABORT_AFTER = 0.2
+"""Seconds after this rank learned of the failure at which its collectives are aborted. If all ranks raise the same
+error, each leaves the run before, and a process group that the user created can still be used."""
 _INTERRUPT_AFTER = 0.5
 """Seconds after this rank learned of the failure at which Python code in its main thread is interrupted."""
 _END_AFTER = 2.5
@@ -44,12 +48,12 @@ _TEARDOWN_SECONDS = 60.0
 class FailureWatch:
     """Learns of the first failure of a run, and ends this rank's part in the run.
 
-    As soon as the watcher's thread learns that another rank has failed, it closes the connections between ranks and
-    aborts NCCL, so that a collective in the main thread raises an error. A second later it interrupts Python code in
-    the main thread. If the main thread is still in the run after `_END_AFTER` seconds, it ends the process.
+    When another rank has failed and the main thread does not leave the run by itself, the watcher's thread closes the
+    connections between ranks and aborts NCCL, so that a collective in the main thread raises an error. Then it
+    interrupts Python code in the main thread. If this does not help within `_END_AFTER` seconds, it ends the process.
 
     Args:
-        store: the store of the watcher.
+        watcher: the watcher that polls this topic.
         main_port: the port of the store.
         liveness: notices that the process of another rank has died.
         exit_status: returns how the process of a local rank ended; `None` if it is not known. Only the process that
@@ -58,13 +62,14 @@ class FailureWatch:
 
     def __init__(
         self,
-        store: Store,
+        watcher: RankWatcher,
         main_port: int,
         liveness: Liveness,
         exit_status: Callable[[int], str | None] | None = None,
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.first = FirstFailure(store, self.rank)
+        self.first = FirstFailure(watcher.store, self.rank)
+        self._watcher = watcher
         self._main_port = main_port
         self._exit_status = exit_status
         self._parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -76,6 +81,7 @@ class FailureWatch:
         """Whether the main thread saves a checkpoint after the failure, which may take long."""
         self._is_leaving = False
         self._left_at = 0.0
+        self._is_aborted = False
         self._lock = threading.Lock()
         self._connections: list[Endpoints] | None = None
         self._open_ranks = set(range(self.world_size)) - {self.rank}
@@ -160,8 +166,6 @@ class FailureWatch:
             self.first.report(self._death(self.rank, "the process that started this rank has ended"))
         try:
             self.first.check()
-            if self.first.known is not None:
-                self._close_connections()
         except (dist.DistError, RuntimeError):
             if self.first.known is None:
                 raise
@@ -172,14 +176,21 @@ class FailureWatch:
         now = time.monotonic()
         if self._learned_at is None:
             self._learned_at = now
-            abort_nccl()
+            self._watcher.hurry()
+        since = now - self._learned_at
         if self._is_leaving:
             if now - self._left_at > _TEARDOWN_SECONDS and not self.is_saving:
                 self._end_process()
-        elif now - self._learned_at > _END_AFTER:
+        elif since > _END_AFTER:
             self._end_process()
-        elif now - self._learned_at > _INTERRUPT_AFTER:
-            self._interrupt.send(self._main_thread, self._why_ended())
+        elif since > _ABORT_AFTER:
+            if not self._is_aborted:
+                self._is_aborted = True
+                abort_nccl()
+            with suppress(dist.DistError, RuntimeError):  # rank 0, which serves the store, may have ended
+                self._close_connections()
+            if since > _INTERRUPT_AFTER:
+                self._interrupt.send(self._main_thread, self._why_ended())
 
     def dead_ranks(self) -> set[int]:
         """Return the ranks that are known to have died. Rank 0 notices all deaths, the other ranks that of rank 0."""

@@ -91,6 +91,11 @@ class RankWatcher:
         """Poll now instead of at the end of the current interval."""
         self._wake.set()
 
+    def hurry(self) -> None:
+        """Poll ten times per second from now on."""
+        self._poll_seconds = min(self._poll_seconds, 0.1)
+        self.wake()
+
     def end(self) -> None:
         """Stop polling. If a poll is in progress, wait for it for a second at most."""
         self._is_ended = True

@@ -70,7 +70,7 @@ class Collectives(AfterFailure):
         how = launcher.describe_end if isinstance(launcher, CheckedSubprocessLauncher) else None
         liveness = of_others or LivenessOfRankZero(self.global_rank, address)
         self._watcher = RankWatcher(self._run)
-        self._failures = FailureWatch(self._watcher.store, main_port, liveness, how)
+        self._failures = FailureWatch(self._watcher, main_port, liveness, how)
         self._watcher.add(self._failures)
         self._begin_naming_hangs(self._watcher)
 
@@ -216,11 +216,11 @@ class Collectives(AfterFailure):
         return False not in decisions if all else True in decisions
 
     def on_exception(self, exception: BaseException) -> None:
-        """Name the option `timeout` in the error of a collective that timed out; abort NCCL if only some failed."""
+        """Abort NCCL: a rank that failed in a step leaves work on its device that waits for the other ranks."""
         super().on_exception(exception)
-        if self._may_hang and owned_group() is not None and not self._reachable_ranks().all_reachable:
+        if self._may_hang and owned_group() is not None:
             self._end_watch()  # it would report the errors of aborted communicators
-            abort_nccl()  # otherwise device work in the teardown waits for the other ranks
+            abort_nccl()
 
     def _end_watch(self) -> None:
         if self._watch is not None:

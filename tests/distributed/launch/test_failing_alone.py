@@ -43,9 +43,10 @@ def fail_alone(label: str, port: int) -> tuple[list[str], str]:
     dist.destroy_process_group()  # the group of the rank pool
     os.environ["MASTER_PORT"] = str(port)
     happened: list[str] = []
-    before = collectives.nccl_backends, failure_watch.abort_nccl, groups.abort_all
+    before = collectives.nccl_backends, failure_watch.abort_nccl, groups.abort_all, collectives.abort_nccl
     collectives.nccl_backends = lambda: [object()]
-    failure_watch.abort_nccl = lambda: happened.append("aborted NCCL")
+    failure_watch.abort_nccl = lambda: happened.append("woken")
+    collectives.abort_nccl = lambda: happened.append("aborted NCCL")
 
     def abort_all() -> None:
         happened.append("aborted all")
@@ -67,7 +68,7 @@ def fail_alone(label: str, port: int) -> tuple[list[str], str]:
     except (KeyError, RankFailedError) as raised:
         error = raised
     finally:
-        collectives.nccl_backends, failure_watch.abort_nccl, groups.abort_all = before
+        collectives.nccl_backends, failure_watch.abort_nccl, groups.abort_all, collectives.abort_nccl = before
     assert not dist.is_initialized()
     threads = {thread.name for thread in threading.enumerate()}
     assert threads.isdisjoint({"lightning_paral_timeout", "lightning_paral_watcher"})
@@ -84,7 +85,10 @@ def test_a_rank_that_fails_alone_aborts_and_wakes_the_others(on_ranks, rank_pool
     finally:
         rank_pool.renew_world()
 
-    assert [happened for happened, _ in told] == 2 * [["aborted NCCL", "aborted all"]]
+    assert [happened for happened, _ in told] == [
+        ["woken", "aborted NCCL", "aborted all"],
+        ["aborted NCCL", "aborted all"],
+    ]
     assert told[1][1] == "KeyError('of rank 1')"
     assert 'RankFailedError("Rank 0 ended because rank 1 (' in told[0][1]
     assert ") failed in training batch 1 of epoch 0 (global step 1): KeyError: 'of rank 1'" in told[0][1]
