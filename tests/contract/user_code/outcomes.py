@@ -128,7 +128,8 @@ def judged(names: str, errors: list[Raised], num_ranks: int, clear: Iterable[str
         num_ranks: the number of ranks.
         clear: patterns of messages of libraries that count as refusals.
     """
-    first = errors[0]
+    # Other ranks may only say that they ended because of the first failure.
+    first = next((each for each in errors if each.kind != "RankFailedError"), errors[0])
     if len(errors) < num_ranks:
         return Outcome("fails", f"on {len(errors)} of {num_ranks} ranks: {first.kind}: {first.message}", first.trace)
     if not first.is_ours and not any(re.search(pattern, first.message) for pattern in clear):
