@@ -15,6 +15,7 @@ from lightning.pytorch import Trainer
 from lightning_paral.compat.lightning.launchers import SubprocessScriptLauncher, TunerExit
 from lightning_paral.distributed.children import Children, describe_status
 from lightning_paral.distributed.launch_checks import check_port_is_free
+from lightning_paral.distributed.process_group import serves_store
 
 _PARENT_VARIABLE = "PARAL_LAUNCHER_PID"
 """The environment variable that tells the launched processes the id of the process that started them."""
@@ -79,7 +80,8 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
         """
         environment = self.cluster_environment
         if not environment.creates_processes_externally and environment.node_rank() == 0:
-            check_port_is_free(environment)
+            if not serves_store(environment.main_port):
+                check_port_is_free(environment)
             if trainer is not None and self._check is not None:
                 self._check(trainer)
         _end_with_parent()

@@ -57,6 +57,11 @@ _host_group: dist.ProcessGroup | None = None
 """A gloo group for CPU tensors, if other code created the default group and it supports CUDA tensors only."""
 
 
+def serves_store(port: int) -> bool:
+    """Return whether this process already serves a store at `port`, which its later runs use as well."""
+    return any(key[1] == port and key[2] == 0 for key in _stores)
+
+
 def owned_group() -> dist.ProcessGroup | None:
     """Return the default process group if `join_process_group` created it, otherwise `None`."""
     current = dist.is_initialized() and _owned is not None and dist.group.WORLD is _owned.group
