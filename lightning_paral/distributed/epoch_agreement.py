@@ -106,7 +106,8 @@ class EpochAgreement:
         frame = sys._current_frames().get(self._main_thread)
         if frame is None:
             return False
-        place = (id(frame), frame.f_lasti)
+        # Frames of later batches may have the same address, so the place includes the progress.
+        place = (id(frame), frame.f_lasti, self.progress.batches, self.progress.backwards)
         if place != self._place:
             self._place, self._place_since = place, time.monotonic()
         is_in_collective = any(part in frame.f_code.co_filename for part in _IN_COLLECTIVES)
