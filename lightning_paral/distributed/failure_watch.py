@@ -45,8 +45,8 @@ class FailureWatch:
     """Learns of the first failure of a run, and ends this rank's part in the run.
 
     As soon as the watcher's thread learns that another rank has failed, it closes the connections between ranks and
-    aborts NCCL, so that a collective in the main thread raises an error. A second later it interrupts Python code in
-    the main thread. If the main thread is still in the run after `_END_AFTER` seconds, it ends the process.
+    aborts NCCL, so that a collective in the main thread raises an error. Half a second later it interrupts Python code
+    in the main thread. If the main thread is still in the run after `_END_AFTER` seconds, it ends the process.
 
     Args:
         store: the store of the watcher.
@@ -137,7 +137,7 @@ class FailureWatch:
         return error
 
     def leave(self) -> None:
-        """Do not interrupt the main thread from now on: it has left the run, and tears down.
+        """Do not interrupt the main thread from now on: it has left the run, and runs the teardown.
 
         Ignore SIGTERM until the Trainer restores the handlers: torchrun sends it as soon as one rank has ended, and
         Lightning's handler would broadcast to ranks that may be gone.
@@ -147,7 +147,7 @@ class FailureWatch:
         self._is_leaving, self._left_at = True, time.monotonic()
 
     def end(self) -> None:
-        """Stop watching the other processes, and give the signal back."""
+        """Stop watching the other processes, and restore the signal handler."""
         self._liveness.end()
         self._interrupt.end()
 

@@ -17,7 +17,7 @@ from lightning_paral.distributed.children import Children, describe_status
 from lightning_paral.distributed.launch_checks import check_port_is_free
 
 _PARENT_VARIABLE = "PARAL_LAUNCHER_PID"
-"""The environment variable that tells the launched processes the id of the process that started them."""
+"""The environment variable by which launched processes know the id of the process that started them."""
 
 _GRACE_SECONDS = 3.0  # time for the other ranks to report their errors
 log = logging.getLogger(__name__)
