@@ -2,7 +2,6 @@
 
 import os
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from types import FrameType, TracebackType
 from lightning_paral.distributed.failure import FirstFailure, failure_of, first_failure_of
 from lightning_paral.distributed.failure_watch import tell_torchrun
 from lightning_paral.distributed.process_group import is_first_to_report
+from lightning_paral.distributed.user_frames import library_of
 from lightning_paral.errors import ParalError, RankFailedError
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -20,17 +20,6 @@ TRACEBACK_VARIABLE = "PARAL_TRACEBACK"
 
 _PATIENCE_SECONDS = 2.0
 """How long a rank that failed because of another one waits until that one has printed its error."""
-
-_INTERNALS = (
-    "lightning_paral",
-    "lightning",
-    "pytorch_lightning",
-    "lightning_fabric",
-    "torch",
-    "deepspeed",
-    "fsspec",
-    "jsonargparse",
-)
 
 
 def install_brief_excepthook() -> None:
@@ -119,19 +108,4 @@ def has_user_cause(error: BaseException) -> bool:
 
 
 def _user_frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    internal = tuple(f"{folder}{os.sep}" for folder in _folders())
-    site = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-    standard = sysconfig.get_path("stdlib")
-    for frame, line in traceback.walk_tb(trace):
-        path = frame.f_code.co_filename
-        is_standard = path.startswith((standard, "<frozen")) and not path.startswith(site)
-        if not path.startswith(internal) and not is_standard:
-            yield frame, line
-
-
-def _folders() -> Iterator[str]:
-    for name in _INTERNALS:
-        module = sys.modules.get(name)
-        location = getattr(module, "__file__", None) if module is not None else None
-        if location:
-            yield str(Path(location).parent)
+    return (each for each in traceback.walk_tb(trace) if not library_of(each[0].f_code.co_filename))

@@ -24,9 +24,9 @@ class AutoResume(Callback):
     `Trainer(callbacks=[AutoResume("checkpoints"), ModelCheckpoint("checkpoints", ...)])` makes the same command start a
     run and continue it: after a crash, under `torchrun --max-restarts`, after preemption, on more or fewer ranks.
 
-    All ranks take the same checkpoint. It is verified while it is loaded: each rank verifies a part of the files, and
+    All ranks load the same checkpoint. It is verified while it is loaded: each rank verifies a part of the files, and
     nothing is restored before all ranks have succeeded. If a checkpoint is damaged, a warning names what is damaged,
-    and the one before is taken. `ModelCheckpoint(save_top_k=2, monitor="step", mode="max")` keeps two.
+    and the next older one is loaded. `ModelCheckpoint(save_top_k=2, monitor="step", mode="max")` keeps two.
 
     An explicit `trainer.fit(ckpt_path=...)` has priority, and a Trainer that has already trained continues from its own
     state.
@@ -139,7 +139,7 @@ def describe(candidate: Candidate, progress: Progress | None, trainer: Trainer) 
 
     Args:
         candidate: the checkpoint.
-        progress: how far the run before had come, if it is known.
+        progress: the progress of the previous run, if it is known.
         trainer: the Trainer of this run.
     """
     age = _duration(time.time() - candidate.saved_at)

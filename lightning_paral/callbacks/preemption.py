@@ -49,7 +49,7 @@ class Preemption(Callback):
         requeue: whether to requeue jobs of SLURM, unless `SLURMEnvironment(auto_requeue=False)` is used.
 
     Raises:
-        ConfigurationError: an option has no sense.
+        ConfigurationError: an option has a value that cannot work.
     """
 
     @checked_options

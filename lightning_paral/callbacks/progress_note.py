@@ -1,4 +1,4 @@
-"""A small file that tells the next start of a run how far this one has come."""
+"""A small file with the progress of a run, which the next start of the run reads."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run had come at some time."""
+    """The progress of a run at some time."""
 
     global_step: int
     time: float
@@ -30,9 +30,9 @@ class Progress:
 class ProgressNote:
     """Writes the global step to a file in `folder` once per second while it changes, in a thread.
 
-    After a kill, the file tells within a second which step the run had reached. Training does not wait for it. If
-    another start of the run writes to the same file, which happens if nodes train apart from each other, an error is
-    logged.
+    After a kill, the file has the step that the run had reached at most a second earlier. Training does not wait for
+    the file. If another start of the run writes to the same file, which happens if nodes train apart from each other,
+    an error is logged.
 
     Args:
         folder: the folder; it is created if it does not exist.
@@ -84,7 +84,7 @@ class ProgressNote:
 
 
 def read_progress(folder: Path) -> Progress | None:
-    """Return what the run before has written to `folder`; `None` if there is no such file, or it is unreadable."""
+    """Return what the previous run has written to `folder`; `None` if there is no such file, or it is unreadable."""
     try:
         content = json.loads((folder / FILE_NAME).read_text())
         return Progress(int(content["global_step"]), float(content["time"]), str(content.get("start", "")))

@@ -23,7 +23,7 @@ class BatchSizes:
     A batch size that the user passes to `self.log` may be the number of this rank's samples or tokens: over all ranks
     these numbers add up to that of one process. Or it may be a constant, such as the batch size of the loader, which
     one process passes as well: it has to be divided among the ranks like the samples. Only a comparison of what the
-    ranks have logged tells which of both it is.
+    ranks have logged tells which of the two it is.
     """
 
     def __init__(self) -> None:

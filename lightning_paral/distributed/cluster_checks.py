@@ -27,7 +27,7 @@ def check_environment(environment: ClusterEnvironment) -> None:
 
     Raises:
         ConfigurationError: an environment variable is missing or has a wrong value, or a launcher started several
-            processes, each of which believes that it is alone.
+            processes, each of which would train alone.
     """
     if not environment.creates_processes_externally:
         _check_alone(environment)

@@ -17,7 +17,7 @@ from lightning_paral.errors import ConfigurationError
 
 WAITING_SECONDS = 10.0
 """How long a rank must be in the same collective to count as waiting for the ranks that have ended the epoch."""
-_POLL_SECONDS = 0.01
+_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.01, 0.2
 _IN_COLLECTIVES = ("torch/distributed/", "torch/autograd/graph.py", "deepspeed/comm/")
 
 
@@ -77,10 +77,12 @@ class EpochAgreement:
             store.set(f"{number}/differ", "")
         store.set("latest", json.dumps([number, self.progress.batches]))
         deadline = time.monotonic() + self._timeout.total_seconds()
+        pause = _POLL_SECONDS  # becomes longer, so that many ranks that wait long do not keep the store busy
         while not store.check([f"{number}/all"]):
             if store.check([f"{number}/differ"]) or time.monotonic() > deadline:
                 self._raise(store, number)
-            time.sleep(_POLL_SECONDS)
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_POLL_SECONDS)
 
     def poll(self, store: Store) -> None:
         """Answer for this rank if others have ended an epoch that it has not ended."""
@@ -106,7 +108,8 @@ class EpochAgreement:
         frame = sys._current_frames().get(self._main_thread)
         if frame is None:
             return False
-        place = (id(frame), frame.f_lasti)
+        # Frames of later batches may have the same address, so the place includes the progress.
+        place = (id(frame), frame.f_lasti, self.progress.batches, self.progress.backwards)
         if place != self._place:
             self._place, self._place_since = place, time.monotonic()
         is_in_collective = any(part in frame.f_code.co_filename for part in _IN_COLLECTIVES)

@@ -143,7 +143,7 @@ class FailureWatch:
         return error
 
     def leave(self) -> None:
-        """Do not interrupt the main thread from now on: it has left the run, and tears down.
+        """Do not interrupt the main thread from now on: it has left the run, and runs the teardown.
 
         Ignore SIGTERM until the Trainer restores the handlers: torchrun sends it as soon as one rank has ended, and
         Lightning's handler would broadcast to ranks that may be gone.
@@ -153,7 +153,7 @@ class FailureWatch:
         self._is_leaving, self._left_at = True, time.monotonic()
 
     def end(self) -> None:
-        """Stop watching the other processes, and give the signal back."""
+        """Stop watching the other processes, and restore the signal handler."""
         self._liveness.end()
         self._interrupt.end()
 

@@ -13,7 +13,7 @@ def can_use_threads_after_fork() -> bool:
     """Return whether a process forked from this one can use OpenMP's threads.
 
     If this process has used them, for example in a forward pass, a forked process waits forever for threads that exist
-    only here: https://github.com/pytorch/pytorch/issues/17199. No interface tells whether it has, so try it.
+    only here: https://github.com/pytorch/pytorch/issues/17199. No interface says whether it has, so try it.
     """
     global _has_failed
     if torch.get_num_threads() == 1:

@@ -18,7 +18,7 @@ from lightning_paral.distributed.launch_checks import check_port_is_free
 from lightning_paral.distributed.process_group import serves_store
 
 _PARENT_VARIABLE = "PARAL_LAUNCHER_PID"
-"""The environment variable that tells the launched processes the id of the process that started them."""
+"""The environment variable by which launched processes know the id of the process that started them."""
 
 _GRACE_SECONDS = 3.0  # time for the other ranks to report their errors
 log = logging.getLogger(__name__)
@@ -30,6 +30,10 @@ class LaunchedRun(Protocol):
     @property
     def is_in_run(self) -> bool:
         """Whether the ranks have joined, and the run has not ended."""
+
+    @property
+    def num_runs(self) -> int:
+        """The number of runs for which the ranks have joined."""
 
     def report_failure(self, error: BaseException) -> BaseException:
         """Tell the other ranks of `error`, and return the error to raise."""
@@ -53,6 +57,7 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
     _has_failed: ClassVar[bool] = False
     """Whether the last run of this process failed, whichever Trainer launched it."""
     _is_launching = False
+    _num_runs_before = 0
 
     def __init__(
         self,
@@ -85,7 +90,7 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
             if trainer is not None and self._check is not None:
                 self._check(trainer)
         _end_with_parent()
-        self._is_launching = True
+        self._is_launching, self._num_runs_before = True, self._num_runs
         CheckedSubprocessLauncher._has_failed = False
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
@@ -124,8 +129,11 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
         atexit.register(self._finish)
 
     def _on_end(self, rank: int, status: int) -> None:
-        """End this process if that of `rank` failed outside of a run, where no collective and no watcher notices it."""
-        if status == 0 and not (self._is_launching and not self._is_in_run):
+        """End this process if that of `rank` failed outside of a run, where no collective and no watcher notices it.
+
+        After a run, a process may end with status 0 while this one still runs hooks, or uploads logs.
+        """
+        if status == 0 and (not self._is_launching or self._num_runs > self._num_runs_before):
             return
         deadline = time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < deadline:
@@ -141,6 +149,10 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
     @property
     def _is_in_run(self) -> bool:
         return self._run is not None and self._run.is_in_run
+
+    @property
+    def _num_runs(self) -> int:
+        return 0 if self._run is None else self._run.num_runs
 
     def _finish(self) -> None:
         """Wait for the other processes when this one exits; exit with status 1 if one of them failed."""

@@ -22,7 +22,7 @@ OnDeath = Callable[[int], None]
 
 
 _connections: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
-"""The sockets of this process, of which a forked process closes its copies: they would keep the connections open."""
+"""The sockets of this process. A forked process closes its copies, which would keep the connections open."""
 
 
 @cache
@@ -137,7 +137,7 @@ class LivenessOfOthers:
 
     def poll(self) -> None:
         """Accept connections, and check those of the ranks."""
-        with suppress(OSError):  # nobody else connects now
+        with suppress(OSError):  # no more connections are pending
             while True:
                 connection, _ = self._listener.accept()
                 connection.setblocking(False)

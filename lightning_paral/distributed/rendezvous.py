@@ -1,7 +1,7 @@
 """Find the ranks of this start of a run in a store that may still have the keys of processes that have ended.
 
 torchrun keeps its store when it restarts the processes, after a failure or because a node joined, and a script may run
-several fits. So no fixed key tells whether another rank has joined now or joined earlier and died.
+several fits. So no fixed key says whether another rank has joined now, or had joined earlier and died.
 """
 
 import json

@@ -129,8 +129,9 @@ class StackRequests:
             if self._num_polls == 0:
                 self._introduce(store)
             self._exchange(store)
-        except (dist.DistError, RuntimeError):
-            # The connection is closed: no later call would succeed, and torch would print a long warning at each one.
+        except Exception:
+            # If the connection is closed, no later call can succeed, and torch would print a long warning at each one.
+            # After any other error the watcher does not poll this topic again, so the guard must not wait for polls.
             self._is_lost = True
             self._guard.end()
             self._summarized.set()

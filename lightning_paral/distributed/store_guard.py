@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _LEAST_SECONDS = 10
-"""How long the store may be silent at least. Nothing ends before, however short the timeout is."""
+"""No process is ended before the store has failed to answer for this long, however short the timeout is."""
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class StoreGuard:
 
     Args:
         num_polls: returns how often the watcher has reached the store.
-        patience: returns for how many seconds the store may be silent.
+        patience: returns for how many seconds the store may fail to answer.
         describe: returns where the main thread is, for the message.
         interval: the number of seconds that count as one.
     """
@@ -39,7 +39,7 @@ class StoreGuard:
         self._num_polls, self._patience, self._describe = num_polls, patience, describe
         self.launcher: int | None = None
         """The process that started this one and serves the store; `None` if there is none. If it is stopped, it is
-        killed as well: otherwise the run would end only when somebody continues it."""
+        killed as well; otherwise the run would not end until it is continued."""
         self._interval = interval
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lightning_paral_store_guard", daemon=True)

@@ -42,10 +42,13 @@ class Collectives(AfterFailure):
     _stacks: StackRequests | None = None
     """During a run with several ranks, the requests by which ranks tell each other where they are."""
     _undo_timeout: Callable[[], None] | None = None
+    num_runs: int = 0
+    """The number of runs for which the ranks have joined."""
 
     def _begin_run(self) -> None:
         """Agree on a name for the run, by which ranks find each other after an exception. *Collective*."""
         self._reached = None
+        self.num_runs += 1
         if self._watch is None and nccl_backends():
             self._watch = TimeoutWatch(self.timeout, self._timeout_option, on_timeout=self._name_hang)
         if self._undo_timeout is None:

@@ -1,4 +1,4 @@
-"""Name the ranks that hang in a run, and where they are."""
+"""Create the topic that names the ranks that hang in a run, and where they are."""
 
 from datetime import timedelta
 from functools import partial

@@ -1,4 +1,4 @@
-"""Describe how far a run has come, for error messages."""
+"""Describe where in a run an error was raised, for error messages."""
 
 import traceback
 
