@@ -24,6 +24,7 @@ from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.strategies.after_failure import AfterFailure
 from lightning_paral.strategies.hangs import hang_requests
 from lightning_paral.strategies.position import describe_position
+from lightning_paral.strategies.same_monitor import restore_monitors, share_monitored
 from lightning_paral.strategies.save_on_exception import replace_on_exception, restore_on_exception
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,10 @@ class Collectives(AfterFailure):
         else:
             self._run = new_run_name()
         assert self.lightning_module is not None
-        replace_on_exception(self.lightning_module.trainer.checkpoint_callbacks, self._save_on_exception)
+        callbacks = self.lightning_module.trainer.checkpoint_callbacks
+        replace_on_exception(callbacks, self._save_on_exception)
+        if self.world_size > 1:
+            share_monitored(callbacks, self.broadcast, self.root_device)
         if self._is_fit:
             self._begin_tracking(self.lightning_module.trainer)
 
@@ -104,6 +108,7 @@ class Collectives(AfterFailure):
         trainer = trainer_of(self.lightning_module)
         if trainer is not None:
             restore_on_exception(trainer.checkpoint_callbacks)
+            restore_monitors(trainer.checkpoint_callbacks)
             if trainer.state.status == TrainerStatus.INTERRUPTED and self.world_size > 1:
                 release_process_group(after_failure=True)
         self._run, self._reached = "", None
