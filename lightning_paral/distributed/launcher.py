@@ -17,7 +17,7 @@ from lightning_paral.distributed.children import Children, describe_status
 from lightning_paral.distributed.launch_checks import check_port_is_free
 from lightning_paral.distributed.process_group import serves_store
 
-_PARENT_VARIABLE = "PARAL_LAUNCHER_PID"
+_PARENT_VARIABLE = "LIGHTNING_PARAL_LAUNCHER_PID"
 """The environment variable by which launched processes know the id of the process that started them."""
 
 _GRACE_SECONDS = 3.0  # time for the other ranks to report their errors
