@@ -41,7 +41,7 @@ def why_script_cannot_run_again() -> str | None:
         return "an interactive session"
     if (spec is not None and spec.name.startswith("pytest.")) or Path(file or "").name in _TEST_RUNNERS:
         return _PYTEST
-    if spec is None and not file:
+    if spec is None and file in (None, "", "<stdin>"):
         return "code from `python -c` or from standard input"
     return None
 
