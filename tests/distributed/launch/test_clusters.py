@@ -120,13 +120,15 @@ def test_torchrun_on_two_nodes(tmp_path: Path) -> None:
         pytest.skip(reason)
     with joined_nodes(2) as nodes:
         launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
-        launcher += ["--rdzv-endpoint", f"{nodes.addresses[0]}:29577", "--local-addr"]
+        launcher += ["--rdzv-endpoint", f"{nodes.addresses[0]}:29577"]
         processes = [
             start(
                 nodes.command_on(
                     node,
                     [
-                        *[sys.executable, *launcher, nodes.addresses[node]],
+                        *[sys.executable, *launcher, "--local-addr", nodes.addresses[node]],
+                        # torchrun cannot tell: the nodes have the same host name.
+                        *["--rdzv-conf", f"is_host={int(node == 0)}"],
                         *[*SCRIPT, "torchrun_on_two_nodes", "paral_fsdp", str(tmp_path)],
                     ],
                 ),
