@@ -119,12 +119,15 @@ def _callbacks(trainer: Trainer) -> list[Callback]:
 
 
 def _try(load: Callable[[str], None], candidate: Candidate, ranks: RankGroup) -> str:
-    """Verify and load a checkpoint; return why it cannot be loaded, or an empty string. *Collective*."""
+    """Verify and load a checkpoint; return what is damaged, or an empty string. *Collective*.
+
+    Other errors are raised: if the disk cannot be read or the module does not fit, an older checkpoint does not help.
+    """
     try:
         if candidate.is_archive:
             verify_records(candidate.path, ranks)  # `load` verifies checkpoints of this package
         load(candidate.path)
-    except Exception as error:
+    except (CheckpointError, FileNotFoundError) as error:
         return explain(error)
     return ""
 

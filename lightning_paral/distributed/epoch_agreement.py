@@ -18,7 +18,10 @@ from lightning_paral.errors import ConfigurationError
 WAITING_SECONDS = 10.0
 """How long a rank must be in the same collective to count as waiting for the ranks that have ended the epoch."""
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.01, 0.2
-_IN_COLLECTIVES = ("torch/distributed/", "torch/autograd/graph.py", "deepspeed/comm/")
+_BACKWARD_SECONDS = 60.0
+"""The same for a backward pass, of which Python cannot tell whether it computes or waits."""
+_IN_COLLECTIVES = ("torch/distributed/", "deepspeed/comm/")
+_IN_BACKWARD = "torch/autograd/graph.py"
 
 
 @dataclass
@@ -112,8 +115,10 @@ class EpochAgreement:
         place = (id(frame), frame.f_lasti, self.progress.batches, self.progress.backwards)
         if place != self._place:
             self._place, self._place_since = place, time.monotonic()
-        is_in_collective = any(part in frame.f_code.co_filename for part in _IN_COLLECTIVES)
-        return is_in_collective and time.monotonic() - self._place_since > WAITING_SECONDS
+        since, file = time.monotonic() - self._place_since, frame.f_code.co_filename
+        if _IN_BACKWARD in file:
+            return since > _BACKWARD_SECONDS
+        return since > WAITING_SECONDS and any(part in file for part in _IN_COLLECTIVES)
 
     def _raise(self, store: Store, number: int) -> None:
         time.sleep(2 * _POLL_SECONDS)

@@ -31,6 +31,7 @@ from lightning_paral.distributed.failure import (
     remember_first,
 )
 from lightning_paral.distributed.liveness import Liveness
+from lightning_paral.distributed.signals import Ignored
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.errors import RankFailedError
 
@@ -87,6 +88,7 @@ class FailureWatch:
         self._open_ranks = set(range(self.world_size)) - {self.rank}
         self._main_thread = threading.get_ident()
         self._interrupt = _Interrupt()
+        self._ignored: Ignored | None = None
 
     # Called by the main thread
 
@@ -145,17 +147,20 @@ class FailureWatch:
     def leave(self) -> None:
         """Do not interrupt the main thread from now on: it has left the run, and runs the teardown.
 
-        Ignore SIGTERM until the Trainer restores the handlers: torchrun sends it as soon as one rank has ended, and
-        Lightning's handler would broadcast to ranks that may be gone.
+        Ignore SIGTERM until `end`: torchrun sends it as soon as one rank has ended, and Lightning's handler would
+        broadcast to ranks that may be gone.
         """
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if self._ignored is None and threading.current_thread() is threading.main_thread():
+            self._ignored = Ignored(signal.SIGTERM)
         self._is_leaving, self._left_at = True, time.monotonic()
 
     def end(self) -> None:
-        """Stop watching the other processes, and restore the signal handler."""
+        """Stop watching the other processes, and restore the signal handlers."""
         self._liveness.end()
         self._interrupt.end()
+        if self._ignored is not None and threading.current_thread() is threading.main_thread():
+            self._ignored.restore()
+            self._ignored = None
 
     # Called by the watcher's thread
 
@@ -186,7 +191,8 @@ class FailureWatch:
         elif since > _ABORT_AFTER:
             if not self._is_aborted:
                 self._is_aborted = True
-                abort_nccl()
+                # In a thread, because NCCL may wait for kernels that never end.
+                threading.Thread(target=abort_nccl, name="lightning_paral_abort", daemon=True).start()
             with suppress(dist.DistError, RuntimeError):  # rank 0, which serves the store, may have ended
                 self._close_connections()
             if since > _INTERRUPT_AFTER:

@@ -56,6 +56,8 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
     """The processes that this process has started. They outlive the Trainer that did so."""
     _has_failed: ClassVar[bool] = False
     """Whether the last run of this process failed, whichever Trainer launched it."""
+    _latest: "ClassVar[CheckedSubprocessLauncher | None]" = None
+    """The launcher of the last run of this process with several local ranks."""
     _is_launching = False
     _num_runs_before = 0
 
@@ -92,6 +94,8 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
         _end_with_parent()
         self._is_launching, self._num_runs_before = True, self._num_runs
         CheckedSubprocessLauncher._has_failed = False
+        if self.num_processes > 1:  # not a run of rank 0 alone, during which the other processes may end
+            CheckedSubprocessLauncher._latest = self
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except TunerExit:
@@ -124,11 +128,11 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
             del os.environ[_PARENT_VARIABLE]
         # Lightning's observer is given an empty list: it would kill this process as soon as another one fails.
         first = self.cluster_environment.node_rank() * self.num_processes + 1
-        CheckedSubprocessLauncher._children = Children(dict(enumerate(self.procs, first)), self._on_end)
+        CheckedSubprocessLauncher._children = Children(dict(enumerate(self.procs, first)), _on_end)
         self.procs = []
         atexit.register(self._finish)
 
-    def _on_end(self, rank: int, status: int) -> None:
+    def on_end(self, rank: int, status: int) -> None:
         """End this process if that of `rank` failed outside of a run, where no collective and no watcher notices it.
 
         After a run, a process may end with status 0 while this one still runs hooks, or uploads logs.
@@ -170,6 +174,12 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
+
+
+def _on_end(rank: int, status: int) -> None:
+    latest = CheckedSubprocessLauncher._latest
+    if latest is not None:
+        latest.on_end(rank, status)
 
 
 def _end_with_parent() -> None:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from lightning_paral.errors import ConfigurationError, RankFailedError
 
 GRACE_SECONDS = 10.0
-"""How long the other ranks have after the first failure to report their errors and to save."""
+"""How long the other ranks have after the first failure to report their errors, not counting the time of a save."""
 
 _FAILED_AT = "lightning_paral_failed_at"
 _NO_MAIN_GUARD_STATUS = 83
@@ -87,6 +87,17 @@ def run_ranks(
         processes.end()
 
 
+_parent: Connection | None = None
+"""In the process of a rank, the connection to the process that started it."""
+
+
+def tell_whether_saving(is_saving: bool) -> None:
+    """Tell the process that started this rank, if it waits, that a save after a failure begins or has ended."""
+    if _parent is not None:
+        with suppress(OSError):
+            _parent.send_bytes(pickle.dumps(is_saving))
+
+
 @contextmanager
 def noting_failure() -> Generator[None, None, None]:
     """Note when an error leaves this context. The teardown that follows takes longer on some ranks than on others."""
@@ -114,6 +125,7 @@ class RankProcesses:
         self._connections: dict[int, Connection] = {}
         self._results: dict[int, Any] = {}
         self._errors: dict[int, RankError] = {}
+        self._saving: set[int] = set()
 
     def start(self, rank: int, target: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         """Start the process of `rank`.
@@ -154,7 +166,7 @@ class RankProcesses:
         while self._connections and time.monotonic() < deadline:
             for connection in wait(list(self._connections.values()), timeout=min(1.0, deadline - time.monotonic())):
                 self._receive(next(rank for rank, each in self._connections.items() if each is connection))
-            if self._errors and deadline == float("inf"):
+            if self._errors and (deadline == float("inf") or self._saving & self._connections.keys()):
                 deadline = time.monotonic() + GRACE_SECONDS
         if self._errors:
             raise self._first_cause()
@@ -189,15 +201,18 @@ class RankProcesses:
 
     def _receive(self, rank: int) -> None:
         """Read what `rank` reported, or find out how it died."""
-        connection, process, seconds = self._connections.pop(rank), self._processes[rank], time.monotonic()
+        connection, process, seconds = self._connections[rank], self._processes[rank], time.monotonic()
         try:
-            succeeded, outcome = pickle.loads(connection.recv_bytes())
+            report = pickle.loads(connection.recv_bytes())
         except EOFError:
             process.join(GRACE_SECONDS)
             error = self._describe_death(rank, process.exitcode)
-            succeeded, outcome = False, RankError(rank=rank, error=error, seconds=seconds, has_died=True)
-        finally:
-            connection.close()
+            report = False, RankError(rank=rank, error=error, seconds=seconds, has_died=True)
+        if isinstance(report, bool):
+            (self._saving.add if report else self._saving.discard)(rank)
+            return
+        self._connections.pop(rank).close()
+        succeeded, outcome = report
         (self._results if succeeded else self._errors)[rank] = outcome
 
     def _describe_death(self, rank: int, status: int | None) -> BaseException:
@@ -246,6 +261,8 @@ def _run_rank(
     rank: int, parent: int | None, connection: Connection, target: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     """Call `target` in the process of `rank`, and report what it returns or raises."""
+    global _parent
+    _parent = connection
     _end_with(parent)
     for name in _FORWARDED:
         if hasattr(signal, name):

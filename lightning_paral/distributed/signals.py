@@ -37,6 +37,30 @@ def call_on_signal(signum: int, call: Callable[[], None], previous: Handler = No
     return _ROUTES.add(signum, call, signal.getsignal(signum) if previous is None else previous)
 
 
+class Ignored:
+    """Ignores a signal until `restore` is called. Unlike with `SIG_IGN`, programs started meanwhile do not inherit it.
+
+    Create it, and call `restore`, in the main thread.
+
+    Args:
+        signum: the signal.
+    """
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+        self.previous: Handler = signal.getsignal(signum)
+        signal.signal(signum, self)
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        """Do nothing."""
+
+    def restore(self) -> None:
+        """Set the previous handler, unless someone has replaced this one."""
+        current: object = signal.getsignal(self.signum)
+        if current is self:
+            signal.signal(self.signum, signal.SIG_DFL if self.previous is None else self.previous)
+
+
 class _Handler:
     """The Python part of the handler of one signal, which runs in the main thread."""
 
@@ -119,7 +143,7 @@ class _Routes:
                 with suppress(OSError):
                     os.write(previous_fd, signums)
             for signum in signums:
-                handler = self._handlers.get(signum)
+                handler = None if isinstance(signal.getsignal(signum), Ignored) else self._handlers.get(signum)
                 for call in [] if handler is None else list(handler.calls):
                     try:
                         call()

@@ -16,8 +16,6 @@ import torch.distributed as dist
 from lightning_paral.compat.torch.process_groups import default_store
 
 _POLL_SECONDS = 0.05
-WAIT_FOR_SAVERS = timedelta(seconds=60)
-"""How long a rank that does not save waits for those that do, before it ends its process or the store."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,13 +136,32 @@ def make_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | 
     return group
 
 
-def wait_for_savers(run: str, rank: int, savers: Sequence[int], world_size: int) -> None:
-    """Let a rank that does not save wait for those that do, because its process may serve the store or end theirs."""
-    if not savers or len(savers) == world_size:
-        return
-    keys = [f"lightning_paral/failed/{run}/saved/{saver}" for saver in savers]
-    with suppress(dist.DistError, RuntimeError):
-        if rank in savers:
-            default_store().set(keys[savers.index(rank)], "")
-        else:
-            default_store().wait(keys, WAIT_FOR_SAVERS)
+def wait_for_savers(
+    run: str,
+    rank: int,
+    savers: Sequence[int],
+    patience: timedelta,
+    dead: Callable[[], Collection[int]] = tuple,
+) -> None:
+    """Let a rank that does not save wait for those that do, because its process may serve the store or end theirs.
+
+    Args:
+        run: the name of the failed run, equal on all ranks.
+        rank: the rank of this process.
+        savers: the ranks that save.
+        patience: how long to wait.
+        dead: returns the global ranks that are known to have died, which are not waited for.
+    """
+    keys = {saver: f"lightning_paral/failed/{run}/saved/{saver}" for saver in savers}
+    deadline = time.monotonic() + patience.total_seconds()
+    with suppress(dist.DistError, RuntimeError):  # the process that serves the store has ended
+        store = default_store()
+        if rank in keys:
+            store.set(keys[rank], "")
+            return
+        while time.monotonic() < deadline:
+            gone = dead()
+            pending = [key for saver, key in keys.items() if saver not in gone]
+            if not pending or store.check(pending):
+                return
+            time.sleep(_POLL_SECONDS)

@@ -12,8 +12,9 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_paral.distributed.agreement import RankGroup, all_ranks
 from lightning_paral.distributed.failure_watch import FailureWatch
+from lightning_paral.distributed.rank_processes import tell_whether_saving
 from lightning_paral.distributed.reachable import ReachableRanks, wait_for_ranks
-from lightning_paral.distributed.survivors import name_ranks
+from lightning_paral.distributed.survivors import name_ranks, wait_for_savers
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.strategies.step_boundary import StepBoundary
 
@@ -43,9 +44,13 @@ class AfterFailure(StepBoundary):
         if not self._is_failing or not dist.is_initialized():
             return ReachableRanks(all_reachable=True)
         if self._reached is None:
-            dead = tuple if self._failures is None else self._failures.dead_ranks
-            self._reached = wait_for_ranks(self._run, self._step_position(), self.dims.shards, self.timeout, dead=dead)
+            self._reached = wait_for_ranks(
+                self._run, self._step_position(), self.dims.shards, self.timeout, dead=self._dead_ranks
+            )
         return self._reached
+
+    def _dead_ranks(self) -> set[int]:
+        return set() if self._failures is None else self._failures.dead_ranks()
 
     def _ranks(self) -> RankGroup:
         """Return the ranks that save together."""
@@ -72,15 +77,24 @@ class AfterFailure(StepBoundary):
     @contextmanager
     def _saving_after_failure(self) -> Iterator[None]:
         """Give a save the time that it takes, before the watcher ends a process that does not finish its teardown."""
-        if self._failures is None:
+        if self._failures is None or self._failures.is_saving:
             yield
             return
         self._failures.is_saving = True
+        tell_whether_saving(True)
         try:
             yield
         finally:
             self._failures.leave()
             self._failures.is_saving = False
+            tell_whether_saving(False)
+
+    def _wait_for_savers(self) -> None:
+        """Let this rank wait for those that save if it does not save itself."""
+        savers = None if self._reached is None else self._reached.savers
+        if savers is not None and 0 < len(savers.ranks) < self.world_size and dist.is_initialized():
+            with self._saving_after_failure():
+                wait_for_savers(self._run, self.global_rank, savers.ranks, self.timeout, self._dead_ranks)
 
     def _save_on_exception(
         self, callback: Callback, trainer: Trainer, module: LightningModule, exception: BaseException
@@ -88,10 +102,11 @@ class AfterFailure(StepBoundary):
         """Let `callback` save on the ranks that can. If saving fails, warn, so that the error of the run is raised."""
         name = type(callback).__name__
         try:
-            if self._may_save:
-                type(callback).on_exception(callback, trainer, module, exception)
-            else:
-                self._warn_not_saved(f"{name} saved no checkpoint")
+            with self._saving_after_failure():  # also while it finds out which ranks live
+                if self._may_save:
+                    type(callback).on_exception(callback, trainer, module, exception)
+                else:
+                    self._warn_not_saved(f"{name} saved no checkpoint")
         except Exception as error:
             if self.is_global_zero:
                 reason = self._why_incomplete()

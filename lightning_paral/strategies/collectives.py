@@ -17,7 +17,6 @@ from lightning_paral.distributed.liveness import LivenessOfOthers, LivenessOfRan
 from lightning_paral.distributed.process_group import explain_timeout, group_for, owned_group, release_process_group
 from lightning_paral.distributed.reachable import new_run_name
 from lightning_paral.distributed.stacks import StackRequests
-from lightning_paral.distributed.survivors import wait_for_savers
 from lightning_paral.distributed.timeout_watch import TimeoutWatch
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.model.trainer_of import trainer_of
@@ -99,8 +98,7 @@ class Collectives(AfterFailure):
         """End the run; after a failure with several ranks, release the process group, in which ranks may still wait."""
         self._end_watch()
         self._end_tracking()
-        if self._reached is not None and self._reached.savers is not None and dist.is_initialized():
-            wait_for_savers(self._run, self.global_rank, self._reached.savers.ranks, self.world_size)
+        self._wait_for_savers()
         self._end_watching()
         if self._undo_timeout is not None:
             self._undo_timeout()

@@ -104,19 +104,17 @@ def _facts_of_tensor(subject: str, tensor: Tensor, shape_of: Callable[[Any], Any
 
 
 def _hyper_parameters(group: Mapping[str, Any]) -> dict[str, str]:
-    plain = (bool, int, float, str, tuple, list, type(None))
+    plain = (bool, int, float, str, type(None))
     values: dict[str, str] = {}
     for key, value in group.items():
         if key in ("params", "param_names"):
             continue
-        if isinstance(value, Tensor) and value.numel() == 1:
-            values[key] = repr(value.item())
-        elif isinstance(value, plain):
-            values[key] = (
-                repr([each.item() if isinstance(each, Tensor) else each for each in value])
-                if isinstance(value, tuple | list)
-                else repr(value)
-            )
+        parts = [
+            each.item() if isinstance(each, Tensor) and each.numel() == 1 else each
+            for each in (value if isinstance(value, tuple | list) else [value])
+        ]
+        if all(isinstance(each, plain) for each in parts):  # others may have a repr with their address
+            values[key] = repr(parts if isinstance(value, tuple | list) else parts[0])
     return values
 
 

@@ -1,5 +1,6 @@
 """AutoResume: the newest sound checkpoint, on all ranks, and the run goes on as if it had not ended."""
 
+import errno
 import json
 import logging
 import os
@@ -54,6 +55,10 @@ class Fail(Callback):
             raise RuntimeError("the run was interrupted")
 
 
+def fail_to_read(*_: Any, **options: Any) -> None:
+    raise OSError(errno.EIO, "the disk does not answer")
+
+
 def train(
     folder: str,
     strategy: str | None = "ddp",
@@ -64,6 +69,7 @@ def train(
     saves: bool = True,
     devices: int | None = None,
     every: int = 4,
+    load_fails: bool = False,
 ) -> dict[str, Any]:
     """Fit with AutoResume, and return what was seen, the weights and the messages."""
     seed_everything(7, verbose=False)
@@ -75,6 +81,8 @@ def train(
         )
     callbacks += [Fail(fail_at)] if fail_at else []
     made = "auto" if strategy is None else STRATEGIES[strategy](split=split)
+    if load_fails:
+        made.load_checkpoint = fail_to_read
     trainer = quiet_trainer(
         strategy=made,
         devices=devices or int(os.environ.get("WORLD_SIZE", "1")),
@@ -89,7 +97,7 @@ def train(
         warnings.simplefilter("always")
         try:
             trainer.fit(module, numbered_loader(), ckpt_path=ckpt_path)
-        except (CheckpointError, RuntimeError) as raised:
+        except (CheckpointError, RuntimeError, OSError) as raised:
             error = str(raised)
         finally:
             logger.removeHandler(messages)
@@ -226,6 +234,17 @@ def test_checkpoints_that_are_all_damaged_are_an_error(on_ranks, folder: Path) -
     for rank in on_ranks(2, train, str(folder)):
         assert "none of the checkpoints in the folder can be loaded" in rank["error"]
         assert "step=4.ckpt is damaged" in rank["error"]
+        assert rank["seen"] == []
+
+
+def train_with_a_broken_disk(folder: str) -> dict[str, Any]:
+    return train(folder, load_fails=True)
+
+
+def test_error_that_is_no_damage_is_raised_and_no_older_checkpoint_is_taken(on_ranks, folder: Path) -> None:
+    for rank in on_ranks(2, train_with_a_broken_disk, str(folder)):
+        assert "the disk does not answer" in rank["error"]
+        assert rank["messages"] == []
         assert rank["seen"] == []
 
 

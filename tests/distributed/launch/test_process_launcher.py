@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_paral import ConfigurationError, ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
-from lightning_paral.distributed import start_method
+from lightning_paral.distributed import rank_processes, start_method
 from lightning_paral.errors import RankFailedError
 from lightning_paral.strategies.process_launcher import ProcessLauncher
 from tests.models.regression import FEATURES, Regression
@@ -181,6 +181,23 @@ def test_first_error_of_a_forked_rank_is_raised_and_no_process_is_left(how: str,
     trainer = quiet_trainer(strategy="paral_ddp", devices=2, max_epochs=1)
     trainer.fit(Regression(), loader())
     assert trainer.global_step == 2  # of 4 batches, each rank draws 2
+
+
+class SavesSlowly(Fails):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        time.sleep(6)
+
+
+def test_forked_ranks_that_save_after_a_failure_have_the_time_they_need(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(rank_processes, "GRACE_SECONDS", 4.0)
+    save = ModelCheckpoint(tmp_path, filename="saved", save_on_exception=True)
+    trainer = quiet_trainer(strategy="paral_ddp", devices=2, max_epochs=1, callbacks=[save], enable_checkpointing=True)
+
+    with pytest.raises(RankFailedError, match="SIGKILL"):
+        trainer.fit(SavesSlowly("kill"), loader())
+
+    (saved,) = tmp_path.glob("*.ckpt")
+    assert torch.load(saved, weights_only=False)["global_step"] == 1
 
 
 def test_spawned_ranks_train_and_send_the_weights_back() -> None:
