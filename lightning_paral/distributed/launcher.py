@@ -108,6 +108,7 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
             raise raised from raised.__cause__
         finally:
             self._is_launching = False
+            CheckedSubprocessLauncher._latest = None
 
     def describe_end(self, rank: int) -> str | None:
         """Return how the process of `rank` ended; `None` if it is running, or if this launcher did not start it."""

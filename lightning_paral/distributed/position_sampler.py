@@ -51,8 +51,10 @@ class PositionSampler:
         self.is_frozen = True
 
     def end(self) -> None:
-        """End the thread."""
+        """End the thread, and wait for it, for a second at most: it would keep the run's objects in memory."""
         self._ended.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=1.0)
 
     def _run(self) -> None:
         while not self._ended.wait(self._interval):

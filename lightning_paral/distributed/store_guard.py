@@ -46,8 +46,10 @@ class StoreGuard:
         self._thread.start()
 
     def end(self) -> None:
-        """End the thread."""
+        """End the thread, and wait for it, for a second at most: it would keep the run's objects in memory."""
         self._ended.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=1.0)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle as `None`, because a thread belongs to one process."""
