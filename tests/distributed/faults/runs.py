@@ -165,10 +165,10 @@ def _wait(
         if failed is None and marker.exists():
             failed = _end_from_outside(case, launchers[0]) or float(marker.read_text())
             deadline = failed + END_SECONDS
-        for launcher in launchers:
-            launcher.poll()  # so that it does not remain a zombie
+        # For a moment after its start, the environment of a process is empty.
+        is_running = None in [launcher.poll() for launcher in launchers]
         now = time.time()
-        if stopping.is_set() or now > deadline or not _processes(identity, others):
+        if stopping.is_set() or now > deadline or not (is_running or _processes(identity, others)):
             return (float(marker.read_text()) if failed is None and marker.exists() else failed), now
         time.sleep(0.1)
 
