@@ -1,5 +1,6 @@
 """Choose how the other local ranks are started: run the script again, or start processes of `multiprocessing`."""
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -11,6 +12,7 @@ from typing import get_args
 import torch
 import torch.distributed as dist
 
+from lightning_paral.compat.torch.sharding_cache import forget_meshes
 from lightning_paral.distributed.process_group import owned_group, release_process_group
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.options import StartMethod
@@ -95,6 +97,9 @@ def prepare_to_start(method: StartMethod, device: torch.device) -> None:
             f"This process has a process group of {dist.get_world_size()} rank(s) that this package did not create, so "
             "it cannot start ranks. Call torch.distributed.destroy_process_group() before the run."
         )
+    if method == "fork":
+        forget_meshes()  # their process groups: a forked process that destroys one waits for threads that it lacks
+        gc.collect()
 
 
 @contextmanager

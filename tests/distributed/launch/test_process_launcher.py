@@ -293,6 +293,36 @@ def test_session_that_cannot_run_again_forks_although_it_has_used_threads(how: s
     assert done.stderr.count("computes with one thread") == 3  # once per Trainer with forked ranks
 
 
+MESHES = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch.utils.data import DataLoader, TensorDataset
+import lightning_paral
+from tests.models.regression import Regression
+from tests.running import quiet_trainer
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+tensor = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)))
+tensor = tensor + tensor  # DTensor keeps the mesh, and with it the process group
+del tensor
+dist.destroy_process_group()
+
+data = DataLoader(TensorDataset(torch.ones(8, 8), torch.ones(8, 2)), batch_size=2)
+trainer = quiet_trainer(strategy="paral_fsdp", devices=2, max_epochs=1)
+trainer.fit(Regression(), data)
+print("fitted", trainer.global_step)
+"""
+
+
+def test_session_forks_although_dtensor_keeps_process_groups_that_were_destroyed() -> None:
+    done = program("-c", MESHES)
+
+    assert done.returncode == 0, done.stderr
+    assert "fitted 2\n" in done.stdout
+
+
 SCRIPT = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset
