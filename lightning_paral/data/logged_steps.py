@@ -1,0 +1,149 @@
+"""Remember which values a rank has reduced in which step, and find the step in which ranks differ."""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_paral.distributed.same_on_ranks import name_ranks
+
+_NUM_EVENTS = 1024
+_NUM_SENT = 64
+"""How many of the last parts of steps a rank tells the others about."""
+_NUM_NAMED = 8
+
+EVERY_RANK = (
+    "Every rank must log the same keys with sync_dist=True, in the same order. Log values that only some ranks have "
+    "with sync_dist=False, or log a torchmetrics metric, which every rank has."
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a step: up to the backward pass, or from it until the next step."""
+
+    number: int
+    """The number of earlier parts of the run. It is equal on all ranks."""
+    num_before: int
+    """How many values had been reduced before."""
+    where: str
+    """The step, such as `training batch 3 of epoch 0`."""
+    keys: tuple[str, ...]
+    """The keys whose values were reduced, in order."""
+
+    @property
+    def num_reduced(self) -> int:
+        """How many values have been reduced until the end of this part."""
+        return self.num_before + len(self.keys)
+
+
+class LoggedSteps:
+    """The parts of the last steps of this rank. The main thread writes, the watcher's thread reads."""
+
+    def __init__(self) -> None:
+        self._num_reduced = 0
+        self._number = 0
+        self._events: deque[str | tuple[int, int, str]] = deque([(0, 0, "the beginning of the run")], _NUM_EVENTS)
+        self.where = "the beginning of the run"
+        """The current step."""
+        self.step = 0
+        """The number of steps that have begun, equal on all ranks."""
+        self.num_events = 0
+        """A number that changes with each part, and with each value."""
+        self.is_reducing = False
+        """Whether the main thread is in the reduction of a value."""
+
+    def begin_step(self, where: str) -> None:
+        """Begin a step that every rank runs."""
+        self.where = where
+        self.step += 1
+        self.begin_part()
+
+    def begin_part(self) -> None:
+        """Begin the next part of the step, at a point that every rank reaches."""
+        self._number += 1
+        self._events.append((self._number, self._num_reduced, self.where))
+        self.num_events += 1
+
+    def begin_reduction(self, key: str) -> None:
+        """Begin to reduce a value of `key` over all data ranks."""
+        self._num_reduced += 1
+        self._events.append(key)
+        self.num_events += 1
+        self.is_reducing = True
+
+    def end_reduction(self) -> None:
+        """End the reduction."""
+        self.is_reducing = False
+
+    def parts(self) -> list[Part]:
+        """Return the last parts. The last of them has not ended."""
+        begun: list[tuple[tuple[int, int, str], list[str]]] = []
+        for event in tuple(self._events):  # a copy, because the main thread adds events
+            if not isinstance(event, str):
+                begun.append((event, []))
+            elif begun:  # otherwise the beginning of its part is forgotten
+                begun[-1][1].append(event)
+        return [Part(*part, tuple(keys)) for part, keys in begun[-_NUM_SENT:]]
+
+
+def as_list(parts: Iterable[Part]) -> list[Any]:
+    """Return `parts` as values that can be written as JSON."""
+    return [[part.number, part.num_before, part.where, part.keys] for part in parts]
+
+
+def from_list(values: Iterable[Any]) -> list[Part]:
+    """Return the parts from which `as_list` made `values`."""
+    return [Part(number, num_before, where, tuple(keys)) for number, num_before, where, keys in values]
+
+
+def cannot_meet(ours: Sequence[Part], theirs: Sequence[Part]) -> bool:
+    """Return whether one of two ranks has left out a value that the other one has reduced or waits to reduce.
+
+    A rank that is slow has left out nothing: it has not reached the end of the part.
+    """
+    behind, ahead = sorted((ours, theirs), key=lambda parts: parts[-1].number)
+    if not behind or not ahead:
+        return False
+    now = behind[-1]
+    common = next((part for part in ahead if part.number == now.number), None)
+    if common is None:  # `ahead` has run many steps since
+        return ahead[-1].num_reduced < now.num_reduced
+    if common.num_before != now.num_before:
+        fewer, more = (behind, common) if now.num_before < common.num_before else (ahead, now)
+        return fewer[-1].num_reduced < more.num_before
+    return ahead[-1].number > now.number and ahead[-1].num_reduced < now.num_reduced
+
+
+def explain_difference(by_rank: Mapping[int, Sequence[Part]]) -> tuple[str, str]:
+    """Return the first step in which ranks differ, and a sentence that names the keys and the ranks.
+
+    Args:
+        by_rank: the parts of each rank. `cannot_meet` is true of two of them.
+    """
+    numbers = sorted({part.number for parts in by_rank.values() for part in parts})
+    for number in numbers:
+        found = {rank: part for rank, parts in by_rank.items() for part in parts if part.number == number}
+        ended = [rank for rank in found if by_rank[rank][-1].number > number]
+        sentence = _explain_part(found, ended)
+        if sentence:
+            return next(iter(found.values())).where, sentence
+    counts = "; ".join(f"rank {rank} {parts[-1].num_reduced}" for rank, parts in sorted(by_rank.items()))
+    where = max(by_rank.values(), key=lambda parts: parts[-1].number)[-1].where
+    return where, f"Until {where}, the ranks have reduced different numbers of logged values: {counts}."
+
+
+def _explain_part(found: Mapping[int, Part], ended: Sequence[int]) -> str:
+    """Return a sentence about the ranks that have ended a part without values of others; empty if there are none."""
+    differences = []
+    for key in dict.fromkeys(key for part in found.values() for key in part.keys):
+        most = max(part.keys.count(key) for part in found.values())
+        fewer = [rank for rank in ended if found[rank].keys.count(key) < most]
+        if fewer:
+            logged = [rank for rank, part in found.items() if part.keys.count(key) == most]
+            without = "did not" if all(key not in found[rank].keys for rank in fewer) else "did so less often"
+            differences.append(
+                f"{name_ranks(logged)} logged {key!r} with sync_dist=True and {name_ranks(fewer)} {without}"
+            )
+    where = next(iter(found.values())).where
+    return f"In {where}, {'; '.join(differences[:_NUM_NAMED])}." if differences else ""

@@ -1,0 +1,98 @@
+"""A rank that leaves out a value which the others reduce in a step gets an error that names it, not a hang."""
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_paral.distributed.process_group import release_process_group
+from tests.contract.cases import strategy_of
+from tests.distributed.hangs.sleeping import free_port
+from tests.running import quiet_trainer
+
+STRATEGIES = ("paral_ddp", "paral_fsdp", pytest.param("paral_zero3", marks=pytest.mark.deepspeed))
+ON_STEP: dict[str, Any] = {"on_step": True, "on_epoch": False, "sync_dist": True}
+
+
+class Logging(LightningModule):
+    """Rank 1 leaves out the value `odd` in the second batch of `stage`, or sleeps before it logs it."""
+
+    def __init__(self, stage: str, sleeps: float = 0.0) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.stage, self.sleeps = stage, sleeps
+
+    def log_odd(self, stage: str, batch_idx: int) -> None:
+        if stage == self.stage and batch_idx == 1 and self.global_rank == 1:
+            if not self.sleeps:
+                return
+            time.sleep(self.sleeps)
+        self.log("odd", torch.tensor(1.0 + self.global_rank), **ON_STEP)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.log("even", torch.tensor(2.0), **ON_STEP)
+        loss = self.layer(batch).square().mean()
+        self.log_odd("training", batch_idx)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        self.log_odd("training end", batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.layer(batch)
+        self.log_odd("validation", batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(label: str, port: int, stage: str, sleeps: float = 0.0) -> tuple[str, dict[str, float]]:
+    """Fit in a process group that the strategy creates. Return the error of this rank, and the logged values."""
+    dist.barrier()  # otherwise the other rank could still be connecting
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(port)
+    options = {"max_epochs": 1, "num_sanity_val_steps": 0, "strategy": strategy_of(label, timeout=60.0)}
+    trainer = quiet_trainer(devices=2, **options)
+    loader = DataLoader(torch.ones(16, 4), batch_size=2)
+    try:
+        trainer.fit(Logging(stage, sleeps), loader, loader)
+        return "", {key: float(value) for key, value in trainer.logged_metrics.items()}
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", {}
+    finally:
+        release_process_group(after_failure=True)
+
+
+def on_two_ranks(on_ranks: Any, rank_pool: Any, *arguments: Any) -> list[Any]:
+    rank_pool.renew_world()
+    try:
+        return list(on_ranks(2, fit, arguments[0], free_port(), *arguments[1:], timeout=50.0))
+    finally:
+        rank_pool.renew_world()
+
+
+@pytest.mark.parametrize("stage", ["training", "training end", "validation"])
+@pytest.mark.parametrize("label", STRATEGIES)
+def test_value_that_a_rank_leaves_out_in_a_step_is_named(on_ranks, rank_pool, label: str, stage: str) -> None:
+    hook = {"training": "training_step", "training end": "on_train_batch_end", "validation": "validation_step"}[stage]
+    where = "validation batch 1" if stage == "validation" else "training batch 1 of epoch 0"
+
+    (first, _), (second, _) = on_two_ranks(on_ranks, rank_pool, label, stage)
+
+    expected = f"In {where}, rank 0 logged '{hook}.odd' with sync_dist=True and rank 1 did not."
+    assert first.startswith(f"ConfigurationError: {expected}")
+    assert second.startswith("RankFailedError: Rank 1 ended because rank 0")
+    assert f"failed in {where}: lightning_paral.errors.ConfigurationError: {expected}" in second
+
+
+@pytest.mark.parametrize("label", STRATEGIES)
+def test_rank_that_is_slow_to_log_is_waited_for(on_ranks, rank_pool, label: str) -> None:
+    for error, values in on_two_ranks(on_ranks, rank_pool, label, "training", 12.0):
+        assert error == ""
+        assert values["odd"] == 1.5

@@ -1,0 +1,63 @@
+"""Only a rank that has passed the point at which another one waits has left out a value."""
+
+import pytest
+
+from lightning_paral.data.logged_steps import LoggedSteps, Part, as_list, cannot_meet, explain_difference, from_list
+
+
+def parts(events: str) -> list[Part]:
+    """Return the parts of a rank for which `|` begins a step, `.` the backward pass, and a letter reduces a value."""
+    steps = LoggedSteps()
+    for event in events:
+        if event == "|":
+            steps.begin_step(f"batch {steps.step}")
+        elif event == ".":
+            steps.begin_part()
+        else:
+            steps.begin_reduction(event)
+    return from_list(as_list(steps.parts()))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("|a", "|"),  # the second is slow
+        ("|a.|a", "|a."),
+        ("|a.|a", "|a"),
+        ("|ab", "|a"),
+        ("|a.", "|a."),
+        ("|a.", "|.a"),  # another part, which the fingerprints allow: it has reduced as many
+        ("|a" * 3000, "|a" * 1000),
+    ],
+)
+def test_slow_rank_has_left_out_nothing(first: str, second: str) -> None:
+    assert not cannot_meet(parts(first), parts(second))
+    assert not cannot_meet(parts(second), parts(first))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "where", "what"),
+    [
+        ("|a", "|.", "batch 0", "In batch 0, rank 0 logged 'a' with sync_dist=True and rank 1 did not."),
+        ("|a.|a", "|a.|.", "batch 1", "In batch 1, rank 0 logged 'a' with sync_dist=True and rank 1 did not."),
+        ("|ab", "|a|", "batch 0", "In batch 0, rank 0 logged 'b' with sync_dist=True and rank 1 did not."),
+        ("|aa", "|a|", "batch 0", "In batch 0, rank 0 logged 'a' with sync_dist=True and rank 1 did so less often."),
+        ("|a.b", "|a.|", "batch 0", "In batch 0, rank 0 logged 'b' with sync_dist=True and rank 1 did not."),
+        ("|", "a|", "the beginning of the run", "rank 1 logged 'a' with sync_dist=True and rank 0 did not."),
+        ("|a", "|" * 3000, "batch 2999", "different numbers of logged values: rank 0 1; rank 1 0."),
+    ],
+)
+def test_rank_that_passed_a_waiting_rank_is_named(first: str, second: str, where: str, what: str) -> None:
+    ours, theirs = parts(first), parts(second)
+
+    assert cannot_meet(ours, theirs)
+    assert cannot_meet(theirs, ours)
+    found = explain_difference({0: ours, 1: theirs})
+    assert found[0] == where
+    assert what in found[1]
+
+
+def test_all_ranks_are_named() -> None:
+    by_rank = dict(enumerate(map(parts, ["|a|a", "|a|.", "|a|a", "|a|", "|a|."])))
+
+    assert "ranks 0, 2 logged 'a' with sync_dist=True and ranks 1, 4 did not" in explain_difference(by_rank)[1]
