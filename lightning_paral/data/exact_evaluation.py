@@ -88,6 +88,7 @@ class ExactEvaluationLoops:
 
         def join_results() -> None:
             results.rank_local = False
+            self._steps.begin_part()
             results.exchange(self._trainer.lightning_module)
 
         replace_evaluation_step(loop, skip_padding, undo)

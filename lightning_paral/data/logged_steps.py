@@ -20,7 +20,7 @@ EVERY_RANK = (
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a step: up to the backward pass, or from it until the next step."""
+    """A part of a step: until the backward pass, until the end of the batch, or until the next step."""
 
     number: int
     """The number of earlier parts of the run. It is equal on all ranks."""

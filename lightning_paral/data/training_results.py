@@ -56,6 +56,7 @@ class TrainingResults(CheckedResults):
         self._num_uneven_steps = 0  # in this epoch
         self._metrics: list[Any] | None = None  # found in this epoch
         self._batch_sizes: dict[str, BatchSizes] = {}
+        self.steps = steps  # because Lightning's constructor sets `batch`
         super().__init__(dims, steps=steps)
 
     @property
@@ -69,6 +70,7 @@ class TrainingResults(CheckedResults):
         if self._step is not None:
             self.end_step()
         if batch is None:
+            self.steps.begin_part()
             return
         loop = self._trainer.fit_loop.epoch_loop
         self.steps.begin_step(f"training batch {loop.batch_idx} of epoch {self._trainer.current_epoch}")
