@@ -16,20 +16,21 @@ from tests.contract.cases import strategy_of
 from tests.distributed.hangs.sleeping import free_port
 from tests.running import quiet_trainer
 
-STRATEGIES = ("paral_ddp", "paral_fsdp", pytest.param("paral_zero3", marks=pytest.mark.deepspeed))
+LAST = 3
+"""The last batch of the epoch, and of the validation."""
 ON_STEP: dict[str, Any] = {"on_step": True, "on_epoch": False, "sync_dist": True}
 
 
 class Logging(LightningModule):
-    """Rank 1 leaves out the value `odd` in the second batch of `stage`, or sleeps before it logs it."""
+    """Rank 1 leaves out the value `odd` in batch `odd_batch` of `stage`, or sleeps before it logs it."""
 
-    def __init__(self, stage: str, sleeps: float = 0.0) -> None:
+    def __init__(self, stage: str, odd_batch: int, sleeps: float = 0.0) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
-        self.stage, self.sleeps = stage, sleeps
+        self.stage, self.odd_batch, self.sleeps = stage, odd_batch, sleeps
 
     def log_odd(self, stage: str, batch_idx: int) -> None:
-        if stage == self.stage and batch_idx == 1 and self.global_rank == 1:
+        if stage == self.stage and batch_idx == self.odd_batch and self.global_rank == 1:
             if not self.sleeps:
                 return
             time.sleep(self.sleeps)
@@ -52,16 +53,16 @@ class Logging(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(label: str, port: int, stage: str, sleeps: float = 0.0) -> tuple[str, dict[str, float]]:
+def fit(label: str, port: int, *arguments: Any) -> tuple[str, dict[str, float]]:
     """Fit in a process group that the strategy creates. Return the error of this rank, and the logged values."""
     dist.barrier()  # otherwise the other rank could still be connecting
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(port)
-    options = {"max_epochs": 1, "num_sanity_val_steps": 0, "strategy": strategy_of(label, timeout=60.0)}
+    options = {"max_epochs": 1, "num_sanity_val_steps": 0, "strategy": strategy_of(label, timeout=90.0)}
     trainer = quiet_trainer(devices=2, **options)
     loader = DataLoader(torch.ones(16, 4), batch_size=2)
     try:
-        trainer.fit(Logging(stage, sleeps), loader, loader)
+        trainer.fit(Logging(*arguments), loader, loader)
         return "", {key: float(value) for key, value in trainer.logged_metrics.items()}
     except Exception as error:
         return f"{type(error).__name__}: {error}", {}
@@ -72,18 +73,29 @@ def fit(label: str, port: int, stage: str, sleeps: float = 0.0) -> tuple[str, di
 def on_two_ranks(on_ranks: Any, rank_pool: Any, *arguments: Any) -> list[Any]:
     rank_pool.renew_world()
     try:
-        return list(on_ranks(2, fit, arguments[0], free_port(), *arguments[1:], timeout=50.0))
+        return list(on_ranks(2, fit, arguments[0], free_port(), *arguments[1:], timeout=100.0))
     finally:
         rank_pool.renew_world()
 
 
-@pytest.mark.parametrize("stage", ["training", "training end", "validation"])
-@pytest.mark.parametrize("label", STRATEGIES)
-def test_value_that_a_rank_leaves_out_in_a_step_is_named(on_ranks, rank_pool, label: str, stage: str) -> None:
+@pytest.mark.parametrize(
+    ("label", "stage", "batch"),
+    [
+        ("paral_ddp", "training", 1),
+        ("paral_ddp", "training end", 1),
+        ("paral_ddp", "validation", LAST),
+        ("paral_fsdp", "training", LAST),
+        ("paral_fsdp", "validation", 1),
+        pytest.param("paral_zero2", "training", 1, marks=pytest.mark.deepspeed),
+        pytest.param("paral_zero3", "training", 1, marks=pytest.mark.deepspeed),
+        pytest.param("paral_zero3", "validation", LAST, marks=pytest.mark.deepspeed),
+    ],
+)
+def test_value_that_a_rank_leaves_out_is_named(on_ranks, rank_pool, label: str, stage: str, batch: int) -> None:
     hook = {"training": "training_step", "training end": "on_train_batch_end", "validation": "validation_step"}[stage]
-    where = "validation batch 1" if stage == "validation" else "training batch 1 of epoch 0"
+    where = f"validation batch {batch}" if stage == "validation" else f"training batch {batch} of epoch 0"
 
-    (first, _), (second, _) = on_two_ranks(on_ranks, rank_pool, label, stage)
+    (first, _), (second, _) = on_two_ranks(on_ranks, rank_pool, label, stage, batch)
 
     expected = f"In {where}, rank 0 logged '{hook}.odd' with sync_dist=True and rank 1 did not."
     assert first.startswith(f"ConfigurationError: {expected}")
@@ -91,8 +103,16 @@ def test_value_that_a_rank_leaves_out_in_a_step_is_named(on_ranks, rank_pool, la
     assert f"failed in {where}: lightning_paral.errors.ConfigurationError: {expected}" in second
 
 
-@pytest.mark.parametrize("label", STRATEGIES)
+def test_values_of_different_steps_are_not_averaged(on_ranks, rank_pool) -> None:
+    (first, _), (second, _) = on_two_ranks(on_ranks, rank_pool, "paral_ddp", "validation", 1)
+
+    assert "logged 'validation_step.odd' with sync_dist=True in validation batch 1 while another rank" in first
+    assert "logged the same key in another step: rank 1 logged 'validation_step.odd' in validation batch 2" in first
+    assert "in validation batch 2 while" in second
+
+
+@pytest.mark.parametrize("label", ["paral_ddp", "paral_fsdp", pytest.param("paral_zero3", marks=pytest.mark.deepspeed)])
 def test_rank_that_is_slow_to_log_is_waited_for(on_ranks, rank_pool, label: str) -> None:
-    for error, values in on_two_ranks(on_ranks, rank_pool, label, "training", 12.0):
+    for error, values in on_two_ranks(on_ranks, rank_pool, label, "training", 1, 8.0):
         assert error == ""
         assert values["odd"] == 1.5
