@@ -45,6 +45,7 @@ class CheckedReduce:
         self, key: str, reduce: Callable[..., Any], dims: ParallelDims, steps: LoggedSteps | None = None
     ) -> None:
         self.key = key
+        self._what = f"logged {key!r} with sync_dist=True"
         self._steps = LoggedSteps() if steps is None else steps
         self.weight = 1.0
         """The weight of this rank's value in means, because ranks may have different numbers of samples in a step. All
@@ -67,7 +68,7 @@ class CheckedReduce:
             value = self._weighted(value, group)
         fingerprints = self._fingerprints_for(value, reduce_op, group)
         if group is None:
-            self._steps.begin_reduction(self.key)
+            self._steps.begin_reduction(self._what)
         try:
             reduced = self._reduce(torch.cat([value.reshape(-1), fingerprints]), reduce_op=reduce_op, group=group)
         except RuntimeError as error:

@@ -28,13 +28,13 @@ class Part:
     """How many values had been reduced before."""
     where: str
     """The step, such as `training batch 3 of epoch 0`."""
-    keys: tuple[str, ...]
-    """The keys whose values were reduced, in order."""
+    reductions: tuple[str, ...]
+    """What was reduced, in order, such as `logged 'training_step.loss' with sync_dist=True`."""
 
     @property
     def num_reduced(self) -> int:
         """How many values have been reduced until the end of this part."""
-        return self.num_before + len(self.keys)
+        return self.num_before + len(self.reductions)
 
 
 class LoggedSteps:
@@ -65,10 +65,14 @@ class LoggedSteps:
         self._events.append((self._number, self._num_reduced, self.where))
         self.num_events += 1
 
-    def begin_reduction(self, key: str) -> None:
-        """Begin to reduce a value of `key` over all data ranks."""
+    def begin_reduction(self, what: str) -> None:
+        """Begin to reduce a value over all data ranks.
+
+        Args:
+            what: what this rank has done, such as `logged 'training_step.loss' with sync_dist=True`.
+        """
         self._num_reduced += 1
-        self._events.append(key)
+        self._events.append(what)
         self.num_events += 1
         self.is_reducing = True
 
@@ -84,17 +88,17 @@ class LoggedSteps:
                 begun.append((event, []))
             elif begun:  # otherwise the beginning of its part is forgotten
                 begun[-1][1].append(event)
-        return [Part(*part, tuple(keys)) for part, keys in begun[-_NUM_SENT:]]
+        return [Part(*part, tuple(reductions)) for part, reductions in begun[-_NUM_SENT:]]
 
 
 def as_list(parts: Iterable[Part]) -> list[Any]:
     """Return `parts` as values that can be written as JSON."""
-    return [[part.number, part.num_before, part.where, part.keys] for part in parts]
+    return [[part.number, part.num_before, part.where, part.reductions] for part in parts]
 
 
 def from_list(values: Iterable[Any]) -> list[Part]:
     """Return the parts from which `as_list` made `values`."""
-    return [Part(number, num_before, where, tuple(keys)) for number, num_before, where, keys in values]
+    return [Part(number, num_before, where, tuple(reduced)) for number, num_before, where, reduced in values]
 
 
 def cannot_meet(ours: Sequence[Part], theirs: Sequence[Part]) -> bool:
@@ -102,6 +106,8 @@ def cannot_meet(ours: Sequence[Part], theirs: Sequence[Part]) -> bool:
 
     A rank that is slow has left out nothing: it has not reached the end of the part.
     """
+    if _first_mismatch(ours, theirs) is not None:
+        return True
     behind, ahead = sorted((ours, theirs), key=lambda parts: parts[-1].number)
     if not behind or not ahead:
         return False
@@ -116,7 +122,7 @@ def cannot_meet(ours: Sequence[Part], theirs: Sequence[Part]) -> bool:
 
 
 def explain_difference(by_rank: Mapping[int, Sequence[Part]]) -> tuple[str, str]:
-    """Return the first step in which ranks differ, and a sentence that names the keys and the ranks.
+    """Return the first step in which ranks differ, and a sentence that names the values and the ranks.
 
     Args:
         by_rank: the parts of each rank. `cannot_meet` is true of two of them.
@@ -128,22 +134,36 @@ def explain_difference(by_rank: Mapping[int, Sequence[Part]]) -> tuple[str, str]
         sentence = _explain_part(found, ended)
         if sentence:
             return next(iter(found.values())).where, sentence
+    first, *others = sorted(by_rank)
+    for other in others:
+        mismatch = _first_mismatch(by_rank[first], by_rank[other])
+        if mismatch is not None:
+            where, one, another = mismatch
+            return where, f"In {where}, rank {first} {one} while rank {other} {another}."
     counts = "; ".join(f"rank {rank} {parts[-1].num_reduced}" for rank, parts in sorted(by_rank.items()))
     where = max(by_rank.values(), key=lambda parts: parts[-1].number)[-1].where
     return where, f"Until {where}, the ranks have reduced different numbers of logged values: {counts}."
 
 
+def _first_mismatch(ours: Sequence[Part], theirs: Sequence[Part]) -> tuple[str, str, str] | None:
+    """Return the first step in which two ranks reduce different values at the same time, and what they reduce."""
+    there = {part.num_before + i: what for part in theirs for i, what in enumerate(part.reductions)}
+    for part in ours:
+        for number, what in enumerate(part.reductions, start=part.num_before):
+            if there.get(number, what) != what:
+                return part.where, what, there[number]
+    return None
+
+
 def _explain_part(found: Mapping[int, Part], ended: Sequence[int]) -> str:
     """Return a sentence about the ranks that have ended a part without values of others; empty if there are none."""
     differences = []
-    for key in dict.fromkeys(key for part in found.values() for key in part.keys):
-        most = max(part.keys.count(key) for part in found.values())
-        fewer = [rank for rank in ended if found[rank].keys.count(key) < most]
+    for what in dict.fromkeys(what for part in found.values() for what in part.reductions):
+        most = max(part.reductions.count(what) for part in found.values())
+        fewer = [rank for rank in ended if found[rank].reductions.count(what) < most]
         if fewer:
-            logged = [rank for rank, part in found.items() if part.keys.count(key) == most]
-            without = "did not" if all(key not in found[rank].keys for rank in fewer) else "did so less often"
-            differences.append(
-                f"{name_ranks(logged)} logged {key!r} with sync_dist=True and {name_ranks(fewer)} {without}"
-            )
+            those = [rank for rank, part in found.items() if part.reductions.count(what) == most]
+            did = "did not" if all(what not in found[rank].reductions for rank in fewer) else "did so less often"
+            differences.append(f"{name_ranks(those)} {what} and {name_ranks(fewer)} {did}")
     where = next(iter(found.values())).where
     return f"In {where}, {'; '.join(differences[:_NUM_NAMED])}." if differences else ""

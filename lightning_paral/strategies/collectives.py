@@ -62,7 +62,9 @@ class Collectives(AfterFailure):
             self._run = new_run_name()
         # In the group of the gradients, gloo would end the process if one rank reduces a value while another one
         # reduces a gradient.
-        self._logged_group = None if self.dims.data_size == 1 else self.dims.reduction_group(self.timeout)
+        self._logged_group = (
+            None if self.dims.data_size == 1 else self.dims.group_for_only("logged values", self.timeout)
+        )
         assert self.lightning_module is not None
         callbacks = self.lightning_module.trainer.checkpoint_callbacks
         replace_on_exception(callbacks, self._save_on_exception)

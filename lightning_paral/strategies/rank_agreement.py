@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.data.logged_agreement import LoggedAgreement
+from lightning_paral.data.step_metrics import record_synchronizations
 from lightning_paral.distributed.epoch_agreement import EpochAgreement
 from lightning_paral.distributed.failure_watch import FailureWatch
 from lightning_paral.distributed.same_on_ranks import check_same
@@ -122,14 +123,22 @@ class RankAgreement(StrategyDescription):
         return {name: (parameter, 0) for name, parameter in named if not self._is_sharded(parameter)}
 
     def _begin_agreement(self, trainer: Trainer) -> None:
-        """Compare the ranks until `_end_agreement`."""
+        """Compare the ranks until `_end_agreement`. *Collective* over the world."""
+        self._undo_agreement = ExitStack()
         if self._watcher is not None and self._failures is not None and self.dims.data_size > 1:
+            assert self.lightning_module is not None
             self._watcher.add(LoggedAgreement(self._data.logged, self.dims, self._failures.end_with))
+            record_synchronizations(
+                self.lightning_module,
+                self.dims,
+                self._data.logged,
+                self.timeout,  # type: ignore[attr-defined]
+                self._undo_agreement,
+            )
         if not self._is_fit or self._watcher is None:
             return
         self._steps = EpochAgreement(self._watcher, self.timeout)  # type: ignore[attr-defined]
         self._watcher.add(self._steps)
-        self._undo_agreement = ExitStack()
         self._num_epoch_ends = 0
         end_epoch = trainer.fit_loop.on_advance_end
 

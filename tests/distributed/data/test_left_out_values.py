@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from lightning_paral.distributed.process_group import release_process_group
 from tests.contract.cases import strategy_of
@@ -28,6 +29,7 @@ class Logging(LightningModule):
         super().__init__()
         self.layer = nn.Linear(4, 4)
         self.stage, self.odd_batch, self.sleeps = stage, odd_batch, sleeps
+        self.metric = MeanMetric(dist_sync_on_step=True)
 
     def log_odd(self, stage: str, batch_idx: int) -> None:
         if stage == self.stage and batch_idx == self.odd_batch and self.global_rank == 1:
@@ -37,6 +39,8 @@ class Logging(LightningModule):
         self.log("odd", torch.tensor(1.0 + self.global_rank), **ON_STEP)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if not (self.stage == "metric" and batch_idx == self.odd_batch and self.global_rank == 1):
+            self.metric(batch.sum())
         self.log("even", torch.tensor(2.0), **ON_STEP)
         loss = self.layer(batch).square().mean()
         self.log_odd("training", batch_idx)
@@ -101,6 +105,16 @@ def test_value_that_a_rank_leaves_out_is_named(on_ranks, rank_pool, label: str, 
     assert first.startswith(f"ConfigurationError: {expected}")
     assert second.startswith("RankFailedError: Rank 1 ended because rank 0")
     assert f"failed in {where}: lightning_paral.errors.ConfigurationError: {expected}" in second
+
+
+@pytest.mark.parametrize("label", ["paral_ddp", "paral_fsdp"])
+def test_metric_that_a_rank_does_not_update_is_named(on_ranks, rank_pool, label: str) -> None:
+    messages = [message for message, _ in on_two_ranks(on_ranks, rank_pool, label, "metric", 1)]
+
+    for message in messages:
+        assert "In training batch 1 of epoch 0, rank " in message
+        assert "updated the metric 'metric' with dist_sync_on_step=True" in message
+        assert "logged 'training_step.even' with sync_dist=True" in message
 
 
 def test_values_of_different_steps_are_not_averaged(on_ranks, rank_pool) -> None:

@@ -14,7 +14,7 @@ def parts(events: str) -> list[Part]:
         elif event == ".":
             steps.begin_part()
         else:
-            steps.begin_reduction(event)
+            steps.begin_reduction(f"logged '{event}'")
     return from_list(as_list(steps.parts()))
 
 
@@ -38,12 +38,13 @@ def test_slow_rank_has_left_out_nothing(first: str, second: str) -> None:
 @pytest.mark.parametrize(
     ("first", "second", "where", "what"),
     [
-        ("|a", "|.", "batch 0", "In batch 0, rank 0 logged 'a' with sync_dist=True and rank 1 did not."),
-        ("|a.|a", "|a.|.", "batch 1", "In batch 1, rank 0 logged 'a' with sync_dist=True and rank 1 did not."),
-        ("|ab", "|a|", "batch 0", "In batch 0, rank 0 logged 'b' with sync_dist=True and rank 1 did not."),
-        ("|aa", "|a|", "batch 0", "In batch 0, rank 0 logged 'a' with sync_dist=True and rank 1 did so less often."),
-        ("|a.b", "|a.|", "batch 0", "In batch 0, rank 0 logged 'b' with sync_dist=True and rank 1 did not."),
-        ("|", "a|", "the beginning of the run", "rank 1 logged 'a' with sync_dist=True and rank 0 did not."),
+        ("|a", "|.", "batch 0", "In batch 0, rank 0 logged 'a' and rank 1 did not."),
+        ("|a.|a", "|a.|.", "batch 1", "In batch 1, rank 0 logged 'a' and rank 1 did not."),
+        ("|ab", "|a|", "batch 0", "In batch 0, rank 0 logged 'b' and rank 1 did not."),
+        ("|aa", "|a|", "batch 0", "In batch 0, rank 0 logged 'a' and rank 1 did so less often."),
+        ("|a.b", "|a.|", "batch 0", "In batch 0, rank 0 logged 'b' and rank 1 did not."),
+        ("|ab", "|b", "batch 0", "In batch 0, rank 0 logged 'a' while rank 1 logged 'b'."),
+        ("|", "a|", "the beginning of the run", "rank 1 logged 'a' and rank 0 did not."),
         ("|a", "|" * 3000, "batch 2999", "different numbers of logged values: rank 0 1; rank 1 0."),
     ],
 )
@@ -60,4 +61,4 @@ def test_rank_that_passed_a_waiting_rank_is_named(first: str, second: str, where
 def test_all_ranks_are_named() -> None:
     by_rank = dict(enumerate(map(parts, ["|a|a", "|a|.", "|a|a", "|a|", "|a|."])))
 
-    assert "ranks 0, 2 logged 'a' with sync_dist=True and ranks 1, 4 did not" in explain_difference(by_rank)[1]
+    assert "ranks 0, 2 logged 'a' and ranks 1, 4 did not" in explain_difference(by_rank)[1]
