@@ -97,9 +97,12 @@ class LoggedAgreement:
             if any(cannot_meet(ours, theirs) for theirs in self._read_others(store).values()):
                 self._found_at = now
         elif now - self._found_at >= _GRACE_SECONDS:
-            where, sentence = explain_difference({self._rank: self._steps.parts(), **self._read_others(store)})
+            where, difference = explain_difference({self._rank: self._steps.parts(), **self._read_others(store)})
             self._has_failed = True
-            self._fail(ConfigurationError(f"{sentence} {EVERY_RANK}"), where)
+            error = ConfigurationError(
+                f"The ranks have not synchronized the same values in {where}: {difference}. {EVERY_RANK}"
+            )
+            self._fail(error, where)
 
     def _read_others(self, store: Any) -> dict[int, list[Part]]:
         keys = {rank: self._key(rank) for rank in self._ranks if rank != self._rank}

@@ -122,7 +122,7 @@ def cannot_meet(ours: Sequence[Part], theirs: Sequence[Part]) -> bool:
 
 
 def explain_difference(by_rank: Mapping[int, Sequence[Part]]) -> tuple[str, str]:
-    """Return the first step in which ranks differ, and a sentence that names the values and the ranks.
+    """Return the first step in which ranks differ, and a clause that names the values and the ranks.
 
     Args:
         by_rank: the parts of each rank. `cannot_meet` is true of two of them.
@@ -131,18 +131,18 @@ def explain_difference(by_rank: Mapping[int, Sequence[Part]]) -> tuple[str, str]
     for number in numbers:
         found = {rank: part for rank, parts in by_rank.items() for part in parts if part.number == number}
         ended = [rank for rank in found if by_rank[rank][-1].number > number]
-        sentence = _explain_part(found, ended)
-        if sentence:
-            return next(iter(found.values())).where, sentence
+        difference = _explain_part(found, ended)
+        if difference:
+            return next(iter(found.values())).where, difference
     first, *others = sorted(by_rank)
     for other in others:
         mismatch = _first_mismatch(by_rank[first], by_rank[other])
         if mismatch is not None:
             where, one, another = mismatch
-            return where, f"In {where}, rank {first} {one} while rank {other} {another}."
-    counts = "; ".join(f"rank {rank} {parts[-1].num_reduced}" for rank, parts in sorted(by_rank.items()))
+            return where, f"rank {first} {one} while rank {other} {another}"
+    counts = "; ".join(f"{parts[-1].num_reduced} on rank {rank}" for rank, parts in sorted(by_rank.items()))
     where = max(by_rank.values(), key=lambda parts: parts[-1].number)[-1].where
-    return where, f"Until {where}, the ranks have reduced different numbers of logged values: {counts}."
+    return where, f"the number of values since the beginning of the run is {counts}"
 
 
 def _first_mismatch(ours: Sequence[Part], theirs: Sequence[Part]) -> tuple[str, str, str] | None:
@@ -156,7 +156,7 @@ def _first_mismatch(ours: Sequence[Part], theirs: Sequence[Part]) -> tuple[str, 
 
 
 def _explain_part(found: Mapping[int, Part], ended: Sequence[int]) -> str:
-    """Return a sentence about the ranks that have ended a part without values of others; empty if there are none."""
+    """Return a clause about the ranks that have ended a part without values of others; empty if there are none."""
     differences = []
     for what in dict.fromkeys(what for part in found.values() for what in part.reductions):
         most = max(part.reductions.count(what) for part in found.values())
@@ -165,5 +165,4 @@ def _explain_part(found: Mapping[int, Part], ended: Sequence[int]) -> str:
             those = [rank for rank, part in found.items() if part.reductions.count(what) == most]
             did = "did not" if all(what not in found[rank].reductions for rank in fewer) else "did so less often"
             differences.append(f"{name_ranks(those)} {what} and {name_ranks(fewer)} {did}")
-    where = next(iter(found.values())).where
-    return f"In {where}, {'; '.join(differences[:_NUM_NAMED])}." if differences else ""
+    return "; ".join(differences[:_NUM_NAMED])

@@ -101,7 +101,8 @@ def test_value_that_a_rank_leaves_out_is_named(on_ranks, rank_pool, label: str, 
 
     (first, _), (second, _) = on_two_ranks(on_ranks, rank_pool, label, stage, batch)
 
-    expected = f"In {where}, rank 0 logged '{hook}.odd' with sync_dist=True and rank 1 did not."
+    what = f"rank 0 logged '{hook}.odd' with sync_dist=True and rank 1 did not"
+    expected = f"The ranks have not synchronized the same values in {where}: {what}. Every rank must log the same keys"
     assert first.startswith(f"ConfigurationError: {expected}")
     assert second.startswith("RankFailedError: Rank 1 ended because rank 0")
     assert f"failed in {where}: lightning_paral.errors.ConfigurationError: {expected}" in second
@@ -112,7 +113,7 @@ def test_metric_that_a_rank_does_not_update_is_named(on_ranks, rank_pool, label:
     messages = [message for message, _ in on_two_ranks(on_ranks, rank_pool, label, "metric", 1)]
 
     for message in messages:
-        assert "In training batch 1 of epoch 0, rank " in message
+        assert "The ranks have not synchronized the same values in training batch 1 of epoch 0: rank " in message
         assert "updated the metric 'metric' with dist_sync_on_step=True" in message
         assert "logged 'training_step.even' with sync_dist=True" in message
 

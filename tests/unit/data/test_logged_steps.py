@@ -38,14 +38,14 @@ def test_slow_rank_has_left_out_nothing(first: str, second: str) -> None:
 @pytest.mark.parametrize(
     ("first", "second", "where", "what"),
     [
-        ("|a", "|.", "batch 0", "In batch 0, rank 0 logged 'a' and rank 1 did not."),
-        ("|a.|a", "|a.|.", "batch 1", "In batch 1, rank 0 logged 'a' and rank 1 did not."),
-        ("|ab", "|a|", "batch 0", "In batch 0, rank 0 logged 'b' and rank 1 did not."),
-        ("|aa", "|a|", "batch 0", "In batch 0, rank 0 logged 'a' and rank 1 did so less often."),
-        ("|a.b", "|a.|", "batch 0", "In batch 0, rank 0 logged 'b' and rank 1 did not."),
-        ("|ab", "|b", "batch 0", "In batch 0, rank 0 logged 'a' while rank 1 logged 'b'."),
-        ("|", "a|", "the beginning of the run", "rank 1 logged 'a' and rank 0 did not."),
-        ("|a", "|" * 3000, "batch 2999", "different numbers of logged values: rank 0 1; rank 1 0."),
+        ("|a", "|.", "batch 0", "rank 0 logged 'a' and rank 1 did not"),
+        ("|a.|a", "|a.|.", "batch 1", "rank 0 logged 'a' and rank 1 did not"),
+        ("|ab", "|a|", "batch 0", "rank 0 logged 'b' and rank 1 did not"),
+        ("|aa", "|a|", "batch 0", "rank 0 logged 'a' and rank 1 did so less often"),
+        ("|a.b", "|a.|", "batch 0", "rank 0 logged 'b' and rank 1 did not"),
+        ("|ab", "|b", "batch 0", "rank 0 logged 'a' while rank 1 logged 'b'"),
+        ("|", "a|", "the beginning of the run", "rank 1 logged 'a' and rank 0 did not"),
+        ("|a", "|" * 3000, "batch 2999", "is 1 on rank 0; 0 on rank 1"),
     ],
 )
 def test_rank_that_passed_a_waiting_rank_is_named(first: str, second: str, where: str, what: str) -> None:
