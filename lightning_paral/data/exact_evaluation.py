@@ -88,7 +88,7 @@ class ExactEvaluationLoops:
 
         def join_results() -> None:
             results.rank_local = False
-            self._steps.begin_part()
+            self._steps.end_loader(f"the end of {'the test' if self._trainer.testing else 'the validation'}")
             results.exchange(self._trainer.lightning_module)
 
         replace_evaluation_step(loop, skip_padding, undo)
@@ -97,7 +97,7 @@ class ExactEvaluationLoops:
     def _begin_step(self, loop: EvaluationLoop, batch_idx: int, dataloader_idx: int) -> None:
         stage = "test" if self._trainer.testing else "validation"
         loader = f" of loader {dataloader_idx}" if loop.num_dataloaders > 1 else ""
-        self._steps.begin_step(f"{stage} batch {batch_idx}{loader}")
+        self._steps.begin_evaluation_step(f"{stage} batch {batch_idx}{loader}")
 
     @contextmanager
     def _weighting(self, results: UnevenResults, unwrapped: "UnwrappedBatch") -> Iterator[None]:

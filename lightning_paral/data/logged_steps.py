@@ -22,8 +22,9 @@ EVERY_RANK = (
 class Part:
     """A part of a step: until the backward pass, until the end of the batch, or until the next step."""
 
-    number: int
-    """The number of earlier parts of the run. It is equal on all ranks."""
+    number: tuple[int, int]
+    """A position in the run that is equal on all ranks: the number of earlier parts, and in evaluation that of steps
+    of the loader. It does not count the steps of loaders that have ended, of which ranks may have different numbers."""
     num_before: int
     """How many values had been reduced before."""
     where: str
@@ -42,12 +43,11 @@ class LoggedSteps:
 
     def __init__(self) -> None:
         self._num_reduced = 0
-        self._number = 0
-        self._events: deque[str | tuple[int, int, str]] = deque([(0, 0, "the beginning of the run")], _NUM_EVENTS)
+        self._number = self._num_evaluated = self._num_steps = 0
+        self._events: deque[str | tuple[tuple[int, int], int, str]] = deque(maxlen=_NUM_EVENTS)
         self.where = "the beginning of the run"
         """The current step."""
-        self.step = 0
-        """The number of steps that have begun, equal on all ranks."""
+        self._events.append(((0, 0), 0, self.where))
         self.num_events = 0
         """A number that changes with each part, and with each value."""
         self.is_reducing = False
@@ -56,13 +56,32 @@ class LoggedSteps:
     def begin_step(self, where: str) -> None:
         """Begin a step that every rank runs."""
         self.where = where
-        self.step += 1
+        self._num_steps += 1
         self.begin_part()
+
+    def begin_evaluation_step(self, where: str) -> None:
+        """Begin a step of evaluation that every rank runs, except at the end of a loader."""
+        self.where = where
+        self._num_evaluated += 1
+        self._begin()
+
+    def end_loader(self, where: str) -> None:
+        """End a loader of evaluation on all ranks."""
+        self.begin_step(where)
+
+    @property
+    def step(self) -> int:
+        """A number that is equal on all ranks in each step, and differs between steps that follow each other."""
+        return self._num_steps + self._num_evaluated
 
     def begin_part(self) -> None:
         """Begin the next part of the step, at a point that every rank reaches."""
         self._number += 1
-        self._events.append((self._number, self._num_reduced, self.where))
+        self._num_evaluated = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._events.append(((self._number, self._num_evaluated), self._num_reduced, self.where))
         self.num_events += 1
 
     def begin_reduction(self, what: str) -> None:
@@ -82,7 +101,7 @@ class LoggedSteps:
 
     def parts(self) -> list[Part]:
         """Return the last parts. The last of them has not ended."""
-        begun: list[tuple[tuple[int, int, str], list[str]]] = []
+        begun: list[tuple[tuple[tuple[int, int], int, str], list[str]]] = []
         for event in tuple(self._events):  # a copy, because the main thread adds events
             if not isinstance(event, str):
                 begun.append((event, []))
@@ -98,7 +117,9 @@ def as_list(parts: Iterable[Part]) -> list[Any]:
 
 def from_list(values: Iterable[Any]) -> list[Part]:
     """Return the parts from which `as_list` made `values`."""
-    return [Part(number, num_before, where, tuple(reduced)) for number, num_before, where, reduced in values]
+    return [
+        Part((number[0], number[1]), num_before, where, tuple(reduced)) for number, num_before, where, reduced in values
+    ]
 
 
 def cannot_meet(ours: Sequence[Part], theirs: Sequence[Part]) -> bool:

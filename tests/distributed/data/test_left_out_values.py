@@ -131,3 +131,27 @@ def test_rank_that_is_slow_to_log_is_waited_for(on_ranks, rank_pool, label: str)
     for error, values in on_two_ranks(on_ranks, rank_pool, label, "training", 1, 8.0):
         assert error == ""
         assert values["odd"] == 1.5
+
+
+class UnevenlyValidated(Logging):
+    """Rank 1 has fewer batches to validate, and is slow after the first validation."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val", self.layer(batch).mean(), sync_dist=True)
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if self.trainer.current_epoch == 1 and batch_idx == 0 and self.global_rank == 1:
+            time.sleep(7.0)
+
+
+def validate_unevenly() -> dict[str, float]:
+    """Fit with loaders of different lengths. Return the logged values of this rank."""
+    options = {"max_epochs": 2, "num_sanity_val_steps": 0, "strategy": "paral_ddp", "use_distributed_sampler": False}
+    trainer = quiet_trainer(devices=2, **options)
+    own = DataLoader(torch.ones(8 - 2 * dist.get_rank(), 4), batch_size=2)
+    trainer.fit(UnevenlyValidated("none", 0), DataLoader(torch.ones(8, 4), batch_size=2), own)
+    return {key: float(value) for key, value in trainer.logged_metrics.items()}
+
+
+def test_ranks_may_validate_different_numbers_of_batches(on_ranks) -> None:
+    assert all(values["odd"] == 1.5 for values in on_ranks(2, validate_unevenly, timeout=60.0))

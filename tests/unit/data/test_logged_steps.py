@@ -6,13 +6,20 @@ from lightning_paral.data.logged_steps import LoggedSteps, Part, as_list, cannot
 
 
 def parts(events: str) -> list[Part]:
-    """Return the parts of a rank for which `|` begins a step, `.` the backward pass, and a letter reduces a value."""
+    """Return the parts of a rank. `|` begins a step, `.` the backward pass, and `-` a step of evaluation; `)` ends it.
+
+    A letter reduces a value.
+    """
     steps = LoggedSteps()
     for event in events:
         if event == "|":
             steps.begin_step(f"batch {steps.step}")
         elif event == ".":
             steps.begin_part()
+        elif event == "-":
+            steps.begin_evaluation_step(f"validation batch {steps.step}")
+        elif event == ")":
+            steps.end_loader("the end of the validation")
         else:
             steps.begin_reduction(f"logged '{event}'")
     return from_list(as_list(steps.parts()))
@@ -28,6 +35,10 @@ def parts(events: str) -> list[Part]:
         ("|a.", "|a."),
         ("|a.", "|.a"),  # another part, which the fingerprints allow: it has reduced as many
         ("|a" * 3000, "|a" * 1000),
+        ("|-a", "|-"),
+        ("|---)|a", "|----)|"),  # in evaluation, ranks may have different numbers of batches
+        ("|---)|", "|----)|a"),
+        ("|----", "|---)"),
     ],
 )
 def test_slow_rank_has_left_out_nothing(first: str, second: str) -> None:
@@ -41,6 +52,7 @@ def test_slow_rank_has_left_out_nothing(first: str, second: str) -> None:
         ("|a", "|.", "batch 0", "rank 0 logged 'a' and rank 1 did not"),
         ("|a.|a", "|a.|.", "batch 1", "rank 0 logged 'a' and rank 1 did not"),
         ("|ab", "|a|", "batch 0", "rank 0 logged 'b' and rank 1 did not"),
+        ("|-a-a", "|-a-)", "validation batch 2", "rank 0 logged 'a' and rank 1 did not"),
         ("|aa", "|a|", "batch 0", "rank 0 logged 'a' and rank 1 did so less often"),
         ("|a.b", "|a.|", "batch 0", "rank 0 logged 'b' and rank 1 did not"),
         ("|ab", "|b", "batch 0", "rank 0 logged 'a' while rank 1 logged 'b'"),
