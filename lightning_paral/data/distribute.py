@@ -16,6 +16,7 @@ from lightning_paral.data.exact_evaluation import ExactEvaluationLoops, sync_met
 from lightning_paral.data.global_order import Seed
 from lightning_paral.data.iterable import distribute_iterable
 from lightning_paral.data.loader import Loader, samplers, seed_workers_by_data_rank, with_iteration
+from lightning_paral.data.logged_steps import LoggedSteps
 from lightning_paral.data.map_style import distribute_map_style
 from lightning_paral.data.padding import strip_padding
 from lightning_paral.data.resume import DataPosition, Source, num_processed
@@ -58,12 +59,14 @@ class LoaderDistributor:
         self._seed = Seed(seed)
         self._run_padding = run_padding
         self.position = DataPosition(trainer, self._seed)
+        self.logged = LoggedSteps()
+        """Which logged values this rank has reduced in which step."""
         self._last_index: dict[RunningStage, tuple[int, int]] = {}  # epoch and index of the last loader prepared
         self._has_warned = False
         self._undo = ExitStack()
         self._prepare_with_lightning = replace_preparation(trainer, self.prepare, self._undo)
         if dims.data_size > 1:
-            ExactEvaluationLoops(trainer, dims, run_padding, self._undo)
+            ExactEvaluationLoops(trainer, dims, run_padding, self._undo, self.logged)
             self._replace_training_results()
         sync_metrics_over_data_ranks(trainer.lightning_module, dims, self._undo)
 
@@ -173,7 +176,7 @@ class LoaderDistributor:
     def _replace_training_results(self) -> None:
         """Count each sample once in values logged in training, and check that the ranks log the same keys."""
         loop, end_epoch = self._trainer.fit_loop, self._trainer.fit_loop.on_advance_end
-        results = TrainingResults(self._trainer, self._dims, self)
+        results = TrainingResults(self._trainer, self._dims, self, self.logged)
         set_results_of_fit(self._trainer, results)
 
         def check_and_end_epoch() -> None:

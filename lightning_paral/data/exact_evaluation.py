@@ -23,6 +23,7 @@ from lightning_paral.compat.lightning.evaluation import (
     replace_predict_step,
     set_results,
 )
+from lightning_paral.data.logged_steps import LoggedSteps
 from lightning_paral.data.padding import MaybeUneven, PaddingBatch, rollback_side_effects
 from lightning_paral.data.uneven_metrics import change_updates, find_metrics
 from lightning_paral.data.uneven_results import UnevenResults
@@ -38,18 +39,22 @@ class ExactEvaluationLoops:
         dims: the parallel dimensions, which say which ranks evaluate different samples.
         run_padding: whether the step contains collectives and must run for padding batches. Otherwise they are skipped.
         undo: a stack to which functions that undo the changes are pushed.
+        steps: keeps which logged values this rank has reduced.
     """
 
-    def __init__(self, trainer: Trainer, dims: ParallelDims, run_padding: bool, undo: ExitStack) -> None:
+    def __init__(
+        self, trainer: Trainer, dims: ParallelDims, run_padding: bool, undo: ExitStack, steps: LoggedSteps
+    ) -> None:
         self._trainer = trainer
         self._dims = dims
         self._run_padding = run_padding
+        self._steps = steps
         for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             self._change_evaluation(loop, undo)
         self._change_prediction(trainer.predict_loop, undo)
 
     def _change_evaluation(self, loop: EvaluationLoop, undo: ExitStack) -> None:
-        results = UnevenResults(self._dims)
+        results = UnevenResults(self._dims, self._steps)
         set_results(loop, results)
 
         def skip_padding(evaluation_step: Step) -> Step:
@@ -59,6 +64,8 @@ class ExactEvaluationLoops:
                 batch, is_padding, results.rank_local = unwrapped.batch, unwrapped.is_padding, unwrapped.some_have_none
                 # A step that draws its batches itself may do so a different number of times on each rank.
                 results.rank_local |= dataloader_iter is not None
+                if not results.rank_local:  # all ranks have a batch
+                    self._begin_step(loop, batch_idx, dataloader_idx)
                 if not is_padding:
                     with self._weighting(results, unwrapped):
                         evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
@@ -81,10 +88,16 @@ class ExactEvaluationLoops:
 
         def join_results() -> None:
             results.rank_local = False
+            self._steps.end_loader(f"the end of {'the test' if self._trainer.testing else 'the validation'}")
             results.exchange(self._trainer.lightning_module)
 
         replace_evaluation_step(loop, skip_padding, undo)
         call_at_end_of_loader(loop, self._trainer, join_results, undo)
+
+    def _begin_step(self, loop: EvaluationLoop, batch_idx: int, dataloader_idx: int) -> None:
+        stage = "test" if self._trainer.testing else "validation"
+        loader = f" of loader {dataloader_idx}" if loop.num_dataloaders > 1 else ""
+        self._steps.begin_evaluation_step(f"{stage} batch {batch_idx}{loader}")
 
     @contextmanager
     def _weighting(self, results: UnevenResults, unwrapped: "UnwrappedBatch") -> Iterator[None]:

@@ -1,5 +1,6 @@
 """Check that all ranks reduce the same key in `self.log(..., sync_dist=True)`."""
 
+import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from torch import Tensor
 from lightning_paral.compat.lightning.results import ResultCollection, Sync
 from lightning_paral.compat.torch.process_groups import default_store
 from lightning_paral.data.async_scalar import AsyncScalar
+from lightning_paral.data.logged_steps import EVERY_RANK, LoggedSteps
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.store_exchange import exchange_in_store
 from lightning_paral.errors import ConfigurationError
@@ -22,21 +24,29 @@ _LARGEST_SUM = 2**23
 
 _EXCHANGE_TIMEOUT = timedelta(seconds=5)
 
+_NUM_DISTINCT_STEPS = 8
+"""How many steps in a row have different fingerprints, so that values of different steps are not reduced together."""
+
 
 class CheckedReduce:
-    """Reduces the values of one key together with two fingerprints of the key, without an additional collective.
+    """Reduces the values of one key together with two fingerprints of key and step, without an additional collective.
 
     Lightning reduces values in the order in which a rank logs them. If ranks log different keys, it silently averages
-    values of different metrics.
+    values of different metrics, or of different steps.
 
     Args:
         key: the names of the hook and of the value, as in Lightning's results.
         reduce: the strategy's `reduce`.
         dims: the parallel dimensions. `reduce` reduces over the data ranks unless a group is given.
+        steps: keeps what this rank has reduced over the data ranks.
     """
 
-    def __init__(self, key: str, reduce: Callable[..., Any], dims: ParallelDims) -> None:
+    def __init__(
+        self, key: str, reduce: Callable[..., Any], dims: ParallelDims, steps: LoggedSteps | None = None
+    ) -> None:
         self.key = key
+        self._what = f"logged {key!r} with sync_dist=True"
+        self._steps = LoggedSteps() if steps is None else steps
         self.weight = 1.0
         """The weight of this rank's value in means, because ranks may have different numbers of samples in a step. All
         ranks have the weight 1.0, or none has. The mean of the weights of all data ranks is 1."""
@@ -57,11 +67,15 @@ class CheckedReduce:
         if self.weight != 1.0 and reduce_op == "mean":
             value = self._weighted(value, group)
         fingerprints = self._fingerprints_for(value, reduce_op, group)
+        if group is None:
+            self._steps.begin_reduction(self._what)
         try:
             reduced = self._reduce(torch.cat([value.reshape(-1), fingerprints]), reduce_op=reduce_op, group=group)
         except RuntimeError as error:
-            error.args = (f"{error}\nThis rank was reducing self.log({self._name!r}, sync_dist=True). {_EVERY_RANK}",)
+            error.args = (f"{error}\nThis rank was reducing self.log({self._name!r}, sync_dist=True). {EVERY_RANK}",)
             raise
+        finally:
+            self._steps.end_reduction()
         expected = fingerprints if reduce_op != "sum" else fingerprints * self._num_ranks(group)
         wrong = (reduced[-2:] != expected).any()
         if can_be_read_at_once(value):
@@ -101,10 +115,12 @@ class CheckedReduce:
         return self.key.split(".", 1)[-1]
 
     def _fingerprints_for(self, value: Tensor, reduce_op: Any, group: Any) -> Tensor:
-        arguments = (value.device, value.dtype, reduce_op, group)
+        step = self._steps.step % _NUM_DISTINCT_STEPS if group is None else 0
+        arguments = (value.device, value.dtype, reduce_op, group, step)
         if arguments not in self._fingerprints:
             largest = _LARGEST_SUM // self._num_ranks(group)
-            digests = [zlib.crc32(salt + f"{self.key} {reduce_op}".encode()) % largest for salt in (b"1", b"2")]
+            name = f"{self.key} {reduce_op} {step}".encode()
+            digests = [zlib.crc32(salt + name) % largest for salt in (b"1", b"2")]
             if reduce_op in ("max", "min"):
                 digests = [digests[0], -digests[0]]  # compares both the largest and the smallest digest of all ranks
             self._fingerprints[arguments] = torch.tensor(digests, dtype=value.dtype, device=value.device)
@@ -112,18 +128,19 @@ class CheckedReduce:
 
     def _error(self, group: Any) -> ConfigurationError:
         ranks = self._dims.data_ranks if group is None else dist.get_process_group_ranks(group)
-        others = _other_keys(self.key, ranks)
-        also = "; ".join(f"rank {rank} logged {key!r}" for rank, key in others.items())
+        where = self._steps.where if group is None else ""
+        others = _other_keys(self.key, where, ranks)
+        also = "; ".join(f"rank {rank} logged {key!r} in {where}" for rank, (key, where) in others.items())
+        what = "the same key in another step" if _are_of(self.key, others) else "a different key"
         return ConfigurationError(
-            f"Rank {dist.get_rank()} logged {self.key!r} with sync_dist=True while another rank logged a different key"
-            f"{f': {also}' if also else ''}. Their values would be averaged with each other. {_EVERY_RANK}"
+            f"Rank {dist.get_rank()} logged {self.key!r} with sync_dist=True{f' in {where}' if where else ''} while "
+            f"another rank logged {what}{f': {also}' if also else ''}. Their values would be averaged with each other. "
+            f"{EVERY_RANK}"
         )
 
 
-_EVERY_RANK = (
-    "Every rank must log the same keys with sync_dist=True, in the same order. Log values that only some ranks have "
-    "with sync_dist=False, or log a torchmetrics metric, which every rank has."
-)
+def _are_of(key: str, others: dict[int, tuple[str, str]]) -> bool:
+    return bool(others) and all(other == key for other, _ in others.values())
 
 
 def can_be_read_at_once(value: Tensor) -> bool:
@@ -146,9 +163,10 @@ def weighted(sync: Sync, weight: float) -> Iterator[None]:
 class CheckedResults(ResultCollection):
     """Lightning's results, with each key reduced by its `CheckedReduce`."""
 
-    def __init__(self, dims: ParallelDims, training: bool = True) -> None:
+    def __init__(self, dims: ParallelDims, training: bool = True, steps: LoggedSteps | None = None) -> None:
         super().__init__(training)
         self.dims = dims
+        self.steps = LoggedSteps() if steps is None else steps
         self._reduces: dict[tuple[str, Any], CheckedReduce] = {}
 
     def log(self, fx: str, name: str, value: Any, *args: Any, sync_dist_fn: Any = None, **options: Any) -> None:
@@ -163,7 +181,7 @@ class CheckedResults(ResultCollection):
         """Return the function that reduces the values of `key`, the same object each time, as Lightning requires."""
         entry = (key, getattr(reduce, "__self__", reduce))
         if entry not in self._reduces:
-            self._reduces[entry] = CheckedReduce(key, reduce, self.dims)
+            self._reduces[entry] = CheckedReduce(key, reduce, self.dims, self.steps)
         return self._reduces[entry]
 
     def metrics(self, on_step: bool) -> Any:
@@ -201,13 +219,14 @@ class CheckedResults(ResultCollection):
         first = self.dims.data_ranks[0]
         found = "; ".join(partial[:8]) if partial else f"in another order: {by_rank[first]} on rank {first}"
         raise ConfigurationError(
-            f"The ranks have not logged the same keys with sync_dist=True in this epoch: {found}. {_EVERY_RANK}"
+            f"The ranks have not logged the same keys with sync_dist=True in this epoch: {found}. {EVERY_RANK}"
         )
 
 
-def _other_keys(key: str, ranks: Sequence[int]) -> dict[int, str]:
-    """Exchange keys with those of `ranks` that find the same error in time. Return the other keys, by rank."""
+def _other_keys(key: str, where: str, ranks: Sequence[int]) -> dict[int, tuple[str, str]]:
+    """Exchange keys and steps with those of `ranks` that find the same error in time. Return those that differ."""
     # The number distinguishes this error from one in an earlier fit, whose keys may still be in the store.
     number = default_store().add(f"lightning_paral/logged/{dist.get_rank()}", 1)
-    found = exchange_in_store(f"logged/{number}", key, _EXCHANGE_TIMEOUT, ranks)
-    return {rank: other for rank, other in found.items() if other != key}
+    found = exchange_in_store(f"logged/{number}", json.dumps([key, where]), _EXCHANGE_TIMEOUT, ranks)
+    by_rank = {rank: tuple(json.loads(other)) for rank, other in found.items()}
+    return {rank: other for rank, other in by_rank.items() if other != (key, where)}

@@ -9,6 +9,7 @@ from torch.nn import Module, SyncBatchNorm
 
 from lightning_paral.data.batch_sizes import BatchSizes, are_constant
 from lightning_paral.data.logged_keys import CheckedResults, weighted
+from lightning_paral.data.logged_steps import LoggedSteps
 from lightning_paral.data.uneven_metrics import change_updates, find_metrics
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.errors import ConfigurationError
@@ -44,9 +45,10 @@ class TrainingResults(CheckedResults):
         trainer: the Trainer.
         dims: the parallel dimensions.
         division: how batches are divided among the data ranks.
+        steps: keeps what this rank has reduced.
     """
 
-    def __init__(self, trainer: Trainer, dims: ParallelDims, division: Division) -> None:
+    def __init__(self, trainer: Trainer, dims: ParallelDims, division: Division, steps: LoggedSteps) -> None:
         self._trainer = trainer
         self._division = division
         self._batch: Any = None
@@ -54,7 +56,8 @@ class TrainingResults(CheckedResults):
         self._num_uneven_steps = 0  # in this epoch
         self._metrics: list[Any] | None = None  # found in this epoch
         self._batch_sizes: dict[str, BatchSizes] = {}
-        super().__init__(dims)
+        self.steps = steps  # because Lightning's constructor sets `batch`
+        super().__init__(dims, steps=steps)
 
     @property
     def batch(self) -> Any:
@@ -66,7 +69,12 @@ class TrainingResults(CheckedResults):
         self._batch = batch
         if self._step is not None:
             self.end_step()
-        if batch is not None and (weight := self._division.loss_weight()) != 1.0:
+        if batch is None:
+            self.steps.begin_part()
+            return
+        loop = self._trainer.fit_loop.epoch_loop
+        self.steps.begin_step(f"training batch {loop.batch_idx} of epoch {self._trainer.current_epoch}")
+        if (weight := self._division.loss_weight()) != 1.0:
             self._begin_uneven_step(weight)
 
     def _begin_uneven_step(self, weight: float) -> None:

@@ -14,6 +14,7 @@ from lightning_paral.compat.lightning.metrics import mark_updated, set_computed
 from lightning_paral.compat.lightning.results import Metadata, ResultMetric, make_sync
 from lightning_paral.data.batch_sizes import BatchSizes, Summary, are_constant
 from lightning_paral.data.logged_keys import CheckedResults, weighted
+from lightning_paral.data.logged_steps import LoggedSteps
 from lightning_paral.distributed.mesh import ParallelDims
 
 _META_FIELDS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
@@ -48,8 +49,8 @@ class UnevenResults(CheckedResults):
     Lightning reduces key by key. A rank without a batch has no keys, so the other ranks would wait for it.
     """
 
-    def __init__(self, dims: ParallelDims) -> None:
-        super().__init__(dims, training=False)
+    def __init__(self, dims: ParallelDims, steps: LoggedSteps | None = None) -> None:
+        super().__init__(dims, training=False, steps=steps)
         self.weight = 1.0
         """The number of this rank's samples in this step, divided by the mean number of all data ranks."""
         self.shows_constants = False

@@ -77,6 +77,7 @@ class FailureWatch:
         self._liveness = liveness
         self._liveness.on_death = self._on_death
         self._dead: set[int] = set()
+        self._found: Exception | None = None
         self._learned_at: float | None = None
         self.is_saving = False
         """Whether the main thread saves a checkpoint after the failure, which may take long."""
@@ -112,6 +113,8 @@ class FailureWatch:
             consequence.__cause__ = error
             error = consequence
         elif first.rank == self.rank:
+            if self._found is not None and is_interruption(error):
+                error = self._found.with_traceback(error.__traceback__)
             tell_torchrun(error)
         remember_first(error, self.first)
         return self._explain_exit(error, where)
@@ -163,6 +166,16 @@ class FailureWatch:
             self._ignored = None
 
     # Called by the watcher's thread
+
+    def end_with(self, error: Exception, where: str) -> None:
+        """End the run with `error`, which a topic has found, unless another failure ends it.
+
+        Args:
+            error: the error that the main thread is to raise.
+            where: the part of the run, as in `Failure`.
+        """
+        self._found = error
+        self.first.report(failure_of(error, self.rank, where))
 
     def poll(self, store: Store) -> None:
         """Learn of a failure, and react to it."""

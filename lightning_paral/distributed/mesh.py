@@ -3,6 +3,8 @@
 import math
 import weakref
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,7 @@ HYBRID = ("data_parallel_replicate", "data_parallel_shard")
 
 _mesh_default_group: "weakref.ref[dist.ProcessGroup] | None" = None
 """The default group at the time of the last `make_mesh`. DTensor's cached meshes belong to it."""
-_groups: "weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]" = weakref.WeakValueDictionary()
+_groups: "weakref.WeakValueDictionary[tuple[Any, ...], dist.ProcessGroup]" = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +127,16 @@ class ParallelDims:
         group = host_group() if self.data_size == self.num_ranks else self.data_group()
         return RankGroup(self.data_rank, self.data_size, group)
 
+    def group_for_only(self, purpose: str, timeout: timedelta) -> dist.ProcessGroup | None:
+        """Return a gloo group of `data_ranks` for CPU tensors that is used for one purpose; `None` without gloo.
+
+        The group is created at first use. *Collective* over `data_ranks`.
+        """
+        backends = dist.get_backend_config().split(",")
+        if "gloo" not in backends and "cpu:gloo" not in backends and host_group() is None:
+            return None
+        return _get_group(self.data_ranks, (purpose, timeout))
+
     def stage_group(self) -> dist.ProcessGroup | None:
         """Return the process group of `stage_ranks`, or `None`, for the default group, if these are all ranks.
 
@@ -183,17 +195,28 @@ def make_mesh(device: torch.device, replicate: int) -> DeviceMesh:
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=HYBRID)
 
 
-def _get_group(ranks: list[int]) -> dist.ProcessGroup:
+def _get_group(ranks: list[int], only: tuple[str, timedelta] | None = None) -> dist.ProcessGroup:
     """Return the process group of the global `ranks`, created at first use and destroyed with the default group.
 
     DTensor caches the first mesh of each shape and looks up the groups of that mesh by name (torch 2.13). Therefore a
     later fit in the same default group must use the same groups.
+
+    Args:
+        ranks: the ranks.
+        only: if given, return a gloo group for this purpose, with this timeout.
     """
-    group = _groups.get(tuple(ranks))
+    key = (*ranks, only)
+    group = _groups.get(key)
     if group is None or not is_alive(group):
-        group = dist.new_group(ranks, use_local_synchronization=True, group_desc=f"lightning_paral: ranks {ranks}")
+        group = dist.new_group(
+            ranks,
+            timeout=None if only is None else only[1],
+            backend=None if only is None else "gloo",
+            use_local_synchronization=True,
+            group_desc=f"lightning_paral: {'' if only is None else f'{only[0]}, '}ranks {ranks}",
+        )
         assert group is not None
-        _groups[tuple(ranks)] = group
+        _groups[key] = group
     return group
 
 

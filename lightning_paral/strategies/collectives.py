@@ -42,6 +42,8 @@ class Collectives(AfterFailure):
     _stacks: StackRequests | None = None
     """During a run with several ranks, the requests by which ranks tell each other where they are."""
     _undo_timeout: Callable[[], None] | None = None
+    _logged_group: dist.ProcessGroup | None = None
+    """During a run with several ranks, the group that reduces logged values, if the backend is gloo."""
     num_runs: int = 0
     """The number of runs for which the ranks have joined."""
 
@@ -57,6 +59,11 @@ class Collectives(AfterFailure):
             self._begin_watching()
         else:
             self._run = new_run_name()
+        # In the group of the gradients, gloo would end the process if one rank reduces a value while another one
+        # reduces a gradient.
+        self._logged_group = (
+            None if self.dims.data_size == 1 else self.dims.group_for_only("logged values", self.timeout)
+        )
         assert self.lightning_module is not None
         callbacks = self.lightning_module.trainer.checkpoint_callbacks
         replace_on_exception(callbacks, self._save_on_exception)
@@ -109,7 +116,7 @@ class Collectives(AfterFailure):
             restore_monitors(trainer.checkpoint_callbacks)
             if trainer.state.status == TrainerStatus.INTERRUPTED and self.world_size > 1:
                 release_process_group(after_failure=True)
-        self._run, self._reached = "", None
+        self._run, self._reached, self._logged_group = "", None, None
 
     def _end_watching(self) -> None:
         if self._watcher is not None:
@@ -208,8 +215,10 @@ class Collectives(AfterFailure):
         return tensor
 
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup | None:
-        """Return the group of the data ranks that carries `tensor`; `None` means the default group."""
+        """Return the group of the data ranks that reduces `tensor`; `None` means the default group."""
         dims = self.dims
+        if self._logged_group is not None and tensor.device.type == "cpu":
+            return self._logged_group
         return group_for(tensor) if dims.data_size == dims.num_ranks else dims.data_group()
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name

@@ -8,13 +8,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_paral.compat.lightning.methods import shadow_method
+from lightning_paral.data.logged_agreement import LoggedAgreement
+from lightning_paral.data.step_metrics import record_synchronizations
 from lightning_paral.distributed.epoch_agreement import EpochAgreement
+from lightning_paral.distributed.failure_watch import FailureWatch
 from lightning_paral.distributed.same_on_ranks import check_same
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.strategies.description import StrategyDescription
 from lightning_paral.strategies.facts import facts_of_optimizers, facts_of_run, facts_of_tensors
 from lightning_paral.strategies.replica_check import ReplicaCheck
+from lightning_paral.strategies.run_data import RunData
 
 _SAME_SETTINGS = "They decide which collectives a rank calls. Give all ranks the same settings."
 _SAME_MODULE = (
@@ -37,6 +41,8 @@ class RankAgreement(StrategyDescription):
     divergence_check_every: int | None = None
     """The option `divergence_check_every`: after how many optimizer steps replicas are compared; `None`: never."""
     _watcher: RankWatcher | None = None
+    _failures: FailureWatch | None = None
+    _data: RunData
     _steps: EpochAgreement | None = None
     """During a fit with several ranks."""
     _replica_check: ReplicaCheck | None = None
@@ -117,12 +123,22 @@ class RankAgreement(StrategyDescription):
         return {name: (parameter, 0) for name, parameter in named if not self._is_sharded(parameter)}
 
     def _begin_agreement(self, trainer: Trainer) -> None:
-        """Compare the ranks until `_end_agreement`."""
+        """Compare the ranks until `_end_agreement`. *Collective* over the world."""
+        self._undo_agreement = ExitStack()
+        if self._watcher is not None and self._failures is not None and self.dims.data_size > 1:
+            assert self.lightning_module is not None
+            self._watcher.add(LoggedAgreement(self._data.logged, self.dims, self._failures.end_with))
+            record_synchronizations(
+                self.lightning_module,
+                self.dims,
+                self._data.logged,
+                self.timeout,  # type: ignore[attr-defined]
+                self._undo_agreement,
+            )
         if not self._is_fit or self._watcher is None:
             return
         self._steps = EpochAgreement(self._watcher, self.timeout)  # type: ignore[attr-defined]
         self._watcher.add(self._steps)
-        self._undo_agreement = ExitStack()
         self._num_epoch_ends = 0
         end_epoch = trainer.fit_loop.on_advance_end
 
@@ -182,6 +198,7 @@ class RankAgreement(StrategyDescription):
         """Run the backward pass."""
         if self._steps is not None and getattr(self.model, "require_backward_grad_sync", True):
             self._steps.progress.backwards += 1
+            self._data.logged.begin_part()
         return super().backward(closure_loss, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_paral.data import LoaderDistributor
 from lightning_paral.data.distribute import draws_as_one_process
+from lightning_paral.data.logged_steps import LoggedSteps
 from lightning_paral.data.resume import DataPosition
 from lightning_paral.distributed.agreement import all_ranks
 from lightning_paral.distributed.mesh import ParallelDims
@@ -32,6 +33,8 @@ class RunData:
         self._has_fit = False
         self._dims = ParallelDims()
         self._sampling = Sampling()
+        self.logged = LoggedSteps()
+        """Which logged values this rank has reduced in which step of the run."""
         self._saved_position: dict[str, Any] | None = None
         self._random_states: Sequence[dict[str, Any]] = ()
 
@@ -49,6 +52,7 @@ class RunData:
         """
         self._dims, self._sampling, self._saved_position = dims, sampling, None
         self._injection = LoaderDistributor(trainer, dims, sampling, seed, run_padding=forward_has_collectives)
+        self.logged = self._injection.logged
         is_fit = trainer.state.fn == TrainerFn.FITTING
         if is_fit or not self._has_fit:
             self._position = self._injection.position

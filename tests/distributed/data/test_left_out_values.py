@@ -1,0 +1,157 @@
+"""A rank that leaves out a value which the others reduce in a step gets an error that names it, not a hang."""
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+from lightning_paral.distributed.process_group import release_process_group
+from tests.contract.cases import strategy_of
+from tests.distributed.hangs.sleeping import free_port
+from tests.running import quiet_trainer
+
+LAST = 3
+"""The last batch of the epoch, and of the validation."""
+ON_STEP: dict[str, Any] = {"on_step": True, "on_epoch": False, "sync_dist": True}
+
+
+class Logging(LightningModule):
+    """Rank 1 leaves out the value `odd` in batch `odd_batch` of `stage`, or sleeps before it logs it."""
+
+    def __init__(self, stage: str, odd_batch: int, sleeps: float = 0.0) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.stage, self.odd_batch, self.sleeps = stage, odd_batch, sleeps
+        self.metric = MeanMetric(dist_sync_on_step=True)
+
+    def log_odd(self, stage: str, batch_idx: int) -> None:
+        if stage == self.stage and batch_idx == self.odd_batch and self.global_rank == 1:
+            if not self.sleeps:
+                return
+            time.sleep(self.sleeps)
+        self.log("odd", torch.tensor(1.0 + self.global_rank), **ON_STEP)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if not (self.stage == "metric" and batch_idx == self.odd_batch and self.global_rank == 1):
+            self.metric(batch.sum())
+        self.log("even", torch.tensor(2.0), **ON_STEP)
+        loss = self.layer(batch).square().mean()
+        self.log_odd("training", batch_idx)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        self.log_odd("training end", batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.layer(batch)
+        self.log_odd("validation", batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(label: str, port: int, *arguments: Any) -> tuple[str, dict[str, float]]:
+    """Fit in a process group that the strategy creates. Return the error of this rank, and the logged values."""
+    dist.barrier()  # otherwise the other rank could still be connecting
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(port)
+    options = {"max_epochs": 1, "num_sanity_val_steps": 0, "strategy": strategy_of(label, timeout=90.0)}
+    trainer = quiet_trainer(devices=2, **options)
+    loader = DataLoader(torch.ones(16, 4), batch_size=2)
+    try:
+        trainer.fit(Logging(*arguments), loader, loader)
+        return "", {key: float(value) for key, value in trainer.logged_metrics.items()}
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", {}
+    finally:
+        release_process_group(after_failure=True)
+
+
+def on_two_ranks(on_ranks: Any, rank_pool: Any, *arguments: Any) -> list[Any]:
+    rank_pool.renew_world()
+    try:
+        return list(on_ranks(2, fit, arguments[0], free_port(), *arguments[1:], timeout=100.0))
+    finally:
+        rank_pool.renew_world()
+
+
+@pytest.mark.parametrize(
+    ("label", "stage", "batch"),
+    [
+        ("paral_ddp", "training", 1),
+        ("paral_ddp", "training end", 1),
+        ("paral_ddp", "validation", LAST),
+        ("paral_fsdp", "training", LAST),
+        ("paral_fsdp", "validation", 1),
+        pytest.param("paral_zero2", "training", 1, marks=pytest.mark.deepspeed),
+        pytest.param("paral_zero3", "training", 1, marks=pytest.mark.deepspeed),
+        pytest.param("paral_zero3", "validation", LAST, marks=pytest.mark.deepspeed),
+    ],
+)
+def test_value_that_a_rank_leaves_out_is_named(on_ranks, rank_pool, label: str, stage: str, batch: int) -> None:
+    hook = {"training": "training_step", "training end": "on_train_batch_end", "validation": "validation_step"}[stage]
+    where = f"validation batch {batch}" if stage == "validation" else f"training batch {batch} of epoch 0"
+
+    (first, _), (second, _) = on_two_ranks(on_ranks, rank_pool, label, stage, batch)
+
+    what = f"rank 0 logged '{hook}.odd' with sync_dist=True and rank 1 did not"
+    expected = f"The ranks have not synchronized the same values in {where}: {what}. Every rank must log the same keys"
+    assert first.startswith(f"ConfigurationError: {expected}")
+    assert second.startswith("RankFailedError: Rank 1 ended because rank 0")
+    assert f"failed in {where}: lightning_paral.errors.ConfigurationError: {expected}" in second
+
+
+@pytest.mark.parametrize("label", ["paral_ddp", "paral_fsdp"])
+def test_metric_that_a_rank_does_not_update_is_named(on_ranks, rank_pool, label: str) -> None:
+    messages = [message for message, _ in on_two_ranks(on_ranks, rank_pool, label, "metric", 1)]
+
+    for message in messages:
+        assert "The ranks have not synchronized the same values in training batch 1 of epoch 0: rank " in message
+        assert "updated the metric 'metric' with dist_sync_on_step=True" in message
+        assert "logged 'training_step.even' with sync_dist=True" in message
+
+
+def test_values_of_different_steps_are_not_averaged(on_ranks, rank_pool) -> None:
+    (first, _), (second, _) = on_two_ranks(on_ranks, rank_pool, "paral_ddp", "validation", 1)
+
+    assert "logged 'validation_step.odd' with sync_dist=True in validation batch 1 while another rank" in first
+    assert "logged the same key in another step: rank 1 logged 'validation_step.odd' in validation batch 2" in first
+    assert "in validation batch 2 while" in second
+
+
+@pytest.mark.parametrize("label", ["paral_ddp", "paral_fsdp", pytest.param("paral_zero3", marks=pytest.mark.deepspeed)])
+def test_rank_that_is_slow_to_log_is_waited_for(on_ranks, rank_pool, label: str) -> None:
+    for error, values in on_two_ranks(on_ranks, rank_pool, label, "training", 1, 8.0):
+        assert error == ""
+        assert values["odd"] == 1.5
+
+
+class UnevenlyValidated(Logging):
+    """Rank 1 has fewer batches to validate, and is slow after the first validation."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val", self.layer(batch).mean(), sync_dist=True)
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if self.trainer.current_epoch == 1 and batch_idx == 0 and self.global_rank == 1:
+            time.sleep(7.0)
+
+
+def validate_unevenly() -> dict[str, float]:
+    """Fit with loaders of different lengths. Return the logged values of this rank."""
+    options = {"max_epochs": 2, "num_sanity_val_steps": 0, "strategy": "paral_ddp", "use_distributed_sampler": False}
+    trainer = quiet_trainer(devices=2, **options)
+    own = DataLoader(torch.ones(8 - 2 * dist.get_rank(), 4), batch_size=2)
+    trainer.fit(UnevenlyValidated("none", 0), DataLoader(torch.ones(8, 4), batch_size=2), own)
+    return {key: float(value) for key, value in trainer.logged_metrics.items()}
+
+
+def test_ranks_may_validate_different_numbers_of_batches(on_ranks) -> None:
+    assert all(values["odd"] == 1.5 for values in on_ranks(2, validate_unevenly, timeout=60.0))
