@@ -14,6 +14,7 @@ from lightning.pytorch import Trainer
 
 from lightning_paral.compat.lightning.launchers import SubprocessScriptLauncher, TunerExit
 from lightning_paral.distributed.children import Children, describe_status
+from lightning_paral.distributed.departures import begin_launch, end_launch, explain_exit_after_run
 from lightning_paral.distributed.launch_checks import check_port_is_free
 from lightning_paral.distributed.process_group import serves_store
 
@@ -92,18 +93,23 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
         _end_with_parent()
         self._is_launching, self._num_runs_before = True, self._num_runs
         CheckedSubprocessLauncher._has_failed = False
+        begin_launch()
+        failed: BaseException | None = None
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except TunerExit:
             raise  # the end of a search for a learning rate or a batch size
         except BaseException as error:
             CheckedSubprocessLauncher._has_failed = True
+            failed = error
+            explain_exit_after_run(error)
             raised = error if self._run is None else self._run.report_failure(error)
             if raised is error:
                 raise
             raise raised from raised.__cause__
         finally:
             self._is_launching = False
+            end_launch(failed)
 
     def describe_end(self, rank: int) -> str | None:
         """Return how the process of `rank` ended; `None` if it is running, or if this launcher did not start it."""
