@@ -76,7 +76,11 @@ class SequenceOfRankZero:
         deadline = time.monotonic() + self._timeout.total_seconds()
         while not self._store.check([key]):
             if time.monotonic() > deadline:
-                raise ProcessGroupError(f"Rank 0 did nothing within timeout={self._timeout}. This rank {value}.")
+                raise ProcessGroupError(
+                    f"Rank 0 did not reach the same place within timeout={self._timeout}. Rank {self.rank} {value}. "
+                    "Look for an error of rank 0, and for code that only some ranks run. If rank 0 is only slow, raise "
+                    "the timeout."
+                )
             with suppress(RuntimeError):  # after `_WAIT`; if the store cannot be reached, `check` raises this again
                 self._store.wait([key], _WAIT)
         return str(self._store.get(key).decode())
