@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_paral.distributed.same_on_ranks import name_ranks
+from lightning_paral.distributed.rank_names import name_ranks
 
 _NUM_EVENTS = 1024
 _NUM_SENT = 64

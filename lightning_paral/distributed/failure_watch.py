@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lightning_paral.compat.torch.aborting import abort_nccl
 from lightning_paral.distributed.connections import Endpoints, as_text, close_connections, from_text, own_connections
+from lightning_paral.distributed.departures import keep_watching
 from lightning_paral.distributed.failure import (
     CONSEQUENCE_SECONDS,
     Failure,
@@ -158,8 +159,11 @@ class FailureWatch:
         self._is_leaving, self._left_at = True, time.monotonic()
 
     def end(self) -> None:
-        """Stop watching the other processes, and restore the signal handlers."""
-        self._liveness.end()
+        """End with the run, and restore the signal handlers. After a run that ended well, deaths are still noticed."""
+        if self.first.known is None:
+            keep_watching(self._liveness, self.first, self.world_size)
+        else:
+            self._liveness.end()
         self._interrupt.end()
         if self._ignored is not None and threading.current_thread() is threading.main_thread():
             self._ignored.restore()

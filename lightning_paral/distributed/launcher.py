@@ -14,6 +14,7 @@ from lightning.pytorch import Trainer
 
 from lightning_paral.compat.lightning.launchers import SubprocessScriptLauncher, TunerExit
 from lightning_paral.distributed.children import Children, describe_status
+from lightning_paral.distributed.departures import begin_launch, end_launch, explain_exit_after_run
 from lightning_paral.distributed.launch_checks import check_port_is_free
 from lightning_paral.distributed.process_group import serves_store
 
@@ -56,9 +57,8 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
     """The processes that this process has started. They outlive the Trainer that did so."""
     _has_failed: ClassVar[bool] = False
     """Whether the last run of this process failed, whichever Trainer launched it."""
-    _latest: "ClassVar[CheckedSubprocessLauncher | None]" = None
-    """The launcher of the last run of this process with several local ranks."""
-    _is_launching = False
+    _current: "ClassVar[CheckedSubprocessLauncher | None]" = None
+    """While a run with several local ranks is launched, its launcher."""
     _num_runs_before = 0
 
     def __init__(
@@ -92,23 +92,27 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
             if trainer is not None and self._check is not None:
                 self._check(trainer)
         _end_with_parent()
-        self._is_launching, self._num_runs_before = True, self._num_runs
+        self._num_runs_before = self._num_runs
         CheckedSubprocessLauncher._has_failed = False
         if self.num_processes > 1:  # not a run of rank 0 alone, during which the other processes may end
-            CheckedSubprocessLauncher._latest = self
+            CheckedSubprocessLauncher._current = self
+        begin_launch()
+        failed: BaseException | None = None
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except TunerExit:
             raise  # the end of a search for a learning rate or a batch size
         except BaseException as error:
             CheckedSubprocessLauncher._has_failed = True
+            failed = error
+            explain_exit_after_run(error)
             raised = error if self._run is None else self._run.report_failure(error)
             if raised is error:
                 raise
             raise raised from raised.__cause__
         finally:
-            self._is_launching = False
-            CheckedSubprocessLauncher._latest = None
+            CheckedSubprocessLauncher._current = None
+            end_launch(failed)
 
     def describe_end(self, rank: int) -> str | None:
         """Return how the process of `rank` ended; `None` if it is running, or if this launcher did not start it."""
@@ -133,27 +137,15 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
         self.procs = []
         atexit.register(self._finish)
 
-    def on_end(self, rank: int, status: int) -> None:
-        """End this process if that of `rank` failed outside of a run, where no collective and no watcher notices it.
-
-        After a run, a process may end with status 0 while this one still runs hooks, or uploads logs.
-        """
-        if status == 0 and (not self._is_launching or self._num_runs > self._num_runs_before):
-            return
-        deadline = time.monotonic() + _GRACE_SECONDS
-        while time.monotonic() < deadline:
-            if self._has_failed or self._is_in_run:
-                return  # this rank has failed as well, or its watcher notices the end of the other one
-            time.sleep(0.1)
-        sys.stderr.write(f"Rank {rank} ended outside of a run: {describe_status(status)}. All ranks end.\n")
-        sys.stderr.flush()
-        assert self._children is not None
-        self._children.end(0.0)
-        os._exit(1)
+    @property
+    def is_in_run(self) -> bool:
+        """Whether the ranks have joined the run that is launched, and it has not ended."""
+        return self._run is not None and self._run.is_in_run
 
     @property
-    def _is_in_run(self) -> bool:
-        return self._run is not None and self._run.is_in_run
+    def has_joined(self) -> bool:
+        """Whether the ranks have joined the run that is launched."""
+        return self._num_runs > self._num_runs_before
 
     @property
     def _num_runs(self) -> int:
@@ -178,9 +170,23 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
 
 
 def _on_end(rank: int, status: int) -> None:
-    latest = CheckedSubprocessLauncher._latest
-    if latest is not None:
-        latest.on_end(rank, status)
+    """End this process if that of `rank` failed outside of a run, where no collective and no watcher notices it.
+
+    After a run, a process may end with status 0 while this one still runs hooks, or uploads logs.
+    """
+    launcher = CheckedSubprocessLauncher
+    if status == 0 and (launcher._current is None or launcher._current.has_joined):
+        return
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while time.monotonic() < deadline:
+        if launcher._has_failed or (launcher._current is not None and launcher._current.is_in_run):
+            return  # this rank has failed as well, or its watcher notices the end of the other one
+        time.sleep(0.1)
+    sys.stderr.write(f"Rank {rank} ended outside of a run: {describe_status(status)}. All ranks end.\n")
+    sys.stderr.flush()
+    assert launcher._children is not None
+    launcher._children.end(0.0)
+    os._exit(1)
 
 
 def _end_with_parent() -> None:

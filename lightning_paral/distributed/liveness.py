@@ -49,11 +49,18 @@ class Liveness(Protocol):
     """The port of rank 0 at which ranks connect; 0 if there are no connections."""
     on_death: OnDeath
 
+    @property
+    def has_others(self) -> bool:
+        """Whether a connected rank has neither said goodbye nor died, as far as `poll` has found."""
+
     def poll(self) -> None:
         """Check the connections without waiting; call `on_death` for a rank that has died."""
 
+    def say_goodbye(self) -> None:
+        """Tell the other ranks that this one ends well, whenever its process ends. Call this once."""
+
     def end(self) -> None:
-        """Tell the other ranks that this one has ended the run, and close the connections."""
+        """Say goodbye, unless this rank has done so, and close the connections."""
 
 
 class LivenessOfRankZero:
@@ -72,6 +79,12 @@ class LivenessOfRankZero:
         self._connection: socket.socket | None = None
         self._is_accepted = False
         self._is_done = False
+        self._has_said_goodbye = False
+
+    @property
+    def has_others(self) -> bool:
+        """Whether rank 0 is connected, and has neither said goodbye nor died, as far as `poll` has found."""
+        return not self._is_done and self._connection is not None
 
     def poll(self) -> None:
         """Check the connection. The first call connects, which may take some seconds if a firewall prevents it."""
@@ -84,16 +97,23 @@ class LivenessOfRankZero:
         if received == _WELCOME:
             self._is_accepted = True
             received = _receive(self._connection)
-        if received is not None:
+        if received == _GOODBYE:
+            self._is_done = True  # the connection is left open, on which this rank will say goodbye
+        elif received is not None:
             self._close()
-            if received != _GOODBYE and self._is_accepted:  # else rank 0 had ended the run before
+            if self._is_accepted:  # else rank 0 had ended the run before
                 self.on_death(0)
 
-    def end(self) -> None:
-        """Tell rank 0 that this rank has ended the run, and close the connection."""
-        if self._connection is not None:
+    def say_goodbye(self) -> None:
+        """Tell rank 0 that this rank ends well."""
+        if self._connection is not None and not self._has_said_goodbye:
+            self._has_said_goodbye = True
             with suppress(OSError):
                 self._connection.sendall(_GOODBYE)
+
+    def end(self) -> None:
+        """Say goodbye, and close the connection."""
+        self.say_goodbye()
         self._close()
 
     def _connect(self) -> None:
@@ -134,6 +154,14 @@ class LivenessOfOthers:
         """What the other ranks need to connect, as text."""
         self._unknown: list[socket.socket] = []
         self._ranks: dict[int, socket.socket] = {}
+        self._left: list[socket.socket] = []
+        """The connections of ranks that have said goodbye. They are not closed, which would look like a death."""
+        self._has_said_goodbye = False
+
+    @property
+    def has_others(self) -> bool:
+        """Whether a connected rank has neither said goodbye nor died, as far as `poll` has found."""
+        return bool(self._ranks)
 
     def poll(self) -> None:
         """Accept connections, and check those of the ranks."""
@@ -149,18 +177,31 @@ class LivenessOfOthers:
             received = _receive(connection)
             if received is not None:
                 del self._ranks[rank]
-                connection.close()
-                if received != _GOODBYE:
+                if received == _GOODBYE:
+                    self._left.append(connection)
+                else:
+                    connection.close()
                     self.on_death(rank)
 
+    def say_goodbye(self) -> None:
+        """Tell the other ranks that rank 0 ends well."""
+        if not self._has_said_goodbye:
+            self._has_said_goodbye = True
+            for connection in self._all:
+                with suppress(OSError):
+                    connection.sendall(_GOODBYE)
+
     def end(self) -> None:
-        """Tell the other ranks that rank 0 has ended the run, and close the connections."""
+        """Say goodbye, and close the connections."""
+        self.say_goodbye()
         self._listener.close()
-        for connection in [*self._ranks.values(), *self._unknown]:
-            with suppress(OSError):
-                connection.sendall(_GOODBYE)
+        for connection in self._all:
             connection.close()
-        self._ranks, self._unknown = {}, []
+        self._ranks, self._unknown, self._left = {}, [], []
+
+    @property
+    def _all(self) -> list[socket.socket]:
+        return [*self._ranks.values(), *self._unknown, *self._left]
 
     def _greet(self, connection: socket.socket) -> None:
         try:

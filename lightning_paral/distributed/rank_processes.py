@@ -6,7 +6,6 @@ import os
 import pickle
 import signal
 import sys
-import sysconfig
 import time
 import traceback
 import warnings
@@ -14,9 +13,9 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any, Literal
 
+from lightning_paral.distributed.user_frames import library_of
 from lightning_paral.errors import ConfigurationError, RankFailedError
 
 GRACE_SECONDS = 10.0
@@ -25,11 +24,6 @@ GRACE_SECONDS = 10.0
 _FAILED_AT = "lightning_paral_failed_at"
 _NO_MAIN_GUARD_STATUS = 83
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
-_LIBRARIES = (
-    "<frozen",
-    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    str(Path(__file__).parents[1]),
-)
 _FORWARDED = ("SIGTERM", "SIGUSR1", "SIGUSR2")
 
 
@@ -310,7 +304,7 @@ def _user_lines(error: BaseException) -> Iterable[str]:
     described = traceback.TracebackException.from_exception(error)
     each: traceback.TracebackException | None = described
     while each is not None and os.environ.get("PARAL_TRACEBACK") != "full":
-        own = [frame for frame in each.stack if not frame.filename.startswith(_LIBRARIES)]
+        own = [frame for frame in each.stack if not library_of(frame.filename)]
         each.stack = traceback.StackSummary.from_list(own or each.stack)
         each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
     has_cause = described.__cause__ is not None or described.__context__ is not None

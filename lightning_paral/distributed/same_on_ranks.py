@@ -1,7 +1,7 @@
 """Check that all ranks have the same settings, parameters and optimizers, and name the first difference."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from lightning_paral.distributed.host_exchange import gather_ints, gather_objects
 from lightning_paral.distributed.process_group import host_group
+from lightning_paral.distributed.rank_names import name_ranks
 from lightning_paral.errors import ConfigurationError
 
 Facts = Mapping[tuple[str, str], str]
@@ -70,12 +71,6 @@ def values_by_rank(values: Mapping[int, str]) -> str:
     found = [f"{_shorten(value)} on {name_ranks(having)}" for value, having in list(ranks.items())[:_MANY]]
     found += ["..."] * (len(ranks) > _MANY)
     return f"{', '.join(found[:-1])} and {found[-1]}" if len(found) > 1 else found[0]
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return `rank 1` or `ranks 0, 2`; of many ranks, the first ones."""
-    more = f", ... ({len(ranks)} ranks)" if len(ranks) > _MANY else ""
-    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks[:_MANY]))}{more}"
 
 
 def _shorten(value: str) -> str:

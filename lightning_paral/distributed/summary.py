@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from lightning_paral.distributed.position_sampler import Sample
+from lightning_paral.distributed.rank_names import name_ranks
 
 
 @dataclass(frozen=True)
@@ -64,20 +65,8 @@ def summarize(answers: Mapping[int, Answer], world_size: int) -> str:
     for _, ranks in sorted(groups.items(), key=lambda group: (group[0][0], group[1])):
         times = sorted({round(answers[rank].seconds) for rank in ranks})
         seconds = f"{times[0]} s" if times[0] == times[-1] else f"{times[0]} to {times[-1]} s"
-        parts.append(f"{_subject(ranks)} {answers[ranks[0]].sentence(len(ranks), seconds)}")
+        parts.append(f"{name_ranks(ranks)} {answers[ranks[0]].sentence(len(ranks), seconds)}")
     absent = [rank for rank in range(world_size) if rank not in answers]
     if absent:
-        parts.append(f"{_subject(absent)} {'has' if len(absent) == 1 else 'have'} not answered")
+        parts.append(f"{name_ranks(absent)} {'has' if len(absent) == 1 else 'have'} not answered")
     return f"{parts[0][0].upper()}{parts[0][1:]}" + "".join(f"; {part}" for part in parts[1:]) + "."
-
-
-def _subject(ranks: list[int]) -> str:
-    """Return `rank 1`, or `ranks 0, 2 to 5`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    texts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts)}"

@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_paral.compat.torch.process_groups import default_store
+from lightning_paral.distributed.rank_names import name_ranks
 
 _POLL_SECONDS = 0.05
 
@@ -115,11 +116,6 @@ def _explain(positions: Mapping[int, StepPosition], world_size: int) -> str:
             for position in dict.fromkeys(positions.values())
         ]
     return ", ".join(parts)
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return `rank 1` or `ranks 0, 2`."""
-    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def make_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | None:

@@ -173,7 +173,8 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         """At stage 3, partition each parameter as soon as it has its values: each rank keeps only its shard."""
         if self.stage == 3:
             load_async_io(self._options)
-        with build_partitioned(self.config, self.lightning_module) if self.stage == 3 else nullcontext():
+        build = partial(build_partitioned, self.config, self.lightning_module, self.timeout)
+        with build() if self.stage == 3 else nullcontext():
             yield
 
     def setup(self, trainer: Trainer) -> None:

@@ -61,3 +61,23 @@ def fit(strategy: str, module: LightningModule, options: dict[str, Any], **of_tr
     defaults: dict[str, Any] = {"devices": 2, "max_epochs": 1, "num_sanity_val_steps": 0}
     trainer = quiet_trainer(strategy=strategy_of(strategy, **options), **(defaults | of_trainer))
     return error_of(lambda: trainer.fit(module, loader()))
+
+
+class BuiltDifferently(Differing):
+    """Rank 1 builds something else than rank 0 in `configure_model`."""
+
+    def __init__(self, kind: str, rank: int) -> None:
+        super().__init__("", rank)
+        self.built = kind if rank == 1 else ""
+        del self.body, self.head
+
+    def configure_model(self) -> None:
+        if hasattr(self, "body"):
+            return
+        self.body = nn.Linear(4, 10)
+        if self.built != "fewer":
+            self.head = nn.Linear(10, 12 if self.built == "size" else 8)
+        if self.built == "more":
+            self.extra = nn.Linear(2, 2)
+        if self.built == "use":
+            nn.init.zeros_(self.body.weight)

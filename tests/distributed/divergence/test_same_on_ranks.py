@@ -8,7 +8,8 @@ import pytest
 from lightning_paral.distributed.same_on_ranks import first_difference
 from tests.contract.cases import PER_PLACEMENT, strategy_of, with_ranks
 from tests.contract.parameters import parameter
-from tests.distributed.divergence.modules import Differing, error_of, fit, loader
+from tests.distributed.divergence.modules import BuiltDifferently, Differing, error_of, fit, loader
+from tests.rank_pool import RankPool
 from tests.running import quiet_trainer
 
 CASES = with_ranks(PER_PLACEMENT, 2)
@@ -18,6 +19,14 @@ MODULES = {
     "dtype": "Parameter `head.bias` has dtype torch.float32 on rank 0 and torch.float64 on rank 1",
     "frozen": "Parameter `head.bias` has requires_grad True on rank 0 and False on rank 1",
     "buffer": "Buffer `table` has shape (4,) on rank 0 and (5,) on rank 1",
+}
+BUILT = {
+    "size": "rank 1 creates `weight` of a Linear with shape (12, 10) and dtype torch.float32, where rank 0 creates "
+    "`weight` of a Linear with shape (8, 10) and dtype torch.float32.",
+    "more": "rank 1 creates `weight` of a Linear with shape (2, 2) and dtype torch.float32, where rank 0 creates no "
+    "further parameter.",
+    "fewer": "rank 1 creates no further parameter, where rank 0 creates `weight` of a Linear with shape (8, 10)",
+    "use": "rank 1 uses 1 of the parameters that were created before, where rank 0 creates no further parameter.",
 }
 OPTIMIZERS = {
     "class": "Optimizer 0 is torch.optim.adamw.AdamW on rank 0 and torch.optim.sgd.SGD on rank 1",
@@ -46,6 +55,10 @@ def validate_differing(strategy: str, kind: str) -> str:
     return error_of(lambda: trainer.validate(Differing(kind, int(os.environ["RANK"])), loader(), verbose=False))
 
 
+def fit_built_differently(kind: str) -> str:
+    return fit("paral_zero3", BuiltDifferently(kind, int(os.environ["RANK"])), {})
+
+
 def fit_with(name: str) -> str:
     return fit("paral_ddp", Differing("", 0), {}, **{name: SETTINGS[name][int(os.environ["RANK"])]})
 
@@ -66,6 +79,26 @@ def test_different_module_is_named_on_all_ranks(on_ranks: Any, strategy: str, ki
 def test_different_module_is_named_before_validation(on_ranks: Any, strategy: str) -> None:
     for message in on_ranks(2, validate_differing, strategy, "shape"):
         assert MODULES["shape"] in message
+
+
+@pytest.mark.parametrize("kind", BUILT)
+def test_different_module_is_named_while_it_is_built_partitioned(rank_pool: RankPool, kind: str) -> None:
+    rank_pool.renew_world()
+    try:
+        messages = rank_pool.run(2, fit_built_differently, kind, timeout=60)
+    finally:
+        rank_pool.renew_world()
+
+    assert BUILT[kind] in messages[1]
+    assert messages[0].startswith("RankFailedError: Rank 0 ended because rank 1")
+    assert (
+        "failed in the setup of fit: lightning_paral.errors.ConfigurationError: The ranks build different"
+        in messages[0]
+    )
+
+
+def test_equal_module_is_built_partitioned(on_ranks: Any) -> None:
+    assert on_ranks(2, fit_built_differently, "") == ["", ""]
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

@@ -77,6 +77,20 @@ def test_end_of_a_run_is_not_a_death(rank_0) -> None:
     assert rank_0.dead == first.dead == second.dead == []
 
 
+def test_goodbye_is_not_a_death_and_each_rank_learns_it_of_the_other(rank_0) -> None:
+    first, second = connected(rank_0, 1), connected(rank_0, 2)
+
+    first.say_goodbye()
+    rank_0.say_goodbye()
+    assert poll_until(lambda: not first.has_others and not second.has_others, rank_0, first, second)
+    assert rank_0.has_others  # rank 2
+    second._connection.close()
+
+    assert poll_until(lambda: not rank_0.has_others, rank_0)
+    assert rank_0.dead == [2]
+    assert first.dead == second.dead == []
+
+
 def test_rank_that_was_not_accepted_before_rank_0_ended_reports_no_death() -> None:
     rank_0 = LivenessOfOthers("127.0.0.1")
     late = LivenessOfRankZero(1, rank_0.address)

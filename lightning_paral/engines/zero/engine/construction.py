@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_paral.compat.deepspeed import zero_init
 from lightning_paral.compat.deepspeed.linear import preserve_linear
 from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
+from lightning_paral.engines.zero.engine.same_construction import SameConstruction
 from lightning_paral.engines.zero.parameters.partition import (
     is_partitioned,
     is_stage3_parameter,
@@ -24,7 +26,7 @@ from lightning_paral.model.pretrained import is_loading_pretrained, is_pretraine
 
 
 @contextmanager
-def build_partitioned(config: dict[str, Any], module: Module | None) -> Iterator[None]:
+def build_partitioned(config: dict[str, Any], module: Module | None, timeout: timedelta) -> Iterator[None]:
     """Partition parameters that are created in this context, as soon as they have values.
 
     *Collective* over the world.
@@ -33,6 +35,10 @@ def build_partitioned(config: dict[str, Any], module: Module | None) -> Iterator
         config: DeepSpeed's configuration.
         module: the module that is built. Its new parameters that are still full at the end of the context, such as
             those that `from_pretrained` loads, are partitioned then.
+        timeout: how long to wait for rank 0 at each parameter.
+
+    Raises:
+        ConfigurationError: the ranks create different parameters.
     """
     import deepspeed
 
@@ -40,28 +46,35 @@ def build_partitioned(config: dict[str, Any], module: Module | None) -> Iterator
     with torch.device("meta"):
         torch.empty(0)
     constructors = zero_init.plain_constructors()
+    same = SameConstruction(timeout)
     before = set() if module is None else set(module.parameters())
     with preserve_linear():  # `zero.Init` replaces `F.linear` permanently
         # Do not override dtypes: the default dtype is already that of the weights, and others are chosen by user code.
         device_only = [deepspeed.zero.DeepSpeedTensorOverride.device]
-        init = _for_any_layout(deepspeed.zero.Init(config_dict_or_path=config, tensor_overrides=device_only))
+        init = _for_any_layout(deepspeed.zero.Init(config_dict_or_path=config, tensor_overrides=device_only), same)
         zero_init.keep_decorated_constructors(init)
-        with init, _Initialization():
-            _pause_while_loading(init, constructors)
+        with init, _Initialization(same):
+            _pause_while_loading(init, constructors, same)
             yield
         if module is not None:
             gained = {name: parameter for name, parameter in module.named_parameters() if parameter not in before}
             warn_about_different_draws(gained, init.local_device)
+            same.expect_named(gained)
             _partition(init, gained.values())
+        same.check_end()
 
 
-def _for_any_layout(init: Any) -> Any:
-    """Let `zero.Init` partition parameters of any layout, shape and dtype; convert them to the dtype of the weights."""
+def _for_any_layout(init: Any, same: SameConstruction) -> Any:
+    """Let `zero.Init` partition parameters of any layout, shape and dtype; convert them to the dtype of the weights.
+
+    `same` compares each of them with that of rank 0.
+    """
 
     def partition_any(partition: Callable[[Parameter], None], parameter: Parameter) -> None:
         if init.dtype != torch.float32 and parameter.is_floating_point():
             parameter.data = parameter.data.to(init.dtype)
         make_contiguous(parameter)
+        same.check_parameter(parameter)
         with view_scalars_as_bytes():
             partition(parameter)
 
@@ -69,7 +82,7 @@ def _for_any_layout(init: Any) -> Any:
     return init
 
 
-def _pause_while_loading(init: Any, constructors: dict[str, Callable[..., Tensor]]) -> None:
+def _pause_while_loading(init: Any, constructors: dict[str, Callable[..., Tensor]], same: SameConstruction) -> None:
     """Pause `init` while `from_pretrained` loads a model: it builds the model on the meta device, as in one process.
 
     Otherwise `init` would allocate, initialize and partition the model before values are loaded from the files.
@@ -77,10 +90,12 @@ def _pause_while_loading(init: Any, constructors: dict[str, Callable[..., Tensor
     Args:
         init: a `zero.Init` that has been entered.
         constructors: torch's original functions that create tensors, by name.
+        same: told of each module that is partitioned.
     """
 
     def partition_unless_loading(partition: Callable[[Module], None], module: Module) -> None:
         if not is_loading_pretrained():
+            same.expect_module(module)
             partition(module)
 
     zero_init.partition_modules_by(init, partition_unless_loading)
@@ -143,8 +158,9 @@ class _Initialization(TorchFunctionMode):
     is used, so that code can also write to its `.data`. All ranks get the values that rank 0 has written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, same: SameConstruction) -> None:
         super().__init__()
+        self._same = same
         self._gathered: Any = None
 
     def __torch_function__(
@@ -161,11 +177,16 @@ class _Initialization(TorchFunctionMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        if exception[0] is None:
+            self._same.check_end()
+        elif dist.get_world_size() > 1:
+            self._gathered = None  # to release them is collective, and other ranks may be elsewhere
         self._release()
 
     def _gather(self, parameters: list[Parameter]) -> None:
         from deepspeed.runtime.zero import GatheredParameters
 
+        self._same.check_use(parameters)
         self._release()
         with DisableTorchFunctionSubclass(), view_scalars_as_bytes():
             self._gathered = GatheredParameters(parameters, modifier_rank=0)
