@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from lightning_paral.distributed.failure import FirstFailure, failure_of, first_failure_of
-from lightning_paral.distributed.failure_watch import tell_torchrun
+from lightning_paral.distributed.failures.failure import FirstFailure, failure_of, first_failure_of
+from lightning_paral.distributed.failures.failure_watch import tell_torchrun
+from lightning_paral.distributed.hangs.user_frames import library_of
 from lightning_paral.distributed.process_group import is_first_to_report
-from lightning_paral.distributed.user_frames import library_of
 from lightning_paral.errors import ParalError, RankFailedError
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_paral.distributed.failure import mark_as_told
+from lightning_paral.distributed.failures.failure import mark_as_told
 from lightning_paral.distributed.host_exchange import gather_objects
 from lightning_paral.errors import CheckpointError, MissingCheckpointError, ParalError
 

@@ -16,8 +16,8 @@ from lightning_paral.averaging.run import RunAverages
 from lightning_paral.callbacks.preemption import add_for_requeueing
 from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.data.distribute import draws_as_one_process
+from lightning_paral.distributed.launching.start_method import check_start_method
 from lightning_paral.distributed.process_group import join_process_group
-from lightning_paral.distributed.start_method import check_start_method
 from lightning_paral.model.activation_checkpointing import checkpoint_units
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.option_types import as_timeout

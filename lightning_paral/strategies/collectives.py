@@ -11,13 +11,13 @@ from torch import Tensor
 from lightning_paral.compat.torch.aborting import abort_nccl, nccl_backends
 from lightning_paral.compat.torch.group_timeouts import use_default_timeout
 from lightning_paral.distributed.agreement import RankGroup
-from lightning_paral.distributed.failure_watch import FailureWatch
-from lightning_paral.distributed.launcher import CheckedSubprocessLauncher
-from lightning_paral.distributed.liveness import LivenessOfOthers, LivenessOfRankZero
+from lightning_paral.distributed.failures.failure_watch import FailureWatch
+from lightning_paral.distributed.failures.liveness import LivenessOfOthers, LivenessOfRankZero
+from lightning_paral.distributed.failures.reachable import new_run_name
+from lightning_paral.distributed.hangs.stacks import StackRequests
+from lightning_paral.distributed.hangs.timeout_watch import TimeoutWatch
+from lightning_paral.distributed.launching.launcher import CheckedSubprocessLauncher
 from lightning_paral.distributed.process_group import explain_timeout, group_for, owned_group, release_process_group
-from lightning_paral.distributed.reachable import new_run_name
-from lightning_paral.distributed.stacks import StackRequests
-from lightning_paral.distributed.timeout_watch import TimeoutWatch
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.strategies.after_failure import AfterFailure

@@ -6,7 +6,7 @@ from functools import partial
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 
-from lightning_paral.distributed.stacks import StackRequests
+from lightning_paral.distributed.hangs.stacks import StackRequests
 
 
 def hang_requests(

@@ -9,11 +9,11 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 
 from lightning_paral.compat.checks import check_names
 from lightning_paral.compat.lightning.launchers import LightningSubprocessLauncher
-from lightning_paral.distributed.cluster_checks import check_environment, check_ranks
-from lightning_paral.distributed.launch_checks import check_device, check_local_rank
-from lightning_paral.distributed.launcher import CheckedSubprocessLauncher, LaunchedRun
+from lightning_paral.distributed.launching.cluster_checks import check_environment, check_ranks
+from lightning_paral.distributed.launching.launch_checks import check_device, check_local_rank
+from lightning_paral.distributed.launching.launcher import CheckedSubprocessLauncher, LaunchedRun
+from lightning_paral.distributed.launching.start_method import choose_start_method, restoring_environment
 from lightning_paral.distributed.process_group import backend_for
-from lightning_paral.distributed.start_method import choose_start_method, restoring_environment
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.before_launch import check_before_launch
 from lightning_paral.model.trainer_of import trainer_of

@@ -14,12 +14,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_paral.compat.lightning.launchers import call_and_handle_interrupt
-from lightning_paral.distributed.forked_threads import can_use_threads_after_fork
-from lightning_paral.distributed.launch_checks import check_port_is_free
+from lightning_paral.distributed.launching.forked_threads import can_use_threads_after_fork
+from lightning_paral.distributed.launching.launch_checks import check_port_is_free
+from lightning_paral.distributed.launching.rank_main import noting_failure
+from lightning_paral.distributed.launching.rank_processes import RankProcesses, check_main_guard, run_ranks
+from lightning_paral.distributed.launching.start_method import prepare_to_start
 from lightning_paral.distributed.process_group import release_at_exit
-from lightning_paral.distributed.rank_processes import RankProcesses, check_main_guard, noting_failure, run_ranks
 from lightning_paral.distributed.rng_state import GlobalStates, global_states, set_global_states
-from lightning_paral.distributed.start_method import prepare_to_start
 from lightning_paral.strategies.rank_zero_state import RankZeroState, restore
 from lightning_paral.strategies.save_on_exception import replace_on_exception
 

@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.data.logged_agreement import LoggedAgreement
 from lightning_paral.data.step_metrics import record_synchronizations
-from lightning_paral.distributed.epoch_agreement import EpochAgreement
-from lightning_paral.distributed.failure_watch import FailureWatch
-from lightning_paral.distributed.same_on_ranks import check_same
+from lightning_paral.distributed.differences.epoch_agreement import EpochAgreement
+from lightning_paral.distributed.differences.same_on_ranks import check_same
+from lightning_paral.distributed.failures.failure_watch import FailureWatch
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.strategies.description import StrategyDescription

@@ -7,12 +7,12 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_paral.distributed.checksum import checksum
+from lightning_paral.distributed.differences.checksum import checksum
+from lightning_paral.distributed.differences.same_on_ranks import digest_of
 from lightning_paral.distributed.host_exchange import gather_int_lists, gather_objects
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.process_group import host_group
 from lightning_paral.distributed.rank_names import name_ranks
-from lightning_paral.distributed.same_on_ranks import digest_of
 from lightning_paral.errors import ConfigurationError
 
 Replicas = Mapping[str, tuple[Tensor, int]]

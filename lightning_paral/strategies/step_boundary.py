@@ -9,8 +9,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_paral.compat.lightning.precision import call_after_closure
 from lightning_paral.compat.lightning.saved_loops import is_at_end_of_epoch, rewind_to_last_step
+from lightning_paral.distributed.failures.survivors import StepPosition
 from lightning_paral.distributed.rng_state import current_states
-from lightning_paral.distributed.survivors import StepPosition
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.strategies.description import StrategyDescription
 

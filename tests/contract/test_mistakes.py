@@ -26,7 +26,7 @@ from lightning_paral import (
     ParalFSDPStrategy,
     ParalZeROStrategy,
 )
-from lightning_paral.distributed.launcher import CheckedSubprocessLauncher
+from lightning_paral.distributed.launching.launcher import CheckedSubprocessLauncher
 from lightning_paral.error_report import install_brief_excepthook
 from lightning_paral.errors import CheckpointError
 from tests.models.regression import Regression, regression_data

@@ -10,8 +10,9 @@ import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 from torch.distributed import HashStore
 
-from lightning_paral.distributed import launcher, process_group
-from lightning_paral.distributed.launcher import CheckedSubprocessLauncher
+from lightning_paral.distributed import process_group
+from lightning_paral.distributed.launching import launcher
+from lightning_paral.distributed.launching.launcher import CheckedSubprocessLauncher
 from lightning_paral.distributed.process_group import is_first_to_report
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_paral.compat.torch.collectives import all_gather_single
+from lightning_paral.distributed.failures.reachable import ReachableRanks
 from lightning_paral.distributed.mesh import shard_ranks
-from lightning_paral.distributed.reachable import ReachableRanks
 from lightning_paral.model.host_memory_check import host_memory_shortage
 
 

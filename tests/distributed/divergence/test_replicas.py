@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_paral import ConfigurationError, ParalDDPStrategy
-from lightning_paral.distributed.checksum import checksum
+from lightning_paral.distributed.differences.checksum import checksum
 from tests.contract.cases import BY_LABEL
 from tests.contract.parameters import parameter
 from tests.distributed.divergence.modules import Differing, fit

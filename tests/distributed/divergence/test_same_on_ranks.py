@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_paral.distributed.same_on_ranks import first_difference
+from lightning_paral.distributed.differences.same_on_ranks import first_difference
 from tests.contract.cases import PER_PLACEMENT, strategy_of, with_ranks
 from tests.contract.parameters import parameter
 from tests.distributed.divergence.modules import BuiltDifferently, Differing, error_of, fit, loader

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lightning_paral.comm.broadcast import broadcast
-from lightning_paral.distributed import reachable as reaching
+from lightning_paral.distributed.failures import reachable as reaching
+from lightning_paral.distributed.failures.survivors import StepPosition
 from lightning_paral.distributed.mesh import make_mesh
-from lightning_paral.distributed.survivors import StepPosition
 from lightning_paral.engines.fsdp.gather import gather_after_failure
 from lightning_paral.engines.fsdp.gradients import clip_by_norm, clip_by_value
 from lightning_paral.engines.fsdp.precision import ShardedScaler

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lightning_paral import ConfigurationError, ParalDDPStrategy
 from lightning_paral.comm.broadcast import broadcast
-from lightning_paral.distributed import failure_watch
 from lightning_paral.distributed import process_group as groups
-from lightning_paral.distributed.timeout_watch import TimeoutWatch
+from lightning_paral.distributed.failures import failure_watch
+from lightning_paral.distributed.hangs.timeout_watch import TimeoutWatch
 from lightning_paral.errors import RankFailedError
 from lightning_paral.model.host_memory_check import host_memory_shortage
 from lightning_paral.strategies import collectives

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_paral import ConfigurationError, ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
-from lightning_paral.distributed import rank_processes, start_method
+from lightning_paral.distributed.launching import rank_processes, start_method
 from lightning_paral.errors import RankFailedError
 from lightning_paral.strategies.process_launcher import ProcessLauncher
 from tests.models.regression import FEATURES, Regression

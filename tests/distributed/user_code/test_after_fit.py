@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_paral import CheckpointOptions, ParalDDPStrategy, ParalFSDPStrategy
-from lightning_paral.distributed import reachable
+from lightning_paral.distributed.failures import reachable
 from lightning_paral.distributed.process_group import owned_group
 from lightning_paral.errors import RankFailedError
 from tests.contract.cases import MAIN, labels, strategy_of, with_ranks

@@ -25,7 +25,7 @@ from lightning_paral.compat.lightning.precision import after_closure
 from lightning_paral.compat.lightning.results import ResultCollection
 from lightning_paral.compat.lightning.samplers import injects_sampler, replace_preparation
 from lightning_paral.compat.private_name import PrivateName
-from lightning_paral.distributed.launcher import CheckedSubprocessLauncher
+from lightning_paral.distributed.launching.launcher import CheckedSubprocessLauncher
 from lightning_paral.errors import PrivateNameError
 from lightning_paral.model.trainer_of import trainer_of
 from tests.running import quiet_trainer

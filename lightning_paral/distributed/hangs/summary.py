@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from lightning_paral.distributed.position_sampler import Sample
+from lightning_paral.distributed.hangs.position_sampler import Sample
 from lightning_paral.distributed.rank_names import name_ranks
 
 

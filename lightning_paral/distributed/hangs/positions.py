@@ -9,7 +9,7 @@ from types import CodeType, FrameType
 
 from lightning_paral.compat.torch.fsdp_names import unit_name
 from lightning_paral.compat.torch.waits import BACKWARD, OF_DDP
-from lightning_paral.distributed.user_frames import library_of
+from lightning_paral.distributed.hangs.user_frames import library_of
 
 _INNER_LIBRARY_FRAMES = 2
 """How many of the innermost frames a folded stack shows even if they belong to libraries."""

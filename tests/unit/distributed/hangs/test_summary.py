@@ -1,6 +1,6 @@
 """The sentence that says where all ranks are."""
 
-from lightning_paral.distributed.summary import Answer, summarize
+from lightning_paral.distributed.hangs.summary import Answer, summarize
 
 STEP = Answer("", "`training_step` (train.py:41)", waits_for_ranks=False, seconds=120.2)
 LOADER = Answer("for a batch of its loader", "train.py:60", waits_for_ranks=False, seconds=3.0)

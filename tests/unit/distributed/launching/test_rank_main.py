@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from lightning_paral.distributed.rank_processes import _user_lines
+from lightning_paral.distributed.launching.rank_main import _user_lines
 
 
 def test_traceback_shows_a_library_of_the_user_and_not_that_of_python() -> None:

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from lightning_paral.distributed.connections import as_text, close_connections, from_text, own_connections
+from lightning_paral.distributed.failures.connections import as_text, close_connections, from_text, own_connections
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux")
 

@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch.distributed as dist
 
-from lightning_paral.distributed.failure import (
+from lightning_paral.distributed.failures.failure import (
     Failure,
     FirstFailure,
     InterruptedByFailure,

@@ -14,11 +14,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from lightning_paral.distributed.position_sampler import PositionSampler
-from lightning_paral.distributed.positions import fold_stack
-from lightning_paral.distributed.stack_signal import StackSignal
-from lightning_paral.distributed.store_guard import StoreGuard
-from lightning_paral.distributed.summary import Answer, summarize
+from lightning_paral.distributed.hangs.position_sampler import PositionSampler
+from lightning_paral.distributed.hangs.positions import fold_stack
+from lightning_paral.distributed.hangs.stack_signal import StackSignal
+from lightning_paral.distributed.hangs.store_guard import StoreGuard
+from lightning_paral.distributed.hangs.summary import Answer, summarize
 
 ANSWER_SECONDS = 3.0
 """How long the ranks that log the summary wait at most for the answers of the others."""

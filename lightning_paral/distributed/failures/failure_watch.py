@@ -11,27 +11,31 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lightning_paral.compat.torch.aborting import abort_nccl
-from lightning_paral.distributed.connections import Endpoints, as_text, close_connections, from_text, own_connections
-from lightning_paral.distributed.departures import keep_watching
-from lightning_paral.distributed.failure import (
+from lightning_paral.distributed.failures.connections import (
+    Endpoints,
+    as_text,
+    close_connections,
+    from_text,
+    own_connections,
+)
+from lightning_paral.distributed.failures.departures import keep_watching
+from lightning_paral.distributed.failures.failure import (
     CONSEQUENCE_SECONDS,
     Failure,
     FirstFailure,
-    InterruptedByFailure,
     failure_of,
     is_interruption,
     is_told,
     remember_first,
 )
-from lightning_paral.distributed.liveness import Liveness
+from lightning_paral.distributed.failures.interrupt import Interrupt
+from lightning_paral.distributed.failures.liveness import Liveness
 from lightning_paral.distributed.signals import Ignored
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.errors import RankFailedError
@@ -89,7 +93,7 @@ class FailureWatch:
         self._connections: list[Endpoints] | None = None
         self._open_ranks = set(range(self.world_size)) - {self.rank}
         self._main_thread = threading.get_ident()
-        self._interrupt = _Interrupt()
+        self._interrupt = Interrupt()
         self._ignored: Ignored | None = None
 
     # Called by the main thread
@@ -292,33 +296,3 @@ def tell_torchrun(error: BaseException) -> None:
         except Exception:
             with suppress(OSError):
                 get_error_handler().record_exception(error.with_traceback(trace))
-
-
-class _Interrupt:
-    """A real-time signal that raises an `InterruptedByFailure` in the main thread, also while it sleeps or waits."""
-
-    def __init__(self) -> None:
-        self._message = ""
-        self._signal = getattr(signal, "SIGRTMIN", 0) + 7 if hasattr(signal, "SIGRTMIN") else None
-        self._previous: Any = None
-        if threading.current_thread() is not threading.main_thread():  # only the main thread handles signals
-            self._signal = None
-        if self._signal is not None:
-            self._previous = signal.signal(self._signal, self._raise)
-
-    def send(self, thread: int, message: str) -> None:
-        self._message = message
-        if self._signal is not None:
-            with suppress(OSError):
-                signal.pthread_kill(thread, self._signal)
-
-    def end(self) -> None:
-        self._message = ""
-        if self._signal is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(self._signal, self._previous or signal.SIG_DFL)
-            self._signal = None
-
-    def _raise(self, signum: int, frame: FrameType | None) -> None:
-        if self._message:
-            message, self._message = self._message, ""
-            raise InterruptedByFailure(message)

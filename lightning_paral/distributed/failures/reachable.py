@@ -7,7 +7,13 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_paral.distributed.survivors import Savers, StepPosition, choose_savers, find_survivors, make_group
+from lightning_paral.distributed.failures.survivors import (
+    Savers,
+    StepPosition,
+    choose_savers,
+    find_survivors,
+    make_group,
+)
 
 PATIENCE = timedelta(seconds=10)
 """How long a rank that failed waits for the others. It does not wait for those that are known to have died."""

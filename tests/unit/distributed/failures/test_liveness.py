@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_paral.distributed.liveness import Liveness, LivenessOfOthers, LivenessOfRankZero
+from lightning_paral.distributed.failures.liveness import Liveness, LivenessOfOthers, LivenessOfRankZero
 
 
 def poll_until(condition: Callable[[], bool], *all_liveness: Liveness) -> bool:

@@ -13,9 +13,9 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 
 from lightning_paral.compat.lightning.launchers import SubprocessScriptLauncher, TunerExit
-from lightning_paral.distributed.children import Children, describe_status
-from lightning_paral.distributed.departures import begin_launch, end_launch, explain_exit_after_run
-from lightning_paral.distributed.launch_checks import check_port_is_free
+from lightning_paral.distributed.failures.departures import begin_launch, end_launch, explain_exit_after_run
+from lightning_paral.distributed.launching.children import Children, describe_status
+from lightning_paral.distributed.launching.launch_checks import check_port_is_free
 from lightning_paral.distributed.process_group import serves_store
 
 _PARENT_VARIABLE = "LIGHTNING_PARAL_LAUNCHER_PID"

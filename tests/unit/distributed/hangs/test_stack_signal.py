@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_paral.distributed.stack_signal import StackSignal
+from lightning_paral.distributed.hangs.stack_signal import StackSignal
 
 
 @pytest.fixture(autouse=True)

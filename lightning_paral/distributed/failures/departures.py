@@ -15,8 +15,8 @@ from functools import cache
 
 import torch.distributed as dist
 
-from lightning_paral.distributed.failure import CONSEQUENCE_SECONDS, FirstFailure
-from lightning_paral.distributed.liveness import Liveness
+from lightning_paral.distributed.failures.failure import CONSEQUENCE_SECONDS, FirstFailure
+from lightning_paral.distributed.failures.liveness import Liveness
 
 _POLL_SECONDS = 0.05
 

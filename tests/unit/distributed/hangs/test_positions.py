@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
-from lightning_paral.distributed.positions import Position, fold_stack, position_of
+from lightning_paral.distributed.hangs.positions import Position, fold_stack, position_of
 from tests.running import quiet_trainer
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
-from lightning_paral.distributed.positions import Position, position_of
+from lightning_paral.distributed.hangs.positions import Position, position_of
 
 SAMPLE_SECONDS = 0.5
 

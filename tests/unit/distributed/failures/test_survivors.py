@@ -2,8 +2,8 @@
 
 import pytest
 
+from lightning_paral.distributed.failures.survivors import Savers, StepPosition, choose_savers
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.distributed.survivors import Savers, StepPosition, choose_savers
 
 DDP = ParallelDims(replicate=4).shards
 HYBRID = ParallelDims(replicate=2, shard=2).shards

@@ -1,0 +1,1 @@
+"""Notice that ranks differ in settings, parameters or progress."""

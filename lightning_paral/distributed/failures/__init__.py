@@ -1,0 +1,1 @@
+"""What happens when a rank fails: all ranks learn of it, end soon, and save what they can."""

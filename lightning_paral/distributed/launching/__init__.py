@@ -1,0 +1,1 @@
+"""Start the other local ranks, and check before that they can run."""
