@@ -1,7 +1,6 @@
 """Notice that a rank has ended an epoch while another one continues with it, and name the ranks."""
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_paral.compat.torch.process_groups import default_store
 from lightning_paral.distributed.differences.same_on_ranks import values_by_rank
+from lightning_paral.distributed.hangs.frames import frames_of
 from lightning_paral.distributed.rank_names import name_ranks
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.errors import ConfigurationError
@@ -109,7 +109,7 @@ class EpochAgreement:
 
     def _waits_in_collective(self) -> bool:
         """Return whether the main thread has been at the same place in a collective for `WAITING_SECONDS`."""
-        frame = sys._current_frames().get(self._main_thread)
+        frame = next(iter(frames_of(self._main_thread)), None)
         if frame is None:
             return False
         # Frames of later batches may have the same address, so the place includes the progress.

@@ -1,12 +1,12 @@
-"""A thread that notes twice per second where the main thread is, and since when."""
+"""A thread that notes twice per second where the main thread is, and since when, if it makes no progress."""
 
-import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
+from lightning_paral.distributed.hangs.frames import frames_of
 from lightning_paral.distributed.hangs.positions import Position, position_of
 
 SAMPLE_SECONDS = 0.5
@@ -26,7 +26,7 @@ class Sample:
 
 
 class PositionSampler:
-    """Samples the position of the thread that creates this object.
+    """Samples the position of the thread that creates this object, unless it has made progress since the last look.
 
     Args:
         progress: a function that returns a number which changes at least once per batch.
@@ -37,6 +37,7 @@ class PositionSampler:
         self.thread = threading.get_ident()
         """The identifier of the sampled thread."""
         self.sample: Sample | None = None
+        """The last sample; `None` if the thread has made progress since."""
         self.is_frozen = False
         self._progress = progress
         self._key: object = None
@@ -56,28 +57,28 @@ class PositionSampler:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=1.0)
 
-    def _run(self) -> None:
-        while not self._ended.wait(self._interval):
-            frame = sys._current_frames().get(self.thread)
-            if frame is not None and not self.is_frozen:
-                self._take(frame)
-            del frame  # it would keep the local variables of the main thread
+    def take(self) -> None:
+        """Sample the position now, unless `freeze` was called."""
+        frames = frames_of(self.thread)
+        if frames and not self.is_frozen:
+            self._take(frames)
 
-    def _take(self, frame: FrameType) -> None:
-        now, progress, position = time.monotonic(), self._progress(), position_of(frame)
+    def _run(self) -> None:
+        progress = None
+        while not self._ended.wait(self._interval):
+            before, progress = progress, self._progress()
+            if progress == before:
+                self.take()
+            elif not self.is_frozen:
+                self.sample = None
+
+    def _take(self, frames: Sequence[FrameType]) -> None:
+        now, progress, position = time.monotonic(), self._progress(), position_of(frames)
         key = progress, position
-        stack = progress, _calls(frame)
+        # A value that differs between stacks: the function and the instruction of each frame.
+        stack = progress, [(id(each.f_code), each.f_lasti) for each in frames]
         before = self.sample
         since = before.since if before is not None and key == self._key else now
         still_since = before.still_since if before is not None and stack == self._stack else now
         self._key, self._stack = key, stack
         self.sample = Sample(position, now, since, still_since)
-
-
-def _calls(frame: FrameType | None) -> list[tuple[int, int]]:
-    """Return a value that differs between stacks: the function and the instruction of each frame."""
-    calls = []
-    while frame is not None:
-        calls.append((id(frame.f_code), frame.f_lasti))
-        frame = frame.f_back
-    return calls

@@ -2,6 +2,7 @@
 
 import os
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -36,9 +37,8 @@ class _Wait:
     for_ranks: bool = True
 
 
-def position_of(frame: FrameType) -> Position:
-    """Return the position of the thread whose innermost frame is `frame`."""
-    frames = _frames(frame)
+def position_of(frames: Sequence[FrameType]) -> Position:
+    """Return the position of the thread with these frames, innermost first."""
     own = next((index for index, each in enumerate(frames) if not library_of(each.f_code.co_filename)), len(frames))
     found: _Wait | None = None
     for each in frames[:own]:
@@ -48,9 +48,13 @@ def position_of(frame: FrameType) -> Position:
     return Position(found.what if found else "", _where(frames, own), found is not None and found.for_ranks)
 
 
-def fold_stack(frame: FrameType) -> str:
-    """Return the stack of a thread, outermost call first. Calls of libraries are counted, except the innermost."""
-    frames = _frames(frame)[::-1]
+def fold_stack(frames: Sequence[FrameType]) -> str:
+    """Return the stack of a thread, outermost call first. Calls of libraries are counted, except the innermost.
+
+    Args:
+        frames: the frames of the thread, innermost first.
+    """
+    frames = frames[::-1]
     summaries = traceback.StackSummary.extract((each, each.f_lineno) for each in frames)
     names = [library_of(each.f_code.co_filename) for each in frames]
     for index in range(max(0, len(names) - _INNER_LIBRARY_FRAMES), len(names)):
@@ -109,16 +113,7 @@ def _with_name(wait: _Wait, frame: FrameType) -> _Wait:
     return wait
 
 
-def _frames(frame: FrameType | None) -> list[FrameType]:
-    """Return the frames of a stack, innermost first."""
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
-
-
-def _where(frames: list[FrameType], own: int) -> str:
+def _where(frames: Sequence[FrameType], own: int) -> str:
     """Return the innermost function of the user, and the hook that called it; `own` is the index of its frame."""
     hook = next((index for index, each in enumerate(frames) if _hook_of(each)), None)
     called_at = f"called at {_line_of(frames[own])}" if own < len(frames) else ""

@@ -3,7 +3,6 @@
 import logging
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from lightning_paral.distributed.hangs.frames import frames_of
 from lightning_paral.distributed.hangs.position_sampler import PositionSampler
 from lightning_paral.distributed.hangs.positions import fold_stack
 from lightning_paral.distributed.hangs.stack_signal import StackSignal
@@ -187,12 +187,14 @@ class StackRequests:
     def _answer(self, store: Any, asked: int) -> None:
         self._round, self._answered_at = asked, time.monotonic()
         self._summarized.clear()
+        if self._sampler.sample is None:
+            self._sampler.take()
         answer = Answer.of(self._sampler.sample)
         store.set(f"stacks/{asked}/{self._rank}", answer.as_text())
-        frame = sys._current_frames().get(self._sampler.thread)
-        if frame is not None and not self._sampler.is_frozen:
+        frames = frames_of(self._sampler.thread)
+        if frames and not self._sampler.is_frozen:
             who = f"Rank {self._rank} of {self._world_size} (process {os.getpid()} on {socket.gethostname()})"
-            log.warning("%s %s:\n%s", who, answer.sentence(1), fold_stack(frame).rstrip())
+            log.warning("%s %s:\n%s", who, answer.sentence(1), fold_stack(frames).rstrip())
 
     def _summarize(self, store: Any) -> None:
         """Log the summary if all have answered or the time is up, and this is the rank that has to log it."""

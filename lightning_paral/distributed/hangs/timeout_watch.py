@@ -1,13 +1,13 @@
 """Log a timeout and the stack of this rank before NCCL ends the process without an exception."""
 
 import logging
-import sys
 import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 
 from lightning_paral.compat.torch.aborting import nccl_errors
+from lightning_paral.distributed.hangs.frames import frames_of
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,6 @@ class TimeoutWatch:
             else f"NCCL reports {error} in a collective: some rank failed or cannot be reached. Look for the "
             "first error among all ranks."
         )
-        frame = sys._current_frames().get(self._main_thread)
-        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        frames = frames_of(self._main_thread)[::-1]
+        stack = "".join(traceback.StackSummary.extract((each, each.f_lineno) for each in frames).format())
         return f"{what} NCCL is about to end this process, which is at:\n{stack}"

@@ -2,6 +2,7 @@
 
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -21,7 +22,8 @@ def positions_in(function: Callable[[], object], built_in: str) -> list[tuple[Po
 
     def look(frame: FrameType, event: str, called: Any) -> None:
         if event == "c_call" and called.__name__ == built_in:
-            seen.append((position_of(frame), fold_stack(frame)))
+            frames = [each for each, _ in traceback.walk_stack(frame)]
+            seen.append((position_of(frames), fold_stack(frames)))
 
     sys.setprofile(look)
     try:

@@ -1,0 +1,53 @@
+"""The stack of a running thread is read without collecting garbage."""
+
+import gc
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_paral.distributed.hangs.frames import frames_of
+
+
+@pytest.fixture
+def collected_in() -> Iterator[set[str]]:
+    """The functions in which garbage was collected, while each new object may begin a collection."""
+    seen: set[str] = set()
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        seen.update(each.f_code.co_name for each, _ in traceback.walk_stack(sys._getframe()))
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(note)
+    gc.set_threshold(1)
+    yield seen
+    gc.set_threshold(*thresholds)
+    gc.callbacks.remove(note)
+
+
+def names_at(depth: int) -> list[str]:
+    if depth:
+        return names_at(depth - 1)
+    return [each.f_code.co_name for each in frames_of(threading.get_ident())]
+
+
+def test_frames_are_innermost_first_and_no_garbage_is_collected_meanwhile(collected_in: set[str]) -> None:
+    names = names_at(20)
+
+    assert names[0] == "frames_of"
+    assert names.count("names_at") == 21
+    assert "names_at" in collected_in
+    if sys.version_info < (3, 12):  # later, collections do not interrupt the creation of a frame
+        assert "frames_of" not in collected_in
+    assert gc.isenabled()
+
+
+def test_thread_that_has_ended_has_no_frames() -> None:
+    thread = threading.Thread(target=lambda: None)
+    thread.start()
+    thread.join()
+
+    assert thread.ident is not None
+    assert frames_of(thread.ident) == []
