@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_paral.compat.torch.group_names import new_named_group
 from lightning_paral.compat.torch.process_groups import is_alive
 from lightning_paral.compat.torch.sharding_cache import forget_meshes
 from lightning_paral.distributed.agreement import RankGroup
@@ -23,6 +25,8 @@ HYBRID = ("data_parallel_replicate", "data_parallel_shard")
 
 _mesh_default_group: "weakref.ref[dist.ProcessGroup] | None" = None
 """The default group at the time of the last `make_mesh`. DTensor's cached meshes belong to it."""
+_num_created: "weakref.WeakKeyDictionary[Any, Counter[str]]" = weakref.WeakKeyDictionary()
+"""By default group, how many groups were created under a name."""
 _groups: "weakref.WeakValueDictionary[tuple[Any, ...], dist.ProcessGroup]" = weakref.WeakValueDictionary()
 
 
@@ -208,14 +212,15 @@ def _get_group(ranks: list[int], only: tuple[str, timedelta] | None = None) -> d
     key = (*ranks, only)
     group = _groups.get(key)
     if group is None or not is_alive(group):
-        group = dist.new_group(
+        name = f"{'' if only is None else f'{only[0]}, '}ranks {ranks}"
+        count = _num_created.setdefault(dist.group.WORLD, Counter())
+        count[name] += 1
+        group = new_named_group(
+            f"{name}, number {count[name]}",
             ranks,
             timeout=None if only is None else only[1],
             backend=None if only is None else "gloo",
-            use_local_synchronization=True,
-            group_desc=f"lightning_paral: {'' if only is None else f'{only[0]}, '}ranks {ranks}",
         )
-        assert group is not None
         _groups[key] = group
     return group
 

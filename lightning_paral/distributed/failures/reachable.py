@@ -67,11 +67,11 @@ def wait_for_ranks(
         positions = find_survivors(run, position, PATIENCE, dead)
         savers = choose_savers(positions, shards)
         all_reachable = len(positions) == world_size
-        group = dist.new_group(backend="gloo", timeout=timeout) if all_reachable else None
+        group = make_group(run, range(world_size), timeout) if all_reachable else None
         if len(savers.ranks) == world_size:
             return ReachableRanks(all_reachable, group, savers, group)
         return ReachableRanks(
-            all_reachable, group, savers, make_group(savers.ranks, timeout) if rank in savers.ranks else None
+            all_reachable, group, savers, make_group(run, savers.ranks, timeout) if rank in savers.ranks else None
         )
     except (dist.DistError, RuntimeError):
         reason = "the process that serves the store, usually rank 0, ended, so that the other ranks cannot agree"

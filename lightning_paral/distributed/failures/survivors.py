@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from lightning_paral.compat.torch.group_names import new_named_group
 from lightning_paral.compat.torch.process_groups import default_store
 from lightning_paral.distributed.rank_names import name_ranks
 
@@ -118,18 +119,19 @@ def _explain(positions: Mapping[int, StepPosition], world_size: int) -> str:
     return ", ".join(parts)
 
 
-def make_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | None:
+def make_group(run: str, ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | None:
     """Return a new gloo group of `ranks`, made without the other ranks. *Collective* over `ranks`.
 
     A single rank needs none, and gets `None`.
+
+    Args:
+        run: the name of the failed run, equal on all ranks.
+        ranks: the global ranks.
+        timeout: the timeout of collectives in the group.
     """
     if len(ranks) < 2:
         return None
-    # `use_local_synchronization`: otherwise all ranks of the default group would have to call it.
-    group: dist.ProcessGroup = dist.new_group(
-        list(ranks), backend="gloo", timeout=timeout, use_local_synchronization=True
-    )
-    return group
+    return new_named_group(f"after the failure of {run}, ranks {ranks}", ranks, timeout=timeout, backend="gloo")
 
 
 def wait_for_savers(
