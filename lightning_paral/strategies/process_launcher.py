@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_paral.compat.lightning.launchers import call_and_handle_interrupt
-from lightning_paral.distributed.launching.forked_threads import can_use_threads_after_fork
+from lightning_paral.distributed.launching.forked_threads import can_use_threads_after_fork, check_backward_after_fork
 from lightning_paral.distributed.launching.launch_checks import check_port_is_free
 from lightning_paral.distributed.launching.rank_main import noting_failure
 from lightning_paral.distributed.launching.rank_processes import RankProcesses, check_main_guard, run_ranks
@@ -68,6 +68,8 @@ class ProcessLauncher:
             self._check(trainer)
         address = {"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)}
         address |= {"NODE_RANK": str(environment.node_rank())}
+        if self._method == "fork" and trainer.state.fn == TrainerFn.FITTING:
+            check_backward_after_fork()
         one_thread = self._method == "fork" and not can_use_threads_after_fork()
         if one_thread and not self._has_warned:
             self._has_warned = True
