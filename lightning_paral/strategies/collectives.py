@@ -83,7 +83,9 @@ class Collectives(AfterFailure):
         how = launcher.describe_end if isinstance(launcher, CheckedSubprocessLauncher) else None
         liveness = of_others or LivenessOfRankZero(self.global_rank, address)
         self._watcher = RankWatcher(self._run)
-        self._failures = FailureWatch(self._watcher, main_port, liveness, how)
+        self._failures = FailureWatch(
+            self._watcher, main_port, liveness, how, save_seconds=self.timeout.total_seconds()
+        )
         self._watcher.add(self._failures)
         self._begin_naming_hangs(self._watcher)
 
@@ -95,6 +97,7 @@ class Collectives(AfterFailure):
         trainer = trainer_of(self.lightning_module)
         if self._failures is None or trainer is None:
             return error
+        self._failures.leave()  # first: this thread must not be interrupted while it reports
         if self._stacks is not None:
             self._stacks.freeze()
         if isinstance(error, Exception) and explain_timeout(error, self.timeout, self._timeout_option):

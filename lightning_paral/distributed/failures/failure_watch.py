@@ -64,6 +64,7 @@ class FailureWatch:
         liveness: notices that the process of another rank has died.
         exit_status: returns how the process of a local rank ended; `None` if it is not known. Only the process that
             launched the rank knows.
+        save_seconds: how long a save after a failure may take. The process is then ended.
     """
 
     def __init__(
@@ -72,12 +73,14 @@ class FailureWatch:
         main_port: int,
         liveness: Liveness,
         exit_status: Callable[[int], str | None] | None = None,
+        save_seconds: float = _TEARDOWN_SECONDS,
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.first = FirstFailure(watcher.store, self.rank)
         self._watcher = watcher
         self._main_port = main_port
         self._exit_status = exit_status
+        self._save_seconds = max(save_seconds, _TEARDOWN_SECONDS)
         self._parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._liveness = liveness
         self._liveness.on_death = self._on_death
@@ -158,6 +161,7 @@ class FailureWatch:
         Ignore SIGTERM until `end`: torchrun sends it as soon as one rank has ended, and Lightning's handler would
         broadcast to ranks that may be gone.
         """
+        self._interrupt.stop()
         if self._ignored is None and threading.current_thread() is threading.main_thread():
             self._ignored = Ignored(signal.SIGTERM)
         self._is_leaving, self._left_at = True, time.monotonic()
@@ -205,7 +209,7 @@ class FailureWatch:
             self._watcher.hurry()
         since = now - self._learned_at
         if self._is_leaving:
-            if now - self._left_at > _TEARDOWN_SECONDS and not self.is_saving:
+            if now - self._left_at > (self._save_seconds if self.is_saving else _TEARDOWN_SECONDS):
                 self._end_process()
         elif since > _END_AFTER:
             self._end_process()

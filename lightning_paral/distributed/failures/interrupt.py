@@ -14,6 +14,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self._message = ""
+        self._is_stopped = False
         self._signal = getattr(signal, "SIGRTMIN", 0) + 7 if hasattr(signal, "SIGRTMIN") else None
         self._previous: Any = None
         if threading.current_thread() is not threading.main_thread():  # only the main thread handles signals
@@ -28,6 +29,10 @@ class Interrupt:
             with suppress(OSError):
                 signal.pthread_kill(thread, self._signal)
 
+    def stop(self) -> None:
+        """Raise no error from now on, also for a signal that was already sent. Call this in the main thread."""
+        self._is_stopped = True
+
     def end(self) -> None:
         """Restore the signal's handler."""
         self._message = ""
@@ -36,6 +41,6 @@ class Interrupt:
             self._signal = None
 
     def _raise(self, signum: int, frame: FrameType | None) -> None:
-        if self._message:
+        if self._message and not self._is_stopped:
             message, self._message = self._message, ""
             raise InterruptedByFailure(message)

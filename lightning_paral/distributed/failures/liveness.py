@@ -83,15 +83,16 @@ class LivenessOfRankZero:
 
     @property
     def has_others(self) -> bool:
-        """Whether rank 0 is connected, and has neither said goodbye nor died, as far as `poll` has found."""
-        return not self._is_done and self._connection is not None
+        """Whether rank 0 has accepted the connection, and has neither said goodbye nor died, as far as `poll` found."""
+        return self._is_accepted and not self._is_done and self._connection is not None
 
     def poll(self) -> None:
         """Check the connection. The first call connects, which may take some seconds if a firewall prevents it."""
         if self._is_done:
             return
         if self._connection is None:
-            self._connect()
+            if not self._has_said_goodbye:
+                self._connect()
             return
         received = _receive(self._connection)
         if received == _WELCOME:
@@ -106,10 +107,11 @@ class LivenessOfRankZero:
 
     def say_goodbye(self) -> None:
         """Tell rank 0 that this rank ends well."""
-        if self._connection is not None and not self._has_said_goodbye:
+        if not self._has_said_goodbye:
             self._has_said_goodbye = True
-            with suppress(OSError):
-                self._connection.sendall(_GOODBYE)
+            if self._connection is not None:
+                with suppress(OSError):
+                    self._connection.sendall(_GOODBYE)
 
     def end(self) -> None:
         """Say goodbye, and close the connection."""
@@ -124,6 +126,8 @@ class LivenessOfRankZero:
                 connection.setblocking(False)
                 _keep_alive(connection)
                 self._connection = _keep(connection)
+                if self._has_said_goodbye:  # in another thread, while this one connected
+                    connection.sendall(_GOODBYE)
                 return
         self._is_done = True  # only collectives will notice that a process has died
 
@@ -215,7 +219,7 @@ class LivenessOfOthers:
         if secrets.compare_digest(token.encode(), self._token.encode()) and rank.strip().isdecimal():
             self._ranks[int(rank)] = connection
             with suppress(OSError):
-                connection.sendall(_WELCOME)
+                connection.sendall(_WELCOME + (_GOODBYE if self._has_said_goodbye else b""))
         else:
             connection.close()
 

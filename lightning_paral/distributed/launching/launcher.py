@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any, ClassVar, Protocol
 
 from lightning.fabric.plugins import ClusterEnvironment
@@ -131,11 +132,13 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
             start()
         finally:
             del os.environ[_PARENT_VARIABLE]
+        if not self.procs:
+            return
         # Lightning's observer is given an empty list: it would kill this process as soon as another one fails.
         first = self.cluster_environment.node_rank() * self.num_processes + 1
         CheckedSubprocessLauncher._children = Children(dict(enumerate(self.procs, first)), _on_end)
         self.procs = []
-        atexit.register(self._finish)
+        _finish_at_exit()
 
     @property
     def is_in_run(self) -> bool:
@@ -151,22 +154,30 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
     def _num_runs(self) -> int:
         return 0 if self._run is None else self._run.num_runs
 
-    def _finish(self) -> None:
-        """Wait for the other processes when this one exits; exit with status 1 if one of them failed."""
-        assert self._children is not None
-        if self._has_failed:
-            self._children.end(_GRACE_SECONDS)
-            return
-        self._children.stop_watching()
-        self._children.wait()
-        failed = {rank: status for rank, status in self._children.statuses().items() if status != 0}
-        if failed:
-            rank, status = next(iter(failed.items()))
-            sys.stderr.write(f"Rank {rank} failed after the run: {describe_status(status)}. Its error is above.\n")
-            logging.shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
+
+@cache
+def _finish_at_exit() -> None:
+    """Finish once when this process exits. A method would keep the launcher, and with it the module, in memory."""
+    atexit.register(_finish)
+
+
+def _finish() -> None:
+    """Wait for the other processes when this one exits; exit with status 1 if one of them failed."""
+    children = CheckedSubprocessLauncher._children
+    assert children is not None
+    if CheckedSubprocessLauncher._has_failed:
+        children.end(_GRACE_SECONDS)
+        return
+    children.stop_watching()
+    children.wait()
+    failed = {rank: status for rank, status in children.statuses().items() if status != 0}
+    if failed:
+        rank, status = next(iter(failed.items()))
+        sys.stderr.write(f"Rank {rank} failed after the run: {describe_status(status)}. Its error is above.\n")
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _on_end(rank: int, status: int) -> None:

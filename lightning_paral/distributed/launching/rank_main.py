@@ -31,13 +31,8 @@ class RankError:
     error: BaseException
     seconds: float
     """When it ended, on the monotonic clock of the node."""
-    has_died: bool = False
-    """Whether the process ended without an exception."""
-
-    @property
-    def is_consequence(self) -> bool:
-        """Whether another rank failed first."""
-        return isinstance(self.error, RankFailedError) and not self.has_died
+    is_consequence: bool = False
+    """Whether the rank ended because another one had failed."""
 
 
 _parent: Connection | None = None
@@ -77,7 +72,10 @@ def run_in_rank(
         report: tuple[bool, Any] = True, target(rank, *arguments)
     except BaseException as error:
         seconds = getattr(error, _FAILED_AT, time.monotonic())
-        report, status = (False, RankError(rank=rank, error=_portable(error, rank), seconds=seconds)), 1
+        is_consequence = isinstance(error, RankFailedError)
+        portable = _portable(error, rank)
+        report = False, RankError(rank=rank, error=portable, seconds=seconds, is_consequence=is_consequence)
+        status = 1
     connection.send_bytes(pickle.dumps(report))
     connection.close()
     if status:

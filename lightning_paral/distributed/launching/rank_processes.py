@@ -112,8 +112,11 @@ class RankProcesses:
         """
         deadline = float("inf")
         while self._connections and time.monotonic() < deadline:
-            for connection in wait(list(self._connections.values()), timeout=min(1.0, deadline - time.monotonic())):
-                self._receive(next(rank for rank, each in self._connections.items() if each is connection))
+            ready = wait(list(self._connections.values()), timeout=min(1.0, deadline - time.monotonic()))
+            for rank, connection in list(self._connections.items()):
+                # Processes that a rank has forked keep its end of the connection open after it has died.
+                if connection in ready or not (self._processes[rank].is_alive() or connection.poll()):
+                    self._receive(rank)
             if self._errors and (deadline == float("inf") or self._saving & self._connections.keys()):
                 deadline = time.monotonic() + GRACE_SECONDS
         if self._errors:
@@ -151,11 +154,13 @@ class RankProcesses:
         """Read what `rank` reported, or find out how it died."""
         connection, process, seconds = self._connections[rank], self._processes[rank], time.monotonic()
         try:
-            report = pickle.loads(connection.recv_bytes())
-        except EOFError:
+            report = pickle.loads(connection.recv_bytes()) if connection.poll() else None
+        except (EOFError, OSError):  # the connection was closed, in the middle of the report if it is an OSError
+            report = None
+        if report is None:
             process.join(GRACE_SECONDS)
             error = self._describe_death(rank, process.exitcode)
-            report = False, RankError(rank=rank, error=error, seconds=seconds, has_died=True)
+            report = False, RankError(rank=rank, error=error, seconds=seconds)
         if isinstance(report, bool):
             (self._saving.add if report else self._saving.discard)(rank)
             return

@@ -136,3 +136,29 @@ def test_strangers_are_turned_away(rank_0) -> None:
                 continue
     assert answer == b""
     assert rank_0.dead == []
+
+
+def test_rank_that_was_not_accepted_in_a_short_run_is_told_goodbye_and_waits_for_nobody(rank_0) -> None:
+    late = LivenessOfRankZero(1, rank_0.address)
+    late.dead = []
+    late.on_death = late.dead.append
+    late.poll()  # connects
+    rank_0.say_goodbye()  # before it has accepted the connection
+    late.say_goodbye()
+    assert not late.has_others
+
+    assert poll_until(lambda: bool(rank_0._left) and late._is_done, rank_0, late)
+
+    assert not rank_0.has_others
+    assert rank_0.dead == late.dead == []
+    late.end()
+
+
+def test_rank_that_has_said_goodbye_does_not_connect(rank_0) -> None:
+    late = LivenessOfRankZero(1, rank_0.address)
+    late.say_goodbye()
+
+    late.poll()
+
+    assert late._connection is None
+    assert not late.has_others
