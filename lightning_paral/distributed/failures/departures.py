@@ -40,6 +40,7 @@ def end_launch(error: BaseException | None) -> None:
     if _last is not None:
         _last.liveness.say_goodbye()
         if error is not None:  # this process reports it, and does not wait for others when it exits
+            _last.liveness.end()
             _last = None
 
 
