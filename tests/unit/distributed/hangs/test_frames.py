@@ -1,6 +1,8 @@
 """The stack of a running thread is read without collecting garbage."""
 
 import gc
+import inspect
+import linecache
 import sys
 import threading
 import traceback
@@ -10,14 +12,17 @@ import pytest
 
 from lightning_paral.distributed.hangs.frames import frames_of
 
+START, WALK = "frames, frame = [], sys._current_frames().get(thread)", "frame = frame.f_back"
+
 
 @pytest.fixture
 def collected_in() -> Iterator[set[str]]:
-    """The functions in which garbage was collected, while each new object may begin a collection."""
+    """The functions and lines in which garbage was collected, while each new object may begin a collection."""
     seen: set[str] = set()
 
     def note(phase: str, info: dict[str, int]) -> None:
-        seen.update(each.f_code.co_name for each, _ in traceback.walk_stack(sys._getframe()))
+        for frame, line in traceback.walk_stack(sys._getframe()):
+            seen.update((frame.f_code.co_name, linecache.getline(frame.f_code.co_filename, line).strip()))
 
     thresholds = gc.get_threshold()
     gc.callbacks.append(note)
@@ -36,11 +41,14 @@ def names_at(depth: int) -> list[str]:
 def test_frames_are_innermost_first_and_no_garbage_is_collected_meanwhile(collected_in: set[str]) -> None:
     names = names_at(20)
 
+    source = inspect.getsource(frames_of)
+    assert START in source
+    assert WALK in source
     assert names[0] == "frames_of"
     assert names.count("names_at") == 21
     assert "names_at" in collected_in
     if sys.version_info < (3, 12):  # later, collections do not interrupt the creation of a frame
-        assert "frames_of" not in collected_in
+        assert collected_in.isdisjoint({WALK, START})
     assert gc.isenabled()
 
 
