@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from lightning_paral.distributed.failures.failure import FirstFailure, failure_of, first_failure_of
-from lightning_paral.distributed.failures.failure_watch import tell_torchrun
+from lightning_paral.distributed.failures.failure import PRINT_SECONDS, FirstFailure, failure_of, first_failure_of
+from lightning_paral.distributed.failures.torchrun_report import tell_torchrun
 from lightning_paral.distributed.hangs.user_frames import library_of
 from lightning_paral.distributed.process_group import is_first_to_report
 from lightning_paral.errors import ParalError, RankFailedError
@@ -17,9 +17,6 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 TRACEBACK_VARIABLE = "PARAL_TRACEBACK"
 """The environment variable that restores complete tracebacks if its value is `full`."""
-
-_PATIENCE_SECONDS = 2.0
-"""How long a rank that failed because of another one waits until that one has printed its error."""
 
 
 def install_brief_excepthook() -> None:
@@ -65,7 +62,7 @@ class _BriefExceptHook:
         else:
             self._print(error_type, error, trace)
             line = f"Rank {first.rank} failed after {first.known}"
-        must_print = first.wait_until_printed(_PATIENCE_SECONDS)
+        must_print = first.wait_until_printed(PRINT_SECONDS)
         sys.stderr.write(f"{first.known.traceback if must_print else ''}{line}\n")
         sys.stderr.flush()
 

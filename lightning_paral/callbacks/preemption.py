@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_paral.callbacks import slurm
 from lightning_paral.compat.lightning import preemption as lightning_preemption
+from lightning_paral.distributed.failures.departures import agree_on_exit
 from lightning_paral.distributed.signals import call_on_signal
 from lightning_paral.distributed.stop_agreement import StopAgreement
 from lightning_paral.errors import ConfigurationError
@@ -80,6 +81,7 @@ class Preemption(Callback):
         self._undo = ExitStack()
         self._signum: int | None = None
         self._signaled_at = 0.0
+        self._is_requeueing = False
         self._num_batches = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -94,7 +96,7 @@ class Preemption(Callback):
         if stage != "fit":
             return
         self.was_preempted, self.checkpoint_path = False, None
-        self._signum, self._num_batches = None, 0
+        self._signum, self._num_batches, self._is_requeueing = None, 0, False
         watcher = getattr(trainer.strategy, "_watcher", None)
         if watcher is None and trainer.world_size > 1:
             raise ConfigurationError(
@@ -122,7 +124,7 @@ class Preemption(Callback):
         return self._agreement.is_stop(self._num_batches)
 
     def _save(self, trainer: Trainer) -> None:
-        """Save a checkpoint. *Collective* over the world."""
+        """Save a checkpoint, and requeue a job of SLURM. *Collective* over the world."""
         assert self._agreement is not None
         rank_zero_info(f"{self._agreement.reason}. Saving after optimizer step {trainer.global_step}, then stopping.")
         path = self._path(trainer)
@@ -130,7 +132,16 @@ class Preemption(Callback):
         finish = getattr(trainer.strategy, "finish_saving", None)
         if finish is not None:
             finish()
+        reason = self._agreement.reason
+        is_cancelled = reason == _reason(signal.SIGTERM)  # by `scancel`, or SLURM requeues the job itself
+        if self.requeue and slurm.requeues(trainer) and not is_cancelled:
+            self._is_requeueing = True  # before SLURM signals the ranks of the job that it requeues
+            if trainer.is_global_zero:
+                # Now, while the other ranks wait: when the first of them exits, srun may end the job.
+                slurm.requeue_job()
         self.was_preempted, self.checkpoint_path = True, trainer.strategy.broadcast(path)
+        if self.exit_status != "return":
+            agree_on_exit(self._status(reason))
         lightning_preemption.set_received_sigterm(trainer)
 
     def _path(self, trainer: Trainer) -> str:
@@ -152,9 +163,6 @@ class Preemption(Callback):
                 os.kill(os.getpid(), signal.SIGTERM)
             return
         rank_zero_info(f"{agreement.reason}. Training can be resumed from {self.checkpoint_path}.")
-        is_cancelled = agreement.reason == _reason(signal.SIGTERM)  # by `scancel`, or SLURM requeues the job itself
-        if self.requeue and slurm.requeues(trainer) and not is_cancelled and trainer.is_global_zero:
-            slurm.requeue_job()
         if self.exit_status == "return":
             return
         for callback in trainer.checkpoint_callbacks:
@@ -176,7 +184,7 @@ class Preemption(Callback):
             self._signum, self._signaled_at = signum, now
             if self._agreement is not None:
                 self._agreement.request(_reason(signum))
-        elif now - self._signaled_at > _SAME_SIGNAL_SECONDS:
+        elif now - self._signaled_at > _SAME_SIGNAL_SECONDS and not self._is_requeueing:
             _exit_now(f"A second signal, {signal.Signals(signum).name}, ends the process", 128 + signum)
 
     def _on_request(self, reason: str) -> None:

@@ -250,7 +250,10 @@ def explain_timeout(error: BaseException, timeout: timedelta, option: str) -> bo
     Returns:
         bool: whether a collective timed out.
     """
-    message = str(error)
+    try:
+        message = str(error)
+    except Exception:  # the class of a user's error
+        return False
     timed_out = any(sign in message for sign in _TIMED_OUT)
     if error.args and timed_out and option not in message:
         error.args = (

@@ -49,10 +49,14 @@ class Ignored:
     def __init__(self, signum: int) -> None:
         self.signum = signum
         self.previous: Handler = signal.getsignal(signum)
+        self._process = os.getpid()
         signal.signal(signum, self)
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        """Do nothing."""
+        """Do nothing; in a forked process, handle the signal as before."""
+        if os.getpid() != self._process:
+            self.restore()
+            os.kill(os.getpid(), signum)
 
     def restore(self) -> None:
         """Set the previous handler, unless someone has replaced this one."""

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -208,19 +208,18 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, Ch
 
     def teardown(self) -> None:
         """End the run. The next run reuses the process group, except after a failure with several ranks."""
-        self._end_buffers()
-        self._end_agreement()
-        if self._averages is not None:
-            self._averages.end()
-            self._averages = None
-        self._data.end()
-        try:
-            super().teardown()
-        finally:
-            if self._undo_recomputation is not None:
-                self._undo_recomputation()
-                self._undo_recomputation = None
+        with ExitStack() as at_end:
+            at_end.callback(self._end_run)
             if self._ignored_warnings is not None:
-                self._ignored_warnings.end()
+                at_end.callback(self._ignored_warnings.end)
                 self._ignored_warnings = None
-            self._end_run()
+            if self._undo_recomputation is not None:
+                at_end.callback(self._undo_recomputation)
+                self._undo_recomputation = None
+            self._end_buffers()
+            self._end_agreement()
+            if self._averages is not None:
+                self._averages.end()
+                self._averages = None
+            self._data.end()
+            super().teardown()

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from lightning_paral.distributed.process_group import explain_timeout, group_for
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.strategies.after_failure import AfterFailure
+from lightning_paral.strategies.exception_hooks import end_run_if_hooks_fail
 from lightning_paral.strategies.hangs import hang_requests
 from lightning_paral.strategies.position import describe_position
 from lightning_paral.strategies.same_monitor import restore_monitors, share_monitored
@@ -44,6 +46,8 @@ class Collectives(AfterFailure):
     _undo_timeout: Callable[[], None] | None = None
     _logged_group: dist.ProcessGroup | None = None
     """During a run with several ranks, the group that reduces logged values, if the backend is gloo."""
+    _undo_guard: ExitStack | None = None
+    """After a failure, what removes the guard of the hooks that are called then."""
     num_runs: int = 0
     """The number of runs for which the ranks have joined."""
 
@@ -98,6 +102,7 @@ class Collectives(AfterFailure):
         if self._failures is None or trainer is None:
             return error
         self._failures.leave()  # first: this thread must not be interrupted while it reports
+        self._undo_guard = end_run_if_hooks_fail(trainer, self.teardown)
         if self._stacks is not None:
             self._stacks.freeze()
         if isinstance(error, Exception) and explain_timeout(error, self.timeout, self._timeout_option):
@@ -106,10 +111,15 @@ class Collectives(AfterFailure):
 
     def _end_run(self) -> None:
         """End the run; after a failure with several ranks, release the process group, in which ranks may still wait."""
-        self._end_watch()
-        self._end_tracking()
-        self._wait_for_savers()
-        self._end_watching()
+        try:
+            self._end_watch()
+            self._end_tracking()
+            self._wait_for_savers()
+        finally:
+            self._end_watching()
+        if self._undo_guard is not None:
+            self._undo_guard.close()
+            self._undo_guard = None
         if self._undo_timeout is not None:
             self._undo_timeout()
             self._undo_timeout = None

@@ -21,16 +21,17 @@ from lightning_paral.distributed.failures.liveness import Liveness
 _POLL_SECONDS = 0.05
 
 _is_launching = False
+_agreed_status: int | None = None
 _last: "_Departures | None" = None
 
 
 def begin_launch() -> None:
     """Begin a call of the Trainer, whose end `end_launch` tells the other ranks."""
-    global _is_launching, _last
+    global _is_launching, _last, _agreed_status
     _check_at_exit()
     if _last is not None:
         _last.liveness.end()
-    _is_launching, _last = True, None
+    _is_launching, _last, _agreed_status = True, None, None
 
 
 def end_launch(error: BaseException | None) -> None:
@@ -53,9 +54,22 @@ def keep_watching(liveness: Liveness, first: FirstFailure, world_size: int) -> N
     _last = _Departures(liveness, first, world_size)
 
 
+def agree_on_exit(status: int) -> None:
+    """Let all processes exit with `status` after the present run, though one may do so much later than another."""
+    global _agreed_status
+    _agreed_status = status
+
+
+def agreed_status() -> int | None:
+    """Return the status with which all ranks have agreed to exit after the present run; `None` if they have not."""
+    return _agreed_status
+
+
 def explain_exit_after_run(error: BaseException) -> None:
     """Do not exit with status 0 if only some ranks called `sys.exit(0)` after the run. Waits for the other ranks."""
-    if not isinstance(error, SystemExit) or error.code or _last is None or _last.all_exit():
+    if not isinstance(error, SystemExit) or error.code or _agreed_status == 0:
+        return
+    if _last is None or _last.all_exit():
         return
     file, line = traceback.extract_tb(error.__traceback__)[-1][:2]
     sys.stderr.write(

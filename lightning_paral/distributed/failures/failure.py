@@ -14,6 +14,8 @@ from torch.distributed.distributed_c10d import Store
 
 from lightning_paral.errors import RankFailedError
 
+PRINT_SECONDS = 5.0
+"""How long a rank that ended because of another one waits until that one has printed its error."""
 CONSEQUENCE_SECONDS = 2.0
 """How long a rank whose collective was interrupted waits to learn of the failure that interrupted it."""
 
@@ -72,12 +74,20 @@ def failure_of(error: BaseException, rank: int, where: str) -> Failure:
     )
 
 
+def message_of(error: BaseException) -> str:
+    """Return the message of `error`; an empty string if its class fails to make one."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
 def is_interruption(error: BaseException | None) -> bool:
     """Return whether `error`, or an error that led to it, says that another rank left a collective."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        message = str(error)
+        message = message_of(error)
         if isinstance(error, InterruptedByFailure | RankFailedError | dist.DistNetworkError) or (
             isinstance(error, RuntimeError) and any(sign in message for sign in _INTERRUPTED)
         ):
@@ -99,6 +109,8 @@ class FirstFailure:
     def __init__(self, store: Store, rank: int) -> None:
         self.store: Any = store
         self.rank = rank
+        self.is_printed = False
+        """Whether this rank has printed the failure."""
         self._known: Failure | None = None
         self._known_event = threading.Event()
 
@@ -139,16 +151,20 @@ class FirstFailure:
         return self._known
 
     def set_printed(self) -> None:
-        """Tell the other ranks that the failure was printed."""
+        """Tell the other ranks that this one has printed the failure."""
+        self.is_printed = True
         try:
             self.store.set("printed", "")
         except (dist.DistError, RuntimeError):
             return
 
     def wait_until_printed(self, seconds: float) -> bool:
-        """Wait for at most `seconds` until a rank has printed the traceback. Return whether this rank has to print it.
+        """Wait for at most `seconds` until the failed rank has printed the traceback, which it does when it exits.
 
-        Do not wait if the failure has no traceback.
+        Do not wait if the failure has no traceback, or if the process that serves the store has ended.
+
+        Returns:
+            bool: whether this rank has to print the traceback.
         """
         if self._known is None or not self._known.traceback:
             return False
@@ -158,11 +174,8 @@ class FirstFailure:
                 if time.monotonic() > deadline:
                     return bool(self.store.compare_set("printed", "", str(os.getpid())) == str(os.getpid()).encode())
                 time.sleep(0.05)
-        except (
-            dist.DistError,
-            RuntimeError,
-        ):  # rank 0, which served the store, has ended, and has printed its own failure
-            return self._known.rank != 0
+        except (dist.DistError, RuntimeError):  # rank 0, which served the store, has ended; the failed rank prints
+            return False
         return False
 
     def vote(self, key: str, value: bool) -> None:

@@ -14,9 +14,9 @@ from contextlib import suppress
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lightning_paral.compat.torch.aborting import abort_nccl
+from lightning_paral.compat.torch.process_groups import store_port
 from lightning_paral.distributed.failures.connections import (
     Endpoints,
     as_text,
@@ -27,6 +27,7 @@ from lightning_paral.distributed.failures.connections import (
 from lightning_paral.distributed.failures.departures import keep_watching
 from lightning_paral.distributed.failures.failure import (
     CONSEQUENCE_SECONDS,
+    PRINT_SECONDS,
     Failure,
     FirstFailure,
     failure_of,
@@ -36,6 +37,8 @@ from lightning_paral.distributed.failures.failure import (
 )
 from lightning_paral.distributed.failures.interrupt import Interrupt
 from lightning_paral.distributed.failures.liveness import Liveness
+from lightning_paral.distributed.failures.torchrun_report import tell_torchrun
+from lightning_paral.distributed.launching.rank_main import reports_to_parent
 from lightning_paral.distributed.signals import Ignored
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.errors import RankFailedError
@@ -60,7 +63,7 @@ class FailureWatch:
 
     Args:
         watcher: the watcher that polls this topic.
-        main_port: the port of the store.
+        main_port: the port of the cluster environment's store.
         liveness: notices that the process of another rank has died.
         exit_status: returns how the process of a local rank ended; `None` if it is not known. Only the process that
             launched the rank knows.
@@ -78,7 +81,7 @@ class FailureWatch:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.first = FirstFailure(watcher.store, self.rank)
         self._watcher = watcher
-        self._main_port = main_port
+        self._store_ports = [port for port in (main_port, store_port()) if port is not None]
         self._exit_status = exit_status
         self._save_seconds = max(save_seconds, _TEARDOWN_SECONDS)
         self._parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -259,7 +262,7 @@ class FailureWatch:
         """Publish the present connections, once: ranks that failed together connect anew to save."""
         with self._lock:
             if self._connections is None:
-                connections = own_connections([self._main_port, self._liveness.port])
+                connections = own_connections([*self._store_ports, self._liveness.port])
                 self.first.store.set(f"connections/{self.rank}", as_text(connections))
                 self._connections = connections
 
@@ -274,7 +277,11 @@ class FailureWatch:
         """End this process without a teardown, which its main thread does not reach."""
         first = self.first.known
         assert first is not None
-        must_print = not self.first.is_own and self.first.wait_until_printed(1.0)
+        if self.first.is_own:
+            must_print = not self.first.is_printed
+        else:
+            # In a forked or spawned rank, the process that started the ranks prints it.
+            must_print = not reports_to_parent() and self.first.wait_until_printed(PRINT_SECONDS)
         if must_print and first.traceback:
             sys.stderr.write(first.traceback)
         sys.stderr.write(f"{self._why_ended()}\n")
@@ -288,15 +295,3 @@ def end_children() -> None:
     for child in multiprocessing.active_children():
         with suppress(OSError, ValueError):
             child.kill()
-
-
-def tell_torchrun(error: BaseException) -> None:
-    """Write `error` to the file from which torchrun reads it, to show its traceback in the summary. Do so only once."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path and isinstance(error, Exception) and not os.path.exists(path):
-        trace = error.__traceback__
-        try:
-            raise error  # `record_exception` formats the exception that is being handled
-        except Exception:
-            with suppress(OSError):
-                get_error_handler().record_exception(error.with_traceback(trace))

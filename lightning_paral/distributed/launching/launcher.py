@@ -14,7 +14,12 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 
 from lightning_paral.compat.lightning.launchers import SubprocessScriptLauncher, TunerExit
-from lightning_paral.distributed.failures.departures import begin_launch, end_launch, explain_exit_after_run
+from lightning_paral.distributed.failures.departures import (
+    agreed_status,
+    begin_launch,
+    end_launch,
+    explain_exit_after_run,
+)
 from lightning_paral.distributed.launching.children import Children, describe_status
 from lightning_paral.distributed.launching.launch_checks import check_port_is_free
 from lightning_paral.distributed.process_group import serves_store
@@ -58,6 +63,8 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
     """The processes that this process has started. They outlive the Trainer that did so."""
     _has_failed: ClassVar[bool] = False
     """Whether the last run of this process failed, whichever Trainer launched it."""
+    _may_be_handled: ClassVar[bool] = False
+    """Whether the user's code may have handled the error of that run, on this rank and on the others."""
     _current: "ClassVar[CheckedSubprocessLauncher | None]" = None
     """While a run with several local ranks is launched, its launcher."""
     _num_runs_before = 0
@@ -105,6 +112,8 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
             raise  # the end of a search for a learning rate or a batch size
         except BaseException as error:
             CheckedSubprocessLauncher._has_failed = True
+            # Ranks that had joined know of the failure. Others would wait until the timeout.
+            CheckedSubprocessLauncher._may_be_handled = isinstance(error, Exception) and self.has_joined
             failed = error
             explain_exit_after_run(error)
             raised = error if self._run is None else self._run.report_failure(error)
@@ -162,18 +171,24 @@ def _finish_at_exit() -> None:
 
 
 def _finish() -> None:
-    """Wait for the other processes when this one exits; exit with status 1 if one of them failed."""
-    children = CheckedSubprocessLauncher._children
+    """Wait for the other processes when this one exits; exit with status 1 if one of them failed.
+
+    If this process exits with the error of a run, do not wait longer than some seconds.
+    """
+    children, has_failed = CheckedSubprocessLauncher._children, CheckedSubprocessLauncher._has_failed
     assert children is not None
-    if CheckedSubprocessLauncher._has_failed:
+    has_printed_error = getattr(sys, "last_value", None) is not None
+    may_be_handled = CheckedSubprocessLauncher._may_be_handled or agreed_status() is not None
+    if has_failed and (has_printed_error or not may_be_handled):
         children.end(_GRACE_SECONDS)
         return
     children.stop_watching()
     children.wait()
-    failed = {rank: status for rank, status in children.statuses().items() if status != 0}
+    failed = {rank: status for rank, status in children.statuses().items() if status not in (0, agreed_status())}
     if failed:
         rank, status = next(iter(failed.items()))
-        sys.stderr.write(f"Rank {rank} failed after the run: {describe_status(status)}. Its error is above.\n")
+        if not has_failed:  # else its error is that of the run
+            sys.stderr.write(f"Rank {rank} failed after the run: {describe_status(status)}. Its error is above.\n")
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -186,7 +201,7 @@ def _on_end(rank: int, status: int) -> None:
     After a run, a process may end with status 0 while this one still runs hooks, or uploads logs.
     """
     launcher = CheckedSubprocessLauncher
-    if status == 0 and (launcher._current is None or launcher._current.has_joined):
+    if status in (0, agreed_status()) and (launcher._current is None or launcher._current.has_joined):
         return
     deadline = time.monotonic() + _GRACE_SECONDS
     while time.monotonic() < deadline:

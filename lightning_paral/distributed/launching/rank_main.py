@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from lightning_paral.distributed.failures.departures import agreed_status
 from lightning_paral.distributed.hangs.user_frames import library_of
 from lightning_paral.errors import RankFailedError
 
@@ -37,6 +38,11 @@ class RankError:
 
 _parent: Connection | None = None
 """In the process of a rank, the connection to the process that started it."""
+
+
+def reports_to_parent() -> bool:
+    """Return whether this is the process of a rank whose error the process that started it raises."""
+    return _parent is not None
 
 
 def tell_whether_saving(is_saving: bool) -> None:
@@ -97,7 +103,8 @@ def _end_with(parent: int | None) -> None:
 def _portable(error: BaseException, rank: int) -> BaseException:
     """Return `error`, or a substitute if it cannot be pickled, with its traceback on `rank` as a note."""
     if isinstance(error, SystemExit):
-        error = SystemExit(error.code or 1)  # the run ended early, also if the status was 0
+        # The run ended early, also if the status is 0.
+        error = SystemExit(error.code or (1 if agreed_status() is None else 0))
     note = f"It was raised on rank {rank}:\n{''.join(_user_lines(error)).rstrip()}"
     try:
         copy = pickle.loads(pickle.dumps(error))
