@@ -181,7 +181,10 @@ class LoaderDistributor:
 
         def check_and_end_epoch() -> None:
             results.check_keys()
+            # Now, on all ranks: the progress bar, and hooks of some ranks, would otherwise compute them before others.
+            results.metrics(on_step=False)
             end_epoch()
+            self.logged.begin_part()
 
         shadow_method(loop, "on_advance_end", check_and_end_epoch, self._undo)
         self._undo.callback(results.end_step)

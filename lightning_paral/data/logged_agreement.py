@@ -66,14 +66,27 @@ class LoggedAgreement:
             return
         if not self._has_told:
             self._has_told = True
-            store.set(self._key(self._rank), json.dumps(as_list(self._steps.parts())))
-            store.add(self._key("told"), 1)
+            self._tell(store)
         if waited > (_COMPARE_AFTER if self._steps.is_reducing else _COMPARE_OTHERWISE_AFTER):
             self._compare(store, now)
+
+    def end(self, store: Store) -> None:
+        """End with a run that ended well on this rank: tell the others, of which one may wait for a value in vain."""
+        self._steps.begin_part()
+        self._steps.find_difference = lambda: None
+        self._tell(store)
+
+    def find_difference(self, store: Store) -> Exception | None:
+        """Return an error if a rank that has ended the run has left out a value that this rank has to reduce."""
+        return self._explain(store)[0] if self._differs(store) else None
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle as `None`, because it belongs to one run in one process."""
         return type(None), ()
+
+    def _tell(self, store: Any) -> None:
+        store.set(self._key(self._rank), json.dumps(as_list(self._steps.parts())))
+        store.add(self._key("told"), 1)
 
     def _begin_waiting(self, store: Any, num_events: int, now: float) -> None:
         self._num_events, self._since = num_events, now
@@ -93,16 +106,23 @@ class LoggedAgreement:
             if num_told == self._num_seen:
                 return
             self._num_seen = num_told
-            ours = self._steps.parts()
-            if any(cannot_meet(ours, theirs) for theirs in self._read_others(store).values()):
+            if self._differs(store):
                 self._found_at = now
         elif now - self._found_at >= _GRACE_SECONDS:
-            where, difference = explain_difference({self._rank: self._steps.parts(), **self._read_others(store)})
             self._has_failed = True
-            error = ConfigurationError(
-                f"The ranks have not synchronized the same values in {where}: {difference}. {EVERY_RANK}"
-            )
+            error, where = self._explain(store)
             self._fail(error, where)
+
+    def _differs(self, store: Any) -> bool:
+        ours = self._steps.parts()
+        return any(cannot_meet(ours, theirs) for theirs in self._read_others(store).values())
+
+    def _explain(self, store: Any) -> tuple[ConfigurationError, str]:
+        where, difference = explain_difference({self._rank: self._steps.parts(), **self._read_others(store)})
+        error = ConfigurationError(
+            f"The ranks have not synchronized the same values in {where}: {difference}. {EVERY_RANK}"
+        )
+        return error, where
 
     def _read_others(self, store: Any) -> dict[int, list[Part]]:
         keys = {rank: self._key(rank) for rank in self._ranks if rank != self._rank}

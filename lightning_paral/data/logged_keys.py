@@ -3,7 +3,7 @@
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -72,6 +72,9 @@ class CheckedReduce:
         try:
             reduced = self._reduce(torch.cat([value.reshape(-1), fingerprints]), reduce_op=reduce_op, group=group)
         except RuntimeError as error:
+            with suppress(dist.DistError, RuntimeError):  # rank 0, which serves the store, may have ended
+                if (found := self._steps.find_difference()) is not None:
+                    raise found from error
             error.args = (f"{error}\nThis rank was reducing self.log({self._name!r}, sync_dist=True). {EVERY_RANK}",)
             raise
         finally:

@@ -1,15 +1,14 @@
 """Remember which values a rank has reduced in which step, and find the step in which ranks differ."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_paral.distributed.rank_names import name_ranks
 
-_NUM_EVENTS = 1024
-_NUM_SENT = 64
-"""How many of the last parts of steps a rank tells the others about."""
+_NUM_PARTS = 64
+"""How many of the last parts of steps a rank keeps."""
 _NUM_NAMED = 8
 
 EVERY_RANK = (
@@ -44,14 +43,16 @@ class LoggedSteps:
     def __init__(self) -> None:
         self._num_reduced = 0
         self._number = self._num_evaluated = self._num_steps = 0
-        self._events: deque[str | tuple[tuple[int, int], int, str]] = deque(maxlen=_NUM_EVENTS)
+        self._parts: deque[tuple[tuple[tuple[int, int], int, str], list[str]]] = deque(maxlen=_NUM_PARTS)
         self.where = "the beginning of the run"
         """The current step."""
-        self._events.append(((0, 0), 0, self.where))
+        self._parts.append((((0, 0), 0, self.where), []))
         self.num_events = 0
         """A number that changes with each part, and with each value."""
         self.is_reducing = False
         """Whether the main thread is in the reduction of a value."""
+        self.find_difference: Callable[[], Exception | None] = lambda: None
+        """Returns an error about a value that this rank waits for in vain; `None` if that is not known."""
 
     def begin_step(self, where: str) -> None:
         """Begin a step that every rank runs."""
@@ -74,14 +75,15 @@ class LoggedSteps:
         """A number that is equal on all ranks in each step, and differs between steps that follow each other."""
         return self._num_steps + self._num_evaluated
 
-    def begin_part(self) -> None:
-        """Begin the next part of the step, at a point that every rank reaches."""
+    def begin_part(self, where: str | None = None) -> None:
+        """Begin the next part of the step, or of what follows the steps, at a point that every rank reaches."""
+        self.where = self.where if where is None else where
         self._number += 1
         self._num_evaluated = 0
         self._begin()
 
     def _begin(self) -> None:
-        self._events.append(((self._number, self._num_evaluated), self._num_reduced, self.where))
+        self._parts.append((((self._number, self._num_evaluated), self._num_reduced, self.where), []))
         self.num_events += 1
 
     def begin_reduction(self, what: str) -> None:
@@ -91,7 +93,7 @@ class LoggedSteps:
             what: what this rank has done, such as `logged 'training_step.loss' with sync_dist=True`.
         """
         self._num_reduced += 1
-        self._events.append(what)
+        self._parts[-1][1].append(what)
         self.num_events += 1
         self.is_reducing = True
 
@@ -101,13 +103,8 @@ class LoggedSteps:
 
     def parts(self) -> list[Part]:
         """Return the last parts. The last of them has not ended."""
-        begun: list[tuple[tuple[tuple[int, int], int, str], list[str]]] = []
-        for event in tuple(self._events):  # a copy, because the main thread adds events
-            if not isinstance(event, str):
-                begun.append((event, []))
-            elif begun:  # otherwise the beginning of its part is forgotten
-                begun[-1][1].append(event)
-        return [Part(*part, tuple(reductions)) for part, reductions in begun[-_NUM_SENT:]]
+        # Copies, because the main thread adds to them.
+        return [Part(*part, tuple(reductions)) for part, reductions in tuple(self._parts)]
 
 
 def as_list(parts: Iterable[Part]) -> list[Any]:
@@ -127,11 +124,11 @@ def cannot_meet(ours: Sequence[Part], theirs: Sequence[Part]) -> bool:
 
     A rank that is slow has left out nothing: it has not reached the end of the part.
     """
+    if not ours or not theirs:
+        return False
     if _first_mismatch(ours, theirs) is not None:
         return True
     behind, ahead = sorted((ours, theirs), key=lambda parts: parts[-1].number)
-    if not behind or not ahead:
-        return False
     now = behind[-1]
     common = next((part for part in ahead if part.number == now.number), None)
     if common is None:  # `ahead` has run many steps since

@@ -71,6 +71,8 @@ class RankWatcher:
         # A clone, because a store serves one call at a time: the main thread may wait in another call.
         self.store: Any = ReachableStore(PrefixStore(f"lightning_paral/run/{run}", store.clone()))
         """The store in a namespace of the run, with a connection of its own. Its calls must be short."""
+        self.main_store: Store = PrefixStore(f"lightning_paral/run/{run}", default_store())
+        """The store in the same namespace, for the main thread."""
         self._poll_seconds = poll_seconds
         self._topics: list[Topic] = []
         self._wake = threading.Event()

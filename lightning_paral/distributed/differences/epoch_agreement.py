@@ -19,6 +19,9 @@ from lightning_paral.errors import ConfigurationError
 WAITING_SECONDS = 10.0
 """How long a rank must be in the same collective to count as waiting for the ranks that have ended the epoch."""
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.01, 0.2
+_STUCK_SECONDS = 2.0
+"""How long each rank must have ended the epoch, or wait, before this counts: a rank that waited may go on."""
+_NO_ANSWER = "null"
 _BACKWARD_SECONDS = 60.0
 """The same for a backward pass, of which Python cannot tell whether it computes or waits."""
 _IN_COLLECTIVES = ("torch/distributed/", "deepspeed/comm/")
@@ -55,7 +58,7 @@ class EpochAgreement:
         self._run, self._main_thread = watcher.run, watcher.main_thread
         self._timeout = timeout
         self._ended: set[int] = set()
-        self._answered: set[int] = set()
+        self._answered: dict[int, str] = {}
         self._place: Any = None
         self._place_since = 0.0
 
@@ -81,9 +84,12 @@ class EpochAgreement:
             store.set(f"{number}/differ", "")
         store.set("latest", json.dumps([number, self.progress.batches]))
         deadline = time.monotonic() + self._timeout.total_seconds()
+        stuck_since: float | None = None
         pause = _POLL_SECONDS  # becomes longer, so that many ranks that wait long do not keep the store busy
         while not store.check([f"{number}/all"]):
-            if store.check([f"{number}/differ"]) or time.monotonic() > deadline:
+            stuck_since = (stuck_since or time.monotonic()) if self._all_end_or_wait(store, number) else None
+            is_stuck = stuck_since is not None and time.monotonic() - stuck_since > _STUCK_SECONDS
+            if is_stuck or store.check([f"{number}/differ"]) or time.monotonic() > deadline:
                 self._raise(store, number)
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_POLL_SECONDS)
@@ -93,15 +99,21 @@ class EpochAgreement:
         if not store.check(["epochs/latest"]):
             return
         number, batches = json.loads(store.get("epochs/latest"))
-        if number in self._ended or number in self._answered:
+        if number in self._ended:
             self._place = None
             return
+        key = f"epochs/{number}/{self._rank}"
         waits = self._waits_in_collective()
-        if self.progress.batches > batches or waits:
-            self._answered.add(number)
-            kind = "begun" if self.progress.batches > batches else "waits"
-            store.set(f"epochs/{number}/{self._rank}", json.dumps({"kind": kind, **asdict(self.progress)}))
+        if self.progress.batches > batches:
+            store.set(key, json.dumps({"kind": "begun", **asdict(self.progress)}))
             store.set(f"epochs/{number}/differ", "")
+        elif waits and number not in self._answered:
+            self._answered[number] = json.dumps({"kind": "waits", **asdict(self.progress)})
+            store.set(key, self._answered[number])
+            store.set(f"epochs/{number}/waits", "")
+        elif not waits and number in self._answered:
+            # Unless the main thread has just ended the epoch, and has written its progress.
+            store.compare_set(key, self._answered.pop(number), _NO_ANSWER)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle as `None`, because it belongs to one run in one process."""
@@ -121,15 +133,22 @@ class EpochAgreement:
             return since > _BACKWARD_SECONDS
         return since > WAITING_SECONDS and any(part in file for part in _IN_COLLECTIVES)
 
+    def _all_end_or_wait(self, store: Store, number: int) -> bool:
+        """Return whether some ranks wait in a collective, and all others have ended the epoch."""
+        if not store.check([f"{number}/waits"]):
+            return False
+        found = self._answers(store, number)
+        return len(found) == self._num_ranks and any("kind" in answer for answer in found.values())
+
+    def _answers(self, store: Store, number: int) -> dict[int, dict[str, Any]]:
+        keys = {rank: f"{number}/{rank}" for rank in range(self._num_ranks)}
+        found = {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
+        return {rank: answer for rank, answer in found.items() if answer is not None}
+
     def _raise(self, store: Store, number: int) -> None:
         time.sleep(2 * _POLL_SECONDS)
         own = json.loads(store.get(f"{number}/{self._rank}"))
-        found = {
-            rank: json.loads(store.get(f"{number}/{rank}"))
-            for rank in range(self._num_ranks)
-            if store.check([f"{number}/{rank}"])
-        }
-        raise ConfigurationError(explain(own["epoch"], found, list(range(self._num_ranks))))
+        raise ConfigurationError(explain(own["epoch"], self._answers(store, number), list(range(self._num_ranks))))
 
 
 def explain(epoch: int, found: dict[int, dict[str, Any]], ranks: list[int]) -> str:

@@ -57,16 +57,34 @@ class Logging(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class LoggingAtEnd(Logging):
+    """Rank 1 leaves out the value `odd` in the hook `stage` of epoch `odd_batch`."""
+
+    def log_odd(self, stage: str, batch_idx: int) -> None:
+        if stage == self.stage and (self.global_rank == 0 or self.current_epoch != self.odd_batch):
+            self.log("odd", torch.tensor(1.0), sync_dist=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.log_odd("on_train_epoch_end", 0)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_odd("on_validation_epoch_end", 0)
+
+
 def fit(label: str, port: int, *arguments: Any) -> tuple[str, dict[str, float]]:
     """Fit in a process group that the strategy creates. Return the error of this rank, and the logged values."""
     dist.barrier()  # otherwise the other rank could still be connecting
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(port)
-    options = {"max_epochs": 1, "num_sanity_val_steps": 0, "strategy": strategy_of(label, timeout=90.0)}
-    trainer = quiet_trainer(devices=2, **options)
+    at_end = arguments[0].startswith("on_")
+    options = {"max_epochs": 2 if at_end else 1, "num_sanity_val_steps": 0}
+    trainer = quiet_trainer(devices=2, strategy=strategy_of(label, timeout=90.0), **options)
     loader = DataLoader(torch.ones(16, 4), batch_size=2)
     try:
-        trainer.fit(Logging(*arguments), loader, loader)
+        if len(arguments) == 1:
+            trainer.validate(LoggingAtEnd(*arguments, 0), loader, verbose=False)
+        else:
+            trainer.fit(LoggingAtEnd(*arguments) if at_end else Logging(*arguments), loader, loader)
         return "", {key: float(value) for key, value in trainer.logged_metrics.items()}
     except Exception as error:
         return f"{type(error).__name__}: {error}", {}
@@ -106,6 +124,26 @@ def test_value_that_a_rank_leaves_out_is_named(on_ranks, rank_pool, label: str, 
     assert first.startswith(f"ConfigurationError: {expected}")
     assert second.startswith("RankFailedError: Rank 1 ended because rank 0")
     assert f"failed in {where}: lightning_paral.errors.ConfigurationError: {expected}" in second
+
+
+@pytest.mark.parametrize(
+    ("label", "hook", "where"),
+    [
+        ("paral_ddp", ("on_train_epoch_end", 0), "the end of epoch 0"),
+        ("paral_fsdp", ("on_train_epoch_end", 1), "the end of epoch 1"),  # rank 1 ends the fit
+        ("paral_fsdp", ("on_validation_epoch_end", 0), "the end of the validation"),
+        ("paral_ddp", ("on_validation_epoch_end",), "the end of the validation"),  # rank 1 ends the evaluation
+    ],
+)
+def test_value_that_a_rank_leaves_out_at_the_end_is_named(
+    on_ranks, rank_pool, label: str, hook: Any, where: str
+) -> None:
+    (first, _), (second, _) = on_two_ranks(on_ranks, rank_pool, label, *hook)
+
+    what = f"rank 0 logged '{hook[0]}.odd' with sync_dist=True and rank 1 did not"
+    assert f"ConfigurationError: The ranks have not synchronized the same values in {where}: {what}" in first
+    if where in ("the end of epoch 0", "the end of the validation") and len(hook) == 2:
+        assert second.startswith("RankFailedError: Rank 1 ended because rank 0")
 
 
 @pytest.mark.parametrize("label", ["paral_ddp", "paral_fsdp"])

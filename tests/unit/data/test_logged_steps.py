@@ -35,6 +35,7 @@ def parts(events: str) -> list[Part]:
         ("|a.", "|a."),
         ("|a.", "|.a"),  # another part, which the fingerprints allow: it has reduced as many
         ("|a" * 3000, "|a" * 1000),
+        ("|" + "a" * 3000, "|"),  # many values in one part
         ("|-a", "|-"),
         ("|---)|a", "|----)|"),  # in evaluation, ranks may have different numbers of batches
         ("|---)|", "|----)|a"),
