@@ -124,6 +124,11 @@ class FirstFailure:
         """Whether this rank failed first."""
         return self._known is not None and self._known.rank == self.rank
 
+    def why_ended(self) -> str:
+        """Return one line that says why this rank ends, once the failure is known."""
+        assert self._known is not None
+        return f"Rank {self.rank} ended{f': {self._known.error}' if self.is_own else f' because {self._known}'}"
+
     def report(self, failure: Failure) -> Failure:
         """Record `failure` unless another one was recorded before, and return the recorded one."""
         if self._known is None:

@@ -120,7 +120,7 @@ class FailureWatch:
         with suppress(dist.DistError, RuntimeError):  # rank 0, which serves the store, may have ended
             self._publish_connections()  # now, because the watcher may end before its next poll
         if (first.rank != self.rank or first.has_died) and is_interruption(error):
-            consequence = RankFailedError(self._why_ended())
+            consequence = RankFailedError(self.first.why_ended())
             consequence.__cause__ = error
             error = consequence
         elif first.rank == self.rank:
@@ -224,15 +224,20 @@ class FailureWatch:
             with suppress(dist.DistError, RuntimeError):  # rank 0, which serves the store, may have ended
                 self._close_connections()
             if since > _INTERRUPT_AFTER:
-                self._interrupt.send(self._main_thread, self._why_ended())
+                self._interrupt.send(self._main_thread, self.first.why_ended())
 
     def dead_ranks(self) -> set[int]:
-        """Return the ranks that are known to have died. Rank 0 notices all deaths, the other ranks that of rank 0."""
+        """Return the ranks that are known to have died, or whose watcher is about to end their process.
+
+        Rank 0 notices all deaths, the other ranks that of rank 0.
+        """
         first = self.first.known
         found = self._dead | ({first.rank} if first is not None and first.has_died else set())
         with suppress(dist.DistError, RuntimeError):  # rank 0, which serves the store, may have ended
             if self.first.store.check(["dead"]):
                 found |= set(json.loads(self.first.store.get("dead")))
+            if self.first.store.check(["ending"]):
+                found |= set(map(int, self.first.store.get("ending").split()))
         return found
 
     def _on_death(self, rank: int) -> None:
@@ -266,17 +271,12 @@ class FailureWatch:
                 self.first.store.set(f"connections/{self.rank}", as_text(connections))
                 self._connections = connections
 
-    def _why_ended(self) -> str:
-        first = self.first.known
-        assert first is not None
-        if first.rank == self.rank:
-            return f"Rank {self.rank} ended: {first.error}"
-        return f"Rank {self.rank} ended because {first}"
-
     def _end_process(self) -> None:
         """End this process without a teardown, which its main thread does not reach."""
         first = self.first.known
         assert first is not None
+        with suppress(dist.DistError, RuntimeError):  # rank 0, which serves the store, may have ended
+            self.first.store.append("ending", f"{self.rank} ")
         if self.first.is_own:
             must_print = not self.first.is_printed
         else:
@@ -284,7 +284,7 @@ class FailureWatch:
             must_print = not reports_to_parent() and self.first.wait_until_printed(PRINT_SECONDS)
         if must_print and first.traceback:
             sys.stderr.write(first.traceback)
-        sys.stderr.write(f"{self._why_ended()}\n")
+        sys.stderr.write(f"{self.first.why_ended()}\n")
         sys.stderr.flush()
         end_children()
         os._exit(1)
