@@ -68,7 +68,7 @@ def failure_of(error: BaseException, rank: int, where: str) -> Failure:
     return Failure(
         rank=rank,
         node=socket.gethostname(),
-        error=_one_line("".join(traceback.format_exception_only(error))),
+        error=_one_line(_without_traceback("".join(traceback.format_exception_only(error)))),
         where=where,
         traceback="".join(traceback.format_exception(error)),
     )
@@ -228,6 +228,12 @@ def first_failure_of(error: BaseException) -> FirstFailure | None:
     """Return the first failure of the run that `error` ended on this rank; `None` if `error` ended no run."""
     first = getattr(error, "paral_first_failure", None)
     return first if isinstance(first, FirstFailure) else None
+
+
+def _without_traceback(text: str) -> str:
+    """Return `text` without the traceback that torch puts into the messages of errors of loader workers."""
+    before, is_there, after = text.partition("Original Traceback (most recent call last):\n")
+    return f"{before}{after.strip().splitlines()[-1]}" if is_there and after.strip() else text
 
 
 def _one_line(text: str) -> str:

@@ -40,6 +40,17 @@ def test_first_record_counts_for_all_ranks() -> None:
     assert "in raised\n" in second.traceback
 
 
+def test_failure_names_the_error_of_a_loader_worker_without_its_traceback() -> None:
+    message = (
+        "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+        '  File "train.py", line 3, in __getitem__\n    raise ValueError("my bug")\nValueError: my bug\n'
+    )
+    failure = failure_of(raised(ValueError(message)), 0, "")
+
+    assert failure.error == "ValueError: Caught ValueError in DataLoader worker process 0. ValueError: my bug"
+    assert "in __getitem__" in failure.traceback
+
+
 class BrokenStore:
     def check(self, *arguments: object) -> bool:
         raise RuntimeError("Connection reset by peer")
