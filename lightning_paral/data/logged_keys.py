@@ -19,13 +19,10 @@ from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.store_exchange import exchange_in_store
 from lightning_paral.errors import ConfigurationError
 
-_LARGEST_SUM = 2**23
-"""An upper bound for sums of fingerprints, so that they are exact in fp32."""
+_LARGEST_SUM = {torch.float32: 2**23, torch.float64: 2**52}
+"""By dtype, an upper bound for sums of fingerprints, so that they are exact."""
 
 _EXCHANGE_TIMEOUT = timedelta(seconds=5)
-
-_NUM_DISTINCT_STEPS = 8
-"""How many steps in a row have different fingerprints, so that values of different steps are not reduced together."""
 
 
 class CheckedReduce:
@@ -33,6 +30,8 @@ class CheckedReduce:
 
     Lightning reduces values in the order in which a rank logs them. If ranks log different keys, it silently averages
     values of different metrics, or of different steps.
+
+    All values are reduced in float64, because ranks may log one key in different dtypes.
 
     Args:
         key: the names of the hook and of the value, as in Lightning's results.
@@ -52,7 +51,6 @@ class CheckedReduce:
         ranks have the weight 1.0, or none has. The mean of the weights of all data ranks is 1."""
         self._dims = dims
         self._reduce = reduce
-        self._fingerprints: dict[tuple[Any, ...], Tensor] = {}
         self._wrong: Tensor | None = None
         self._pending: AsyncScalar | None = None
 
@@ -66,11 +64,12 @@ class CheckedReduce:
             return value
         if self.weight != 1.0 and reduce_op == "mean":
             value = self._weighted(value, group)
-        fingerprints = self._fingerprints_for(value, reduce_op, group)
-        if group is None:
+        fingerprints = self._fingerprints_of_step(value, reduce_op, group)
+        if spans_data_ranks(group, self._dims):
             self._steps.begin_reduction(self._what)
         try:
-            reduced = self._reduce(torch.cat([value.reshape(-1), fingerprints]), reduce_op=reduce_op, group=group)
+            together = torch.cat([value.reshape(-1).to(fingerprints.dtype), fingerprints])
+            reduced = self._reduce(together, reduce_op=reduce_op, group=group)
         except RuntimeError as error:
             error.args = (f"{error}\nThis rank was reducing self.log({self._name!r}, sync_dist=True). {EVERY_RANK}",)
             raise
@@ -83,12 +82,14 @@ class CheckedReduce:
                 raise self._error(group)
         else:
             self._wrong = wrong if self._wrong is None else self._wrong | wrong
-        return reduced[:-2].reshape(value.shape)
+        return reduced[:-2].reshape(value.shape).to(_dtype_of_result(value, reduce_op))
 
     def _weighted(self, value: Tensor, group: Any) -> Tensor:
         """Return this rank's part of the weighted mean over `group`. *Collective* if a group is given."""
-        weight = value.new_tensor(self.weight)
-        return value * weight if group is None else value * weight / self._reduce(weight.clone(), group=group)
+        if group is None:
+            return value * self.weight
+        mean: Tensor = self._reduce(_filled(self.weight, _dtype_of_reduction(value), value.device), group=group)
+        return value * self.weight / mean.reshape(()).to(value.dtype)
 
     def check(self, *, wait: bool) -> None:
         """Raise the `ConfigurationError` of earlier calls whose result was still on the device.
@@ -114,26 +115,23 @@ class CheckedReduce:
     def _name(self) -> str:
         return self.key.split(".", 1)[-1]
 
-    def _fingerprints_for(self, value: Tensor, reduce_op: Any, group: Any) -> Tensor:
-        step = self._steps.step % _NUM_DISTINCT_STEPS if group is None else 0
-        arguments = (value.device, value.dtype, reduce_op, group, step)
-        if arguments not in self._fingerprints:
-            largest = _LARGEST_SUM // self._num_ranks(group)
-            name = f"{self.key} {reduce_op} {step}".encode()
-            digests = [zlib.crc32(salt + name) % largest for salt in (b"1", b"2")]
-            if reduce_op in ("max", "min"):
-                digests = [digests[0], -digests[0]]  # compares both the largest and the smallest digest of all ranks
-            self._fingerprints[arguments] = torch.tensor(digests, dtype=value.dtype, device=value.device)
-        return self._fingerprints[arguments]
+    def _fingerprints_of_step(self, value: Tensor, reduce_op: Any, group: Any) -> Tensor:
+        dtype = _dtype_of_reduction(value)
+        largest = _LARGEST_SUM[dtype] // self._num_ranks(group)
+        name = f"{self.key} {reduce_op} {self._steps.step}".encode()
+        digests = [zlib.crc32(salt + name) % largest for salt in (b"1", b"2")]
+        if reduce_op in ("max", "min"):
+            digests = [digests[0], -digests[0]]  # compares both the largest and the smallest digest of all ranks
+        return torch.cat([_filled(digest, dtype, value.device) for digest in digests])
 
     def _error(self, group: Any) -> ConfigurationError:
         ranks = self._dims.data_ranks if group is None else dist.get_process_group_ranks(group)
-        where = self._steps.where if group is None else ""
+        where = self._steps.where
         others = _other_keys(self.key, where, ranks)
         also = "; ".join(f"rank {rank} logged {key!r} in {where}" for rank, (key, where) in others.items())
         what = "the same key in another step" if _are_of(self.key, others) else "a different key"
         return ConfigurationError(
-            f"Rank {dist.get_rank()} logged {self.key!r} with sync_dist=True{f' in {where}' if where else ''} while "
+            f"Rank {dist.get_rank()} logged {self.key!r} with sync_dist=True in {where} while "
             f"another rank logged {what}{f': {also}' if also else ''}. Their values would be averaged with each other. "
             f"{EVERY_RANK}"
         )
@@ -143,9 +141,31 @@ def _are_of(key: str, others: dict[int, tuple[str, str]]) -> bool:
     return bool(others) and all(other == key for other, _ in others.values())
 
 
+def _dtype_of_reduction(value: Tensor) -> torch.dtype:
+    """Return the dtype in which all ranks reduce a key: float64, or float32 on devices that may not have it."""
+    return torch.float64 if value.device.type in ("cpu", "cuda") else torch.float32
+
+
+def _dtype_of_result(value: Tensor, reduce_op: Any) -> torch.dtype:
+    is_float = value.is_floating_point() or reduce_op != "mean"
+    return value.dtype if is_float else torch.get_default_dtype()
+
+
+def _filled(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor with one element. This does not wait for a GPU, unlike copying a number to it."""
+    return torch.full((1,), number, dtype=dtype, device=device)
+
+
 def can_be_read_at_once(value: Tensor) -> bool:
     """Return whether a result computed from `value` can be read without waiting for a device."""
     return value.device.type == "cpu"
+
+
+def spans_data_ranks(group: Any, dims: ParallelDims) -> bool:
+    """Return whether `group`, a process group or `None`, has the data ranks and no others."""
+    if group is None:
+        return True
+    return dist.get_world_size(group) == dims.data_size and dist.get_process_group_ranks(group) == dims.data_ranks
 
 
 @contextmanager
@@ -202,7 +222,7 @@ class CheckedResults(ResultCollection):
             for key, metric in self.valid_items()
             if metric.meta.on_epoch
             and not metric.meta.sync.rank_zero_only
-            and metric.meta.sync.group is None
+            and spans_data_ranks(metric.meta.sync.group, self.dims)
             and (metric.meta.sync.should or not metric.is_tensor)
         ]
         gather = self.dims.data_rank_group().gather

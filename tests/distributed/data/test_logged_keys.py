@@ -1,7 +1,10 @@
 """Ranks that log different keys with `sync_dist=True` get an error that names the keys."""
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -74,3 +77,69 @@ def test_equal_keys_give_the_values_of_lightning(on_ranks, reduce_fx: str, on_st
     expected = on_ranks(2, fit, "ddp", "same", reduce_fx, on_step)
 
     assert on_ranks(2, fit, "paral_ddp", "same", reduce_fx, on_step) == expected
+
+
+class OtherDtypes(Logging):
+    """Logs a value of which rank 0 has float64 and the others float32, as with `torch.tensor(np.mean(...))`."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        dtype = torch.float64 if self.global_rank == 0 else torch.float32
+        self.log("a", torch.tensor(5.0 + 2 * self.global_rank, dtype=dtype), **self.options)
+        return self.layer(batch).square().mean()
+
+
+def fit_module(module: LightningModule, *arguments: Any, **options: Any) -> dict[str, float] | str:
+    options = {"strategy": "paral_ddp", "devices": 2, "max_epochs": 1, "limit_val_batches": 0} | options
+    trainer = quiet_trainer(**options)
+    loader = DataLoader(torch.ones(16, 4), batch_size=4)
+    try:
+        trainer.fit(module, loader, loader)
+    except ValueError as error:
+        return str(error)
+    return {key: float(value) for key, value in trainer.callback_metrics.items()}
+
+
+def fit_other_dtypes(reduce_fx: str, on_step: bool) -> dict[str, float] | str:
+    return fit_module(OtherDtypes("same", reduce_fx, on_step))
+
+
+@pytest.mark.parametrize("on_step", [True, False])
+def test_ranks_may_log_values_of_different_dtypes(on_ranks, on_step: bool) -> None:
+    for reduce_fx, expected in {"mean": 6.0, "sum": 12.0 if on_step else 24.0, "max": 7.0, "min": 5.0}.items():
+        assert on_ranks(2, fit_other_dtypes, reduce_fx, on_step, timeout=60.0) == [{"a": expected}] * 2
+
+
+class OtherSteps(Logging):
+    """Rank 1 logs the value `distance` steps after rank 0."""
+
+    def __init__(self, distance: int, reduce_fx: str, group: Any) -> None:
+        super().__init__("same", reduce_fx, True)
+        self.distance = distance
+        self.options["sync_dist_group"] = group
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == 1 + self.distance * self.global_rank:
+            self.log("x", torch.tensor(1.0 + batch_idx), **self.options)
+
+
+def validate_other_steps(distance: int, reduce_fx: str, in_group: bool) -> str:
+    module = OtherSteps(distance, reduce_fx, dist.new_group([0, 1]) if in_group else None)
+    trainer = quiet_trainer(strategy="paral_ddp", devices=2)
+    try:
+        trainer.validate(module, DataLoader(torch.ones(48, 4), batch_size=2), verbose=False)
+    except ValueError as error:
+        return str(error)
+    return str(trainer.logged_metrics)
+
+
+@pytest.mark.parametrize(("reduce_fx", "in_group"), [("mean", False), ("sum", True), ("max", False), ("min", True)])
+@pytest.mark.parametrize("distance", [1, 8])
+def test_values_of_different_steps_are_not_reduced_together(
+    on_ranks, distance: int, reduce_fx: str, in_group: bool
+) -> None:
+    first, second = on_ranks(2, validate_other_steps, distance, reduce_fx, in_group, timeout=60.0)
+
+    name = "'validation_step.x'"
+    assert f"Rank 0 logged {name} with sync_dist=True in validation batch 1 while another rank logged the same" in first
+    assert f"key in another step: rank 1 logged {name} in validation batch {1 + distance}" in first
+    assert f"Rank 1 logged {name} with sync_dist=True in validation batch {1 + distance} while" in second
