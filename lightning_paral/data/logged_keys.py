@@ -15,6 +15,7 @@ from lightning_paral.compat.lightning.results import ResultCollection, Sync
 from lightning_paral.compat.torch.process_groups import default_store
 from lightning_paral.data.async_scalar import AsyncScalar
 from lightning_paral.data.logged_steps import EVERY_RANK, LoggedSteps
+from lightning_paral.data.same_keys import check_same_keys, spans_data_ranks
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.store_exchange import exchange_in_store
 from lightning_paral.errors import ConfigurationError
@@ -161,13 +162,6 @@ def can_be_read_at_once(value: Tensor) -> bool:
     return value.device.type == "cpu"
 
 
-def spans_data_ranks(group: Any, dims: ParallelDims) -> bool:
-    """Return whether `group`, a process group or `None`, has the data ranks and no others."""
-    if group is None:
-        return True
-    return dist.get_world_size(group) == dims.data_size and dist.get_process_group_ranks(group) == dims.data_ranks
-
-
 @contextmanager
 def weighted(sync: Sync, weight: float) -> Iterator[None]:
     """Give this rank's values a weight in means that `sync` computes in this context."""
@@ -217,30 +211,7 @@ class CheckedResults(ResultCollection):
         Raises:
             ConfigurationError: the keys differ. The message names keys and ranks.
         """
-        keys = [
-            key
-            for key, metric in self.valid_items()
-            if metric.meta.on_epoch
-            and not metric.meta.sync.rank_zero_only
-            and spans_data_ranks(metric.meta.sync.group, self.dims)
-            and (metric.meta.sync.should or not metric.is_tensor)
-        ]
-        gather = self.dims.data_rank_group().gather
-        digests = gather(zlib.crc32(repr(keys).encode()))
-        if len(set(digests)) == 1:
-            return
-        by_rank = dict(zip(self.dims.data_ranks, gather(keys), strict=True))
-        every = dict.fromkeys(key for keys in by_rank.values() for key in keys)
-        partial = [
-            f"{key!r} only by rank {', '.join(str(rank) for rank, keys in by_rank.items() if key in keys)}"
-            for key in every
-            if not all(key in keys for keys in by_rank.values())
-        ]
-        first = self.dims.data_ranks[0]
-        found = "; ".join(partial[:8]) if partial else f"in another order: {by_rank[first]} on rank {first}"
-        raise ConfigurationError(
-            f"The ranks have not logged the same keys with sync_dist=True in this epoch: {found}. {EVERY_RANK}"
-        )
+        check_same_keys(self.valid_items(), self.dims)
 
 
 def _other_keys(key: str, where: str, ranks: Sequence[int]) -> dict[int, tuple[str, str]]:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric, Metric
 
 from tests.running import quiet_trainer
 
@@ -143,3 +144,60 @@ def test_values_of_different_steps_are_not_reduced_together(
     assert f"Rank 0 logged {name} with sync_dist=True in validation batch 1 while another rank logged the same" in first
     assert f"key in another step: rank 1 logged {name} in validation batch {1 + distance}" in first
     assert f"Rank 1 logged {name} with sync_dist=True in validation batch {1 + distance} while" in second
+
+
+class LogsMetric(Logging):
+    """Only rank 0 logs the metric."""
+
+    def __init__(self, metric: Metric, **options: Any) -> None:
+        super().__init__("same", "mean", False)
+        self.metric = metric
+        self.options = {"on_step": False, "on_epoch": True} | options
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.metric.update(torch.tensor(1.0 + self.global_rank))
+        if self.global_rank == 0:
+            self.log("acc", self.metric, **self.options)
+        return self.layer(batch).square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+
+def metric_of(kind: str) -> Metric:
+    if kind == "own group":
+        groups = [dist.new_group([rank]) for rank in range(2)]
+        return MeanMetric(process_group=groups[dist.get_rank()])
+    if kind == "composed":
+        return MeanMetric(sync_on_compute=False) + MeanMetric(sync_on_compute=False)
+    return MeanMetric(sync_on_compute=kind != "local")
+
+
+def log_metric_on_rank_0(kind: str, options: dict[str, Any]) -> dict[str, float] | str:
+    return fit_module(LogsMetric(metric_of(kind), **options))
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("local", 1.0), ("own group", 1.0), ("composed", 2.0)])
+def test_metric_that_is_not_synchronized_may_be_logged_by_some_ranks(on_ranks, kind: str, expected: float) -> None:
+    assert on_ranks(2, log_metric_on_rank_0, kind, {}, timeout=60.0) == [{"acc": expected}, {}]
+
+
+@pytest.mark.parametrize("rank_zero_only", [False, True])
+def test_metric_that_is_synchronized_and_that_only_rank_0_logs_is_reported(on_ranks, rank_zero_only: bool) -> None:
+    options = {"rank_zero_only": rank_zero_only}
+    for message in on_ranks(2, log_metric_on_rank_0, "synchronized", options, timeout=60.0):
+        assert message.startswith(
+            "The ranks have not logged the same keys in this epoch: the metric 'training_step.acc' only by rank 0. "
+            "Every rank must log a metric that it synchronizes"
+        )
+
+
+def validate_metric_of_rank_0(kind: str) -> dict[str, float]:
+    trainer = quiet_trainer(strategy="paral_ddp", devices=2)
+    trainer.validate(LogsMetric(metric_of(kind), rank_zero_only=True), DataLoader(torch.ones(8, 4), 2), verbose=False)
+    return {key: float(value) for key, value in trainer.callback_metrics.items()}
+
+
+def test_metric_that_rank_0_logs_in_evaluation_is_computed_on_all_ranks(on_ranks) -> None:
+    assert on_ranks(2, validate_metric_of_rank_0, "synchronized", timeout=60.0) == [{"acc": 1.5}] * 2
+    assert on_ranks(2, validate_metric_of_rank_0, "local", timeout=60.0) == [{"acc": 1.0}, {}]
