@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_paral.compat.lightning.results import ResultCollection, Sync
 from lightning_paral.compat.torch.process_groups import default_store
-from lightning_paral.data.async_scalar import AsyncScalar
 from lightning_paral.data.logged_steps import EVERY_RANK, LoggedSteps
+from lightning_paral.data.pending_checks import PendingChecks
 from lightning_paral.data.same_keys import check_same_keys, spans_data_ranks
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.store_exchange import exchange_in_store
@@ -52,8 +52,7 @@ class CheckedReduce:
         ranks have the weight 1.0, or none has. The mean of the weights of all data ranks is 1."""
         self._dims = dims
         self._reduce = reduce
-        self._wrong: Tensor | None = None
-        self._pending: AsyncScalar | None = None
+        self._pending: PendingChecks[tuple[str, Any]] = PendingChecks()
 
     def __call__(self, value: Any, *, reduce_op: Any = "mean", group: Any = None) -> Any:
         """Return `value` reduced over `group`. *Collective*.
@@ -77,12 +76,13 @@ class CheckedReduce:
         finally:
             self._steps.end_reduction()
         expected = fingerprints if reduce_op != "sum" else fingerprints * self._num_ranks(group)
-        wrong = (reduced[-2:] != expected).any()
-        if can_be_read_at_once(value):
-            if wrong:
-                raise self._error(group)
-        else:
-            self._wrong = wrong if self._wrong is None else self._wrong | wrong
+        is_same = (reduced[-2:] == expected).all()
+        if not can_be_read_at_once(value):
+            self._pending.add(is_same, (self._steps.where, group))
+            if self._pending.are_many:
+                self.check(wait=False)
+        elif not is_same:
+            raise self._error(self._steps.where, group)
         return reduced[:-2].reshape(value.shape).to(_dtype_of_result(value, reduce_op))
 
     def _weighted(self, value: Tensor, group: Any) -> Tensor:
@@ -99,15 +99,9 @@ class CheckedReduce:
             wait: whether to wait for all results. Otherwise check only those that have arrived, because waiting in each
                 step would stall the device.
         """
-        while self._wrong is not None or self._pending is not None:
-            if self._pending is None:
-                assert self._wrong is not None
-                self._pending, self._wrong = AsyncScalar(self._wrong), None
-            if not (wait or self._pending.has_arrived):
-                return
-            arrived, self._pending = self._pending, None
-            if arrived.read():
-                raise self._error(None)
+        failed = self._pending.first_failed(wait=wait)
+        if failed is not None:
+            raise self._error(*failed)
 
     def _num_ranks(self, group: Any) -> int:
         return self._dims.data_size if group is None else dist.get_world_size(group)
@@ -125,9 +119,8 @@ class CheckedReduce:
             digests = [digests[0], -digests[0]]  # compares both the largest and the smallest digest of all ranks
         return torch.cat([_filled(digest, dtype, value.device) for digest in digests])
 
-    def _error(self, group: Any) -> ConfigurationError:
+    def _error(self, where: str, group: Any) -> ConfigurationError:
         ranks = self._dims.data_ranks if group is None else dist.get_process_group_ranks(group)
-        where = self._steps.where
         others = _other_keys(self.key, where, ranks)
         also = "; ".join(f"rank {rank} logged {key!r} in {where}" for rank, (key, where) in others.items())
         what = "the same key in another step" if _are_of(self.key, others) else "a different key"

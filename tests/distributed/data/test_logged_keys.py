@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, Metric
 
+from lightning_paral.data import logged_keys
+from lightning_paral.data.async_scalar import AsyncScalar
 from tests.running import quiet_trainer
 
 ORDERS = {
@@ -144,6 +146,35 @@ def test_values_of_different_steps_are_not_reduced_together(
     assert f"Rank 0 logged {name} with sync_dist=True in validation batch 1 while another rank logged the same" in first
     assert f"key in another step: rank 1 logged {name} in validation batch {1 + distance}" in first
     assert f"Rank 1 logged {name} with sync_dist=True in validation batch {1 + distance} while" in second
+
+
+def fit_as_on_a_gpu(in_group: bool) -> str:
+    module = LogsOther(in_group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logged_keys, "can_be_read_at_once", lambda value: False)
+        patch.setattr(AsyncScalar, "has_arrived", False)
+        return str(fit_module(module))
+
+
+class LogsOther(Logging):
+    """Rank 1 logs another key in the first of two steps."""
+
+    def __init__(self, in_group: bool) -> None:
+        super().__init__("same", "mean", True)
+        self.options["sync_dist_group"] = dist.new_group([0, 1]) if in_group else None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.log("b" if batch_idx == 0 and self.global_rank == 1 else "a", torch.tensor(1.0), **self.options)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("in_group", [False, True])
+def test_error_that_a_gpu_finds_later_names_the_step_in_which_keys_differed(on_ranks, in_group: bool) -> None:
+    first, second = on_ranks(2, fit_as_on_a_gpu, in_group, timeout=60.0)
+
+    assert "logged 'training_step.a' with sync_dist=True in training batch 0 of epoch 0 while another rank" in first
+    assert "rank 1 logged 'training_step.b' in training batch 0 of epoch 0" in first
+    assert "logged 'training_step.b' with sync_dist=True in training batch 0 of epoch 0 while another rank" in second
 
 
 class LogsMetric(Logging):
