@@ -25,7 +25,7 @@ from lightning_paral.compat.lightning.evaluation import (
 )
 from lightning_paral.data.logged_steps import LoggedSteps
 from lightning_paral.data.padding import MaybeUneven, PaddingBatch, rollback_side_effects
-from lightning_paral.data.uneven_metrics import change_updates, find_metrics
+from lightning_paral.data.uneven_metrics import change_updates, find_metrics, keep_steps_local
 from lightning_paral.data.uneven_results import UnevenResults
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.errors import ConfigurationError
@@ -66,23 +66,16 @@ class ExactEvaluationLoops:
                 results.rank_local |= dataloader_iter is not None
                 if not results.rank_local:  # all ranks have a batch
                     self._begin_step(loop, batch_idx, dataloader_idx)
-                if not is_padding:
-                    with self._weighting(results, unwrapped):
+                results.shows_constants = unwrapped.shows_constants
+                with self._changing_metrics(results, 1.0 if is_padding else unwrapped.weight):
+                    if not is_padding:
                         evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
-                    return
-                several = mode_of(combined) == "sequential" and loop.num_dataloaders > 1
-                # At the end of the loader Lightning reads what this rank logged in earlier steps, under this index.
-                results.dataloader_idx = dataloader_idx if several else None
-                if self._run_padding:
-                    discarded = UnevenResults(self._dims)
-                    discarded.rank_local = True
-                    discarded.dataloader_idx = results.dataloader_idx
-                    set_results(loop, discarded)
-                    try:
-                        hook_name = "test_step" if self._trainer.testing else "validation_step"
-                        self._run_padding_step(loop, hook_name, batch, batch_idx, dataloader_idx if several else None)
-                    finally:
-                        set_results(loop, results)
+                        return
+                    several = mode_of(combined) == "sequential" and loop.num_dataloaders > 1
+                    # At the end of the loader Lightning reads what this rank logged in earlier steps, under this index.
+                    results.dataloader_idx = dataloader_idx if several else None
+                    if self._run_padding:
+                        self._discard_padding_step(loop, results, batch, batch_idx)
 
             return step
 
@@ -100,38 +93,58 @@ class ExactEvaluationLoops:
         self._steps.begin_evaluation_step(f"{stage} batch {batch_idx}{loader}")
 
     @contextmanager
-    def _weighting(self, results: UnevenResults, unwrapped: "UnwrappedBatch") -> Iterator[None]:
-        """In an uneven step, weight what is logged by the number of this rank's samples."""
-        if unwrapped.weight == 1.0:
+    def _changing_metrics(self, results: UnevenResults, weight: float) -> Iterator[None]:
+        """Weight what is logged by the number of this rank's samples, and let no metric wait for ranks without any."""
+        if weight == 1.0 and not results.rank_local:
             yield
             return
-        results.weight, results.shows_constants = unwrapped.weight, unwrapped.shows_constants
-        try:
-            with ExitStack() as undo:
-                if results.found_metrics is None:
-                    results.found_metrics = find_metrics(
-                        (self._trainer.lightning_module, *vars(self._trainer)["callbacks"])
-                    )
-                change_updates(results.found_metrics, unwrapped.weight, undo)
-                yield
-        finally:
-            results.weight = 1.0
+        if results.found_metrics is None:
+            results.found_metrics = self._find_metrics()
+        with ExitStack() as undo:
+            if results.rank_local:
+                keep_steps_local(results.found_metrics, undo)
+            if weight != 1.0:
+                undo.callback(setattr, results, "weight", 1.0)
+                results.weight = weight
+                change_updates(results.found_metrics, weight, undo)
+            yield
+
+    def _find_metrics(self) -> list[Any]:
+        return find_metrics((self._trainer.lightning_module, *vars(self._trainer)["callbacks"]))
 
     def _change_prediction(self, loop: PredictionLoop, undo: ExitStack) -> None:
+        found: list[Any] | None = None
+
         def skip_padding(predict_step: Step) -> Step:
             def step(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+                nonlocal found
                 unwrapped = unwrap_batch(batch, combined_loader_of(loop))
-                if not unwrapped.is_padding:
-                    predict_step(unwrapped.batch, batch_idx, dataloader_idx, dataloader_iter)
-                elif self._run_padding:
-                    several = loop.num_dataloaders > 1
-                    self._run_padding_step(
-                        loop, "predict_step", unwrapped.batch, batch_idx, dataloader_idx if several else None
-                    )
+                with ExitStack() as undo_step:
+                    if unwrapped.some_have_none or dataloader_iter is not None:
+                        found = self._find_metrics() if found is None else found
+                        keep_steps_local(found, undo_step)
+                    if not unwrapped.is_padding:
+                        predict_step(unwrapped.batch, batch_idx, dataloader_idx, dataloader_iter)
+                    elif self._run_padding:
+                        several = loop.num_dataloaders > 1
+                        self._run_padding_step(
+                            loop, "predict_step", unwrapped.batch, batch_idx, dataloader_idx if several else None
+                        )
 
             return step
 
         replace_predict_step(loop, skip_padding, undo)
+
+    def _discard_padding_step(self, loop: EvaluationLoop, results: UnevenResults, batch: Any, batch_idx: int) -> None:
+        discarded = UnevenResults(self._dims)
+        discarded.rank_local = True
+        discarded.dataloader_idx = results.dataloader_idx
+        set_results(loop, discarded)
+        try:
+            hook_name = "test_step" if self._trainer.testing else "validation_step"
+            self._run_padding_step(loop, hook_name, batch, batch_idx, results.dataloader_idx)
+        finally:
+            set_results(loop, results)
 
     def _run_padding_step(
         self,

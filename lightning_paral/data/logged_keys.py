@@ -13,19 +13,17 @@ from torch import Tensor
 
 from lightning_paral.compat.lightning.results import ResultCollection, Sync
 from lightning_paral.compat.torch.process_groups import default_store
-from lightning_paral.data.async_scalar import AsyncScalar
 from lightning_paral.data.logged_steps import EVERY_RANK, LoggedSteps
+from lightning_paral.data.pending_checks import PendingChecks
+from lightning_paral.data.same_keys import check_same_keys, spans_data_ranks
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.store_exchange import exchange_in_store
 from lightning_paral.errors import ConfigurationError
 
-_LARGEST_SUM = 2**23
-"""An upper bound for sums of fingerprints, so that they are exact in fp32."""
+_LARGEST_SUM = {torch.float32: 2**23, torch.float64: 2**52}
+"""By dtype, an upper bound for sums of fingerprints, so that they are exact."""
 
 _EXCHANGE_TIMEOUT = timedelta(seconds=5)
-
-_NUM_DISTINCT_STEPS = 8
-"""How many steps in a row have different fingerprints, so that values of different steps are not reduced together."""
 
 
 class CheckedReduce:
@@ -33,6 +31,8 @@ class CheckedReduce:
 
     Lightning reduces values in the order in which a rank logs them. If ranks log different keys, it silently averages
     values of different metrics, or of different steps.
+
+    All values are reduced in float64, because ranks may log one key in different dtypes.
 
     Args:
         key: the names of the hook and of the value, as in Lightning's results.
@@ -52,9 +52,7 @@ class CheckedReduce:
         ranks have the weight 1.0, or none has. The mean of the weights of all data ranks is 1."""
         self._dims = dims
         self._reduce = reduce
-        self._fingerprints: dict[tuple[Any, ...], Tensor] = {}
-        self._wrong: Tensor | None = None
-        self._pending: AsyncScalar | None = None
+        self._pending: PendingChecks[tuple[str, Any]] = PendingChecks()
 
     def __call__(self, value: Any, *, reduce_op: Any = "mean", group: Any = None) -> Any:
         """Return `value` reduced over `group`. *Collective*.
@@ -66,11 +64,12 @@ class CheckedReduce:
             return value
         if self.weight != 1.0 and reduce_op == "mean":
             value = self._weighted(value, group)
-        fingerprints = self._fingerprints_for(value, reduce_op, group)
-        if group is None:
+        fingerprints = self._fingerprints_of_step(value, reduce_op, group)
+        if spans_data_ranks(group, self._dims):
             self._steps.begin_reduction(self._what)
         try:
-            reduced = self._reduce(torch.cat([value.reshape(-1), fingerprints]), reduce_op=reduce_op, group=group)
+            together = torch.cat([value.reshape(-1).to(fingerprints.dtype), fingerprints])
+            reduced = self._reduce(together, reduce_op=reduce_op, group=group)
         except RuntimeError as error:
             with suppress(dist.DistError, RuntimeError):  # rank 0, which serves the store, may have ended
                 if (found := self._steps.find_difference()) is not None:
@@ -80,18 +79,21 @@ class CheckedReduce:
         finally:
             self._steps.end_reduction()
         expected = fingerprints if reduce_op != "sum" else fingerprints * self._num_ranks(group)
-        wrong = (reduced[-2:] != expected).any()
-        if can_be_read_at_once(value):
-            if wrong:
-                raise self._error(group)
-        else:
-            self._wrong = wrong if self._wrong is None else self._wrong | wrong
-        return reduced[:-2].reshape(value.shape)
+        is_same = (reduced[-2:] == expected).all()
+        if not can_be_read_at_once(value):
+            self._pending.add(is_same, (self._steps.where, group))
+            if self._pending.are_many:
+                self.check(wait=False)
+        elif not is_same:
+            raise self._error(self._steps.where, group)
+        return reduced[:-2].reshape(value.shape).to(_dtype_of_result(value, reduce_op))
 
     def _weighted(self, value: Tensor, group: Any) -> Tensor:
         """Return this rank's part of the weighted mean over `group`. *Collective* if a group is given."""
-        weight = value.new_tensor(self.weight)
-        return value * weight if group is None else value * weight / self._reduce(weight.clone(), group=group)
+        if group is None:
+            return value * self.weight
+        mean: Tensor = self._reduce(_filled(self.weight, _dtype_of_reduction(value), value.device), group=group)
+        return value * self.weight / mean.reshape(()).to(value.dtype)
 
     def check(self, *, wait: bool) -> None:
         """Raise the `ConfigurationError` of earlier calls whose result was still on the device.
@@ -100,15 +102,9 @@ class CheckedReduce:
             wait: whether to wait for all results. Otherwise check only those that have arrived, because waiting in each
                 step would stall the device.
         """
-        while self._wrong is not None or self._pending is not None:
-            if self._pending is None:
-                assert self._wrong is not None
-                self._pending, self._wrong = AsyncScalar(self._wrong), None
-            if not (wait or self._pending.has_arrived):
-                return
-            arrived, self._pending = self._pending, None
-            if arrived.read():
-                raise self._error(None)
+        failed = self._pending.first_failed(wait=wait)
+        if failed is not None:
+            raise self._error(*failed)
 
     def _num_ranks(self, group: Any) -> int:
         return self._dims.data_size if group is None else dist.get_world_size(group)
@@ -117,26 +113,22 @@ class CheckedReduce:
     def _name(self) -> str:
         return self.key.split(".", 1)[-1]
 
-    def _fingerprints_for(self, value: Tensor, reduce_op: Any, group: Any) -> Tensor:
-        step = self._steps.step % _NUM_DISTINCT_STEPS if group is None else 0
-        arguments = (value.device, value.dtype, reduce_op, group, step)
-        if arguments not in self._fingerprints:
-            largest = _LARGEST_SUM // self._num_ranks(group)
-            name = f"{self.key} {reduce_op} {step}".encode()
-            digests = [zlib.crc32(salt + name) % largest for salt in (b"1", b"2")]
-            if reduce_op in ("max", "min"):
-                digests = [digests[0], -digests[0]]  # compares both the largest and the smallest digest of all ranks
-            self._fingerprints[arguments] = torch.tensor(digests, dtype=value.dtype, device=value.device)
-        return self._fingerprints[arguments]
+    def _fingerprints_of_step(self, value: Tensor, reduce_op: Any, group: Any) -> Tensor:
+        dtype = _dtype_of_reduction(value)
+        largest = _LARGEST_SUM[dtype] // self._num_ranks(group)
+        name = f"{self.key} {reduce_op} {self._steps.step}".encode()
+        digests = [zlib.crc32(salt + name) % largest for salt in (b"1", b"2")]
+        if reduce_op in ("max", "min"):
+            digests = [digests[0], -digests[0]]  # compares both the largest and the smallest digest of all ranks
+        return torch.cat([_filled(digest, dtype, value.device) for digest in digests])
 
-    def _error(self, group: Any) -> ConfigurationError:
+    def _error(self, where: str, group: Any) -> ConfigurationError:
         ranks = self._dims.data_ranks if group is None else dist.get_process_group_ranks(group)
-        where = self._steps.where if group is None else ""
         others = _other_keys(self.key, where, ranks)
         also = "; ".join(f"rank {rank} logged {key!r} in {where}" for rank, (key, where) in others.items())
         what = "the same key in another step" if _are_of(self.key, others) else "a different key"
         return ConfigurationError(
-            f"Rank {dist.get_rank()} logged {self.key!r} with sync_dist=True{f' in {where}' if where else ''} while "
+            f"Rank {dist.get_rank()} logged {self.key!r} with sync_dist=True in {where} while "
             f"another rank logged {what}{f': {also}' if also else ''}. Their values would be averaged with each other. "
             f"{EVERY_RANK}"
         )
@@ -144,6 +136,21 @@ class CheckedReduce:
 
 def _are_of(key: str, others: dict[int, tuple[str, str]]) -> bool:
     return bool(others) and all(other == key for other, _ in others.values())
+
+
+def _dtype_of_reduction(value: Tensor) -> torch.dtype:
+    """Return the dtype in which all ranks reduce a key: float64, or float32 on devices that may not have it."""
+    return torch.float64 if value.device.type in ("cpu", "cuda") else torch.float32
+
+
+def _dtype_of_result(value: Tensor, reduce_op: Any) -> torch.dtype:
+    is_float = value.is_floating_point() or reduce_op != "mean"
+    return value.dtype if is_float else torch.get_default_dtype()
+
+
+def _filled(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor with one element. This does not wait for a GPU, unlike copying a number to it."""
+    return torch.full((1,), number, dtype=dtype, device=device)
 
 
 def can_be_read_at_once(value: Tensor) -> bool:
@@ -200,30 +207,7 @@ class CheckedResults(ResultCollection):
         Raises:
             ConfigurationError: the keys differ. The message names keys and ranks.
         """
-        keys = [
-            key
-            for key, metric in self.valid_items()
-            if metric.meta.on_epoch
-            and not metric.meta.sync.rank_zero_only
-            and metric.meta.sync.group is None
-            and (metric.meta.sync.should or not metric.is_tensor)
-        ]
-        gather = self.dims.data_rank_group().gather
-        digests = gather(zlib.crc32(repr(keys).encode()))
-        if len(set(digests)) == 1:
-            return
-        by_rank = dict(zip(self.dims.data_ranks, gather(keys), strict=True))
-        every = dict.fromkeys(key for keys in by_rank.values() for key in keys)
-        partial = [
-            f"{key!r} only by rank {', '.join(str(rank) for rank, keys in by_rank.items() if key in keys)}"
-            for key in every
-            if not all(key in keys for keys in by_rank.values())
-        ]
-        first = self.dims.data_ranks[0]
-        found = "; ".join(partial[:8]) if partial else f"in another order: {by_rank[first]} on rank {first}"
-        raise ConfigurationError(
-            f"The ranks have not logged the same keys with sync_dist=True in this epoch: {found}. {EVERY_RANK}"
-        )
+        check_same_keys(self.valid_items(), self.dims)
 
 
 def _other_keys(key: str, where: str, ranks: Sequence[int]) -> dict[int, tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Update torchmetrics as one process would, in a training step in which ranks have different numbers of samples."""
+"""Update torchmetrics as one process would, in a step in which ranks have different numbers of samples, or none."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -44,6 +44,17 @@ def change_updates(metrics: Iterable[_Metric], weight: float, undo: ExitStack) -
         # With `dist_sync_on_step`, `forward` computes over all ranks, so that only its updates must have no effect.
         if isinstance(metric, Metric) and not metric.dist_sync_on_step:
             _replace(metric, "forward", _without_effect(metric, metric.forward, running, is_forward=True), undo)
+
+
+def keep_steps_local(metrics: Iterable[_Metric], undo: ExitStack) -> None:
+    """Make `forward` of `metrics` return the value of this rank, also with `dist_sync_on_step`, until `undo` is closed.
+
+    Call this in a step in which other ranks may have no batch, so that they would not join the synchronization.
+    """
+    for metric in metrics:
+        if isinstance(metric, Metric) and metric.dist_sync_on_step:
+            metric.dist_sync_on_step = False
+            undo.callback(setattr, metric, "dist_sync_on_step", True)
 
 
 def _metrics_in(root: object) -> Iterator[_Metric]:

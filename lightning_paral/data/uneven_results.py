@@ -15,6 +15,7 @@ from lightning_paral.compat.lightning.results import Metadata, ResultMetric, mak
 from lightning_paral.data.batch_sizes import BatchSizes, Summary, are_constant
 from lightning_paral.data.logged_keys import CheckedResults, weighted
 from lightning_paral.data.logged_steps import LoggedSteps
+from lightning_paral.data.same_keys import synchronizes
 from lightning_paral.distributed.mesh import ParallelDims
 
 _META_FIELDS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
@@ -31,6 +32,7 @@ class _Entry:
     metric_attribute: str | None
     sync: bool
     rank_zero_only: bool
+    """Whether the other ranks do without the value. All ranks compute a metric that synchronizes."""
     value: Tensor | None
     """The sum, minimum or maximum of the logged values over this rank's batches, on CPU; `None` for a metric."""
     num_samples: float
@@ -86,7 +88,7 @@ class UnevenResults(CheckedResults):
     def exchange(self, module: LightningModule) -> None:
         """Reduce the values logged per epoch over all data ranks. *Collective* over the data ranks."""
         entries = [
-            _make_entry(key, metric, self._batch_sizes.get(key, BatchSizes()))
+            _make_entry(key, metric, self._batch_sizes.get(key, BatchSizes()), self.dims)
             for key, metric in self.valid_items()
             if metric.meta.on_epoch
         ]
@@ -136,8 +138,9 @@ class UnevenResults(CheckedResults):
         return metric
 
 
-def _make_entry(key: str, metric: ResultMetric, batch_sizes: BatchSizes) -> _Entry:
+def _make_entry(key: str, metric: ResultMetric, batch_sizes: BatchSizes, dims: ParallelDims) -> _Entry:
     meta = metric.meta
+    is_collective = not metric.is_tensor and synchronizes(metric.value, dims)
     is_mean = metric.is_tensor and meta.is_mean_reduction
     return _Entry(
         key=key,
@@ -146,7 +149,7 @@ def _make_entry(key: str, metric: ResultMetric, batch_sizes: BatchSizes) -> _Ent
         dataloader_idx=meta.dataloader_idx,
         metric_attribute=meta.metric_attribute,
         sync=meta.sync.should,
-        rank_zero_only=meta.sync.rank_zero_only,
+        rank_zero_only=meta.sync.rank_zero_only and not is_collective,
         value=metric.value.detach().cpu() if metric.is_tensor else None,
         num_samples=float(metric.cumulated_batch_size) if is_mean else 0.0,
         sizes=batch_sizes.summary(metric) if is_mean else None,

@@ -10,10 +10,8 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_paral import ConfigurationError
 from lightning_paral.data import logged_keys as logged
 from lightning_paral.data.async_scalar import AsyncScalar
-from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.options import Sampling
 from tests.contract.cases import BY_LABEL
 from tests.host_syncs import HostSyncs
@@ -133,28 +131,3 @@ def test_reads_are_counted() -> None:
     assert syncs.found == {"data/async_scalar.py: read: item": 1}
     assert syncs.num_elsewhere == 5
     assert not {"item", "to", "__bool__"} & vars(Tensor).keys()
-
-
-class Arriving(AsyncScalar):
-    """A read that arrives when the test sets `has_arrived`."""
-
-    has_arrived = False
-
-
-def test_keys_that_differ_between_ranks_raise_when_the_check_arrives(monkeypatch) -> None:
-    monkeypatch.setattr(logged, "AsyncScalar", Arriving)
-    monkeypatch.setattr(logged.CheckedReduce, "_error", lambda *_: ConfigurationError("other keys"))
-    reduce = logged.CheckedReduce("key", lambda value: value, ParallelDims())
-    reduce._wrong = torch.tensor(False)
-    reduce.check(wait=False)
-    reduce._wrong = torch.tensor(True)
-
-    reduce.check(wait=False)  # neither has arrived
-    monkeypatch.setattr(Arriving, "has_arrived", True)
-    with pytest.raises(ConfigurationError, match="other keys"):
-        reduce.check(wait=False)
-    monkeypatch.setattr(Arriving, "has_arrived", False)
-    reduce._wrong = torch.tensor(True)
-    with pytest.raises(ConfigurationError, match="other keys"):
-        reduce.check(wait=True)
-    reduce.check(wait=True)

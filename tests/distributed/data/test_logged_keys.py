@@ -1,11 +1,17 @@
 """Ranks that log different keys with `sync_dist=True` get an error that names the keys."""
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric, Metric
 
+from lightning_paral.data import logged_keys
+from lightning_paral.data.async_scalar import AsyncScalar
 from tests.running import quiet_trainer
 
 ORDERS = {
@@ -74,3 +80,155 @@ def test_equal_keys_give_the_values_of_lightning(on_ranks, reduce_fx: str, on_st
     expected = on_ranks(2, fit, "ddp", "same", reduce_fx, on_step)
 
     assert on_ranks(2, fit, "paral_ddp", "same", reduce_fx, on_step) == expected
+
+
+class OtherDtypes(Logging):
+    """Logs a value of which rank 0 has float64 and the others float32, as with `torch.tensor(np.mean(...))`."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        dtype = torch.float64 if self.global_rank == 0 else torch.float32
+        self.log("a", torch.tensor(5.0 + 2 * self.global_rank, dtype=dtype), **self.options)
+        return self.layer(batch).square().mean()
+
+
+def fit_module(module: LightningModule, *arguments: Any, **options: Any) -> dict[str, float] | str:
+    options = {"strategy": "paral_ddp", "devices": 2, "max_epochs": 1, "limit_val_batches": 0} | options
+    trainer = quiet_trainer(**options)
+    loader = DataLoader(torch.ones(16, 4), batch_size=4)
+    try:
+        trainer.fit(module, loader, loader)
+    except ValueError as error:
+        return str(error)
+    return {key: float(value) for key, value in trainer.callback_metrics.items()}
+
+
+def fit_other_dtypes(reduce_fx: str, on_step: bool) -> dict[str, float] | str:
+    return fit_module(OtherDtypes("same", reduce_fx, on_step))
+
+
+@pytest.mark.parametrize("on_step", [True, False])
+def test_ranks_may_log_values_of_different_dtypes(on_ranks, on_step: bool) -> None:
+    for reduce_fx, expected in {"mean": 6.0, "sum": 12.0 if on_step else 24.0, "max": 7.0, "min": 5.0}.items():
+        assert on_ranks(2, fit_other_dtypes, reduce_fx, on_step, timeout=60.0) == [{"a": expected}] * 2
+
+
+class OtherSteps(Logging):
+    """Rank 1 logs the value `distance` steps after rank 0."""
+
+    def __init__(self, distance: int, reduce_fx: str, group: Any) -> None:
+        super().__init__("same", reduce_fx, True)
+        self.distance = distance
+        self.options["sync_dist_group"] = group
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == 1 + self.distance * self.global_rank:
+            self.log("x", torch.tensor(1.0 + batch_idx), **self.options)
+
+
+def validate_other_steps(distance: int, reduce_fx: str, in_group: bool) -> str:
+    module = OtherSteps(distance, reduce_fx, dist.new_group([0, 1]) if in_group else None)
+    trainer = quiet_trainer(strategy="paral_ddp", devices=2)
+    try:
+        trainer.validate(module, DataLoader(torch.ones(48, 4), batch_size=2), verbose=False)
+    except ValueError as error:
+        return str(error)
+    return str(trainer.logged_metrics)
+
+
+@pytest.mark.parametrize(("reduce_fx", "in_group"), [("mean", False), ("sum", True), ("max", False), ("min", True)])
+@pytest.mark.parametrize("distance", [1, 8])
+def test_values_of_different_steps_are_not_reduced_together(
+    on_ranks, distance: int, reduce_fx: str, in_group: bool
+) -> None:
+    first, second = on_ranks(2, validate_other_steps, distance, reduce_fx, in_group, timeout=60.0)
+
+    name = "'validation_step.x'"
+    assert f"Rank 0 logged {name} with sync_dist=True in validation batch 1 while another rank logged the same" in first
+    assert f"key in another step: rank 1 logged {name} in validation batch {1 + distance}" in first
+    assert f"Rank 1 logged {name} with sync_dist=True in validation batch {1 + distance} while" in second
+
+
+def fit_as_on_a_gpu(in_group: bool) -> str:
+    module = LogsOther(in_group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logged_keys, "can_be_read_at_once", lambda value: False)
+        patch.setattr(AsyncScalar, "has_arrived", False)
+        return str(fit_module(module))
+
+
+class LogsOther(Logging):
+    """Rank 1 logs another key in the first of two steps."""
+
+    def __init__(self, in_group: bool) -> None:
+        super().__init__("same", "mean", True)
+        self.options["sync_dist_group"] = dist.new_group([0, 1]) if in_group else None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.log("b" if batch_idx == 0 and self.global_rank == 1 else "a", torch.tensor(1.0), **self.options)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("in_group", [False, True])
+def test_error_that_a_gpu_finds_later_names_the_step_in_which_keys_differed(on_ranks, in_group: bool) -> None:
+    first, second = on_ranks(2, fit_as_on_a_gpu, in_group, timeout=60.0)
+
+    assert "logged 'training_step.a' with sync_dist=True in training batch 0 of epoch 0 while another rank" in first
+    assert "rank 1 logged 'training_step.b' in training batch 0 of epoch 0" in first
+    assert "logged 'training_step.b' with sync_dist=True in training batch 0 of epoch 0 while another rank" in second
+
+
+class LogsMetric(Logging):
+    """Only rank 0 logs the metric."""
+
+    def __init__(self, metric: Metric, **options: Any) -> None:
+        super().__init__("same", "mean", False)
+        self.metric = metric
+        self.options = {"on_step": False, "on_epoch": True} | options
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.metric.update(torch.tensor(1.0 + self.global_rank))
+        if self.global_rank == 0:
+            self.log("acc", self.metric, **self.options)
+        return self.layer(batch).square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+
+def metric_of(kind: str) -> Metric:
+    if kind == "own group":
+        groups = [dist.new_group([rank]) for rank in range(2)]
+        return MeanMetric(process_group=groups[dist.get_rank()])
+    if kind == "composed":
+        return MeanMetric(sync_on_compute=False) + MeanMetric(sync_on_compute=False)
+    return MeanMetric(sync_on_compute=kind != "local")
+
+
+def log_metric_on_rank_0(kind: str, options: dict[str, Any]) -> dict[str, float] | str:
+    return fit_module(LogsMetric(metric_of(kind), **options))
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("local", 1.0), ("own group", 1.0), ("composed", 2.0)])
+def test_metric_that_is_not_synchronized_may_be_logged_by_some_ranks(on_ranks, kind: str, expected: float) -> None:
+    assert on_ranks(2, log_metric_on_rank_0, kind, {}, timeout=60.0) == [{"acc": expected}, {}]
+
+
+@pytest.mark.parametrize("rank_zero_only", [False, True])
+def test_metric_that_is_synchronized_and_that_only_rank_0_logs_is_reported(on_ranks, rank_zero_only: bool) -> None:
+    options = {"rank_zero_only": rank_zero_only}
+    for message in on_ranks(2, log_metric_on_rank_0, "synchronized", options, timeout=60.0):
+        assert message.startswith(
+            "The ranks have not logged the same keys in this epoch: the metric 'training_step.acc' only by rank 0. "
+            "Every rank must log a metric that it synchronizes"
+        )
+
+
+def validate_metric_of_rank_0(kind: str) -> dict[str, float]:
+    trainer = quiet_trainer(strategy="paral_ddp", devices=2)
+    trainer.validate(LogsMetric(metric_of(kind), rank_zero_only=True), DataLoader(torch.ones(8, 4), 2), verbose=False)
+    return {key: float(value) for key, value in trainer.callback_metrics.items()}
+
+
+def test_metric_that_rank_0_logs_in_evaluation_is_computed_on_all_ranks(on_ranks) -> None:
+    assert on_ranks(2, validate_metric_of_rank_0, "synchronized", timeout=60.0) == [{"acc": 1.5}] * 2
+    assert on_ranks(2, validate_metric_of_rank_0, "local", timeout=60.0) == [{"acc": 1.0}, {}]

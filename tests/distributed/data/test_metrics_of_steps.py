@@ -1,0 +1,76 @@
+"""Metrics with `dist_sync_on_step=True` where only some ranks have a batch: a step counts what this rank has."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MetricCollection, SumMetric
+
+from tests.contract.cases import strategy_of
+from tests.running import quiet_trainer
+
+LABELS = ["paral_ddp", "paral_fsdp", pytest.param("paral_zero3", marks=pytest.mark.deepspeed)]
+
+
+class Numbers(IterableDataset[Tensor]):
+    """The numbers from 1 to 6."""
+
+    def __iter__(self) -> Any:
+        return iter(samples())
+
+
+class Recording(LightningModule):
+    """Records the values of its metrics in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.metric = SumMetric(dist_sync_on_step=True)
+        self.in_list = [MetricCollection([SumMetric(dist_sync_on_step=True)])]
+        self.of_steps: list[float] = []
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.layer(batch)
+        self.of_steps.append(float(self.metric(batch)))
+        assert self.of_steps[-1] == float(self.in_list[0](batch)["SumMetric"])
+        self.log("sum", self.metric, on_step=True, on_epoch=True)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.layer(batch)
+        self.of_steps.append(float(self.metric(batch)))
+
+
+def samples() -> Tensor:
+    return torch.arange(1.0, 7).view(6, 1)
+
+
+def values_of_steps(label: str, stage: str, of_stream: bool) -> tuple[list[float], dict[str, float]]:
+    module = Recording()
+    trainer = quiet_trainer(devices=2, strategy=strategy_of(label, timeout=30.0))
+    loader: Any = DataLoader(Numbers() if of_stream else samples(), batch_size=2)
+    if stage == "predict":
+        trainer.predict(module, loader, return_predictions=False)
+    else:
+        trainer.validate(module, loader, verbose=False)
+    assert module.metric.dist_sync_on_step
+    return module.of_steps, {key: float(value) for key, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("stage", ["validate", "predict"])
+def test_rank_without_a_batch_takes_no_part_in_the_step(on_ranks, label: str, stage: str) -> None:
+    (first, values), (second, others) = on_ranks(2, values_of_steps, label, stage, False, timeout=60.0)
+
+    assert (first, second) == ([10.0, 11.0], [10.0])
+    if stage == "validate":
+        assert values["sum_epoch"] == others["sum_epoch"] == 21.0
+
+
+def test_ranks_with_different_parts_of_a_stream_synchronize_no_step(on_ranks) -> None:
+    (first, values), (second, others) = on_ranks(2, values_of_steps, "paral_ddp", "validate", True, timeout=60.0)
+
+    assert len(first) + len(second) == 3
+    assert values["sum_epoch"] == others["sum_epoch"] == 21.0
