@@ -81,7 +81,9 @@ class ExactEvaluationLoops:
 
         def join_results() -> None:
             results.rank_local = False
-            self._steps.end_loader(f"the end of {'the test' if self._trainer.testing else 'the validation'}")
+            self._steps.end_loader(
+                f"the hooks at the end of {'the test' if self._trainer.testing else 'the validation'}"
+            )
             results.exchange(self._trainer.lightning_module)
 
         replace_evaluation_step(loop, skip_padding, undo)

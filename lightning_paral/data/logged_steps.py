@@ -44,7 +44,7 @@ class LoggedSteps:
         self._num_reduced = 0
         self._number = self._num_evaluated = self._num_steps = 0
         self._parts: deque[tuple[tuple[tuple[int, int], int, str], list[str]]] = deque(maxlen=_NUM_PARTS)
-        self.where = "the beginning of the run"
+        self.where = "the hooks before the first step"
         """The current step."""
         self._parts.append((((0, 0), 0, self.where), []))
         self.num_events = 0

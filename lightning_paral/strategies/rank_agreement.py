@@ -175,7 +175,7 @@ class RankAgreement(StrategyDescription):
         self._steps = self._replica_check = self._undo_agreement = None
 
     def _agree_on_end_of_epoch(self, trainer: Trainer) -> None:
-        self._data.logged.begin_part(f"the end of epoch {trainer.current_epoch}")
+        self._data.logged.begin_part(f"the hooks at the end of epoch {trainer.current_epoch}")
         if self._steps is not None:
             self._num_epoch_ends += 1
             self._steps.progress.epoch = trainer.current_epoch

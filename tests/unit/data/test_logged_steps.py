@@ -19,7 +19,7 @@ def parts(events: str) -> list[Part]:
         elif event == "-":
             steps.begin_evaluation_step(f"validation batch {steps.step}")
         elif event == ")":
-            steps.end_loader("the end of the validation")
+            steps.end_loader("the hooks at the end of the validation")
         else:
             steps.begin_reduction(f"logged '{event}'")
     return from_list(as_list(steps.parts()))
@@ -57,7 +57,7 @@ def test_slow_rank_has_left_out_nothing(first: str, second: str) -> None:
         ("|aa", "|a|", "batch 0", "rank 0 logged 'a' and rank 1 did so less often"),
         ("|a.b", "|a.|", "batch 0", "rank 0 logged 'b' and rank 1 did not"),
         ("|ab", "|b", "batch 0", "rank 0 logged 'a' while rank 1 logged 'b'"),
-        ("|", "a|", "the beginning of the run", "rank 1 logged 'a' and rank 0 did not"),
+        ("|", "a|", "the hooks before the first step", "rank 1 logged 'a' and rank 0 did not"),
         ("|a", "|" * 3000, "batch 2999", "is 1 on rank 0; 0 on rank 1"),
     ],
 )
