@@ -4,7 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,14 @@ from lightning_paral.distributed.process_group import release_process_group
 from tests.lanes import OPERATORS, is_slow, needs_deepspeed, needs_one_set, needs_operators
 from tests.rank_pool import RankPool
 
+OF_RUNS = (
+    *("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"),
+    *("PL_GLOBAL_SEED", "PL_SEED_WORKERS"),
+)
+"""Environment variables that change what a run does. Tests start without them."""
+
+for _name in OF_RUNS:
+    os.environ.pop(_name, None)
 # A shell ignores SIGINT in its background jobs, and the processes started here would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -81,16 +90,33 @@ def _operators_for_marked_parameters(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue(OPERATORS)
 
 
+@contextmanager
+def _environment_kept() -> Iterator[None]:
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
+    """Undo changes to the environment by fixtures with a wider scope than a test.
+
+    Later tests, the sessions that they start, and the workers of the pool would inherit them. `seed_everything` sets
+    `PL_GLOBAL_SEED`, from which every run on several ranks then seeds the generators again.
+    """
+    with _environment_kept() if fixturedef.scope != "function" else nullcontext():
+        return (yield)
+
+
 @pytest.fixture(autouse=True)
 def _environment_restored() -> Iterator[None]:
-    """Undo changes to the environment by fits in this test and in fixtures with a wider scope."""
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)
-    before = dict(os.environ)
+    """Undo changes to the environment by fits in this test."""
     rank_zero_only.rank = 0  # the constructors of strategies set it to the rank in the environment
-    yield
-    release_process_group()  # stays after a fit
-    if dist.is_initialized():
-        dist.destroy_process_group()  # Lightning's own ddp also leaves one
-    os.environ.clear()
-    os.environ.update(before)
+    with _environment_kept():
+        yield
+        release_process_group()  # stays after a fit
+        if dist.is_initialized():
+            dist.destroy_process_group()  # Lightning's own ddp also leaves one

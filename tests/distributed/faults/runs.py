@@ -108,7 +108,7 @@ def run(case: Case, keep: Path | None = None) -> Result:
         has_failed=failed is not None,
         shown=any(_shows(case, each) for each in printed),
         at_end=any(_shows(case, _last_lines(case, each), is_end=True) for each in printed),
-        times=sum(_times(each) for each in printed),
+        times=sum(map(count_tracebacks, printed)),
         seconds=round(ended - failed, 2) if failed is not None else 0.0,
         orphans=orphans,
         statuses=statuses,
@@ -227,9 +227,14 @@ def _last_lines(case: Case, printed: str) -> str:
     return "\n".join(lines[-LAST_LINES[case.launcher] :])
 
 
-def _times(printed: str) -> int:
+def count_tracebacks(printed: str) -> int:
+    """Return how often the ranks printed the traceback of the error, not counting torchrun's summary.
+
+    The message that a rank prints about the error of another one may quote a traceback: torch puts that of a loader's
+    worker into the message of the error. Such a quotation is within a line.
+    """
     of_ranks = re.split(r"^=+\n.* FAILED", printed, maxsplit=1, flags=re.MULTILINE)[0]
-    return len(re.findall(r"raise TypoError\(f", of_ranks))
+    return len(re.findall(r"^(?:\[\w+\]:)?\s*raise TypoError\(f", of_ranks, flags=re.MULTILINE))
 
 
 _NAMES = {

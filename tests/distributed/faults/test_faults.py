@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from tests.distributed.faults.cases import EXCEPTIONS, FAULTS, STAGES, Case, all_cases, select
-from tests.distributed.faults.runs import Result, run, stopping
+from tests.distributed.faults.runs import Result, count_tracebacks, run, stopping
 
 CASES = (
     Case("paral_fsdp", "python", "exception", "step", 0),
@@ -57,3 +57,13 @@ def test_faults_cover_every_fault_and_stage_under_each_launcher() -> None:
         found = select(cases, f"launcher={launcher}")
         assert {case.fault for case in found} == set(FAULTS)
         assert {case.stage for case in found} == set(STAGES)
+
+
+def test_traceback_that_a_rank_prints_counts_each_time_but_not_one_that_a_message_quotes() -> None:
+    line = 'raise TypoError(f"the typo of rank {RANK}")'
+    traceback = f'[rank1]:   File "failing.py", line 76, in fail\n[rank1]:     {line}\n[rank1]: TypoError: the typo\n'
+    quotation = f'[rank0]: Rank 0 ended because rank 1 failed: File "failing.py", line 76, in fail {line}\n'
+
+    assert count_tracebacks(quotation) == 0
+    assert count_tracebacks(traceback + quotation) == 1
+    assert count_tracebacks(traceback + traceback.replace("[rank1]: ", "")) == 2

@@ -385,7 +385,7 @@ from tests.running import quiet_trainer
 
 class Endless(Regression):
     def on_train_start(self):
-        print("rank", os.getpid(), flush=True)
+        os.write(1, f"rank {os.getpid()}\\n".encode())  # at once: unbuffered, `print` writes each word
         time.sleep(1000)
 
 trainer = quiet_trainer(strategy="paral_ddp", devices=2, max_epochs=1)
