@@ -45,7 +45,7 @@ class Collectives(AfterFailure):
     """During a run with several ranks, the requests by which ranks tell each other where they are."""
     _undo_timeout: Callable[[], None] | None = None
     _logged_group: dist.ProcessGroup | None = None
-    """During a run with several ranks, the group that reduces logged values, if the backend is gloo."""
+    """During a run with several data ranks, the gloo group that reduces logged values on the CPU; `None`: no gloo."""
     _undo_guard: ExitStack | None = None
     """After a failure, what removes the guard of the hooks that are called then."""
     num_runs: int = 0
