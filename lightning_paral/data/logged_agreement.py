@@ -8,7 +8,6 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 
 from lightning_paral.data.logged_steps import (
-    EVERY_RANK,
     LoggedSteps,
     Part,
     as_list,
@@ -16,6 +15,7 @@ from lightning_paral.data.logged_steps import (
     explain_difference,
     from_list,
 )
+from lightning_paral.data.step_metrics import advice_for
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.errors import ConfigurationError
 
@@ -47,8 +47,7 @@ class LoggedAgreement:
         self._num_events = -1
         self._since = 0.0
         self._has_told = False
-        self._claim: str | None = None
-        self._compares = False
+        self._claim: str | None = None  # the key by which this rank has claimed to compare
         self._num_seen = -1
         self._found_at: float | None = None
         self._has_failed = False
@@ -92,15 +91,15 @@ class LoggedAgreement:
         self._num_events, self._since = num_events, now
         self._has_told, self._num_seen, self._found_at = False, -1, None
         claim, self._claim = self._claim, None
-        if claim is not None and self._compares:
+        if claim is not None:
             store.delete_key(claim)
 
     def _compare(self, store: Any, now: float) -> None:
-        if self._claim is None:  # one rank compares for all that wait for the same value
-            self._claim = self._key(f"compares/{self._num_events}")
-            self._compares = store.compare_set(self._claim, "", str(self._rank)) == str(self._rank).encode()
-        if not self._compares:
-            return
+        if self._claim is None:  # one rank compares for all that wait for the same value, until it waits no longer
+            claim = self._key(f"compares/{self._num_events}")
+            if store.compare_set(claim, "", str(self._rank)) != str(self._rank).encode():
+                return
+            self._claim = claim
         if self._found_at is None:
             num_told = store.add(self._key("told"), 0)
             if num_told == self._num_seen:
@@ -118,9 +117,10 @@ class LoggedAgreement:
         return any(cannot_meet(ours, theirs) for theirs in self._read_others(store).values())
 
     def _explain(self, store: Any) -> tuple[ConfigurationError, str]:
-        where, difference = explain_difference({self._rank: self._steps.parts(), **self._read_others(store)})
+        by_rank = {self._rank: self._steps.parts(), **self._read_others(store)}
+        where, difference = explain_difference(dict(sorted(by_rank.items())))
         error = ConfigurationError(
-            f"The ranks have not synchronized the same values in {where}: {difference}. {EVERY_RANK}"
+            f"The ranks have not synchronized the same values in {where}: {difference}. {advice_for(difference)}"
         )
         return error, where
 

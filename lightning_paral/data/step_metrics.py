@@ -10,14 +10,20 @@ from torch.nn import Module
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_paral.data.logged_steps import LoggedSteps
+from lightning_paral.data.logged_steps import EVERY_RANK, LoggedSteps
 from lightning_paral.distributed.mesh import ParallelDims
+
+_SYNCHRONIZES = " with dist_sync_on_step=True"
+_EVERY_METRIC = (
+    "Every rank must call and compute the same metrics with dist_sync_on_step=True, in the same order. Where only some "
+    "ranks have something to count, call `metric.update(...)`, which waits for no other rank."
+)
 
 
 def record_synchronizations(
     module: Module, dims: ParallelDims, steps: LoggedSteps, timeout: timedelta, undo: ExitStack
 ) -> None:
-    """Record when metrics of `module` synchronize in a step, until `undo` is closed. *Collective* if there are any.
+    """Record when metrics of `module` synchronize, until `undo` is closed. *Collective* over the data ranks.
 
     States on the CPU are gathered in a group of their own, so that gloo does not take another collective for theirs.
 
@@ -28,12 +34,27 @@ def record_synchronizations(
         timeout: the timeout of the group.
         undo: a stack to which functions that undo the changes are pushed.
     """
-    for name, part in module.named_modules():
-        if not isinstance(part, Metric) or not part.dist_sync_on_step or part.dist_sync_fn is not None:
-            continue
-        if part.process_group is None or part.process_group is dims.data_group():
-            part.dist_sync_fn = _RecordedGather(name, steps, dims.group_for_only("metrics", timeout))
-            undo.callback(setattr, part, "dist_sync_fn", None)
+    ranks = dims.data_rank_group()
+    found = [
+        (name, part)
+        for name, part in module.named_modules()
+        if isinstance(part, Metric)
+        and (part.dist_sync_on_step and part.dist_sync_fn is None)
+        and (part.process_group is None or part.process_group is dims.data_group())
+    ]
+    # The modules have not been compared yet: they may differ between ranks.
+    if not any(ranks.gather(bool(found))):
+        return
+    group = dims.group_for_only("metrics", timeout)
+    for name, part in found:
+        part.dist_sync_fn = _RecordedGather(name, steps, group)
+        undo.callback(setattr, part, "dist_sync_fn", None)
+
+
+def advice_for(difference: str) -> str:
+    """Return what to do about a `difference` between what ranks have synchronized."""
+    advices = {_SYNCHRONIZES: _EVERY_METRIC, "sync_dist=True": EVERY_RANK}
+    return " ".join(advice for what, advice in advices.items() if what in difference) or EVERY_RANK
 
 
 class _RecordedGather:
@@ -46,7 +67,7 @@ class _RecordedGather:
     """
 
     def __init__(self, name: str, steps: LoggedSteps, group: dist.ProcessGroup | None) -> None:
-        self._what = f"updated the metric {name!r} with dist_sync_on_step=True"
+        self._what = f"called or computed the metric {name!r}{_SYNCHRONIZES}"
         self._steps = steps
         self._group = group
 

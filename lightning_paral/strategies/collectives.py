@@ -45,7 +45,7 @@ class Collectives(AfterFailure):
     """During a run with several ranks, the requests by which ranks tell each other where they are."""
     _undo_timeout: Callable[[], None] | None = None
     _logged_group: dist.ProcessGroup | None = None
-    """During a run with several ranks, the group that reduces logged values, if the backend is gloo."""
+    """During a run with several data ranks, the gloo group that reduces logged values on the CPU; `None`: no gloo."""
     _undo_guard: ExitStack | None = None
     """After a failure, what removes the guard of the hooks that are called then."""
     num_runs: int = 0
@@ -102,7 +102,8 @@ class Collectives(AfterFailure):
         if self._failures is None or trainer is None:
             return error
         self._failures.leave()  # first: this thread must not be interrupted while it reports
-        self._undo_guard = end_run_if_hooks_fail(trainer, self.teardown)
+        if self._undo_guard is None:
+            self._undo_guard = end_run_if_hooks_fail(trainer, self.teardown)
         if self._stacks is not None:
             self._stacks.freeze()
         if isinstance(error, Exception) and explain_timeout(error, self.timeout, self._timeout_option):

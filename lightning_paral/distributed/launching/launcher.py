@@ -116,13 +116,22 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
             CheckedSubprocessLauncher._may_be_handled = isinstance(error, Exception) and self.has_joined
             failed = error
             explain_exit_after_run(error)
-            raised = error if self._run is None else self._run.report_failure(error)
+            raised = self._report(error)
             if raised is error:
                 raise
             raise raised from raised.__cause__
         finally:
             CheckedSubprocessLauncher._current = None
             end_launch(failed)
+
+    def _report(self, error: BaseException) -> BaseException:
+        """Tell the other ranks of `error`, and return the error to raise."""
+        if self._run is None:
+            return error
+        try:
+            return self._run.report_failure(error)
+        except Exception as later:  # of a signal handler: torch's raises the true cause if a loader's worker was killed
+            return self._run.report_failure(later)
 
     def describe_end(self, rank: int) -> str | None:
         """Return how the process of `rank` ended; `None` if it is running, or if this launcher did not start it."""

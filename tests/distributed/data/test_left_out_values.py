@@ -156,8 +156,34 @@ def test_metric_that_a_rank_does_not_update_is_named(on_ranks, rank_pool, label:
 
     for message in messages:
         assert "The ranks have not synchronized the same values in training batch 1 of epoch 0: rank " in message
-        assert "updated the metric 'metric' with dist_sync_on_step=True" in message
+        assert "called or computed the metric 'metric' with dist_sync_on_step=True" in message
+        assert "call `metric.update(...)`, which waits for no other rank" in message
         assert "logged 'training_step.even' with sync_dist=True" in message
+
+
+class OnRankZero(Logging):
+    """Only rank 0 has a metric with `dist_sync_on_step=True`."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__("none", 0)
+        if rank:
+            del self.metric
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(batch).square().mean()
+
+
+def fit_on_rank_zero() -> str:
+    trainer = quiet_trainer(devices=2, strategy=strategy_of("paral_ddp", timeout=20.0), max_epochs=1)
+    try:
+        trainer.fit(OnRankZero(dist.get_rank()), DataLoader(torch.ones(8, 4), batch_size=2))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "fitted"
+
+
+def test_metric_that_only_some_ranks_have_does_not_hang(on_ranks) -> None:
+    assert on_ranks(2, fit_on_rank_zero, timeout=60.0) == ["fitted"] * 2
 
 
 def test_values_of_different_steps_are_not_averaged(on_ranks, rank_pool) -> None:
