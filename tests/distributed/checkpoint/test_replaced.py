@@ -132,7 +132,7 @@ def test_loading_while_another_thread_saves(target: Path, monkeypatch: pytest.Mo
     done = threading.Event()
 
     def save() -> None:
-        while not done.wait(0.05):
+        while not done.wait(0.2):
             draft = commit.AtomicPath(target, folder=True)
             shutil.copytree(copy, draft.path, dirs_exist_ok=True)
             draft.commit()
