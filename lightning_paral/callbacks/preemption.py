@@ -32,9 +32,9 @@ class Preemption(Callback):
     training batch, the accumulation of gradients, and the validation that follows, if one does. They save together and
     exit. A resumed fit continues with the next batch. Under SLURM, SIGUSR1 and the deadline also requeue the job.
 
-    A second signal ends the process immediately. Nothing is damaged then: a checkpoint has its name only when it is
-    complete. Signal handlers that were set before the fit are still called. In evaluation and prediction, which have
-    nothing to save, the callback restores the default actions of the signals.
+    A second signal ends the process immediately, unless SLURM has requeued the job. Nothing is damaged then: a
+    checkpoint has its name only when it is complete. Signal handlers that were set before the fit are still called. In
+    evaluation and prediction, which have nothing to save, the callback restores the default actions of the signals.
 
     Args:
         dirpath: the folder in which to save `preempted-step=N.ckpt`, where N is the number of optimizer steps. By
@@ -138,8 +138,9 @@ class Preemption(Callback):
             self._is_requeueing = True  # before SLURM signals the ranks of the job that it requeues
             if trainer.is_global_zero:
                 # Now, while the other ranks wait: when the first of them exits, srun may end the job.
-                slurm.requeue_job()
-        self.was_preempted, self.checkpoint_path = True, trainer.strategy.broadcast(path)
+                self._is_requeueing = slurm.requeue_job()
+        self.was_preempted = True
+        self.checkpoint_path, self._is_requeueing = trainer.strategy.broadcast((path, self._is_requeueing))
         if self.exit_status != "return":
             agree_on_exit(self._status(reason))
         lightning_preemption.set_received_sigterm(trainer)

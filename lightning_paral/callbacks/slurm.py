@@ -31,8 +31,8 @@ def requeue_signal(trainer: Trainer) -> signal.Signals:
     return (environment and environment.requeue_signal) or signal.SIGUSR1
 
 
-def requeue_job() -> None:
-    """Requeue the job of this process, or warn that this failed."""
+def requeue_job() -> bool:
+    """Requeue the job of this process, or warn that this failed. Return whether it was requeued."""
     array, job = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_JOB_ID", "")
     if array is not None:
         job = f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}"
@@ -50,3 +50,4 @@ def requeue_job() -> None:
         )
     else:
         log.info("Requeued the SLURM job %s.", job)
+    return not problem

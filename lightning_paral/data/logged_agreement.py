@@ -72,7 +72,7 @@ class LoggedAgreement:
     def end(self, store: Store) -> None:
         """End with a run that ended well on this rank: tell the others, of which one may wait for a value in vain."""
         self._steps.begin_part()
-        self._steps.find_difference = lambda: None
+        self._steps.find_difference = None
         self._tell(store)
 
     def find_difference(self, store: Store) -> Exception | None:

@@ -71,15 +71,15 @@ class CheckedReduce:
             together = torch.cat([value.reshape(-1).to(fingerprints.dtype), fingerprints])
             reduced = self._reduce(together, reduce_op=reduce_op, group=group)
         except RuntimeError as error:
-            with suppress(dist.DistError, RuntimeError):  # rank 0, which serves the store, may have ended
-                if (found := self._steps.find_difference()) is not None:
-                    raise found from error
+            if (found := self._find_difference()) is not None:
+                raise found from error
             error.args = (f"{error}\nThis rank was reducing self.log({self._name!r}, sync_dist=True). {EVERY_RANK}",)
             raise
         finally:
             self._steps.end_reduction()
         expected = fingerprints if reduce_op != "sum" else fingerprints * self._num_ranks(group)
-        is_same = (reduced[-2:] == expected).all()
+        # Fingerprints are integers, but a mean of equal ones may be off by a rounding error.
+        is_same = ((reduced[-2:] - expected).abs() < 0.5).all()
         if not can_be_read_at_once(value):
             self._pending.add(is_same, (self._steps.where, group))
             if self._pending.are_many:
@@ -87,6 +87,11 @@ class CheckedReduce:
         elif not is_same:
             raise self._error(self._steps.where, group)
         return reduced[:-2].reshape(value.shape).to(_dtype_of_result(value, reduce_op))
+
+    def _find_difference(self) -> Exception | None:
+        with suppress(dist.DistError, RuntimeError):  # rank 0, which serves the store, may have ended
+            return None if self._steps.find_difference is None else self._steps.find_difference()
+        return None
 
     def _weighted(self, value: Tensor, group: Any) -> Tensor:
         """Return this rank's part of the weighted mean over `group`. *Collective* if a group is given."""

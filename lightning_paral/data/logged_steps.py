@@ -51,8 +51,12 @@ class LoggedSteps:
         """A number that changes with each part, and with each value."""
         self.is_reducing = False
         """Whether the main thread is in the reduction of a value."""
-        self.find_difference: Callable[[], Exception | None] = lambda: None
-        """Returns an error about a value that this rank waits for in vain; `None` if that is not known."""
+        self.find_difference: Callable[[], Exception | None] | None = None
+        """During a run, returns an error about a value that this rank waits for in vain; `None` if it knows of none."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the function, which belongs to one run in one process."""
+        return {**vars(self), "find_difference": None}
 
     def begin_step(self, where: str) -> None:
         """Begin a step that every rank runs."""

@@ -13,8 +13,8 @@ from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.errors import ConfigurationError
 
 _EVERY_METRIC = (
-    "Every rank must log a metric that it synchronizes, in the same order, also with rank_zero_only=True. If each rank "
-    "computes a value of its own, create the metric with sync_on_compute=False."
+    "If one rank logs a metric that is synchronized, every rank must log it, in the same order, also with "
+    "rank_zero_only=True. If each rank computes a value of its own, create the metric with sync_on_compute=False."
 )
 _METRIC = "the metric "
 

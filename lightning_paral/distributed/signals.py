@@ -162,6 +162,7 @@ class _Routes:
         with suppress(ValueError):
             signal.set_wakeup_fd(-1)
             for handler in self._handlers.values():
+                handler.calls.clear()  # also if it is not restored now, because `Ignored` has taken its place
                 handler.restore()
         os.close(self._write_end)
         self._handlers, self._write_end = {}, -1

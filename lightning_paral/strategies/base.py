@@ -216,10 +216,10 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, Ch
             if self._undo_recomputation is not None:
                 at_end.callback(self._undo_recomputation)
                 self._undo_recomputation = None
-            self._end_buffers()
-            self._end_agreement()
+            at_end.callback(super().teardown)
+            at_end.callback(self._data.end)
             if self._averages is not None:
-                self._averages.end()
+                at_end.callback(self._averages.end)
                 self._averages = None
-            self._data.end()
-            super().teardown()
+            at_end.callback(self._end_agreement)
+            self._end_buffers()

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_paral.compat.torch.aborting import abort_nccl, nccl_backends
 from lightning_paral.compat.torch.group_timeouts import use_default_timeout
 from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.failures.failure import remember_first
 from lightning_paral.distributed.failures.failure_watch import FailureWatch
 from lightning_paral.distributed.failures.liveness import LivenessOfOthers, LivenessOfRankZero
 from lightning_paral.distributed.failures.reachable import new_run_name
@@ -45,7 +46,7 @@ class Collectives(AfterFailure):
     """During a run with several ranks, the requests by which ranks tell each other where they are."""
     _undo_timeout: Callable[[], None] | None = None
     _logged_group: dist.ProcessGroup | None = None
-    """During a run with several data ranks, the gloo group that reduces logged values on the CPU; `None`: no gloo."""
+    """During a run with several data ranks, the gloo group that reduces logged values on the CPU, if there is one."""
     _undo_guard: ExitStack | None = None
     """After a failure, what removes the guard of the hooks that are called then."""
     num_runs: int = 0
@@ -102,22 +103,32 @@ class Collectives(AfterFailure):
         if self._failures is None or trainer is None:
             return error
         self._failures.leave()  # first: this thread must not be interrupted while it reports
-        if self._undo_guard is None:
-            self._undo_guard = end_run_if_hooks_fail(trainer, self.teardown)
         if self._stacks is not None:
             self._stacks.freeze()
         if isinstance(error, Exception) and explain_timeout(error, self.timeout, self._timeout_option):
             self._name_hang()
-        return self._failures.report(error, describe_position(trainer, error))
+        reported = self._failures.report(error, describe_position(trainer, error))
+        if self._undo_guard is None:
+            self._undo_guard = end_run_if_hooks_fail(trainer, self._end_after_hook)
+        return reported
+
+    def _end_after_hook(self, error: BaseException) -> None:
+        """End the run after a hook for exceptions raised `error`, which Lightning raises instead of the run's error."""
+        if self._failures is not None:
+            remember_first(error, self._failures.first)
+        self.on_exception(error)
+        self.teardown()
 
     def _end_run(self) -> None:
         """End the run; after a failure with several ranks, release the process group, in which ranks may still wait."""
-        try:
+        with ExitStack() as at_end:
+            at_end.callback(self._forget_run)
+            at_end.callback(self._end_watching)
             self._end_watch()
             self._end_tracking()
             self._wait_for_savers()
-        finally:
-            self._end_watching()
+
+    def _forget_run(self) -> None:
         if self._undo_guard is not None:
             self._undo_guard.close()
             self._undo_guard = None

@@ -6,13 +6,17 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_paral.compat.lightning.methods import shadow_method
+End = Callable[[BaseException], None]
 
 
-def end_run_if_hooks_fail(trainer: Trainer, teardown: Callable[[], None]) -> ExitStack:
-    """Call `teardown` if `on_exception` of a callback or of the datamodule, or `finalize` of a logger, raises an error.
+def end_run_if_hooks_fail(trainer: Trainer, end: End) -> ExitStack:
+    """Call `end` if `on_exception` of a callback or of the datamodule, or `finalize` of a logger, raises an error.
 
     Otherwise this rank would go on to watch a run that has ended, and end the process a minute later.
+
+    Args:
+        trainer: the Trainer of the run.
+        end: a function that ends the run. It is called with the error.
 
     Returns:
         ExitStack: closing it removes the guard.
@@ -20,23 +24,35 @@ def end_run_if_hooks_fail(trainer: Trainer, teardown: Callable[[], None]) -> Exi
     undo = ExitStack()
     owners = [(each, "on_exception") for each in (*vars(trainer)["callbacks"], vars(trainer).get("datamodule"))]
     for owner, name in (*owners, *((logger, "finalize") for logger in trainer.loggers)):
-        if owner is not None and name not in vars(owner):  # else it is the guard of a strategy's own replacement
-            shadow_method(owner, name, _Guarded(getattr(owner, name), teardown), undo)
+        attributes, method = getattr(owner, "__dict__", None), getattr(owner, name, None)
+        if attributes is not None and method is not None:
+            undo.callback(_restore, attributes, name, attributes.get(name))
+            attributes[name] = _Guarded(method, end)
     return undo
 
 
-class _Guarded:
-    """A method that calls `teardown` if it raises. A copy of it is the method."""
+def _restore(attributes: dict[str, Any], name: str, before: Any) -> None:
+    attributes.pop(name, None)
+    if before is not None:
+        attributes[name] = before
 
-    def __init__(self, method: Callable[..., Any], teardown: Callable[[], None]) -> None:
-        self._method, self._teardown = method, teardown
+
+class _Guarded:
+    """A method that calls `end` if it raises. A copy of it is the method."""
+
+    def __init__(self, method: Callable[..., Any], end: End) -> None:
+        self._method, self._end = method, end
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self._method(*args, **kwargs)
-        except BaseException:
-            self._teardown()
+        except BaseException as error:
+            self._end(error)
             raise
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._method.__self__, self._method.__name__)  # type: ignore[attr-defined]
+        return _itself, (self._method,)
+
+
+def _itself(method: Any) -> Any:
+    return method

@@ -19,7 +19,10 @@ def replace_on_exception(callbacks: Iterable[Callback], save: Save) -> None:
 def restore_on_exception(callbacks: Iterable[Callback]) -> None:
     """Undo `replace_on_exception`."""
     for callback in callbacks:
-        vars(callback).pop("on_exception", None)
+        replaced = vars(callback).get("on_exception")
+        if isinstance(replaced, _OnException):
+            del vars(callback)["on_exception"]
+            vars(callback).update(replaced.before)
 
 
 class _OnException:
@@ -28,6 +31,8 @@ class _OnException:
     def __init__(self, save: Save, callback: Callback) -> None:
         self._save = save
         self._callback = callback
+        self.before = {name: value for name, value in vars(callback).items() if name == "on_exception"}
+        """The method of the instance, if it has one of its own, such as that of a `LambdaCallback`."""
 
     def __call__(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Let the strategy decide whether the callback saves."""

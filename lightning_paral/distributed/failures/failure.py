@@ -233,7 +233,10 @@ def first_failure_of(error: BaseException) -> FirstFailure | None:
 def _without_traceback(text: str) -> str:
     """Return `text` without the traceback that torch puts into the messages of errors of loader workers."""
     before, is_there, after = text.partition("Original Traceback (most recent call last):\n")
-    return f"{before}{after.strip().splitlines()[-1]}" if is_there and after.strip() else text
+    lines = after.splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]
+    error = next((i for i in range(frames[-1], len(lines)) if not lines[i].startswith(" ")), None) if frames else None
+    return text if not is_there or error is None else "\n".join([before, *lines[error:]])
 
 
 def _one_line(text: str) -> str:

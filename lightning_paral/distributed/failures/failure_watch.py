@@ -38,7 +38,7 @@ from lightning_paral.distributed.failures.failure import (
 from lightning_paral.distributed.failures.interrupt import Interrupt
 from lightning_paral.distributed.failures.liveness import Liveness
 from lightning_paral.distributed.failures.torchrun_report import tell_torchrun
-from lightning_paral.distributed.launching.rank_main import reports_to_parent
+from lightning_paral.distributed.launching.rank_main import tell_parent
 from lightning_paral.distributed.signals import Ignored
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.errors import RankFailedError
@@ -277,11 +277,14 @@ class FailureWatch:
         assert first is not None
         with suppress(dist.DistError, RuntimeError):  # rank 0, which serves the store, may have ended
             self.first.store.append("ending", f"{self.rank} ")
+        was_leaving = self._is_leaving
         if self.first.is_own:
             must_print = not self.first.is_printed
         else:
-            # In a forked or spawned rank, the process that started the ranks prints it.
-            must_print = not reports_to_parent() and self.first.wait_until_printed(PRINT_SECONDS)
+            told = tell_parent(self.rank, self.first.why_ended(), first.traceback)
+            must_print = not told and self.first.wait_until_printed(PRINT_SECONDS)
+        if self._is_leaving and not was_leaving:
+            return  # the main thread has left the run meanwhile, and may save
         if must_print and first.traceback:
             sys.stderr.write(first.traceback)
         sys.stderr.write(f"{self.first.why_ended()}\n")

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any, ClassVar, Protocol
 
@@ -131,7 +132,9 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
         try:
             return self._run.report_failure(error)
         except Exception as later:  # of a signal handler: torch's raises the true cause if a loader's worker was killed
-            return self._run.report_failure(later)
+            with suppress(Exception):
+                return self._run.report_failure(later)
+            return error
 
     def describe_end(self, rank: int) -> str | None:
         """Return how the process of `rank` ended; `None` if it is running, or if this launcher did not start it."""
@@ -196,7 +199,7 @@ def _finish() -> None:
     failed = {rank: status for rank, status in children.statuses().items() if status not in (0, agreed_status())}
     if failed:
         rank, status = next(iter(failed.items()))
-        if not has_failed:  # else its error is that of the run
+        if status < 0 or not has_failed or agreed_status() is not None:  # else its error is that of the run
             sys.stderr.write(f"Rank {rank} failed after the run: {describe_status(status)}. Its error is above.\n")
         logging.shutdown()
         sys.stdout.flush()

@@ -40,9 +40,25 @@ _parent: Connection | None = None
 """In the process of a rank, the connection to the process that started it."""
 
 
-def reports_to_parent() -> bool:
-    """Return whether this is the process of a rank whose error the process that started it raises."""
-    return _parent is not None
+def tell_parent(rank: int, message: str, trace: str) -> bool:
+    """Tell the process that started this rank, if it waits, that this rank ends because of another one.
+
+    Args:
+        rank: the rank of this process, whose main thread cannot report.
+        message: why it ends.
+        trace: the traceback of the cause.
+
+    Returns:
+        bool: whether there is such a process. It raises the error of the rank that failed first.
+    """
+    if _parent is None:
+        return False
+    error = RankFailedError(message)
+    error.add_note(trace)
+    report = RankError(rank=rank, error=error, seconds=time.monotonic(), is_consequence=True)
+    with suppress(OSError):
+        _parent.send_bytes(pickle.dumps((False, report)))
+    return True
 
 
 def tell_whether_saving(is_saving: bool) -> None:

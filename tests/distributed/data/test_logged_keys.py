@@ -219,7 +219,7 @@ def test_metric_that_is_synchronized_and_that_only_rank_0_logs_is_reported(on_ra
     for message in on_ranks(2, log_metric_on_rank_0, "synchronized", options, timeout=60.0):
         assert message.startswith(
             "The ranks have not logged the same keys in this epoch: the metric 'training_step.acc' only by rank 0. "
-            "Every rank must log a metric that it synchronizes"
+            "If one rank logs a metric that is synchronized, every rank must log it"
         )
 
 

@@ -43,11 +43,13 @@ def test_first_record_counts_for_all_ranks() -> None:
 def test_failure_names_the_error_of_a_loader_worker_without_its_traceback() -> None:
     message = (
         "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
-        '  File "train.py", line 3, in __getitem__\n    raise ValueError("my bug")\nValueError: my bug\n'
+        '  File "train.py", line 3, in __getitem__\n    raise ValueError("my bug")\nValueError: my bug\n  in my data\n'
     )
     failure = failure_of(raised(ValueError(message)), 0, "")
 
-    assert failure.error == "ValueError: Caught ValueError in DataLoader worker process 0. ValueError: my bug"
+    assert (
+        failure.error == "ValueError: Caught ValueError in DataLoader worker process 0. ValueError: my bug in my data"
+    )
     assert "in __getitem__" in failure.traceback
 
 
