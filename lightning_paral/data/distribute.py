@@ -181,9 +181,8 @@ class LoaderDistributor:
 
         def check_and_end_epoch() -> None:
             results.check_keys()
-            # Now, on all ranks: the progress bar, and hooks of some ranks, would otherwise compute them before others.
-            results.metrics(on_step=False)
-            end_epoch()
+            with results.computed_before_hooks():
+                end_epoch()
             self.logged.begin_part()
 
         shadow_method(loop, "on_advance_end", check_and_end_epoch, self._undo)

@@ -1,6 +1,7 @@
 """Values logged in training that equal those of one process, even if ranks have different numbers of samples."""
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -56,6 +57,7 @@ class TrainingResults(CheckedResults):
         self._num_uneven_steps = 0  # in this epoch
         self._metrics: list[Any] | None = None  # found in this epoch
         self._batch_sizes: dict[str, BatchSizes] = {}
+        self._num_updates: dict[str, int] = {}  # of the logged metrics, while hooks at the end of the epoch run
         self.steps = steps  # because Lightning's constructor sets `batch`
         super().__init__(dims, steps=steps)
 
@@ -118,6 +120,34 @@ class TrainingResults(CheckedResults):
         num_uneven_steps, self._num_uneven_steps, self._metrics = self._num_uneven_steps, 0, None
         if num_uneven_steps:
             self._complete_means()
+
+    @contextmanager
+    def computed_before_hooks(self) -> Iterator[None]:
+        """Compute the values of the epoch on all ranks; then, run the hooks of its end. *Collective* over data ranks.
+
+        Otherwise the progress bar, and hooks of some ranks that read them, would compute them before the other ranks.
+
+        Raises:
+            ConfigurationError: a hook updates a metric that was logged before.
+        """
+        self.metrics(on_step=False)
+        self._num_updates = {key: each.value.update_count for key, each in self.valid_items() if not each.is_tensor}
+        try:
+            yield
+        finally:
+            self._num_updates = {}
+
+    def metrics(self, on_step: bool) -> Any:
+        """Return the values for callbacks, loggers and the progress bar."""
+        for key, count in {} if on_step else self._num_updates.items():
+            if key in self and not self[key].has_reset and self[key].value.update_count > count:
+                fx, name = key.split(".", 1)
+                raise ConfigurationError(
+                    f"The metric {name!r} was logged in {fx}, and then updated in a hook at the end of the epoch. With "
+                    "several ranks, its value is computed before these hooks. Log it in on_train_epoch_end, after the "
+                    "update, instead."
+                )
+        return super().metrics(on_step)
 
     def _complete_means(self) -> None:
         """Weight the means of values that were logged with a constant batch size."""

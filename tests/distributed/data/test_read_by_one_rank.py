@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
+from lightning_paral import ConfigurationError
 from tests.contract.cases import strategy_of
 from tests.running import quiet_trainer
 
@@ -35,6 +36,20 @@ class TwoMetrics(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class UpdatesAtEnd(TwoMetrics):
+    """Updates a metric that was logged before, or resets it, in the hook at the end of the epoch."""
+
+    def __init__(self, resets: bool) -> None:
+        super().__init__()
+        self.resets = resets
+
+    def on_train_epoch_end(self) -> None:
+        if self.resets:
+            self.logged.reset()
+        else:
+            self.logged.update(5.0)
 
 
 class ReadOnRankZero(Callback):
@@ -64,3 +79,24 @@ def test_values_are_those_of_one_process(on_ranks, label: str, with_bar: bool) -
         assert logged == {"logged": 1.5, "value": 7.5}
         assert computed == [100.5, 100.5]
         assert found == ([] if with_bar or rank else [1.5, 1.5])
+
+
+def fit_with_update(resets: bool) -> tuple[str, dict[str, float]]:
+    trainer = quiet_trainer(devices=2, strategy=strategy_of("paral_ddp"), max_epochs=2)
+    try:
+        trainer.fit(UpdatesAtEnd(resets), DataLoader(torch.ones(16, 4), batch_size=2))
+    except ConfigurationError as error:
+        return str(error), {}
+    return "", {key: float(value) for key, value in trainer.callback_metrics.items()}
+
+
+def test_metric_that_a_hook_updates_after_it_was_logged_is_named(on_ranks, rank_pool) -> None:
+    try:
+        for message, _ in on_ranks(2, fit_with_update, False):
+            assert message.startswith("The metric 'logged' was logged in training_step, and then updated in a hook")
+    finally:
+        rank_pool.renew_world()
+
+
+def test_metric_that_a_hook_resets_has_the_value_of_the_epoch(on_ranks) -> None:
+    assert [values["logged"] for _, values in on_ranks(2, fit_with_update, True)] == [1.5, 1.5]
