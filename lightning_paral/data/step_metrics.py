@@ -53,8 +53,8 @@ def record_synchronizations(
 
 def advice_for(difference: str) -> str:
     """Return what to do about a `difference` between what ranks have synchronized."""
-    advices = {_SYNCHRONIZES: _EVERY_METRIC, "sync_dist=True": EVERY_RANK}
-    return " ".join(advice for what, advice in advices.items() if what in difference) or EVERY_RANK
+    by_kind = {_SYNCHRONIZES: _EVERY_METRIC, "sync_dist=True": EVERY_RANK}
+    return " ".join(advice for what, advice in by_kind.items() if what in difference) or EVERY_RANK
 
 
 class _RecordedGather:

@@ -127,7 +127,9 @@ class FirstFailure:
     def why_ended(self) -> str:
         """Return one line that says why this rank ends, once the failure is known."""
         assert self._known is not None
-        return f"Rank {self.rank} ended{f': {self._known.error}' if self.is_own else f' because {self._known}'}"
+        if self.is_own:
+            return f"Rank {self.rank} ended: {self._known.error}"
+        return f"Rank {self.rank} ended because {self._known}"
 
     def report(self, failure: Failure) -> Failure:
         """Record `failure` unless another one was recorded before, and return the recorded one."""
