@@ -5,6 +5,7 @@ import sys
 from lightning_paral.cli.closed_stdout import exiting_if_stdout_is_closed, flush_or_discard_stdout
 from lightning_paral.cli.consolidate import consolidate
 from lightning_paral.cli.inspect import inspect
+from lightning_paral.cli.plan import plan_command
 from lightning_paral.cli.strategies import print_strategies
 from lightning_paral.cli.train import TRAINER_COMMANDS, run_trainer_command
 from lightning_paral.cli.verify import verify
@@ -17,19 +18,38 @@ _USAGE = """\
 usage: paral COMMAND [options]
 
   fit, validate, test, predict   run Lightning's Trainer from YAML and options (`paral fit --help`)
+  plan                           predict memory, traffic and time of a fit for every strategy, and recommend one
   strategies                     list the strategies this package registers
   consolidate                    convert a checkpoint to one Lightning file, safetensors or a Hugging Face folder
   verify                         check that a checkpoint is complete and undamaged
   inspect                        print the contents of a checkpoint
+  doctor                         print what this machine has, and test communication between ranks
+  bench                          measure collectives, training steps, memory, checkpoints and optimizers
 
   --version                      print the versions of this package, Python, Lightning, torch and DeepSpeed
 """
 
+
+def _doctor(arguments: list[str]) -> None:
+    from lightning_paral.cli.doctor import doctor  # imports much that other commands do not need
+
+    doctor(arguments)
+
+
+def _bench(arguments: list[str]) -> None:
+    from lightning_paral.cli.bench import bench  # imports the benchmarks, which no other command needs
+
+    bench(arguments)
+
+
 _COMMANDS = {
+    "plan": plan_command,
+    "bench": _bench,
     "strategies": print_strategies,
     "consolidate": consolidate,
     "verify": verify,
     "inspect": inspect,
+    "doctor": _doctor,
 }
 
 

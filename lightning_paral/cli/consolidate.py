@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -20,16 +19,16 @@ from lightning_paral.checkpoint.resolve import read_current, read_manifest
 from lightning_paral.checkpoint.state.prefix import as_prefix, without_prefix
 from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.errors import CheckpointError, ConfigurationError
+from lightning_paral.quantities import parse_bytes
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def consolidate(arguments: list[str]) -> None:
     """Convert a checkpoint to one Lightning file, safetensors or a Hugging Face folder, in constant memory."""
     options = _parser().parse_args(arguments)
     out = _parse_out(options)
-    max_shard_bytes = _parse_size(options.max_shard_size)
+    max_shard_bytes = parse_bytes(options.max_shard_size, "--max-shard-size")
     as_checkpoint = not options.hugging_face and out.suffix == ".ckpt"
 
     def read(path: str | Path) -> tuple[dict[str, Any], Manifest | None]:
@@ -180,10 +179,3 @@ def _report_omitted(weights: dict[str, Any]) -> None:
     names = [name for name, value in weights.items() if not isinstance(value, torch.Tensor | Cast)]
     if names:
         print(f"Left out, because safetensors files hold only tensors: {', '.join(names)}.", file=sys.stderr)
-
-
-def _parse_size(size: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", size.strip())
-    if found is None or found.group(2).upper() not in _UNITS or float(found.group(1)) == 0:
-        raise ConfigurationError(f"--max-shard-size {size!r} is not a size. Give a size such as 500MB, 5GB or 2GiB.")
-    return int(float(found.group(1)) * _UNITS[found.group(2).upper()])

@@ -16,6 +16,7 @@ from lightning_paral.averaging.run import RunAverages
 from lightning_paral.callbacks.preemption import add_for_requeueing
 from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.data.distribute import draws_as_one_process
+from lightning_paral.distributed.host_allocator import RETURNED_WHILE_BUILDING, FreedInPieces, return_large_tensors
 from lightning_paral.distributed.launching.start_method import check_start_method
 from lightning_paral.distributed.process_group import join_process_group
 from lightning_paral.model.activation_checkpointing import checkpoint_units
@@ -57,6 +58,8 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, Ch
 
     _data: RunData
     _averages: RunAverages | None = None
+    _freed: FreedInPieces | None = None
+    """On CPU with sharded states."""
     _ignored_warnings: IgnoredWarnings | None = None
     _undo_recomputation: Callable[[], None] | None = None
 
@@ -97,6 +100,9 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, Ch
         trainer = self.lightning_module.trainer
         if self._ignored_warnings is None:
             self._ignored_warnings = IgnoredWarnings()
+        if self._default_form == "sharded" and self.root_device.type == "cpu":
+            return_large_tensors(RETURNED_WHILE_BUILDING)
+            self._freed = FreedInPieces()
         if self._default_form == "sharded":
             save_frozen = self._checkpoint_options.save_frozen
             self._averages = RunAverages(trainer, save_frozen=save_frozen, obstacle=self._averaging_obstacle)
@@ -110,6 +116,9 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, Ch
         seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
         self._data.begin(trainer, self.dims, self.sampling, seed, forward_has_collectives=self.forward_has_collectives)
         self._begin_agreement(trainer)
+        self._print_start_line(trainer)
+
+    def _print_start_line(self, trainer: Trainer) -> None:
         print_start_line(trainer, self)
 
     # Model wrapping
@@ -155,6 +164,13 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, Ch
         if self._data.resume(self._own_devices) and self._ignored_warnings is not None:
             self._ignored_warnings.add(RESUMED_INSIDE_EPOCH)
         self._keep_random_states()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Return freed host memory to the system before the first steps, if states are sharded on CPU."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._freed is not None and self.lightning_module is not None:
+            module = self.lightning_module
+            self._freed.before_batch(module.trainer.global_step, module.parameters())
 
     # Checkpoint
 

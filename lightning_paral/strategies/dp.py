@@ -19,6 +19,7 @@ from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.option_types import checked_options
 from lightning_paral.options import CheckpointOptions, as_checkpoint_options
+from lightning_paral.planning.layout import Layout
 from lightning_paral.strategies.checkpoint_mixin import CheckpointMixin
 from lightning_paral.strategies.one_process import OneProcess
 from lightning_paral.strategies.start_line import print_start_line
@@ -55,6 +56,7 @@ class ParalDPStrategy(OneProcess, CheckpointMixin, ParallelStrategy):
     """
 
     strategy_name = "paral_dp"
+    _engine_layout = Layout(strategy="paral_dp", engine="dp")
 
     @checked_options
     def __init__(

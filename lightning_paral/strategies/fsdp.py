@@ -30,6 +30,7 @@ from lightning_paral.engines.fsdp.state import FSDPState
 from lightning_paral.model.batchnorm import sync_batchnorm
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.options import split_rank_options
+from lightning_paral.planning.strategy_layouts import fsdp_layout
 from lightning_paral.strategies.base import ParalStrategy
 
 
@@ -73,6 +74,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         self.precision_plugin = precision_plugin
         self.strategy_name = "paral_fsdp_offload" if self._options.offload else "paral_fsdp"
         self.shares_buffers = self._options.broadcast_buffers
+        self._engine_layout = fsdp_layout(self._options)
         self._units, self._min_params = self._options.units, self._options.min_params
         self._has_printed_units = False
         # Set during a run:

@@ -5,7 +5,6 @@ the run. Forked and spawned ranks are other processes, so this state is copied. 
 """
 
 import hashlib
-import io
 import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch.nn import Module, Parameter
 from lightning_paral.distributed.rng_state import global_states, set_global_states
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.engine_attributes import attributes_without_engine, class_without_engine, is_left_partitioned
+from lightning_paral.strategies.keyed_pickle import Key, pickle_with_keys, unpickle_with_keys
 
 MAX_ATTRIBUTE_BYTES = 256 * 2**20
 """Larger attributes of modules, callbacks, loggers and data modules are not copied."""
@@ -36,9 +36,6 @@ _LOOPS = (
     "predict_loop",
 )
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
-
-Key = tuple[str, ...]
-"""A name of an object that exists in both processes, such as `("module", "blocks.0")`."""
 
 
 class RankZeroState:
@@ -117,12 +114,7 @@ class RankZeroState:
         keys |= {id(loop): ("loop", path) for path, loop in _loops(self._trainer)}
         if not is_new:
             keys |= {id(tensor): ("tensor", name) for name, tensor in _tensors(_module_of(self._trainer))}
-        buffer = _Limited(limit)
-        try:
-            _Pickler(buffer, keys, limit).dump(value)
-        except Exception:  # any object may raise anything when it is pickled
-            return None
-        return buffer.getvalue()
+        return pickle_with_keys(value, keys, limit)
 
 
 def restore(trainer: Trainer, arguments: tuple[Any, ...], folder: Path) -> Any:
@@ -145,9 +137,11 @@ def restore(trainer: Trainer, arguments: tuple[Any, ...], folder: Path) -> Any:
         each.training = state["training"].get(name, each.training)
     for key, changed in state["changed"].items():
         for name, pickled in changed.items():
+            # First: it asks for all modules, and the hash of a metric needs all of the metric's attributes.
+            value = None if pickled is None else _unpickled(pickled, trainer, owners)
             vars(owners[key]).pop(name, None)
             if pickled is not None:
-                vars(owners[key])[name] = _unpickled(pickled, trainer, owners)
+                vars(owners[key])[name] = value
     for path, loop in _loops(trainer):
         vars(loop).update(state["loops"].get(path, {}))
     trainer.state, trainer.should_stop = state["trainer"]
@@ -263,42 +257,8 @@ def _on_cpu(value: Any) -> Any:
     return value
 
 
-class _Limited(io.BytesIO):
-    """A buffer that refuses more than a number of bytes."""
-
-    def __init__(self, limit: int | None) -> None:
-        super().__init__()
-        self._limit = limit
-
-    def write(self, data: Any) -> int:
-        if self._limit is not None and self.tell() + memoryview(data).nbytes > self._limit:
-            raise OverflowError
-        return super().write(data)
-
-
-class _Pickler(pickle.Pickler):
-    """Replaces objects that exist in both processes by their keys."""
-
-    def __init__(self, buffer: io.BytesIO, keys: dict[int, Key], limit: int | None) -> None:
-        super().__init__(buffer, protocol=5)
-        self._keys, self._limit = keys, limit
-
-    def persistent_id(self, value: Any) -> Key | None:
-        if isinstance(value, Tensor) and self._limit is not None and value.nbytes > self._limit:
-            raise OverflowError
-        return self._keys.get(id(value))
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, pickled: bytes, trainer: Trainer, owners: Mapping[Key, Any]) -> None:
-        super().__init__(io.BytesIO(pickled))
-        self._objects = dict(owners)
-        self._objects.update((("loop", path), loop) for path, loop in _loops(trainer))
-        self._tensors = dict(_tensors(_module_of(trainer)))
-
-    def persistent_load(self, key: Any) -> Any:
-        return self._tensors[key[1]] if key[0] == "tensor" else self._objects[key]
-
-
 def _unpickled(pickled: bytes, trainer: Trainer, owners: Mapping[Key, Any]) -> Any:
-    return _Unpickler(pickled, trainer, owners).load()
+    objects: dict[Key, Any] = dict(owners)
+    objects |= {("loop", path): loop for path, loop in _loops(trainer)}
+    objects |= {("tensor", name): tensor for name, tensor in _tensors(_module_of(trainer))}
+    return unpickle_with_keys(pickled, objects)

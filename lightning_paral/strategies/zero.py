@@ -10,7 +10,6 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -21,22 +20,22 @@ from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.zero.engine.construction import build_partitioned
 from lightning_paral.engines.zero.engine.explain_errors import explanation
 from lightning_paral.engines.zero.engine.hooks import allow_accumulation_schedules
-from lightning_paral.engines.zero.engine.precision import ZeROPrecision
+from lightning_paral.engines.zero.engine.precision import ZeROPrecision, as_zero_precision
 from lightning_paral.engines.zero.keywords import ZeROKeywords, as_zero_options, takes_zero_options
 from lightning_paral.engines.zero.options import averaging_obstacle
 from lightning_paral.engines.zero.parameters.partition import full_shape, is_stage3_parameter, rejoin, show_full_shapes
-from lightning_paral.engines.zero.run import RunSettings, ZeroRun, check_run
-from lightning_paral.engines.zero.runtime.config import PRECISIONS
+from lightning_paral.engines.zero.run import ZeroRun
+from lightning_paral.engines.zero.run_settings import RunSettings, check_run
 from lightning_paral.engines.zero.runtime.deepspeed import check_installed, deepspeed_process_group
 from lightning_paral.engines.zero.runtime.nvme import RunFolders, load_async_io
 from lightning_paral.engines.zero.runtime.operators import keep_operators
 from lightning_paral.engines.zero.state.zero_state import ZeroState
-from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.batchnorm import sync_batchnorm
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.explain_errors import explain, explain_errors
 from lightning_paral.model.foreign_parameters import check_optimizer_parameters
 from lightning_paral.options import split_rank_options
+from lightning_paral.planning.strategy_layouts import zero_layout
 from lightning_paral.strategies.base import ParalStrategy
 
 
@@ -77,6 +76,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         self.forward_has_collectives = options.stage == 3
         self.shares_buffers = options.broadcast_buffers
         self._averaging_obstacle = averaging_obstacle(options)
+        self._engine_layout = zero_layout(options)
         # Skips DeepSpeedStrategy's constructor, which imports deepspeed before the accelerator is known.
         DDPStrategy.__init__(
             self,
@@ -102,15 +102,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        # The Trainer creates a DeepSpeedPrecision for every DeepSpeedStrategy.
-        if type(plugin) is DeepSpeedPrecision:
-            plugin = ZeROPrecision(plugin.precision)  # type: ignore[arg-type]
-        if plugin is not None and not isinstance(plugin, ZeROPrecision):
-            raise ConfigurationError(
-                f"{type(plugin).__name__} cannot be used under ZeRO. Leave it out, and set Trainer(precision=...) to "
-                f"one of {', '.join(PRECISIONS)}."
-            )
-        Strategy.precision_plugin.fset(self, plugin)  # type: ignore[attr-defined]
+        Strategy.precision_plugin.fset(self, None if plugin is None else as_zero_precision(plugin))  # type: ignore[attr-defined]
 
     @property
     def _zero_precision(self) -> ZeROPrecision:
@@ -252,7 +244,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         """
         assert self._run_state is not None
         self._run_state.check_fixed()
-        with explain_errors(partial(explanation, stage=self.stage)):
+        with explain_errors(partial(explanation, stage=self.stage)), self._run_state.saving_views():
             return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -34,6 +34,11 @@ NAMES = (
                 ("ds_process_group", "ds_active_sub_modules"),
             ),
             (
+                "to know which parameters DeepSpeed keeps gathered between steps",
+                "the configuration gives a threshold, but not the parameters that are below it",
+                ("ds_persist",),
+            ),
+            (
                 "to detect when DeepSpeed gathers and releases parameters",
                 "DeepSpeed has no hook for gathering and releasing",
                 ("all_gather_coalesced", "partition"),

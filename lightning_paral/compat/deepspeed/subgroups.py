@@ -75,6 +75,12 @@ def copy_flat_weights_to_parameters(optimizer: Any, index: int) -> None:
     optimizer._reassign_or_swap_out_partitioned_parameters(index)
 
 
+def shares_memory_with_parameters(optimizer: Any, index: int) -> bool:
+    """Return whether the flat fp32 weights of a sub-group are in the memory of the parameters' own shards."""
+    own = optimizer.fp16_partitioned_groups_flat[index]
+    return own is not None and own.numel() > 0 and own.data_ptr() == flat_weights(optimizer, index).data_ptr()
+
+
 def is_on_nvme(optimizer: Any, index: int) -> bool:
     """Return whether the fp32 weights and state of a sub-group are on NVMe between steps."""
     return bool(optimizer._swappable_optimizer_subgroup(index))

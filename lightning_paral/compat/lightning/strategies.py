@@ -45,7 +45,15 @@ _STATIC_GRAPH_DONE = PrivateName(
     reason="Lightning expects one reducer per strategy and never resets it",
     seen=_SEEN,
 )
+_MODULE = PrivateName(
+    name="lightning.pytorch.strategies.Strategy._lightning_module",
+    on_instances=True,
+    purpose="to give a module that is planned a Trainer with a strategy that knows it",
+    reason="connect also asks the module for its strategy, and the public property has no setter",
+    seen=_SEEN,
+)
 NAMES = (
+    _MODULE,
     PrivateName(
         name="lightning.pytorch.strategies.ParallelStrategy._layer_sync",
         on_instances=True,
@@ -104,3 +112,8 @@ def set_ddp_options(strategy: DDPStrategy, options: dict[str, Any]) -> None:
 def forget_static_graph(strategy: DDPStrategy) -> None:
     """Make `strategy` delay the first all-reduce of a static graph again, for a new reducer."""
     _STATIC_GRAPH_DONE.replace_on(strategy, False)
+
+
+def set_module(strategy: Strategy, module: LightningModule) -> None:
+    """Make `strategy.lightning_module` return `module`."""
+    _MODULE.replace_on(strategy, module)

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from lightning_paral.compat.private_name import PrivateName
 
-__all__ = ["TorchDispatchMode", "schema_of", "without_modes"]
+__all__ = ["TorchDispatchMode", "packet_of", "schema_of", "without_modes"]
 
 NAMES = (
     PrivateName(
@@ -31,7 +31,17 @@ NAMES = (
         seen="torch 2.11 to 2.13",
         on_instances=True,
     ),
+    PrivateName(
+        name="torch._ops.OpOverload._overloadpacket",
+        purpose="to find the formula for the floating-point operations of an operation",
+        reason="torch.utils.flop_counter keeps its formulas by this attribute",
+        seen="torch 2.11 to 2.13",
+        on_instances=True,
+    ),
 )
+
+packet_of: Callable[[Any], Any] = attrgetter("_overloadpacket")
+"""Return the operation to which an overload belongs: `aten.mm` for `aten.mm.default`."""
 
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """Return the schema of an operation, a `torch.FunctionSchema`."""

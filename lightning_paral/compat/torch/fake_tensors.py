@@ -1,6 +1,7 @@
-"""Tensors without memory for which `torch.save` reserves space in a file."""
+"""Tensors without memory: to reserve space in a file, and to follow a training step without computing it."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,12 @@ NAMES = (
         reason="torch.serialization.skip_data expects fake tensors, which no public name creates",
         seen="torch 2.11 to 2.13",
     ),
+    PrivateName(
+        name="torch._subclasses.fake_tensor.DataDependentOutputException",
+        purpose="to follow modules that call `.item()` on tensors without values",
+        reason="no public class is a base of it",
+        seen="torch 2.11 to 2.13",
+    ),
 )
 
 
@@ -23,3 +30,20 @@ def fake_tensors(specs: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> list[T
 
     with FakeTensorMode():
         return [torch.empty(shape, dtype=dtype) for shape, dtype in specs]
+
+
+def fake_tensor_mode() -> Any:
+    """Return a context in which new tensors have no memory, and operations compute shapes only.
+
+    Inside, real tensors that an operation takes are treated as fake ones; `from_tensor` of the mode converts a tensor.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_value_missing(error: BaseException) -> bool:
+    """Return whether `error` says that an operation needs the value of a tensor that has none, as `.item()` does."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+
+    return isinstance(error, DataDependentOutputException)

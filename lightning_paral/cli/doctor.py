@@ -1,0 +1,31 @@
+"""`paral doctor`: what this machine has, which strategies are ready, and whether its ranks can communicate."""
+
+import argparse
+import json
+import sys
+from contextlib import redirect_stdout
+
+from rich.console import Console
+
+from lightning_paral.diagnostics.doctor.report import examine, render
+from lightning_paral.tables import make_console
+
+
+def doctor(arguments: list[str]) -> None:
+    """Print versions, devices, network, limits, compiler, disk and ready strategies, and run every collective.
+
+    The exit status is 1 if something is broken.
+    """
+    parser = argparse.ArgumentParser(prog="paral doctor", description=(doctor.__doc__ or "").replace("\n\n    ", " "))
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks to start on this machine (default: 2)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    options = parser.parse_args(arguments)
+    # Libraries print to stdout when they are imported, and the output has to stay readable JSON.
+    with redirect_stdout(sys.stderr), Console(stderr=True).status("paral doctor") as status:
+        report = examine(options.ranks, lambda what: status.update(f"paral doctor: {what}"))
+    if options.json:
+        print(json.dumps(report.as_json(), indent=2))
+    else:
+        make_console().print(render(report))
+    if report.broken:
+        sys.exit(1)

@@ -1,0 +1,1 @@
+"""What each engine allocates on a rank during a step."""

@@ -1,0 +1,221 @@
+"""Choose the strategy when a fit begins, from the memory that each would need."""
+
+import os
+from typing import Any, Unpack
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_paral.callbacks.monitor import ParalMonitor
+from lightning_paral.callbacks.monitoring.planned import costs_per_batch
+from lightning_paral.compat.lightning.replaced_strategy import replace_strategy
+from lightning_paral.engines.zero.runtime.deepspeed import check_installed
+from lightning_paral.errors import ConfigurationError, ParalError
+from lightning_paral.model.host_memory_check import available_bytes
+from lightning_paral.options import ActivationCheckpointing, RankOptions, takes_options
+from lightning_paral.planning.advice import Advice, advise, candidates
+from lightning_paral.planning.estimate import estimate
+from lightning_paral.planning.fit import follow_fit, settings_of
+from lightning_paral.planning.following import FollowedSteps
+from lightning_paral.planning.layout import LAYOUTS, Layout
+from lightning_paral.planning.settings import StepSettings
+from lightning_paral.quantities import parse_bytes
+from lightning_paral.strategies.base import ParalStrategy
+from lightning_paral.strategies.ddp import ParalDDPStrategy
+from lightning_paral.strategies.fsdp import ParalFSDPStrategy
+from lightning_paral.strategies.zero import ParalZeROStrategy
+
+_DDP = next(layout for layout in LAYOUTS if layout.strategy == "paral_ddp")
+
+
+class AutoKeywords(RankOptions, total=False):
+    """The keywords of `ParalAutoStrategy`.
+
+    Args:
+        device_memory: the memory that a rank may use, in bytes or as text such as `"16GiB"`. `None`: on CUDA, the
+            memory of the device; on CPU, the free memory of the node, divided by its ranks.
+    """
+
+    device_memory: int | str | None
+
+
+takes_auto_options = takes_options(AutoKeywords, {"device_memory": None})
+
+
+class ParalAutoStrategy(ParalStrategy, DDPStrategy):
+    """Become the strategy that `paral plan` recommends, when a fit begins.
+
+    Select it by name, `Trainer(strategy="paral_auto")`, or pass an object to set options,
+    `Trainer(strategy=ParalAutoStrategy(device_memory="16GiB"))`. Rank 0 follows a step of the module on tensors without
+    memory, estimates what each strategy needs, and chooses the cheapest in traffic that fits. All ranks take its
+    choice, and a line says it. From then on, `trainer.strategy` is the chosen strategy, which later runs of the Trainer
+    use as well. An evaluation before the fit runs on full replicas, as under `paral_ddp`.
+
+    If the step cannot be followed without values of tensors, the choice is made from parameters, gradients and
+    optimizer states alone. If the module cannot be planned at all, the choice is `paral_ddp`. The line says so in both
+    cases. If nothing fits, it is an error.
+
+    Options are keyword-only; `__init__` documents them. Options that all strategies share are passed on. The Trainer
+    sets the other arguments.
+
+    Raises:
+        ConfigurationError: `device_memory` is not a size, or another option is out of range.
+    """
+
+    strategy_name = "paral_auto"
+
+    @takes_auto_options
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        **options: Unpack[AutoKeywords],
+    ) -> None:
+        memory = options.pop("device_memory", None)
+        self.device_memory = None if memory is None else parse_bytes(memory, "ParalAutoStrategy(device_memory=...)")
+        self._rank_options: dict[str, Any] = dict(options)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            **options,
+        )
+        self._chosen: ParalStrategy | None = None
+
+    # Process group
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks; in a fit, become the chosen strategy after the hooks `setup`. *Collective*.
+
+        Raises:
+            ConfigurationError: no strategy fits into the memory.
+        """
+        super().barrier(name)
+        if name == "post_setup" and self._is_fit and self._chosen is None:
+            self._become_chosen()
+
+    @property
+    def is_in_run(self) -> bool:
+        """Whether the ranks have joined, and the run has not ended."""
+        return super().is_in_run if self._chosen is None else self._chosen.is_in_run
+
+    def report_failure(self, error: BaseException) -> BaseException:
+        """Tell the other ranks that `error` ends the run on this one, and return the error to raise."""
+        return super().report_failure(error) if self._chosen is None else self._chosen.report_failure(error)
+
+    def _print_start_line(self, trainer: Trainer) -> None:
+        """Print nothing: the chosen strategy prints its line."""
+
+    # Model wrapping
+
+    def _become_chosen(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        trainer = module.trainer
+        strategy = self._make(self._agree_on_layout(trainer))
+        self.teardown()
+        replace_strategy(trainer, strategy)
+        self._chosen = strategy
+        strategy.connect(module)
+        strategy.setup_environment()
+
+    def _agree_on_layout(self, trainer: Trainer) -> Layout:
+        """Return the layout that rank 0 has chosen. *Collective* over the world.
+
+        Raises:
+            ConfigurationError: nothing fits.
+        """
+        memory = min(self._gathered(self._memory()))
+        outcome: Layout | str = self.broadcast(self._choose(trainer, memory) if self.global_rank == 0 else None)
+        if isinstance(outcome, str):
+            raise ConfigurationError(f"paral_auto: {outcome}")
+        return outcome
+
+    def _gathered(self, value: int) -> list[int]:
+        return [self.broadcast(value, src) for src in range(self.world_size)]
+
+    def _memory(self) -> int:
+        """Return how many bytes a rank may use."""
+        if self.device_memory is not None:
+            return self.device_memory
+        if self.root_device.type == "cuda":
+            return int(torch.cuda.get_device_properties(self.root_device).total_memory)
+        available = available_bytes()
+        return 2**62 if available is None else available // max(1, self.num_processes)
+
+    def _choose(self, trainer: Trainer, memory: int) -> Layout | str:
+        """Return the layout to use, or why nothing fits. Say the choice in a line."""
+        settings = settings_of(trainer)
+        try:
+            followed = self._follow(trainer, settings)
+        except (ParalError, OSError) as error:
+            rank_zero_warn(f"paral_auto uses paral_ddp, because the fit cannot be planned: {error}")
+            return _DDP
+        advice = self._advise(followed, settings, memory)
+        notes = " ".join(followed.plain.notes)
+        if advice.chosen is None:
+            return f"{advice.text} {notes}".rstrip()
+        rank_zero_info(f"paral_auto: {advice.text} {notes}".rstrip())
+        for callback in vars(trainer)["callbacks"]:
+            if isinstance(callback, ParalMonitor):
+                callback.expect(costs_per_batch(advice.chosen, settings))
+        return advice.chosen.layout
+
+    def _follow(self, trainer: Trainer, settings: StepSettings) -> FollowedSteps:
+        module = self.lightning_module
+        assert module is not None
+        num_parts = self.dims.data_size if self.sampling.split == "global" else 1
+        given = self._activation_checkpointing
+        return follow_fit(trainer, module, settings, num_parts=num_parts, checkpointing=given)
+
+    def _advise(self, followed: FollowedSteps, settings: StepSettings, memory: int) -> Advice:
+        on_cpu = self.root_device.type == "cpu"
+        layouts = candidates(
+            on_cpu=on_cpu,
+            several_optimizers=followed.states.num_optimizers > 1,
+            recomputes=followed.recomputed is not None,
+        )
+        estimates = [
+            estimate(layout, followed.timeline(layout), followed.states, self.world_size, settings, on_cpu=on_cpu)
+            for layout in layouts
+            if self._is_ready(layout)
+        ]
+        return advise(estimates, memory)
+
+    def _is_ready(self, layout: Layout) -> bool:
+        """Return whether what the layout needs is installed and configured."""
+        if layout.engine == "zero":
+            try:
+                check_installed()
+            except ConfigurationError:
+                return False
+        return "nvme" not in (layout.optimizer_place, layout.parameter_place) or "PARAL_NVME_PATH" in os.environ
+
+    def _make(self, layout: Layout) -> ParalStrategy:
+        """Return the strategy of a layout, with the options that were given to this one."""
+        options = dict(self._rank_options)
+        if layout.recomputes:
+            options["activation_checkpointing"] = ActivationCheckpointing()
+        if layout.engine == "ddp":
+            return ParalDDPStrategy(**options)
+        if layout.engine == "fsdp":
+            return ParalFSDPStrategy(offload=layout.parameter_place == "host", **options)
+        places: Any = {"device": None, "host": "cpu", "nvme": "nvme"}
+        return ParalZeROStrategy(
+            stage=layout.stage,  # type: ignore[arg-type]  # 1, 2 or 3
+            offload_optimizer=places[layout.optimizer_place],
+            offload_parameters=places[layout.parameter_place],
+            **options,
+        )
+
+    # Sampler injection and checkpoint: those of the chosen strategy.
