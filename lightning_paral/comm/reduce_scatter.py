@@ -4,17 +4,25 @@ gloo has no reduce-scatter of its own. torch replaces it by an all-reduce, which
 of the result.
 """
 
+from typing import Final
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_paral.comm.point_to_point import exchange, wait
+from lightning_paral.comm.point_to_point import Exchange, exchange, run_pipeline, wait
+
+_DEPTH = 2
+
+ARRIVING_BYTES: Final = 8 * 2**20
+"""What `direct_reduce_scatter` receives at a time, in two parts: one arrives while the other is added."""
 
 
 def direct_reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Write this rank's chunk of the sum of `tensor` over `group` to `output`. *Collective* over `group`.
 
-    Cost: each rank sends (N-1)/N of `tensor`, the optimum. Memory: N-1 chunks. Adds in the order of ranks.
+    Cost: each rank sends (N-1)/N of `tensor`, the optimum. Memory: what arrives, at most `ARRIVING_BYTES`. Adds in the
+    order of ranks.
 
     Args:
         output: a contiguous tensor with 1/N of the elements of `tensor`. It may be this rank's chunk of `tensor`.
@@ -23,17 +31,37 @@ def direct_reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGro
         group: the ranks that take part.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    chunks = tensor.view(-1).chunk(world_size)
+    chunks, result = tensor.view(world_size, output.numel()), output.view(-1)
     peers = [peer for peer in range(world_size) if peer != rank]
-    received = tensor.new_empty(len(peers), chunks[rank].numel())
-    arriving = dict(zip(peers, received, strict=True))
-    sends = [(chunks[peer], peer) for peer in peers]
-    wait(*exchange(sends, [(arriving[peer], peer) for peer in peers], group))
-    arriving[rank] = chunks[rank].clone()
-    total = arriving[0]
-    for contributor in range(1, world_size):
-        total = total.add_(arriving[contributor])
-    output.view(-1).copy_(total)
+    length = max(1, ARRIVING_BYTES // (_DEPTH * max(1, len(peers)) * tensor.element_size()))
+    num_pieces = -(-result.numel() // length)
+    buffers = tensor.new_empty(min(_DEPTH, num_pieces), len(peers), min(length, result.numel()))
+
+    def post(number: int) -> tuple[slice, dict[int, Tensor], Exchange]:
+        piece = slice(number * length, (number + 1) * length)
+        size = result[piece].numel()
+        arriving = {peer: buffers[number % _DEPTH, slot, :size] for slot, peer in enumerate(peers)}
+        sends = [(chunks[peer, piece], peer) for peer in peers]
+        return piece, arriving, exchange(sends, [(arriving[peer], peer) for peer in peers], group)
+
+    def complete(_: int, posted: tuple[slice, dict[int, Tensor], Exchange]) -> None:
+        piece, arriving, messages = posted
+        wait(*messages)
+        _sum_in_order(result[piece], {**arriving, rank: chunks[rank, piece]}, rank)
+
+    run_pipeline(num_pieces, _DEPTH, post, complete)
+
+
+def _sum_in_order(result: Tensor, contributions: dict[int, Tensor], rank: int) -> None:
+    """Write the sum to `result`, which may be the memory of the own contribution. Changes that of rank 0."""
+    if rank == 0:
+        total = result.copy_(contributions[0])  # does nothing if they are the same memory
+    else:
+        total = contributions[0]
+    for contributor in range(1, len(contributions)):
+        total.add_(contributions[contributor])
+    if rank > 0:
+        result.copy_(total)  # after the last use of the own contribution, which may be the same memory
 
 
 def start_reduce(tensor: Tensor, target: int, group: dist.ProcessGroup) -> list[dist.Work]:

@@ -30,7 +30,8 @@ def ring_all_reduce(
     """Replace `tensor` by its sum or average over `group`, bit-identical on all ranks. *Collective* over `group`.
 
     Cost: each rank sends 2(N-1) chunks of ceil(length / N) elements, the optimum for any N.
-    Memory: one chunk for received messages and, with a narrower wire dtype, another one for messages to send.
+    Memory: one chunk for received messages and, with a narrower wire dtype, another one for messages to send; in this
+    case on CPU two of each, if a chunk is sent as one segment.
 
     Args:
         tensor: a contiguous tensor of any shape, floating point or integer. It is reduced in place.
@@ -61,8 +62,10 @@ def ring_all_reduce(
         balanced_cuts(chunk_cuts[i], chunk_cuts[i + 1] - chunk_cuts[i], segments_per_chunk) for i in range(world_size)
     ]
     slot_cuts = balanced_cuts(0, chunk_length, segments_per_chunk)
-    received = reduction.scratch(chunk_length)
-    outgoing = reduction.scratch(chunk_length) if reduction.narrow_wire else None
+    on_cpu = flat.device.type == "cpu"
+    num_buffers = 2 if on_cpu and reduction.narrow_wire and segments_per_chunk == 1 else 1
+    received = reduction.scratch(num_buffers * chunk_length)
+    outgoing = reduction.scratch(num_buffers * chunk_length) if reduction.narrow_wire else None
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
     last_sum = world_size - 2
     sending: deque[list[dist.Work]] = deque()
@@ -71,8 +74,10 @@ def ring_all_reduce(
         chunk %= world_size
         return flat[cuts[chunk][segment] : cuts[chunk][segment + 1]]
 
-    def slot(buffer: Tensor, segment: int, like: Tensor) -> Tensor:
-        return buffer[slot_cuts[segment] : slot_cuts[segment] + like.numel()]
+    def slot(buffers: Tensor, stage: int, like: Tensor) -> Tensor:
+        step, segment = divmod(stage, segments_per_chunk)
+        start = step % num_buffers * chunk_length + slot_cuts[segment]
+        return buffers[start : start + like.numel()]
 
     def receive_in_place(stage: int) -> list[dist.Work]:
         step, segment = divmod(stage, segments_per_chunk)
@@ -80,27 +85,44 @@ def ring_all_reduce(
         return exchange([], [(target, left)], reduction.group, _ALL_GATHER_PHASE).receives
 
     num_stages = 2 * (world_size - 1) * segments_per_chunk  # a stage transfers one segment
-    # gloo's ready-to-receive message has to wait behind data in flight, so post the all-gather receives up front,
-    # directly into the output. This is safe: the sum of a chunk is computed from the partial sum that it overwrites
-    # here, so it cannot arrive before that partial sum has been sent.
+    num_buffered = num_stages // 2 if outgoing is None else num_stages
+
+    def buffer_of(stage: int) -> Tensor:
+        step, segment = divmod(stage, segments_per_chunk)
+        return slot(received, stage, like=segment_of(rank - step - 1, segment))
+
+    def receive_in_buffer(stage: int) -> list[dist.Work]:
+        return exchange([], [(buffer_of(stage), left)], reduction.group).receives
+
+    # gloo sends data only after a ready-to-receive message from the receiver, which has to wait behind data in flight.
+    # If a chunk is one message, each step would take twice as long. So with a narrow wire, the receive of a step is
+    # posted before the data of the step before it is sent. In fp32 it made no difference over links of 1 Gbit/s.
     early_receives: deque[list[dist.Work]] = deque()
-    if flat.device.type == "cpu" and outgoing is None:
-        early_receives.extend(receive_in_place(stage) for stage in range(num_stages // 2, num_stages))
+    if num_buffers == 2:
+        early_receives.append(receive_in_buffer(0))
+    # The receives of the all-gather are posted up front, directly into the output, if nothing has to be cast. This is
+    # safe: the sum of a chunk is computed from the partial sum that it overwrites here, so it cannot arrive before
+    # that partial sum has been sent.
+    gather_receives = [receive_in_place(stage) for stage in range(num_buffered, num_stages)] if on_cpu else []
 
     def post(stage: int) -> tuple[Exchange, Tensor]:
         step, segment = divmod(stage, segments_per_chunk)
         message = segment_of(rank - step, segment)
         if outgoing is not None:
-            if len(sending) == segments_per_chunk:
+            if len(sending) == segments_per_chunk * num_buffers:
                 wait(sending.popleft())  # the message that was sent from the same slot
-            message = slot(outgoing, segment, like=message).copy_(message)
-        target = segment_of(rank - step - 1, segment)
-        # The sum of a chunk is received in place. Anything that must be added or cast is received in a buffer.
-        arriving = target if step > last_sum and outgoing is None else slot(received, segment, like=target)
-        if step > last_sum and early_receives:
+            message = slot(outgoing, stage, like=message).copy_(message)
+        if stage >= num_buffered and on_cpu:  # the sum of a chunk, received in place
             sent = exchange([(message, right)], [], reduction.group, _ALL_GATHER_PHASE).sends
-            posted = Exchange(receives=early_receives.popleft(), sends=sent)
+            posted, arriving = Exchange(receives=gather_receives[stage - num_buffered], sends=sent), message
+        elif early_receives:
+            if stage + 1 < num_buffered:
+                early_receives.append(receive_in_buffer(stage + 1))
+            sent = exchange([(message, right)], [], reduction.group).sends
+            posted, arriving = Exchange(receives=early_receives.popleft(), sends=sent), buffer_of(stage)
         else:
+            # Anything that must be added or cast is received in a buffer.
+            arriving = buffer_of(stage) if stage < num_buffered else segment_of(rank - step - 1, segment)
             posted = exchange([(message, right)], [(arriving, left)], reduction.group)
         sending.append(posted.sends)
         return posted, arriving

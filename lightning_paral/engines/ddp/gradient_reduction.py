@@ -7,6 +7,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_paral.comm import ALL_REDUCE, AllReduce, WireDtype
+from lightning_paral.comm.by_size import all_reduce_by_size
 from lightning_paral.comm.ddp_hook import BucketReducer
 from lightning_paral.comm.reduction import WIRE_DTYPES
 from lightning_paral.engines.ddp.options import check_choice, check_hook
@@ -37,8 +38,10 @@ class GradientReduction:
         check_choice("all_reduce", all_reduce, get_args(AllReduceName))
         check_choice("wire_dtype", wire_dtype, (None, *WIRE_DTYPES))
         check_hook(hook, all_reduce, wire_dtype)
-        self._all_reduce = all_reduce
-        self._wire_dtype = WIRE_DTYPES[wire_dtype] if wire_dtype else None
+        self.all_reduce = all_reduce
+        """The option `all_reduce`."""
+        self.wire_dtype = WIRE_DTYPES[wire_dtype] if wire_dtype else None
+        """The dtype in which gradients travel; `None`: their own."""
         self._hook, self._state, self._wrapper = hook, state, wrapper
         self._reducer: BucketReducer | None = None
 
@@ -50,16 +53,18 @@ class GradientReduction:
             model.register_comm_hook(self._state, hook)
         all_reduce = self._choose_all_reduce(device)
         if all_reduce is not None and self._reducer is None:
-            self._reducer = BucketReducer(all_reduce, model.process_group, device, self._wire_dtype)
+            self._reducer = BucketReducer(all_reduce, model.process_group, device, self.wire_dtype)
         if self._reducer is not None:
             self._reducer.register(model)
 
     def _choose_all_reduce(self, device: torch.device) -> AllReduce | None:
         """Return the function that averages gradients; `None` if DDP's own reducer or the hook does."""
-        name = self._all_reduce
+        name = self.all_reduce
+        if name == "auto" and self.wire_dtype is not None and device.type == "cpu":
+            return all_reduce_by_size
         if name == "auto":
-            name = "ring" if self._wire_dtype is not None and device.type == "cpu" else "native"
-        if name == "native" and self._wire_dtype is None:
+            name = "native"
+        if name == "native" and self.wire_dtype is None:
             return None
         return ALL_REDUCE[name]
 

@@ -15,9 +15,10 @@ class DDPKeywords(DDPOptions, total=False):
 
     Args:
         all_reduce: the algorithm that averages gradients: `"native"` is the backend's all-reduce; `"ring"`,
-            `"reduce_broadcast"` and `"all_to_all"` are those of `lightning_paral.comm`, for any backend. `"auto"` is
-            `"ring"` on gloo with a `wire_dtype`, because gloo cannot sum low-precision data in fp32. Otherwise it is
-            `"native"`, which was never slower than the ring in our measurements (docs/measurements.md).
+            `"reduce_broadcast"` and `"all_to_all"` are those of `lightning_paral.comm`, for any backend. On gloo
+            with a `wire_dtype`, `"auto"` is `"ring"` for buckets of at least 0.75 MiB per rank and for all between two
+            ranks, and `"native"` for smaller ones. Otherwise it is `"native"`, which was never slower than the ring in
+            our measurements (docs/measurements.md).
         wire_dtype: the dtype in which gradients travel, `"bf16"` or `"fp16"`; they are summed in their own dtype.
             It halves the traffic of fp32 gradients, except on NCCL between nodes of more than four GPUs each: there,
             the fp32 sum needs an all-to-all, which sends more data between nodes than NCCL's rings. `None`: their own

@@ -22,7 +22,12 @@ class DirectReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Write this rank's shard of the sum or average of `input_tensor` to `output_tensor`. *Collective*."""
+        """Write this rank's shard of the sum or average of `input_tensor` to `output_tensor`. *Collective*.
+
+        The memory of `input_tensor` is then free: FSDP2 holds the tensor until the next unit has its gradients, because
+        a stream might still read it.
+        """
         direct_reduce_scatter(output_tensor, input_tensor, group)
+        input_tensor.untyped_storage().resize_(0)
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(dist.get_world_size(group))

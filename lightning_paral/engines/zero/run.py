@@ -1,20 +1,18 @@
 """One run under ZeRO, from `setup` to `teardown`: build DeepSpeed's engines around a module, and restore the module."""
 
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
 from lightning_paral.comm.broadcast import broadcast
-from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.zero.engine.build import (
     build_engines,
     build_inference_engine,
@@ -26,18 +24,18 @@ from lightning_paral.engines.zero.engine.build import (
 from lightning_paral.engines.zero.engine.checks import check_parameters, check_several
 from lightning_paral.engines.zero.engine.construction import warn_about_full_parameters
 from lightning_paral.engines.zero.engine.hooks import RootHooksOnce, forward_hook_keys, new_forward_hook_keys
-from lightning_paral.engines.zero.engine.precision import ZeROPrecision
-from lightning_paral.engines.zero.options import ZeROOptions, check_precision
 from lightning_paral.engines.zero.parameters.partition import count_trained, is_partitioned, is_stage3_parameter
 from lightning_paral.engines.zero.parameters.requires_grad import FixedParameters
+from lightning_paral.engines.zero.parameters.saved_weights import SavedWeights
 from lightning_paral.engines.zero.parameters.snapshot import ModuleSnapshot
-from lightning_paral.engines.zero.runtime.config import add_device_defaults, check_users_precision
-from lightning_paral.engines.zero.runtime.deepspeed import check_accelerator
-from lightning_paral.engines.zero.runtime.nvme import check_offload, check_space, load_async_io
+from lightning_paral.engines.zero.run_settings import RunSettings
+from lightning_paral.engines.zero.runtime.config import add_device_defaults
+from lightning_paral.engines.zero.runtime.nvme import check_space, load_async_io
 from lightning_paral.engines.zero.state.engine_shards import EngineShards
 from lightning_paral.engines.zero.state.zero_state import ZeroState
 from lightning_paral.engines.zero.training.gradients import PartitionedGradients
 from lightning_paral.engines.zero.training.joint_gradients import join_gradients
+from lightning_paral.engines.zero.training.step_in_pieces import can_step_in_pieces
 from lightning_paral.engines.zero.training.users_optimizer import (
     UsersOptimizer,
     check_optimizers,
@@ -45,35 +43,6 @@ from lightning_paral.engines.zero.training.users_optimizer import (
 )
 from lightning_paral.model.buffers import buffers_to_broadcast
 from lightning_paral.model.host_memory_check import host_memory_shortage
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """The settings of a run, from the strategy and the Trainer."""
-
-    options: ZeROOptions
-    config: Mapping[str, Any]
-    """DeepSpeed's configuration, without sizes that depend on the module."""
-    precision: ZeROPrecision
-    dims: ParallelDims
-    ranks_per_node: int
-
-
-def check_run(options: ZeROOptions, precision: str, device: torch.device) -> None:
-    """Check the settings of the Trainer, and that this node has what `options` need. Does not import DeepSpeed.
-
-    Args:
-        options: the options of the strategy.
-        precision: the value of `Trainer(precision=...)`.
-        device: the device of this rank.
-
-    Raises:
-        ConfigurationError: a setting contradicts `options`, or a compiler, a library or a folder is missing.
-    """
-    check_accelerator(device)
-    check_precision(precision, device)
-    check_users_precision(precision, options.users_config)
-    check_offload(options)
 
 
 class ZeroRun(ZeroState):
@@ -103,6 +72,7 @@ class ZeroRun(ZeroState):
         self._built: list[Any] = []
         self._users: list[UsersOptimizer] = []
         self._fixed: FixedParameters | None = None
+        self._saved_weights: SavedWeights | None = None
         self._undo = ExitStack()
 
     # Setup
@@ -145,7 +115,24 @@ class ZeroRun(ZeroState):
         self.gradients = self._settings.precision.start_fit(join_gradients(gradients, found))
         self._redirect_users_calls(gradients)
         self._fixed = FixedParameters(self.module, self._undo)
+        if self._settings.options.stage == 3:
+            engine_of = {
+                id(parameter): engine
+                for engine, users in zip(engines, self._users, strict=True)
+                for group in users.groups
+                for parameter in group["params"]
+            }
+
+            def num_steps(parameter: Parameter) -> int:
+                engine = engine_of.get(id(parameter))
+                return 0 if engine is None else int(engine.global_steps)
+
+            self._saved_weights = SavedWeights(self.module, num_steps, self._undo)
         return forward
+
+    def saving_views(self) -> AbstractContextManager[None]:
+        """Return a context in which autograd does not keep gathered parameters in memory; see `SavedWeights`."""
+        return nullcontext() if self._saved_weights is None else self._saved_weights.saving_views()
 
     @property
     def trains(self) -> bool:
@@ -209,7 +196,15 @@ class ZeroRun(ZeroState):
             device_type=self.device.type,
             num_ranks=self._settings.dims.shard,
         )
+        if self._steps_on_subgroups():
+            zero = {"sub_group_size": zero["reduce_bucket_size"]} | zero
         return {**self._settings.config, "zero_optimization": zero}
+
+    def _steps_on_subgroups(self) -> bool:
+        """Return whether stage 3 shall step sub-group by sub-group, each of which gets a copy of its gradients."""
+        options = self._settings.options
+        in_memory = options.stage == 3 and self.device.type == "cpu" and options.offload_optimizer is None
+        return in_memory and all(can_step_in_pieces(optimizer) for optimizer in self.optimizers)
 
     def _redirect_users_calls(self, gradients: Sequence[PartitionedGradients]) -> None:
         """Make `zero_grad` of the module and its optimizers drop DeepSpeed's gradients, and hide optimizer states."""

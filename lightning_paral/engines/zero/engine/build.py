@@ -14,7 +14,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.compat.checks import check_instance
-from lightning_paral.compat.deepspeed.masters import link_round_robin_masters, relink_masters
+from lightning_paral.compat.deepspeed.masters import link_round_robin_masters, relink_masters, share_masters
 from lightning_paral.compat.deepspeed.overlap import overlaps, reduce_skipped_by_hooks
 from lightning_paral.compat.deepspeed.weight_dtype import keep_given_dtype
 from lightning_paral.compat.torch.modules import own_parameters
@@ -51,6 +51,7 @@ def build_training_engine(
         inner.param_groups = optimizer.param_groups
         if engine.zero_optimization_stage() < 3:
             relink_masters(engine.optimizer)
+    share_masters(engine.optimizer, engine.zero_optimization_stage())
     if engine.zero_optimization_stage() < 3:
         link_round_robin_masters(engine.optimizer)
     if engine.zero_optimization_stage() == 1 and overlaps(engine.optimizer):

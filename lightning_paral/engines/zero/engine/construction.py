@@ -51,9 +51,11 @@ def build_partitioned(config: dict[str, Any], module: Module | None, timeout: ti
     with preserve_linear():  # `zero.Init` replaces `F.linear` permanently
         # Do not override dtypes: the default dtype is already that of the weights, and others are chosen by user code.
         device_only = [deepspeed.zero.DeepSpeedTensorOverride.device]
-        init = _for_any_layout(deepspeed.zero.Init(config_dict_or_path=config, tensor_overrides=device_only), same)
+        initialization = _Initialization(same)
+        init = deepspeed.zero.Init(config_dict_or_path=config, tensor_overrides=device_only)
+        _for_any_layout(init, same, initialization)
         zero_init.keep_decorated_constructors(init)
-        with init, _Initialization(same):
+        with init, initialization:
             _pause_while_loading(init, constructors, same)
             yield
         if module is not None:
@@ -64,10 +66,10 @@ def build_partitioned(config: dict[str, Any], module: Module | None, timeout: ti
         same.check_end()
 
 
-def _for_any_layout(init: Any, same: SameConstruction) -> Any:
+def _for_any_layout(init: Any, same: SameConstruction, initialization: "_Initialization") -> None:
     """Let `zero.Init` partition parameters of any layout, shape and dtype; convert them to the dtype of the weights.
 
-    `same` compares each of them with that of rank 0.
+    `same` compares each of them with that of rank 0. `initialization` is paused meanwhile.
     """
 
     def partition_any(partition: Callable[[Parameter], None], parameter: Parameter) -> None:
@@ -75,11 +77,10 @@ def _for_any_layout(init: Any, same: SameConstruction) -> Any:
             parameter.data = parameter.data.to(init.dtype)
         make_contiguous(parameter)
         same.check_parameter(parameter)
-        with view_scalars_as_bytes():
+        with view_scalars_as_bytes(), initialization.paused():
             partition(parameter)
 
     zero_init.partition_parameters_by(init, partition_any)
-    return init
 
 
 def _pause_while_loading(init: Any, constructors: dict[str, Callable[..., Tensor]], same: SameConstruction) -> None:
@@ -162,12 +163,26 @@ class _Initialization(TorchFunctionMode):
         super().__init__()
         self._same = same
         self._gathered: Any = None
+        self._is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Gather nothing inside this context.
+
+        DeepSpeed 0.19.8 reads the shape of each parameter for a log message just after it has partitioned the
+        parameter. If that gathered the parameter again, every rank would build the whole model in full.
+        """
+        was_paused, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = was_paused
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _METADATA_FUNCTIONS:
+        if func not in _METADATA_FUNCTIONS and not self._is_paused:
             touched = [
                 value for value in (*args, *kwargs.values()) if isinstance(value, Parameter) and is_partitioned(value)
             ]

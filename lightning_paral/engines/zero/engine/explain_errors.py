@@ -2,7 +2,9 @@
 
 import re
 
-_EMPTY = re.compile(r"size of tensor \w \(0\)|mat2 must be a matrix|weight' must be 2-D|of size 0\b")
+_EMPTY = re.compile(
+    r"size of tensor \w \(0\)|mat2 must be a matrix|weight' must be 2-D|of size 0\b|size mismatch.* \(0\)"
+)
 _CHANGED = ("tracing error at step",)
 _REPLACED = ("has no attribute 'ds_status'", "has no attribute 'ds_id'")
 _PARAMETER_FROM_PARAMETER = "Creating a Parameter from an instance of type"

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision, HalfPrecision
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, HalfPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_paral.compat.lightning.loops import is_accumulating
 from lightning_paral.compat.lightning.precision import after_closure
+from lightning_paral.engines.zero.runtime.config import PRECISIONS
 from lightning_paral.engines.zero.training.joint_gradients import Gradients, JointGradients
 from lightning_paral.engines.zero.training.loss_scale import DynamicLossScale, scale_losses
 from lightning_paral.errors import ConfigurationError
@@ -155,3 +156,21 @@ class ZeROPrecision(DeepSpeedPrecision):
             self.gradients.of(optimizer).clip_by_value(float(clip_val))
         else:
             self.gradients.of(optimizer).clip_by_norm(float(clip_val))
+
+
+def as_zero_precision(plugin: Precision) -> ZeROPrecision:
+    """Return `plugin`, or the `ZeROPrecision` that replaces Lightning's `DeepSpeedPrecision`.
+
+    The Trainer creates a `DeepSpeedPrecision` for every `DeepSpeedStrategy`.
+
+    Raises:
+        ConfigurationError: it is another plugin.
+    """
+    if type(plugin) is DeepSpeedPrecision:
+        return ZeROPrecision(plugin.precision)  # type: ignore[arg-type]
+    if not isinstance(plugin, ZeROPrecision):
+        raise ConfigurationError(
+            f"{type(plugin).__name__} cannot be used under ZeRO. Leave it out, and set Trainer(precision=...) to one "
+            f"of {', '.join(PRECISIONS)}."
+        )
+    return plugin

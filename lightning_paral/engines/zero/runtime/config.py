@@ -29,6 +29,12 @@ _EQUIVALENT_PRECISIONS = {
 }
 """Maps a section of DeepSpeed's configuration to the value of `Trainer(precision=...)` with the same effect."""
 
+_CUDA_BUCKET = 50_000_000
+"""Elements. Messages of 200 MB are as fast per byte as those of DeepSpeed's default, 2 GB, for which it allocates."""
+
+_CPU_BUCKET = 6_553_600
+"""Elements: 25 MiB of fp32, as in DDP. On gloo, larger messages are not faster."""
+
 # The user's configuration may override these.
 _DEFAULTS: dict[str, Any] = {
     "steps_per_print": 2**62,
@@ -117,7 +123,18 @@ def add_device_defaults(
     """Return `section` with defaults for the device type added. Values already in `section` take precedence.
 
     Bucket sizes are bounded by the size of the model. On CUDA, stages 1 and 2 overlap gradient reduction with the
-    backward pass, as Lightning's `DeepSpeedStrategy` does. On CPU, the other defaults are for gloo.
+    backward pass, as Lightning's `DeepSpeedStrategy` does. On CPU, the other defaults are for gloo, and buckets are
+    small, because they take memory that ZeRO has saved.
+
+    What a rank holds on CPU in fp32 with torch's Adam, without offload, in bytes: P = 4 x elements, S = P/N, B = 4 x
+    `reduce_bucket_size`, u = the largest parameter, k = the parameters that stage 3 keeps gathered:
+
+    - Stages 1 and 2, at rest: P + 2S + B. Backward adds P of gradients at stage 1, S at stage 2, and copies that are
+      sent, max(50 MiB, B) at most, and (N-1)B that arrive. The step adds to the state at rest 2S for gradients and
+      their flat copy, and 8 MiB.
+    - Stage 3, at rest: weights S + moments 2S + gradients S + B + k. Backward adds one module in full with its
+      gradients, a copy of a bucket, B or u, and a chunk for each other rank. The step adds the gradients of a
+      sub-group (`sub_group_size`, by default as large as a bucket) and 8 MiB.
 
     Args:
         section: the section `zero_optimization` of DeepSpeed's configuration, as set by the user and the strategy.
@@ -126,8 +143,8 @@ def add_device_defaults(
         device_type: `"cuda"` or `"cpu"`.
         num_ranks: the number of ranks.
     """
-    # Messages of 200 MB are as fast per byte as DeepSpeed's default of 2 GB, which even small models would allocate.
-    bucket = max(2, min(50_000_000, num_elements + num_elements % 2))
+    largest = _CPU_BUCKET if device_type == "cpu" else _CUDA_BUCKET
+    bucket = max(2, min(largest, num_elements + num_elements % 2))
     sizes: dict[str, Any] = {"reduce_bucket_size": bucket}
     if stage < 3:
         sizes["allgather_bucket_size"] = bucket

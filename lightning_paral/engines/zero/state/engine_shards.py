@@ -57,14 +57,14 @@ class EngineShards:
     # Weights
 
     def read_shard(self, parameter: Parameter) -> Tensor:
-        """Return this rank's shard of the fp32 master copy of `parameter`, or the full weight if it has none."""
-        if not self.has_master(parameter):
+        """Return this rank's shard of the fp32 weight of `parameter`; the full fp32 weight at stages 1 and 2."""
+        if self._stage < 3 and not self.has_master(parameter):
             return parameter.detach()
         return self._flat_shard(parameter, torch.float32, None)
 
     def has_master(self, parameter: Parameter) -> bool:
         """Return whether `parameter` has an fp32 master copy apart from the weight that forward passes use."""
-        return self._stage == 3 or parameter.dtype != torch.float32
+        return parameter.dtype != torch.float32 or self._partition_by_id[id(parameter)].has_own_memory
 
     def local_flat_range(self, parameter: Parameter) -> tuple[int, int]:
         """Return the start and length of the range of the flattened `parameter` that this rank updates."""

@@ -50,6 +50,11 @@ class Partition:
         self._index = index
         self.ranges = ranges
 
+    @property
+    def has_own_memory(self) -> bool:
+        """Whether saves read the weights here and not from fp32 parameters, which may hold averages for a while."""
+        return False
+
     @contextmanager
     def in_memory(self, *, write: bool) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Keep the flat tensor and its state in memory inside this context. With `write`, write changes back."""
@@ -149,6 +154,11 @@ class Stage3Partition(Partition):
         super().__init__(optimizer, index, ranges)
         self._swapper = swapper
         self.place = index + 1 if swapper.is_on_nvme(index) else 0
+
+    @property
+    def has_own_memory(self) -> bool:
+        """Whether the fp32 weights are not in the memory of the parameters' own shards."""
+        return not subgroups.shares_memory_with_parameters(self._optimizer, self._index)
 
     @contextmanager
     def in_memory(self, *, write: bool) -> Iterator[tuple[Tensor, dict[str, Any]]]:

@@ -21,6 +21,7 @@ from lightning_paral.compat.lightning.optimizers import is_mock_optimizer
 from lightning_paral.compat.torch import step_hooks
 from lightning_paral.engines.zero.runtime.operators import load_operator
 from lightning_paral.engines.zero.training.elementwise import check_elementwise
+from lightning_paral.engines.zero.training.step_in_pieces import can_step_in_pieces, step_in_pieces
 from lightning_paral.errors import ConfigurationError, ParalError
 
 
@@ -178,7 +179,10 @@ def make_engine_optimizer(users: UsersOptimizer, *, offload: bool, trust: bool) 
         return _make_cpu_adam(optimizer, users.trained_groups())
     if not trust:
         check_elementwise(optimizer)
-    return make_twin(optimizer, users.trained_groups())
+    twin = make_twin(optimizer, users.trained_groups())
+    if can_step_in_pieces(optimizer) and next(iter(users.groups[0]["params"])).device.type == "cpu":
+        step_in_pieces(twin)
+    return twin
 
 
 def _make_cpu_adam(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
