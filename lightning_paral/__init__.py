@@ -11,6 +11,7 @@ from lightning.pytorch.core import saving
 from lightning_paral import tested_versions as tested_versions  # warns of untested versions
 from lightning_paral._version import __version__
 from lightning_paral.callbacks.auto_resume import AutoResume
+from lightning_paral.callbacks.monitor import ParalMonitor
 from lightning_paral.callbacks.preemption import Preemption
 from lightning_paral.checkpoint.load_from_checkpoint import is_folder, read_folder
 from lightning_paral.compat.lightning import load_from_checkpoint
@@ -27,8 +28,15 @@ from lightning_paral.errors import (
 )
 from lightning_paral.options import ActivationCheckpointing, CheckpointOptions, Offload
 from lightning_paral.other_trainers import replace_pytorch_lightning
+from lightning_paral.planning.plan import Plan, plan
 from lightning_paral.registry import STRATEGIES, register_strategies
-from lightning_paral.strategies import ParalDDPStrategy, ParalDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
+from lightning_paral.strategies import (
+    ParalAutoStrategy,
+    ParalDDPStrategy,
+    ParalDPStrategy,
+    ParalFSDPStrategy,
+    ParalZeROStrategy,
+)
 
 __all__ = [
     "STRATEGIES",
@@ -40,16 +48,20 @@ __all__ = [
     "GatherPredictions",
     "MissingCheckpointError",
     "Offload",
+    "ParalAutoStrategy",
     "ParalDDPStrategy",
     "ParalDPStrategy",
     "ParalError",
     "ParalFSDPStrategy",
+    "ParalMonitor",
     "ParalZeROStrategy",
+    "Plan",
     "Preemption",
     "ProcessGroupError",
     "RankFailedError",
     "UnusedParametersError",
     "__version__",
+    "plan",
     "register_strategies",
     "replace_pytorch_lightning",
 ]

@@ -11,7 +11,13 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning_paral.compat.lightning.strategy_lookup import check_before_lookup
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.other_trainers import refuse_in_other_trainers
-from lightning_paral.strategies import ParalDDPStrategy, ParalDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
+from lightning_paral.strategies import (
+    ParalAutoStrategy,
+    ParalDDPStrategy,
+    ParalDPStrategy,
+    ParalFSDPStrategy,
+    ParalZeROStrategy,
+)
 from lightning_paral.suggestions import did_you_mean, nearest_names
 
 
@@ -28,6 +34,11 @@ class RegisteredStrategy:
 
 
 STRATEGIES = (
+    RegisteredStrategy(
+        name="paral_auto",
+        strategy=ParalAutoStrategy,
+        description="Plans the memory of a fit, and becomes the cheapest strategy below that fits",
+    ),
     RegisteredStrategy(
         name="paral_dp",
         strategy=ParalDPStrategy,
@@ -131,7 +142,8 @@ def _reject_unknown(strategy: Any) -> None:
     if not isinstance(strategy, str):
         return
     name = strategy.lower()  # as Lightning looks it up
-    if name not in StrategyRegistry and _looks_like_ours(name):
+    is_known = name == "auto" or name in StrategyRegistry  # Lightning's own choice is not in the registry
+    if not is_known and _looks_like_ours(name):
         raise ConfigurationError(explain_unknown_name(name))
 
 

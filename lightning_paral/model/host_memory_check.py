@@ -14,7 +14,7 @@ def host_memory_shortage(num_bytes: int, num_local_ranks: int) -> str | None:
         num_bytes: the number of bytes of host memory that each rank is about to allocate.
         num_local_ranks: the number of ranks per node.
     """
-    available = _available_bytes()
+    available = available_bytes()
     fits = available is None or num_bytes * num_local_ranks < _USABLE * available
     if every_rank(fits):
         return None
@@ -24,7 +24,7 @@ def host_memory_shortage(num_bytes: int, num_local_ranks: int) -> str | None:
     )
 
 
-def _available_bytes() -> int | None:
+def available_bytes() -> int | None:
     """Return the free host memory of this node, or of this container if that is less; `None` if unknown."""
     found = [free for free in (_free_on_node(), _free_in_container()) if free is not None]
     return min(found, default=None)
@@ -38,9 +38,11 @@ def _free_on_node() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
 
 
-def _free_in_container() -> int | None:
-    folder = Path("/sys/fs/cgroup")
+def _free_in_container(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
     try:
-        return int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text())
+        free = int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text())
+        statistics = (folder / "memory.stat").read_text().splitlines()
     except (OSError, ValueError):  # without a limit, the file contains "max"
         return None
+    # The kernel frees the cache of files that are not in use before memory runs out.
+    return free + sum(int(line.split()[1]) for line in statistics if line.startswith("inactive_file "))

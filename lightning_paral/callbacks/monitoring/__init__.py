@@ -1,0 +1,1 @@
+"""What `ParalMonitor` consists of: clocks, phases of a step, the exchange between ranks, values and tables."""
