@@ -31,6 +31,9 @@ SLOW = (
     "tests/distributed/checkpoint/test_replaced.py",
     "tests/distributed/checkpoint/test_survivors.py",
     "tests/distributed/ddp/test_ddp.py::test_failure_of_one_rank",
+    "tests/distributed/diagnostics/test_doctor.py",
+    "tests/distributed/diagnostics/test_bench.py",
+    "tests/distributed/diagnostics/test_bench_ranks.py",
     "tests/distributed/dp/test_dp.py::test_example",
     "tests/distributed/examples/",
     "tests/distributed/faults/",
@@ -52,25 +55,37 @@ SLOW = (
 """Prefixes of the IDs of tests that the fast lane leaves out because they take long. Measure before adding one."""
 
 ONE_SET = (
-    "tests/contract/test_fsdp_options.py::test_pairs",
-    "tests/distributed/checkpoint/test_consolidate.py::test_interruption",
-    "tests/distributed/checkpoint/test_damage.py::test_change_of_any_byte",
-    "tests/distributed/checkpoint/test_kill.py::test_ranks_killed",
+    "tests/contract/test_fsdp_options.py",
+    "tests/contract/test_mistakes.py",
+    "tests/contract/test_own_strategy.py",
+    "tests/contract/test_sampling.py",
+    "tests/contract/test_timeout.py",
+    "tests/distributed/checkpoint/test_commands.py",
+    "tests/distributed/checkpoint/test_consolidate.py",
+    "tests/distributed/checkpoint/test_damage.py",
+    "tests/distributed/checkpoint/test_kill.py",
+    "tests/distributed/checkpoint/test_matrix.py",
     "tests/distributed/checkpoint/test_replaced.py",
     "tests/distributed/checkpoint/test_survivors.py",
     "tests/distributed/zero/test_compiling.py",
+    "tests/distributed/zero/test_nvme.py",
     "tests/distributed/zero/test_nvme.py::test_two_runs",
-    "tests/gpu/test_programs.py::test_failing",
     "tests/gpu/test_programs.py::test_benchmarks",
     "tests/gpu/test_programs.py::test_bisection",
+    "tests/gpu/test_programs.py::test_failing",
     "tests/unit/checkpoint/io/test_atomic.py",
-    "tests/unit/checkpoint/test_fuzz.py::test_each",
+    "tests/unit/checkpoint/test_fuzz.py",
+    "tests/unit/cli/",
+    "tests/unit/diagnostics/",
+    "tests/unit/planning/test_plan.py::test_70_billion",
     "tests/unit/test_documents.py",
+    "tests/unit/test_import.py",
     "tests/unit/test_layers.py",
+    "tests/unit/test_tested_versions.py",
 )
-"""Prefixes of the IDs of tests of signals, files and our own source, which CI runs on the newest versions only.
+"""Prefixes of the IDs of tests that CI runs on the newest versions only.
 
-They do not depend on the versions of torch, Lightning and DeepSpeed.
+They are about signals, files, options, commands and our own source, which hardly depend on the versions of libraries.
 """
 
 _ZERO_IN_ID = re.compile(r"zero[123]")

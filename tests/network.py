@@ -33,12 +33,13 @@ def why_no_nodes() -> str | None:
 
 
 @contextmanager
-def joined_nodes(num_nodes: int, rate: str | None = None) -> Iterator[Nodes]:
+def joined_nodes(num_nodes: int, rate: str | None = None, burst: str = "256kb") -> Iterator[Nodes]:
     """Create nodes for the duration of the context.
 
     Args:
         num_nodes: the number of nodes.
         rate: the bandwidth of the link of each node in each direction, such as `1gbit`; `None` for no limit.
+        burst: how much a link that was idle lets through at once, before it limits the bandwidth.
     """
     tag = uuid.uuid4().hex[:6]
     bridge = f"br{tag}"
@@ -55,7 +56,7 @@ def joined_nodes(num_nodes: int, rate: str | None = None) -> Iterator[Nodes]:
             _run("ip", "-n", name, "link", "set", "eth0", "up")
             _run("ip", "-n", name, "link", "set", "lo", "up")
             if rate is not None:
-                limit = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms")
+                limit = ("root", "tbf", "rate", rate, "burst", burst, "latency", "100ms")
                 _run("tc", "qdisc", "add", "dev", link, *limit)
                 _run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0", *limit)
         yield nodes

@@ -4,6 +4,7 @@ The workers are started once per test session and reused. To Lightning they look
 Trainer in a worker starts no processes, and a fit takes hundredths of a second.
 """
 
+import io
 import logging
 import os
 import shutil
@@ -15,6 +16,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import torch
 import torch.multiprocessing as multiprocessing
 
 START_SECONDS = 300.0
@@ -95,7 +97,7 @@ class RankPool:
             for connection in wait(list(waiting), timeout=max(0.0, min(0.5, deadline - time.monotonic()))):
                 rank = waiting[connection]
                 try:
-                    succeeded, outcome = connection.recv()
+                    succeeded, outcome = _received(connection.recv_bytes())
                 except EOFError:
                     succeeded, outcome = False, "the process died"
                 (results if succeeded else failures)[rank] = outcome
@@ -120,8 +122,6 @@ class RankPool:
 def _serve(connection: Connection) -> None:
     """Serve calls in a worker until the pool closes the pipe: join the process group, call the function, report."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="rank-pool")
-    import torch
-
     # A daemonic process may not start processes, but a loader with workers does. The workers are daemons as well.
     multiprocessing.current_process()._config["daemon"] = False
     # As in a process that a user starts: inherited from the forkserver, it would make each worker import torch.
@@ -137,9 +137,23 @@ def _serve(connection: Connection) -> None:
             if world != (world_size, store):
                 _join(rank, world_size, store)
                 world = (world_size, store)
-            connection.send((True, _call_and_restore(function, args)))
+            connection.send_bytes(_with_contents((True, _call_and_restore(function, args))))
         except BaseException:
-            connection.send((False, traceback.format_exc()))
+            connection.send_bytes(_with_contents((False, traceback.format_exc())))
+
+
+def _with_contents(outcome: tuple[bool, Any]) -> bytes:
+    """Return an outcome as bytes, with the contents of its tensors.
+
+    `Connection.send` would put them into shared memory, and each would hold a file open as long as a test keeps it.
+    """
+    file = io.BytesIO()
+    torch.save(outcome, file)
+    return file.getvalue()
+
+
+def _received(contents: bytes) -> tuple[bool, Any]:
+    return torch.load(io.BytesIO(contents), weights_only=False)
 
 
 def _call_and_restore(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -19,7 +19,9 @@ from examples.gpt import GPT
 from lightning_paral import ActivationCheckpointing
 from lightning_paral.model.activation_checkpointing import checkpoint_units
 
-BATCH_SIZE, CONTEXT, NUM_LAYERS = 16, 128, 8
+BATCH_SIZE, CONTEXT = 16, 128
+DEPTHS = (8, 64)
+"""Numbers of blocks."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -54,10 +56,10 @@ class LiveBytes(TorchDispatchMode):
         self._seen[key] = weakref.finalize(storage, freed)
 
 
-def peak_bytes(options: ActivationCheckpointing | None) -> int:
+def peak_bytes(num_layers: int, options: ActivationCheckpointing | None) -> int:
     """Return the peak bytes of one step, without gradients of parameters."""
     torch.manual_seed(0)
-    model = GPT(num_layers=NUM_LAYERS, context=CONTEXT)
+    model = GPT(num_layers=num_layers, context=CONTEXT)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)  # allocated before, so that gradients are added in place
     if options is not None:
@@ -70,12 +72,14 @@ def peak_bytes(options: ActivationCheckpointing | None) -> int:
 
 def main() -> None:
     """Print the table."""
-    rows = [
-        ["all activations kept", peak_bytes(None) / 1e6],
-        ["inputs of blocks kept", peak_bytes(ActivationCheckpointing()) / 1e6],
-    ]
-    print(f"GPT of {NUM_LAYERS} blocks, width 128, batch {BATCH_SIZE} x {CONTEXT}, fp32")
-    print(tabulate(rows, headers=("", "peak, MB"), floatfmt=".1f"))
+    rows = []
+    for depth in DEPTHS:
+        kept, recomputed = peak_bytes(depth, None), peak_bytes(depth, ActivationCheckpointing())
+        rows.append([depth, kept / 1e6, recomputed / 1e6, kept / recomputed])
+    print(f"GPT of width 128, batch {BATCH_SIZE} x {CONTEXT}, fp32; peaks in MB")
+    print(
+        tabulate(rows, headers=("blocks", "all kept", "inputs of blocks kept", "ratio"), floatfmt=("g", *[".1f"] * 3))
+    )
 
 
 if __name__ == "__main__":

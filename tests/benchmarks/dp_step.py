@@ -8,17 +8,29 @@ device without either. A step lasts from the end of one to the end of the next.
 
 import argparse
 import statistics
+import time
+from itertools import pairwise
 
 import torch
+from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
 import lightning_paral  # noqa: F401  registers the names
 from examples.gpt import GPT, StandardLibrary
-from tests.benchmarks.ddp_step import CONTEXT, StepTimes, differences
 from tests.rank_pool import RankPool
 from tests.running import quiet_trainer
 
-GLOBAL_BATCH_SIZE, NUM_DEVICES = 32, 2
+GLOBAL_BATCH_SIZE, CONTEXT, NUM_DEVICES = 32, 128, 2
+
+
+class StepTimes(Callback):
+    """Records when each training step ends."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, *_: object) -> None:
+        self.ends.append(time.perf_counter())
 
 
 def steps(strategy: str, num_devices: int, batch_size: int, num_steps: int) -> list[float]:
@@ -28,7 +40,7 @@ def steps(strategy: str, num_devices: int, batch_size: int, num_steps: int) -> l
     )
     loader = DataLoader(StandardLibrary("train", CONTEXT), batch_size=batch_size, shuffle=True, drop_last=True)
     trainer.fit(GPT(), loader)
-    return differences(times.ends)
+    return [end - start for start, end in pairwise(times.ends[1:])]  # the first step warms up
 
 
 def main() -> None:

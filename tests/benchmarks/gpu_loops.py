@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 
 from lightning_paral.distributed.process_group import backend_for
 from lightning_paral.registry import STRATEGIES
+from tests.benchmarks.correctness import NAMES
 from tests.benchmarks.gpu_models import SIZES, Measured, Network, Size, Tokens, make_optimizer
 from tests.gpu.crew import Skipped, leave
 from tests.gpu.place import check_installed
@@ -67,7 +68,7 @@ class Clock:
 def contestants(device: str) -> list[str]:
     """Return the names of all contestants, hand-written loops first."""
     by_hand = ["torch", "torch DDP", "torch fully_shard", "deepspeed 1", "deepspeed 2", "deepspeed 3"]
-    return by_hand + [entry.name for entry in STRATEGIES]
+    return [*by_hand, *NAMES]
 
 
 def counterpart(name: str) -> str:

@@ -8,12 +8,14 @@ Times are only worth something on a machine that does nothing else.
 """
 
 import argparse
-import re
+import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from typing import Any
 
-from tests.benchmarks import results
+from tests.benchmarks import commands, results
+from tests.benchmarks.commands import Commands
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
 
@@ -32,24 +34,18 @@ class Benchmark:
         launcher = "torchrun --nproc-per-node 2 -m" if self.on_ranks else "python -m"
         return " ".join([launcher, f"tests.benchmarks.{self.module}", *self.options])
 
-    def run(self) -> str:
+    def record(self) -> dict[str, Any]:
         """Run it and return its standard output."""
         launcher = TORCHRUN if self.on_ranks else ("-m",)
         command = [sys.executable, *launcher, f"tests.benchmarks.{self.module}", *self.options]
-        return (
-            subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=3600)
-            .stdout.strip("\n")
-            .rstrip()
-        )
+        process = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=3600)
+        return {"printed": process.stdout.strip("\n").rstrip()}
 
 
-BENCHMARKS = {
-    "all_reduce": Benchmark("all_reduce"),
-    "all_reduce_loopback": Benchmark("all_reduce", ("--loopback",)),
-    "ddp_step": Benchmark("ddp_step", on_ranks=True),
-    "fsdp_step": Benchmark("fsdp_step", on_ranks=True),
-    "fsdp_step_direct": Benchmark("fsdp_step", ("--direct",), on_ranks=True),
-    **{f"zero{stage}_step": Benchmark("zero_step", ("--stage", str(stage)), on_ranks=True) for stage in (1, 2, 3)},
+BENCHMARKS: dict[str, Benchmark | Commands] = {
+    **commands.COMM,
+    **commands.STEPS,
+    **commands.OTHERS,
     "dp_step": Benchmark("dp_step"),
     "fsdp_memory": Benchmark("fsdp_memory"),
     "zero_memory": Benchmark("zero_memory"),
@@ -58,16 +54,10 @@ BENCHMARKS = {
     "fsdp_traffic": Benchmark("fsdp_traffic"),
     "zero_traffic": Benchmark("zero_traffic"),
     "sampling": Benchmark("sampling"),
-    "checkpoint": Benchmark("checkpoint"),
+    "zero_to_fp32": Benchmark("zero_to_fp32"),
+    "step_time": Benchmark("step_time"),
     "import_time": Benchmark("import_time"),
 }
-
-
-def ratios_in(printed: str) -> dict[str, float]:
-    """Return the ratios that the plot shows: of a step to the hand-written loop, and of the rows on saving."""
-    step = re.search(r"ratio (\d+\.\d+)", printed)
-    saves = re.findall(r"^(sharded save|async save).* (\d+\.\d+)$", printed, flags=re.MULTILINE)
-    return {name: float(ratio) for name, ratio in [*([("step", step[1])] if step else []), *saves]}
 
 
 def main() -> None:
@@ -82,9 +72,9 @@ def main() -> None:
         print("\n".join(f"{name:20} {benchmark.command}" for name, benchmark in BENCHMARKS.items()))
         return
     for name in options.names or BENCHMARKS:
-        printed = BENCHMARKS[name].run()
-        print(f"{name}\n\n{printed}\n", flush=True)
-        results.store(name, {"printed": printed, "ratios": ratios_in(printed)})
+        record = BENCHMARKS[name].record()
+        print(f"{name}\n\n{record.get('printed') or json.dumps(record, indent=2)}\n", flush=True)
+        results.store(name, record)
     from tests.docs.generated import write_all
 
     write_all()

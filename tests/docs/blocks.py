@@ -52,6 +52,8 @@ class Command:
     program: str
     arguments: list[str]
     variables: dict[str, str]
+    output: str | None = None
+    """The file to which `> FILE` at the end of the line redirects the output."""
 
     @property
     def is_training(self) -> bool:
@@ -73,4 +75,5 @@ def command_of(line: str) -> Command:
         words = ["python", *words[1:]]
     if words[:3] == ["python", "-m", "lightning_paral"]:
         words = ["paral", *words[3:]]
-    return Command(words[0], words[1:], variables)
+    output = words[-1] if words[-2:-1] == [">"] else None
+    return Command(words[0], words[1 : -2 if output else None], variables, output)

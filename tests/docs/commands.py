@@ -10,7 +10,20 @@ from lightning_paral import STRATEGIES
 from lightning_paral.cli import main
 from lightning_paral.cli.train import TRAINER_COMMANDS
 
-COMMANDS = ("strategies", "consolidate", "verify", "inspect")
+COMMANDS = (
+    "strategies",
+    "consolidate",
+    "verify",
+    "inspect",
+    "plan",
+    "doctor",
+    "bench",
+    "bench comm",
+    "bench step",
+    "bench memory",
+    "bench checkpoint",
+    "bench adam",
+)
 INTRODUCTION = """\
 # Commands
 
@@ -47,7 +60,7 @@ def render_commands() -> str:
     assert set(TRAINER_COMMANDS) == {"fit", "validate", "test", "predict"}
     parts = [INTRODUCTION, _block(printed_by("--help")), TRAINER_COMMANDS_SECTION]
     for command in COMMANDS:
-        parts += [f"## paral {command}\n", _block(printed_by(command, "--help"))]
+        parts += [f"## paral {command}\n", _block(printed_by(*command.split(), "--help"))]
         if command == "strategies":
             parts += ["It prints these names, with the class and the arguments of each:\n", _names()]
     return "\n".join([*parts, STATUS])

@@ -27,7 +27,16 @@ KINDS = {
     "this package uses. Install a tested version: see [Requirements](../index.md#requirements).",
 }
 TOPICS = {
-    "Names, options, commands": ("options", "option_names", "option_types", "registry", "other_trainers", "cli"),
+    "Names, options, commands": (
+        "options",
+        "option_names",
+        "option_types",
+        "registry",
+        "other_trainers",
+        "cli",
+        "quantities",
+        "plots",
+    ),
     "Ranks and process groups": ("distributed", "strategies"),
     "Data and evaluation": ("data",),
     "Modules": ("model",),
@@ -38,6 +47,8 @@ TOPICS = {
     "FSDP": ("engines/fsdp", "strategies/fsdp"),
     "ZeRO": ("engines/zero", "strategies/zero"),
     "Checkpoints": ("checkpoint", "strategies/checkpoint_mixin", "strategies/checkpoint_saving"),
+    "Plans": ("planning",),
+    "Checks of a machine and benchmarks": ("diagnostics",),
     "Versions": ("compat", "tested_versions", "_version"),
 }
 """Paths of modules and folders by heading. The longest path that contains a module decides."""

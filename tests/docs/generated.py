@@ -5,9 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.docs.charts import Plot
+from tests.docs.claims import blocks_of_claims
 from tests.docs.commands import render_commands
 from tests.docs.errors import render_errors
 from tests.docs.options import render_options
+from tests.docs.readme import README, render_readme
 from tests.docs.results_pages import blocks_of_correctness, blocks_of_measurements, correctness_plot, measured_plot
 from tests.docs.tree import blocks_of_architecture
 
@@ -36,12 +38,14 @@ def _example() -> str:
 
 
 PAGES: dict[Path, Callable[[], str]] = {
+    README: render_readme,
     DOCS / "reference" / "options.md": render_options,
     DOCS / "reference" / "commands.md": render_commands,
     DOCS / "reference" / "errors.md": render_errors,
     DOCS / "architecture.md": lambda: filled(DOCS / "architecture.md", blocks_of_architecture()),
     DOCS / "guides" / "own-strategy.md": lambda: filled(DOCS / "guides" / "own-strategy.md", {"example": _example()}),
     DOCS / "correctness.md": lambda: filled(DOCS / "correctness.md", blocks_of_correctness()),
+    DOCS / "claims.md": lambda: filled(DOCS / "claims.md", blocks_of_claims()),
     DOCS / "measurements.md": lambda: filled(DOCS / "measurements.md", blocks_of_measurements()),
 }
 """The function that renders each file."""

@@ -2,19 +2,16 @@
 
 from typing import Any
 
-from lightning_paral import STRATEGIES
 from tests.benchmarks.measure import BENCHMARKS
 from tests.benchmarks.results import load
+from tests.docs.bench_tables import TABLES, step_table
 from tests.docs.charts import Panel, Plot
 
 ONE_PROCESS = "one process"
 STEPS = {"paral_ddp": "ddp_step", "paral_fsdp": "fsdp_step"} | {f"paral_zero{n}": f"zero{n}_step" for n in (1, 2, 3)}
 """The benchmark of a training step, by strategy."""
-SAVES = (
-    ("save", "sharded save", "gathering and torch.save"),
-    ("async_save=True", "async save", "the save above"),
-)
-"""Label, ratio of the benchmark `checkpoint`, and what it is relative to."""
+SAVES = (("save", "save", "full", "gathering"), ("async_save=True", "stall", "save", "the save above"))
+"""Label, fields of the benchmark `checkpoint` that are divided, and what the ratio is relative to."""
 SHOWN_STEPS = (1, 2, 5, 10, 20)
 
 
@@ -42,7 +39,7 @@ def blocks_of_correctness() -> dict[str, str]:
 def correctness_plot() -> Plot:
     """Return the plot of the largest differences."""
     rows = load()["correctness"]["rows"]
-    found = {entry.name: rows[entry.name]["training_difference"] for entry in STRATEGIES}
+    found = {name: row["training_difference"] for name, row in rows.items() if name != ONE_PROCESS}
     panel = Panel(
         title="Training losses equal those of one process",
         rows=[(name, value, f"{value:.1e}" if value else "0") for name, value in found.items()],
@@ -57,17 +54,24 @@ def correctness_plot() -> Plot:
 def blocks_of_measurements() -> dict[str, str]:
     """Return the generated blocks of the page, by the names of the benchmarks."""
     return {
-        name: f"{_shown(record)}\n\n{_measured_with(record, BENCHMARKS[name].command)}"
+        name: f"{_shown(name, record)}\n\n{_measured_with(record, BENCHMARKS[name].command)}"
         for name, record in load().items()
         if name in BENCHMARKS
     }
 
 
+def step_ratios() -> dict[str, float]:
+    """Return the time of a step divided by that of the hand-written loop, by strategy."""
+    found = load()
+    return {name: found[benchmark]["json"][0]["rows"][0]["ratio_to_raw"] for name, benchmark in STEPS.items()}
+
+
 def measured_plot() -> Plot:
     """Return the plot of times relative to hand-written code."""
     found = load()
-    steps = {name: found[benchmark]["ratios"]["step"] for name, benchmark in STEPS.items()}
-    saves = [(label, found["checkpoint"]["ratios"][which], beside) for label, which, beside in SAVES]
+    steps = step_ratios()
+    (saved,) = found["checkpoint"]["json"][0]["rows"]
+    saves = [(label, saved[which] / saved[other], beside) for label, which, other, beside in SAVES]
     return Plot(
         panels=[
             Panel(
@@ -88,10 +92,13 @@ def measured_plot() -> Plot:
     )
 
 
-def _shown(record: dict[str, Any]) -> str:
-    """Return the output of a benchmark; for records without it, which are older, their table."""
+def _shown(name: str, record: dict[str, Any]) -> str:
+    """Return the table of a benchmark's JSON, or what it printed; for older records, the table that they have."""
+    if "json" in record:
+        return TABLES.get(name, step_table)(record["json"])
     return f"```text\n{record['printed']}\n```" if "printed" in record else str(record["table"]).rstrip()
 
 
 def _measured_with(record: dict[str, Any], command: str) -> str:
-    return f"`{command}`<br>\n{record['date']}, {record['with']}"
+    commands = "<br>\n".join(f"`{line}`" for line in command.split(" && "))
+    return f"{commands}<br>\n{record['date']}, {record['with']}"

@@ -4,14 +4,18 @@ import ast
 import re
 import unicodedata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 import lightning_paral
-from lightning_paral import STRATEGIES, errors
+from lightning_paral import errors
+from tests.benchmarks.correctness import NAMES, ONE_PROCESS
 from tests.benchmarks.measure import BENCHMARKS
 from tests.benchmarks.results import load
+from tests.docs import claims
+from tests.docs.claims import CLAIMS, DEEPSPEED
 from tests.docs.errors import KINDS, WARNINGS, messages
 from tests.docs.generated import PAGES, PLOTS
 from tests.docs.options import DATACLASSES, STRATEGY_CLASSES, options_of, trainers_own
@@ -23,7 +27,7 @@ PACKAGE = Path(lightning_paral.__file__).parent
 
 
 def names(path: Path) -> str:
-    return path.relative_to(DOCS).as_posix()
+    return path.relative_to(DOCS if path.is_relative_to(DOCS) else ROOT).as_posix()
 
 
 @pytest.mark.parametrize("path", PAGES, ids=names)
@@ -158,9 +162,29 @@ def test_measured_commands_have_results() -> None:
         assert all(f"{library} " in record["with"] for library in ("Python", "torch", "lightning", "deepspeed"))
 
 
+def test_claims_have_a_source_and_say_whether_they_hold() -> None:
+    for claim in CLAIMS:
+        found = claim.figure(load()[claim.benchmark])
+
+        assert re.search(r"\]\(https://(arxiv\.org/abs/\d{4}\.\d{5}|[\w./-]+)\)", claim.source), claim.text
+        assert re.match(r"\*\*(Holds|Does not hold|Planned)", found), found
+
+
+def test_a_claim_that_does_not_hold_says_so() -> None:
+    def adam_results(ratio: float) -> dict[str, Any]:
+        rows = [
+            {"optimizer": name, "num_threads": 1, "num_params": 10, "ratio": 1.0 if name == DEEPSPEED else ratio}
+            for name in (DEEPSPEED, "loop", "foreach", "fused")
+        ]
+        return {"json": [{"rows": rows}]}
+
+    assert claims.adam(adam_results(6.0)).startswith(claims.HOLDS)
+    assert claims.adam(adam_results(1.1)).startswith(claims.FAILS)
+
+
 def test_correctness_is_shown_for_every_name() -> None:
     rows = load()["correctness"]["rows"]
 
-    assert list(rows) == ["one process", *(entry.name for entry in STRATEGIES)]
+    assert list(rows) == [ONE_PROCESS, *NAMES]
     assert max(row["training_difference"] for row in rows.values()) < 1e-4
     assert max(row["validation_difference"] for row in rows.values()) < 1e-4

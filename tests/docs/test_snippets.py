@@ -5,7 +5,7 @@ import re
 import runpy
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -92,6 +92,9 @@ def run_command(command: Command, on_ranks, folder: Path) -> None:
             runpy.run_module(command.arguments[1], run_name="__main__")
     elif command.is_training:
         on_ranks(NUM_RANKS, run_paral, str(folder), [*command.arguments, *SHORT], command.variables)
+    elif command.output is not None:
+        with (folder / command.output).open("w") as file, redirect_stdout(file):
+            run_paral(str(folder), command.arguments, command.variables)
     else:
         assert command.program == "paral"
         run_paral(str(folder), command.arguments, command.variables)

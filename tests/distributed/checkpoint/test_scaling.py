@@ -56,7 +56,7 @@ def trainer_of(label: str, **options: Any) -> Any:
 def fit(label: str, path: str, resume: bool) -> dict[str, Any]:
     """Return the state of the loss scale when the run was saved or resumed."""
     as_on_cuda = pytest.MonkeyPatch()
-    as_on_cuda.setattr("lightning_paral.engines.zero.run.check_precision", lambda *_: None)
+    as_on_cuda.setattr("lightning_paral.engines.zero.run_settings.check_precision", lambda *_: None)
     as_on_cuda.setattr("lightning_paral.strategies.fsdp.check_precision", lambda *_: None)
     torch.manual_seed(3)
     model = Overflowing()

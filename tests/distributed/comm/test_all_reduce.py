@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_paral import ConfigurationError
 from lightning_paral.comm import ALL_REDUCE, count_traffic, ring_all_reduce
+from lightning_paral.comm.by_size import LEAST_CHUNK_BYTES, all_reduce_by_size
 from lightning_paral.comm.chunks import balanced_cuts
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8)
@@ -103,6 +104,27 @@ def add_many_small_to_one_large(algorithm: str) -> float:
 @pytest.mark.parametrize("algorithm", ["all_to_all"])
 def test_contributions_are_added_in_fp32(on_ranks, algorithm: str) -> None:
     assert on_ranks(4, add_many_small_to_one_large, algorithm) == [1027.0] * 4
+
+
+def sent_by_the_ring(length: int) -> int:
+    """Return the bytes that our all-reduces send; gloo's own collectives are not counted."""
+    tensor = torch.ones(length)
+    with count_traffic() as traffic:
+        all_reduce_by_size(tensor, wire_dtype=torch.bfloat16)
+    assert (tensor == dist.get_world_size()).all()
+    return traffic.payload_bytes
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_bytes", "is_ring"),
+    [(2, 4, True), (3, 3 * LEAST_CHUNK_BYTES - 4, False), (3, 3 * LEAST_CHUNK_BYTES, True)],
+)
+def test_ring_reduces_large_tensors_only_unless_between_two_ranks(
+    on_ranks, world_size: int, num_bytes: int, is_ring: bool
+) -> None:
+    sent = on_ranks(world_size, sent_by_the_ring, num_bytes // 4)
+
+    assert any(sent) == is_ring
 
 
 def average_near_the_limit_of_fp16(algorithm: str) -> bool:

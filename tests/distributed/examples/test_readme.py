@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from lightning_paral import STRATEGIES
+from tests.benchmarks.measure import BENCHMARKS
 from tests.distributed.launch.test_launch import outputs, start
 
 ROOT = Path(__file__).parents[3]
@@ -24,6 +25,7 @@ COMMANDS = [
     for command in line.split("&&")
 ]
 INSTALLS = [command for command in COMMANDS if command.startswith("pip install")]
+PLAN = "paral plan --config configs/gpt.yaml --world-size 8 --device-memory 80GiB"
 TRAININGS = [command for command in COMMANDS if " fit " in command and "--ckpt_path" not in command]
 ON_CHECKPOINTS = [command for command in COMMANDS if ".ckpt" in command]
 SHORT = (
@@ -48,7 +50,7 @@ def command_line(command: str) -> list[str]:
 def test_every_command_is_accounted_for() -> None:
     others = set(COMMANDS) - set(INSTALLS) - set(TRAININGS) - set(ON_CHECKPOINTS)
 
-    assert others == {"pytest", "paral strategies"}
+    assert others == {"pytest", PLAN}
     assert {language for language, _ in BLOCKS} <= {"bash", "python", "yaml"}
 
 
@@ -68,13 +70,12 @@ def test_table_has_every_strategy() -> None:
     assert named == [entry.name for entry in STRATEGIES]
 
 
-def test_measurements_name_programs_that_exist() -> None:
-    cells = re.findall(r"^\|.*\|.*\| (`tests\.benchmarks\..*`) \|$", README, flags=re.MULTILINE)
-    programs = [name.rpartition(".")[2] for cell in cells for name in re.findall(r"`([\w.]+)`", cell)]
+def test_measurements_name_commands_that_are_measured() -> None:
+    commands = re.findall(r"^\|.*\|.*\| `(p(?:aral|ython) .*)` \|$", README, flags=re.MULTILINE)
+    measured = {line for benchmark in BENCHMARKS.values() for line in benchmark.command.split(" && ")}
 
-    assert programs
-    for program in programs:
-        assert (ROOT / "tests/benchmarks" / f"{program}.py").is_file(), program
+    assert commands
+    assert set(commands) <= measured
 
 
 @pytest.mark.parametrize("command", TRAININGS)
@@ -85,8 +86,9 @@ def test_training_command(command: str, tmp_path: Path) -> None:
     assert "max_steps=2` reached" in printed
 
 
-def test_strategies_are_listed() -> None:
+def test_strategies_are_listed_and_planned() -> None:
     assert "paral_ddp_ring" in run(command_line("paral strategies"))
+    assert 'Use strategy="paral_ddp"' in run(command_line(PLAN))
 
 
 def test_snippets_and_commands_on_checkpoints_run_in_the_order_they_are_read(tmp_path: Path) -> None:

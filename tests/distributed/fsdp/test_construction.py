@@ -1,6 +1,7 @@
 """Models built in `configure_model` have the values that one process draws, and ranks hold few of them at once."""
 
 import ctypes
+import os
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +138,12 @@ def resident_bytes(field: str) -> int:
 def peak_of_construction() -> tuple[int, float]:
     fit_late(BuiltLate, 2, strategy="paral_fsdp")  # load modules that are imported at first use before measuring
     ctypes.CDLL(None).mallopt(-3, 1024 * 1024)  # M_MMAP_THRESHOLD: freed memory is returned to the system
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "1048576"  # so that the strategy does not set it
     torch.manual_seed(1)
     model = Large()
     trainer = quiet_trainer(devices=2, strategy="paral_fsdp", limit_val_batches=1)
     trainer.validate(model, token_loader(1, 2), verbose=False)
+    del os.environ["MALLOC_MMAP_THRESHOLD_"]
     return model.peak, model.total
 
 

@@ -357,12 +357,12 @@ def test_each_rank_logs_its_shards_at_info(on_ranks) -> None:
 
 
 def fit_without_room() -> tuple[str, str]:
-    model, (probe, room._available_bytes) = Tied(), (room._available_bytes, lambda: 2 * 4 * 5000)
+    model, (probe, room.available_bytes) = Tied(), (room.available_bytes, lambda: 2 * 4 * 5000)
     trainer = quiet_trainer(max_steps=1, devices=2, strategy="paral_fsdp")
     try:
         trainer.fit(model, token_loader(1, 2))
     finally:
-        room._available_bytes = probe
+        room.available_bytes = probe
     with pytest.raises(ConfigurationError) as caught:
         trainer.fit(model, token_loader(1, 2))
     return type(next(model.parameters())).__name__, str(caught.value)

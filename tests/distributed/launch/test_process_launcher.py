@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 
 from lightning_paral import ConfigurationError, ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 from lightning_paral.distributed.launching import rank_processes, start_method
@@ -46,8 +47,13 @@ class Notes(Callback):
 
 
 class Evaluated(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean_loss = MeanMetric()
+
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
+        self.mean_loss.update(loss.detach())
         self.log("loss", loss, sync_dist=True)
         return loss
 

@@ -98,11 +98,11 @@ def losses_of_late_model(
 
 
 def losses_of_late_model_without_room() -> tuple[list[float], list[tuple[int, ...]]]:
-    available, room._available_bytes = room._available_bytes, lambda: 0
+    available, room.available_bytes = room.available_bytes, lambda: 0
     try:
         return losses_of_late_model_on_rank()
     finally:
-        room._available_bytes = available
+        room.available_bytes = available
 
 
 def losses_of_late_model_on_rank() -> tuple[list[float], list[tuple[int, ...]]]:

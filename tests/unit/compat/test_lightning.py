@@ -24,6 +24,7 @@ from lightning_paral.compat.lightning.methods import replace_methods, shadow_met
 from lightning_paral.compat.lightning.precision import after_closure
 from lightning_paral.compat.lightning.results import ResultCollection
 from lightning_paral.compat.lightning.samplers import injects_sampler, replace_preparation
+from lightning_paral.compat.lightning.training_steps import actions_of_step, follow_profiler, step_of_loggers
 from lightning_paral.compat.private_name import PrivateName
 from lightning_paral.distributed.launching.launcher import CheckedSubprocessLauncher
 from lightning_paral.errors import PrivateNameError
@@ -349,3 +350,44 @@ def test_resuming_inside_an_epoch_does_not_warn_or_change_warning_filters(tmp_pa
         assert warnings.filters == before
     assert resumed.global_step == 3
     assert not [each for each in warned if "resuming from a checkpoint" in str(each.message)]
+
+
+def test_loop_profiles_the_actions_of_a_step() -> None:
+    begun: list[str] = []
+    ended: list[str] = []
+    undo = ExitStack()
+
+    class Followed(Model):
+        def on_train_start(self) -> None:
+            names = actions_of_step(self.trainer, data="data", forward="forward", backward="backward", optimizer="step")
+            labels = {name: f"{label} {name}" for name, label in names.items()}
+            follow_profiler(self.trainer, labels, begun.append, ended.append, undo)
+
+    class Manual(Followed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+            optimizer: Any = self.optimizers()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    for module, kinds in (
+        (Followed(), ["data", "data", "step", "forward", "backward"]),
+        (Manual(), ["data", "data", "forward", "step"]),
+    ):
+        with undo:
+            trainer().fit(module, loader(2))
+
+        assert [name.split()[0] for name in begun] == kinds * 2
+        assert sorted(begun) == sorted(ended)
+        begun.clear()
+        ended.clear()
+
+
+def test_loop_counts_the_steps_of_loggers() -> None:
+    steps: list[int] = []
+    trainer(accumulate_grad_batches=2).fit(Model(lambda model: steps.append(step_of_loggers(model.trainer))), loader(5))
+
+    assert steps == [0, 0, 1, 1, 2]

@@ -1,0 +1,135 @@
+"""Measure the memory of a rank in a step of a real fit."""
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_paral import STRATEGIES, ActivationCheckpointing
+from tests.running import quiet_trainer
+from tests.unit.planning.models import gpt
+
+LENGTH = 64
+WIDTH, NUM_LAYERS = 192, 4
+
+
+class Bytes(Dataset[tuple[Tensor, Tensor]]):
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        drawn = torch.randint(0, 256, (LENGTH + 1,), generator=torch.Generator().manual_seed(index))
+        return drawn[:-1], drawn[1:]
+
+
+PAIRS = ((3, 4), (5, 6), (7, 8))
+"""Pairs of steps whose peaks are measured."""
+
+
+class MarkSteps(Callback):
+    """Marks pairs of steps for the profiler, and notes the tensors that exist when each begins."""
+
+    def __init__(self) -> None:
+        self._mark: Any = None
+        self.bytes_before: dict[str, dict[int, int]] = {}
+        """By the name of the mark, the bytes of memory by address."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if any(batch_idx == first for first, _ in PAIRS):
+            name = f"measured from step {batch_idx}"
+            self.bytes_before[name] = _bytes_of_tensors()
+            self._mark = record_function(name)
+            self._mark.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if any(batch_idx == last for _, last in PAIRS):
+            self._mark.__exit__(None, None, None)
+
+
+def _bytes_of_tensors() -> dict[int, int]:
+    """Return the bytes of the memory of all tensors that Python code can reach, by address."""
+    gc.collect()
+    with torch._C.DisableTorchFunction():  # reading a parameter of ZeRO-3 would gather it
+        tensors = [each for each in gc.get_objects() if isinstance(each, Tensor)]
+        storages = {}
+        for tensor in tensors:
+            try:
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+            except (NotImplementedError, RuntimeError):  # it has no storage
+                continue
+    return storages
+
+
+def fit(
+    strategy: Any, batch_size: int, precision: Any = "32-true", devices: int | None = None
+) -> tuple[Any, MarkSteps, Any]:
+    """Fit for nine steps; return the Trainer, the marks and the profiler."""
+    if devices is None:
+        devices = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    mark = MarkSteps()
+    gc.collect()  # memory of an earlier fit must not be freed while the profiler runs
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        torch.manual_seed(0)
+        trainer = quiet_trainer(
+            max_steps=9,
+            max_epochs=1,
+            devices=devices,
+            strategy=strategy,
+            precision=precision,
+            callbacks=[mark],
+        )
+        trainer.fit(gpt(WIDTH, NUM_LAYERS), DataLoader(Bytes(), batch_size=batch_size))
+    return trainer, mark, profiled
+
+
+def peak_of(mark: MarkSteps, profiled: Any) -> int:
+    """Return the bytes of tensors at the peak of a step, without the buckets of DDP, which are C++ code's.
+
+    The profiler does not see what other threads free, and gloo's thread often frees what it has gathered. Memory that
+    is allocated at an address therefore replaces what was there, and the smallest peak of several steps is returned.
+    """
+    nodes = list(_nodes(profiled.profiler.kineto_results.experimental_event_tree()))
+    memory = sorted((node for node in nodes if node.tag == _EventType.Allocation), key=lambda node: node.start_time_ns)
+    marks = [node for node in nodes if node.name in mark.bytes_before]
+    assert len(marks) == len(PAIRS)
+    peaks = []
+    for each in marks:
+        during = [event for event in memory if each.start_time_ns <= event.start_time_ns <= each.end_time_ns]
+        peaks.append(_peak(mark.bytes_before[each.name], during))
+    return min(peaks)
+
+
+def _peak(bytes_before: dict[int, int], events: list[Any]) -> int:
+    live = dict(bytes_before)
+    now = peak = sum(live.values())
+    for event in events:
+        address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
+        now -= live.pop(address, 0)
+        if size > 0:
+            live[address] = size
+            now += size
+        peak = max(peak, now)
+    return peak
+
+
+def _nodes(roots: list[Any]) -> Iterator[Any]:
+    waiting = list(roots)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting += node.children
+
+
+def peak_in_fit(name: str, batch_size: int, precision: str, recomputes: bool) -> int:
+    """Return the peak of this rank in a step under a registered strategy. *Collective*."""
+    (entry,) = [entry for entry in STRATEGIES if entry.name == name]
+    options = {"activation_checkpointing": ActivationCheckpointing()} if recomputes else {}
+    _, mark, profiled = fit(entry.strategy(**entry.arguments, **options), batch_size, precision)
+    return peak_of(mark, profiled)

@@ -1,0 +1,108 @@
+"""At stage 3, weights are not kept in memory between forward and backward, and numbers stay those of one process."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from lightning_paral import ConfigurationError, ParalZeROStrategy
+from tests.running import quiet_trainer
+
+WIDTH = 64
+PARTITIONED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+
+
+def strategy() -> ParalZeROStrategy:
+    return ParalZeROStrategy(stage=3, deepspeed_config=PARTITIONED)
+
+
+class Wide(LightningModule):
+    """Uses weights in several ways: in layers, twice, transposed, and in a second derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Bilinear(WIDTH, WIDTH, 8)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.out = nn.Linear(8, 1)
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(torch.tanh(self.first(x)))
+        hidden = self.first(hidden)
+        return self.out(self.second(hidden, x))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = functional.softplus(self(batch)).mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loader() -> DataLoader[Any]:
+    drawn = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(5))
+    return DataLoader(drawn, batch_size=4)  # type: ignore[arg-type]
+
+
+def fit(name: str, num_ranks: int) -> tuple[list[float], dict[str, Tensor]]:
+    module = Wide()
+    made: Any = strategy() if name == "zero3" else name
+    quiet_trainer(max_epochs=1, devices=num_ranks, strategy=made).fit(module, loader())
+    return module.losses, {key: value.detach().clone() for key, value in module.state_dict().items()}
+
+
+def test_weights_that_are_saved_as_views_give_the_gradients_of_one_process(
+    on_ranks: Callable[..., list[Any]],
+) -> None:
+    losses, weights = fit("auto", 1)
+
+    ((found_losses, found),) = on_ranks(1, fit, "zero3", 1)
+    assert found_losses == pytest.approx(losses, rel=1e-6)
+    for name, weight in weights.items():
+        torch.testing.assert_close(found[name], weight)
+    two_of_ddp, two = on_ranks(2, fit, "paral_ddp", 2), on_ranks(2, fit, "zero3", 2)
+    for (expected_losses, expected), (losses_of_rank, found) in zip(two_of_ddp, two, strict=True):
+        assert losses_of_rank == pytest.approx(expected_losses, rel=1e-6)
+        for name, weight in expected.items():
+            torch.testing.assert_close(found[name], weight)
+
+
+class StepsTooEarly(Wide):
+    """Changes the weights between the forward pass and its backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.kept: Tensor | None = None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        old, new = self.kept, self(batch).mean()
+        self.kept = self(batch).square().mean() if batch_idx == 0 else None
+        optimizer.zero_grad()
+        self.manual_backward(new if old is None else old)
+        optimizer.step()
+
+
+def fit_too_early(name: str) -> str:
+    try:
+        made: Any = strategy() if name == "zero3" else name
+        quiet_trainer(max_epochs=1, devices=2, strategy=made).fit(StepsTooEarly(), loader())
+    except (ConfigurationError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_step_before_the_backward_pass_is_an_error_as_in_one_process(on_ranks: Callable[..., list[Any]]) -> None:
+    for message in on_ranks(2, fit_too_early, "paral_ddp"):
+        assert "modified by an inplace operation" in message
+    for message in on_ranks(2, fit_too_early, "zero3"):
+        assert message.startswith("ConfigurationError: An optimizer step ran between a forward pass and its backward")

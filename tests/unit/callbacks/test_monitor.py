@@ -1,0 +1,239 @@
+"""`ParalMonitor` in one process: its options, and the ways in which a fit runs and ends."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import SimpleProfiler
+from torch import Tensor
+
+from lightning_paral import ConfigurationError, ParalMonitor
+from lightning_paral.callbacks.monitoring import measured_steps
+from lightning_paral.callbacks.monitoring.memory import HostBeforeFit, read_memory
+from lightning_paral.callbacks.monitoring.timeline import Phase
+from lightning_paral.planning.isolated import run_isolated
+from tests.host_syncs import HostSyncs
+from tests.models.regression import GLOBAL_BATCH_SIZE, Regression, fit_regression, regression_data
+from tests.models.several_optimizers import Plain, Toggled
+from tests.running import quiet_trainer
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every_n_steps": 0}, "every_n_steps has to be larger than 0"),
+        ({"every_n_steps": 2.5}, "Give an integer"),
+        ({"tokens_per_sample": -1}, "tokens_per_sample has to be larger than 0"),
+        ({"tokens_per_sample": "many"}, "Give an integer, a function or None."),
+        ({"peak_flops": 1e12}, "has no flops_per_step"),
+        ({"flops_per_step": 1e9}, "has no peak_flops"),
+        ({"flops_per_step": 1e9, "peak_flops": float("inf")}, "and finite"),
+        ({"planned_bytes": 0}, "planned_bytes has to be larger than 0"),
+        ({"planned_bytes": 1, "plan": True}, "plan=True computes the bytes"),
+        ({"every_step": 1}, "Did you mean every_n_steps?"),
+    ],
+)
+def test_options_are_checked_at_construction(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        ParalMonitor(**options)
+
+    assert message in str(raised.value)
+
+
+def test_options_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        ParalMonitor().options.every_n_steps = 3  # type: ignore[misc]
+
+
+class Recorder(Callback):
+    """Keeps what the callbacks of a Trainer see."""
+
+    def __init__(self) -> None:
+        self.callback_metrics: set[str] = set()
+        self.bar_metrics: set[str] = set()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.callback_metrics = set(trainer.callback_metrics)
+        self.bar_metrics = set(trainer.progress_bar_metrics)
+
+
+def values_of(monitor: ParalMonitor, *names: str) -> list[float]:
+    return [monitor.values[f"paral/{name}"] for name in names]
+
+
+def test_parts_of_a_step_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    monitor = ParalMonitor(every_n_steps=3, tokens_per_sample=lambda batch: 2 * len(batch[0]))
+    fit_regression(10, 2, 1, callbacks=[monitor])
+    parts = values_of(monitor, *(f"{name}_seconds" for name in ("data", "forward", "backward", "optimizer", "other")))
+    step, samples, tokens = values_of(monitor, "step_seconds", "samples_per_second", "tokens_per_second")
+
+    assert monitor.reports[0].num_steps == 18  # of 19, the first is left out
+    assert min(parts) > 0
+    assert sum(parts) == pytest.approx(step)
+    assert samples == pytest.approx(GLOBAL_BATCH_SIZE / step)
+    assert tokens == pytest.approx(2 * samples)
+    assert "ParalMonitor: 18 steps" in capsys.readouterr().out
+
+
+def test_training_and_its_metrics_are_the_same_with_the_callback() -> None:
+    recorder, without = Recorder(), Recorder()
+    losses, weights = fit_regression(6, 2, 1, callbacks=[ParalMonitor(every_n_steps=1), recorder])
+    expected_losses, expected = fit_regression(6, 2, 1, callbacks=[without])
+
+    assert losses == expected_losses
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
+    assert recorder.callback_metrics == without.callback_metrics
+    assert recorder.bar_metrics == without.bar_metrics
+
+
+@pytest.mark.parametrize("module", [Plain, Toggled])
+def test_manual_optimization_with_several_optimizers(module: Any) -> None:
+    monitor = ParalMonitor(every_n_steps=2, print_summary=False)
+    trainer = quiet_trainer(max_epochs=1, callbacks=[monitor])
+    trainer.fit(module(), regression_data(5, 1))
+
+    assert min(values_of(monitor, "forward_seconds", "backward_seconds", "optimizer_seconds")) > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fast_dev_run": True},
+        {"limit_train_batches": 1},
+        {"logger": False, "enable_progress_bar": False},
+        {"enable_progress_bar": True},
+        {"max_steps": 3},
+        {"callbacks": [EarlyStopping("loss", patience=0, check_on_train_epoch_end=True)], "max_epochs": 9},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_every_fit_ends_with_a_summary(options: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    monitor = ParalMonitor()
+    callbacks = [monitor, *options.get("callbacks", ())]
+    trainer = quiet_trainer(**{"max_epochs": 1} | options | {"callbacks": callbacks})
+    trainer.fit(Logging(), regression_data(4, 1))
+
+    assert capsys.readouterr().out.count("ParalMonitor: ") == 1
+    assert monitor.values["paral/step_seconds"] > 0
+    assert not {"start", "stop"} & vars(trainer.profiler).keys()
+
+
+class Logging(Regression):
+    """Logs its loss, and validates. Fails in a step if asked to."""
+
+    fails_at = -1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == self.fails_at:
+            raise ValueError("in a step")
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+
+def test_after_an_exception_nothing_is_left_and_the_next_fit_is_measured() -> None:
+    monitor, module = ParalMonitor(every_n_steps=2, print_summary=False), Logging()
+    trainer = quiet_trainer(max_epochs=1, callbacks=[monitor])
+    module.fails_at = 3
+    with pytest.raises(ValueError, match="in a step"):
+        trainer.fit(module, regression_data(4, 1))
+    assert not {"start", "stop"} & vars(trainer.profiler).keys()
+    module.fails_at = -1
+    trainer.fit(module, regression_data(4, 1))
+
+    assert monitor.reports[0].num_steps == 3
+
+
+def test_no_step_reads_a_tensor_or_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    monkeypatch.setattr(measured_steps, "read_memory", lambda *args: reads.append(len(steps)) or read_memory(*args))
+    steps: list[int] = []
+    syncs = HostSyncs()
+
+    class Counting(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            steps.append(batch_idx)
+            syncs.is_counting = True
+
+    monitor = ParalMonitor(every_n_steps=4, tokens_per_sample=2, print_summary=False)
+    with syncs.watched():
+        fit_regression(10, 1, 1, callbacks=[monitor, Counting()])
+
+    assert not syncs.found
+    assert syncs.num_elsewhere  # losses are read by the module
+    assert reads == [3, 7, 10]  # in the 4th and 8th step, and at the end
+
+
+def test_callback_can_be_sent_to_other_processes() -> None:
+    monitor = ParalMonitor(every_n_steps=3)
+    fit_regression(3, 1, 1, callbacks=[monitor])
+
+    assert pickle.loads(pickle.dumps(monitor)).options == monitor.options
+
+
+def test_profiler_of_the_user_works_as_before() -> None:
+    profiler = SimpleProfiler()
+    trainer = quiet_trainer(max_epochs=1, callbacks=[ParalMonitor()], profiler=profiler)
+    trainer.fit(Regression(), regression_data(4, 1))
+
+    assert len(profiler.recorded_durations["[Strategy]SingleDeviceStrategy.training_step"]) == 4
+
+
+def test_progress_bar_shows_a_text_that_callbacks_do_not_see() -> None:
+    shown: list[dict[str, Any]] = []
+
+    class Reader(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            shown.append(trainer.progress_bar_callback.get_metrics(trainer, trainer.lightning_module))
+
+    monitor = ParalMonitor(every_n_steps=2, print_summary=False)
+    trainer = quiet_trainer(max_epochs=1, callbacks=[monitor, Reader()], enable_progress_bar=True)
+    trainer.fit(Logging(), regression_data(4, 1))
+
+    assert ["paral" in metrics for metrics in shown] == [False, True, True, True]
+    assert "samples/s" in shown[-1]["paral"]
+    assert "loss" in shown[-1]
+    assert "get_metrics" not in vars(trainer.progress_bar_callback)
+
+
+def test_validation_is_in_no_step(tmp_path: Path) -> None:
+    class Validating(Logging):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", self(batch[0]).mean())
+
+    monitor = ParalMonitor(every_n_steps=2, print_summary=False)
+    steps: list[Any] = []
+
+    class Reader(Callback):
+        def on_train_end(self, *_: Any) -> None:
+            steps.append(monitor._steps)
+
+    logger = CSVLogger(tmp_path)
+    trainer = quiet_trainer(max_epochs=2, callbacks=[Reader(), monitor], logger=logger, val_check_interval=2)
+    trainer.fit(Validating(), regression_data(4, 1), regression_data(2, 1))
+    outside = steps[0]._fit._seconds[Phase.OUTSIDE]
+
+    assert outside > 0
+    report = monitor.reports[0]
+    assert report.step * report.num_steps == pytest.approx(sum(steps[0]._fit._seconds) - outside)
+
+
+def grown_by_64_mebibytes() -> tuple[int | None, int | None]:
+    module = torch.nn.Linear(1024, 1024)  # 4 MiB
+    before = HostBeforeFit(module)
+    held = torch.ones(16 * 2**20)
+    grown = read_memory(torch.device("cpu"), before).host_grown
+    del held
+    return grown, read_memory(torch.device("cpu"), HostBeforeFit(module)).host_grown
+
+
+def test_growth_of_host_memory_has_the_modules_tensors_and_needs_a_new_peak() -> None:
+    grown, after_a_higher_peak = run_isolated(grown_by_64_mebibytes)
+
+    assert grown == pytest.approx(68 * 2**20, rel=0.05)
+    assert after_a_higher_peak is None

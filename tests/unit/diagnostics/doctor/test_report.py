@@ -1,0 +1,99 @@
+"""The report as tables and as JSON, and the options of the command."""
+
+import json
+import sys
+
+import psutil
+import pytest
+from rich.console import Console
+
+from lightning_paral import STRATEGIES, ConfigurationError
+from lightning_paral.cli import main
+from lightning_paral.diagnostics.doctor.facts import Fact
+from lightning_paral.diagnostics.doctor.processes import CollectiveResults, CollectiveRow, check_ranks
+from lightning_paral.diagnostics.doctor.readiness import Readiness
+from lightning_paral.diagnostics.doctor.report import Report, render
+
+FACTS = (
+    Fact(name="torch", found="2.13.0 (tested: >=2.11,<2.14)"),
+    Fact(name="libaio", found="no library", state="warning", advice="apt-get install libaio-dev", data={"path": None}),
+)
+ROWS = (
+    CollectiveRow(name="start", state="ok", latency=3.0),
+    CollectiveRow(name="broadcast", state="ok", latency=1e-4, bandwidth=2.0**30),
+    CollectiveRow(name="all-reduce", state="failed", reason="rank 0: RuntimeError: [enforce fail at x] " + "y" * 90),
+    CollectiveRow(name="send/recv", state="skipped", reason="it needs two ranks"),
+)
+
+
+def report(facts: tuple[Fact, ...] = FACTS, rows: tuple[CollectiveRow, ...] = ROWS) -> Report:
+    names = [entry.name for entry in STRATEGIES]
+    return Report(
+        facts=facts,
+        strategies=(
+            *(Readiness(name=name) for name in names[:-2]),
+            *(Readiness(name=name, lacks=("libaio",), advice=("apt-get install libaio-dev",)) for name in names[-2:]),
+        ),
+        collectives=CollectiveResults(ranks=2, device="cpu", backend="gloo", rows=rows),
+    )
+
+
+def lines(shown: Report, width: int) -> list[str]:
+    console = Console(width=width, force_terminal=False)
+    with console.capture() as capture:
+        console.print(render(shown))
+    return capture.get().splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_screen_fits_and_says_everything(width: int) -> None:
+    printed = lines(report(), width)
+
+    assert max(map(len, printed)) <= width
+    words = " ".join(" ".join(printed).split())
+    for entry in STRATEGIES:
+        assert entry.name in words
+    for part in ("apt-get install libaio-dev", "100 µs", "1.00 GiB/s", "[enforce fail", "it needs two ranks"):
+        assert part in words
+    assert printed[-1] == "Broken: all-reduce."
+
+
+def test_ranks_that_did_not_start_are_one_row() -> None:
+    started = CollectiveRow(name="start", state="failed", reason="rank 1 died")
+    skipped = CollectiveRow(name="broadcast", state="skipped", reason="the ranks did not start")
+
+    printed = lines(report(rows=(started, skipped)), 80)
+
+    assert any("rank 1 died" in line for line in printed)
+    assert not any("broadcast" in line for line in printed)
+
+
+def test_json_has_the_same() -> None:
+    found = json.loads(json.dumps(report().as_json()))
+
+    assert found["broken"] == ["all-reduce"]
+    assert found["facts"][1]["advice"] == "apt-get install libaio-dev"
+    assert [entry["ready"] for entry in found["strategies"]] == [True] * (len(STRATEGIES) - 2) + [False] * 2
+    assert [row["state"] for row in found["collectives"]["rows"]] == ["ok", "ok", "failed", "skipped"]
+
+
+def test_a_warning_is_not_broken() -> None:
+    assert report(rows=ROWS[:2]).broken == ()
+    assert report((Fact(name="gloo", found="", state="broken"),), ROWS[:2]).broken == ("gloo",)
+
+
+@pytest.mark.parametrize("ranks", ["0", "-3"])
+def test_ranks_have_to_be_positive(monkeypatch: pytest.MonkeyPatch, ranks: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["paral", "doctor", "--ranks", ranks])
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+
+    assert ended.value.code == f"paral: --ranks {ranks} is not a number of ranks. Give 1 or more."
+
+
+def test_more_ranks_than_memory_are_refused_with_the_number_that_fits() -> None:
+    fitting = psutil.virtual_memory().total // 2**29
+
+    with pytest.raises(ConfigurationError, match=r"--ranks \d+ needs about .* are available. Give at most \d+"):
+        check_ranks(fitting + 1)

@@ -1,0 +1,94 @@
+"""Options of `paral bench` that cannot work end with one clear error, before anything runs."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_paral.cli import main
+from lightning_paral.diagnostics.bench import resident
+
+FREE = r"needs about .* of host memory, but .* are free"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("comm --algorithms rign", r"--algorithms: there is no 'rign'. Did you mean 'ring'\?"),
+        ("comm --algorithms ,", "--algorithms names nothing"),
+        ("comm --sizes ,", "--sizes names nothing"),
+        ("comm --wire int8", "--wire: there is no 'int8'. The names are fp32, bf16, fp16."),
+        ("comm --sizes 1MiB,huge", "--sizes 'huge' is not a size. Give a size such as"),
+        ("comm --sizes 4", "a tensor of 2 ranks needs an fp32 element for each, which are 8 bytes"),
+        ("comm --ranks 1", "--ranks 1: collectives need at least 2 ranks."),
+        ("comm --ranks 100000", FREE),
+        ("comm --rounds 0", "--rounds 0 is not a number of rounds"),
+        ("comm --timeout 0", "--timeout 0.0 is not a number of minutes"),
+        ("comm --plot bench.txt", "--plot 'bench.txt': the ending names no format. Use one of .*png"),
+        ("comm --plot missing/bench.png", "--plot 'missing/bench.png': there is no folder 'missing'"),
+        ("adam --sizes 1X", "--sizes '1X' is not a size"),
+        ("adam --sizes 100T", FREE),
+        ("adam --threads 0", "--threads 0 is not a number of threads"),
+        ("adam --threads two", "--threads 'two' is not a whole number"),
+        ("adam --optimizers loops", r"there is no 'loops'. Did you mean 'loop'\?"),
+        ("step --strategies pral_fsdp", "there is no 'pral_fsdp'. Did you mean 'paral_fsdp'"),
+        ("step --strategies ddp,ddp", "--strategies names 'ddp' twice"),
+        ("step --strategies paral_dp", "paral_dp runs all devices in one process"),
+        ("step --ranks 0", "--ranks 0 is not a number of ranks"),
+        ("step --ranks 100000", FREE),
+        ("step --steps 0", "--steps 0 is not a number of steps"),
+        ("step --config missing.yaml", "--config missing.yaml cannot be read as YAML"),
+        ("memory --strategies paral_zero33", r"--strategies: there is no 'paral_zero33'. Did you mean 'paral_zero3'"),
+        ("memory --strategies paral_dp", r"--strategies: there is no 'paral_dp'. Did you mean 'paral_ddp'"),
+        ("memory --strategies ddp,ddp", "--strategies names 'ddp' twice"),
+        ("memory --ranks 0", "--ranks 0 is not a number of ranks. Give at least 1."),
+        ("memory --ranks 2,0", "--ranks 0 is not a number of ranks"),
+        ("memory --ranks 2,2", "--ranks names 2 twice"),
+        ("memory --ranks -2", "--ranks '-2' is not a whole number"),
+        ("memory --ranks 1,100000", FREE),
+        ("memory --config missing.yaml", "--config missing.yaml cannot be read as YAML"),
+        ("memory --widht 8", "There is no option '--widht'. .* such as --model.width 1024"),
+        ("memory --ranks 1 2", "'2' belongs to no option. Lists have commas"),
+        ("checkpoint --strategies raw_ddp", "'raw_ddp' is a hand-written loop, which has no checkpoints"),
+        ("checkpoint --folder missing", "--folder missing is not a folder in which files can be created"),
+    ],
+)
+def test_option_that_cannot_work(monkeypatch, capsys, arguments: str, message: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["paral", "bench", *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert isinstance(ended.value.code, str)
+    assert ended.value.code.startswith("paral: ")
+    assert re.search(message, ended.value.code)
+    assert "Traceback" not in ended.value.code
+
+
+def test_configuration_without_a_model(monkeypatch, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("trainer:\n  max_steps: 1\n")
+    monkeypatch.setattr(sys, "argv", ["paral", "bench", "step", "--config", str(path)])
+    with pytest.raises(SystemExit, match="has no `model`"):
+        main()
+
+
+def test_peaks_are_not_read_where_the_system_does_not_tell_them(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(resident, "STATUS", tmp_path / "status")
+    monkeypatch.setattr(sys, "argv", ["paral", "bench", "memory"])
+    with pytest.raises(SystemExit, match="which only Linux has"):
+        main()
+
+
+def test_other_benchmarks_take_no_options_of_the_module(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["paral", "bench", "step", "--model.width", "8"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "unrecognized arguments: --model.width 8" in capsys.readouterr().err
+
+
+def test_only_comm_runs_under_a_launcher(monkeypatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["paral", "bench", "step"])
+    with pytest.raises(SystemExit, match="a launcher has started this process as a rank"):
+        main()

@@ -1,0 +1,352 @@
+"""`lightning_paral.plan`: rows, recommendations, notes, and errors."""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import Tensor, nn
+from torch.nn import functional
+
+import lightning_paral
+from lightning_paral import STRATEGIES, ConfigurationError, Plan, plan
+from lightning_paral.planning.advice import advise, candidates
+from lightning_paral.planning.batch import batch_of_shape
+from lightning_paral.planning.following import follow_steps
+from lightning_paral.planning.isolated import IsolatedError, run_isolated
+from lightning_paral.planning.layout import LAYOUTS
+from lightning_paral.planning.plan import make_plan
+from lightning_paral.planning.settings import StepSettings
+from tests.unit.planning.models import Adversarial, ConvNet, DependsOnValues, ReadsValues, bytes_of_text, gpt, images
+
+ROOT = Path(lightning_paral.__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def planned() -> Plan:
+    return plan(gpt(256, 6), bytes_of_text(16), world_size=4, device_memory="16GiB", max_batch=True)
+
+
+def test_every_registered_strategy_has_a_layout_with_its_arguments() -> None:
+    assert ["paral_auto", *(layout.strategy for layout in LAYOUTS)] == [entry.name for entry in STRATEGIES]
+    places = {None: "device", True: "host", "cpu": "host", "nvme": "nvme"}
+    for layout, entry in zip(LAYOUTS, STRATEGIES[1:], strict=True):
+        given = dict(entry.arguments)
+        assert layout.stage == given.get("stage", 0)
+        assert layout.all_reduce == given.get("all_reduce", "default")
+        assert layout.parameter_place == places[given.get("offload_parameters", given.get("offload"))]
+        assert layout.optimizer_place == places[given.get("offload_optimizer", given.get("offload"))]
+
+
+def test_rows_cover_every_strategy_with_and_without_recomputation(planned: Plan) -> None:
+    names = [each.layout.name for each in planned.estimates]
+
+    recomputed = [f"{layout.name} + recompute" for layout in LAYOUTS if layout.engine != "dp"]
+    assert [name for name in names if "recompute" not in name] == [layout.name for layout in LAYOUTS]
+    assert [name for name in names if "recompute" in name] == recomputed  # paral_dp has no such option
+    for each in planned.estimates:
+        assert each.memory.peak_bytes == sum(each.memory.by_item.values()) > 0
+
+
+def test_sharding_and_recomputation_save_memory(planned: Plan) -> None:
+    def peak(name: str) -> int:
+        return planned.of(name).memory.peak_bytes
+
+    assert peak("paral_fsdp") < peak("paral_zero2") < peak("paral_ddp")
+    assert peak("paral_fsdp + recompute") < 0.5 * peak("paral_fsdp")
+    assert peak("paral_fsdp_offload") < peak("paral_fsdp")
+    assert planned.of("paral_fsdp_offload").memory.host_bytes > 0
+    assert planned.of("paral_zero3_nvme").memory.nvme_bytes > 0
+
+
+def test_traffic_is_that_of_the_zero_paper(planned: Plan) -> None:
+    size = planned.states.parameter_bytes
+
+    assert planned.of("paral_ddp").wire_bytes == round(2 * size * 3 / 4)
+    assert planned.of("paral_fsdp").wire_bytes == round(3 * size * 3 / 4)
+    assert planned.of("paral_dp").wire_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "sequence"),
+    [
+        (
+            True,
+            [
+                *("paral_ddp", "paral_zero1", "paral_fsdp", "paral_fsdp + recompute"),
+                *("paral_zero3_nvme", "paral_zero3_nvme + recompute", None),
+            ],
+        ),
+        (
+            False,
+            [
+                *("paral_ddp", "paral_fsdp", "paral_fsdp + recompute"),
+                *("paral_fsdp_offload", "paral_fsdp_offload + recompute", None),
+            ],
+        ),
+    ],
+    ids=["cpu", "cuda"],
+)
+def test_choice_becomes_more_expensive_as_memory_shrinks(on_cpu: bool, sequence: list[str | None]) -> None:
+    settings = StepSettings()
+    followed = follow_steps(gpt(512, 6) if on_cpu else gpt(256, 6), bytes_of_text(1), settings)
+
+    made = make_plan(
+        followed,
+        name="GPT",
+        layouts=LAYOUTS,
+        world_size=2 if on_cpu else 4,
+        device_memory=None,
+        settings=settings,
+        on_cpu=on_cpu,
+    )
+    considered = candidates(on_cpu=on_cpu)
+    rows = [each for each in made.estimates if each.layout in considered]
+
+    choices = [advise(rows, mebibytes * 2**20).chosen for mebibytes in range(600, 1, -1)]
+    names = [None if each is None else each.layout.name for each in choices]
+    assert [name for name, _ in itertools.groupby(names)] == sequence
+
+
+def test_batches_that_fit_are_larger_where_less_memory_is_used(planned: Plan) -> None:
+    largest = planned.max_batches
+
+    assert 16 < largest["paral_ddp"] < largest["paral_ddp + recompute"]
+    again = plan(gpt(256, 6), bytes_of_text(largest["paral_ddp"]), 4, "16GiB", strategies=["paral_ddp"])
+    one_more = plan(gpt(256, 6), bytes_of_text(largest["paral_ddp"] + 8), 4, "16GiB", strategies=["paral_ddp"])
+    limit = 0.9 * 16 * 2**30
+    assert again.of("paral_ddp").memory.peak_bytes <= limit < one_more.of("paral_ddp").memory.peak_bytes
+
+
+def test_nothing_fits_is_said_with_what_would_help() -> None:
+    made = plan(gpt(256, 6), bytes_of_text(64), 4, "80MiB", max_batch=True)
+
+    assert made.chosen is None
+    assert "Nothing fits into 72.0 MiB" in made.advice.text
+    assert "per rank and batch" in made.advice.text
+
+
+def test_memory_that_is_unknown_leads_to_no_recommendation() -> None:
+    made = plan(ConvNet(), images(), 2, strategies=["paral_ddp", "paral_fsdp"], device_type="cpu")
+
+    assert made.chosen is None
+    assert "Give the memory of a device" in made.advice.text
+
+
+def test_plan_is_json_and_text_and_a_picture(planned: Plan, tmp_path: Path) -> None:
+    values = json.loads(json.dumps(planned.as_dict()))
+    planned.draw(str(tmp_path / "plan.png"))
+
+    assert values["recommended"] == "paral_ddp"
+    assert [row["name"] for row in values["strategies"]] == [each.layout.name for each in planned.estimates]
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    text = str(planned)
+    assert 'Use strategy="paral_ddp"' in text
+    assert all(layout.strategy in text for layout in LAYOUTS)
+
+
+def test_values_that_a_step_reads_are_taken_as_1_and_noted() -> None:
+    made = plan(ReadsValues(), images(), 2, "1GiB")
+
+    assert made.of("paral_ddp").memory.peak_bytes == plan(ConvNet(), images(), 2).of("paral_ddp").memory.peak_bytes
+    assert "taken as 1" in made.notes[0]
+
+
+def test_step_that_depends_on_values_is_planned_from_states_alone() -> None:
+    made = plan(DependsOnValues(), images(), 2, "1GiB")
+
+    assert "activations are not counted" in made.notes[0]
+    assert made.chosen is not None
+    assert made.of("paral_ddp").memory.peak_bytes >= 5 * made.states.parameter_bytes
+
+
+class Ordinary(LightningModule):
+    """What steps of users do besides computing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
+        optimizer, schedule = self.optimizers(), self.lr_schedulers()
+        self.logger.experiment.add_scalar("step", self.global_step, self.current_epoch)
+        self.logger.log_metrics({"rate": schedule.get_last_lr()[0]})
+        loss = self.net(batch + torch.randn_like(batch, device=self.device)).square().mean()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=1.0)
+        optimizer.step()
+        schedule.step()
+        self.log_dict({"loss": loss, "rate": optimizer.param_groups[0]["lr"]}, prog_bar=True)
+        return {"loss": loss}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters())
+        steps = self.trainer.estimated_stepping_batches
+        return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=int(steps))]
+
+
+def test_loggers_schedules_and_clipping_do_not_hinder_a_plan() -> None:
+    made = plan(Ordinary(), torch.zeros(4, 8), 2, "1GiB")
+
+    assert made.notes == ()
+    assert made.of("paral_ddp").memory.peak_bytes > 5 * made.states.parameter_bytes
+
+
+class SetsUp(Ordinary):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.set_in_on_train_start * self.net(batch).mean()
+
+
+class Quadratic(BoringModel):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+@pytest.mark.parametrize(
+    ("module", "cause"), [(SetsUp(), "no attribute 'set_in_on_train_start'"), (Quadratic(), "closure")]
+)
+def test_step_that_cannot_be_followed_is_not_called_a_wrong_batch(module: LightningModule, cause: str) -> None:
+    (note,) = plan(module, torch.zeros(4, 32 if isinstance(module, BoringModel) else 8), 2).notes
+
+    assert cause in note
+    assert "activations are not counted" in note
+
+
+def test_lazy_layers_are_named() -> None:
+    module = BoringModel()
+    module.layer = nn.LazyLinear(2)  # type: ignore[assignment]
+
+    with pytest.raises(ConfigurationError, match=r"The shape of layer\.weight is not known"):
+        plan(module, torch.zeros(4, 32), 2)
+
+
+def test_module_with_two_optimizers_is_planned() -> None:
+    made = plan(Adversarial(), torch.zeros(4, 8), 2, "1MiB")
+
+    assert made.chosen is not None
+    assert made.chosen.layout.name == "paral_ddp"
+
+
+def test_the_module_is_not_changed() -> None:
+    module = gpt()
+    before = {name: (id(tensor), tensor.clone()) for name, tensor in module.state_dict(keep_vars=True).items()}
+
+    plan(module, bytes_of_text(), 2, "1GiB")
+
+    after = module.state_dict(keep_vars=True)
+    assert all(id(after[name]) == identity for name, (identity, _) in before.items())
+    assert all(torch.equal(after[name], value) for name, (_, value) in before.items())
+    assert vars(module).get("log") is None
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+class Large(LightningModule):
+    """About 70 billion parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = 8192
+        self.embedding = nn.Embedding(32000, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 64, 4 * width, batch_first=True, dropout=0.0, norm_first=True)
+            for _ in range(86)
+        )
+        self.head = nn.Linear(width, 32000, bias=False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.embedding(batch)
+        for layer in self.layers:
+            x = layer(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), batch.flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def test_70_billion_parameters_are_planned_without_allocating_them() -> None:
+    program = (
+        "import resource\n"
+        "from lightning_paral import plan\n"
+        "from lightning_paral.planning.batch import batch_of_shape\n"
+        "from tests.unit.planning.test_plan import Large\n"
+        "made = plan(Large, batch_of_shape('1x2048:int64'), 64, '80GiB', precision='bf16-true')\n"
+        "peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))\n"
+        "print(made.states.num_params, peak * 1024, made.chosen.layout.name)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+    assert run.returncode == 0, run.stderr
+    numel, peak, name = run.stdout.split(maxsplit=2)
+    assert int(numel) > 69e9
+    assert int(peak) < 2 * 2**30
+    assert name.startswith(("paral_fsdp", "paral_zero3"))
+
+
+def test_shapes_of_a_batch_are_read() -> None:
+    ids, images = batch_of_shape("8x128:int64, 8x3x32x32")
+
+    assert (ids.shape, ids.dtype) == ((8, 128), torch.int64)
+    assert (images.shape, images.dtype) == ((8, 3, 32, 32), torch.float32)
+    assert batch_of_shape("4").shape == (4,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch": {"a": torch.zeros(3)}}, "ConvNet.training_step does not take the batch, {'a': float32 [3]}"),
+        ({"world_size": 0}, "world_size=0 has to be at least 1"),
+        ({"device_memory": "many"}, "device_memory 'many' is not a size"),
+        ({"device_memory": 0}, "device_memory 0 is not a size"),
+        ({"strategies": ["paral_fsdpp"]}, "Did you mean 'paral_fsdp'"),
+        ({"strategies": []}, "No strategies were given"),
+        ({"accumulate": 0}, "accumulate=0 has to be at least 1"),
+    ],
+)
+def test_bad_input_is_one_clear_error(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        plan(ConvNet(), **({"batch": images(), "world_size": 2} | arguments))
+
+
+def test_shape_that_does_not_parse_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="'8xx:int64' is not a shape"):
+        batch_of_shape("8x128,8xx:int64")
+
+
+def test_configure_optimizers_that_fails_is_named() -> None:
+    class Broken(BoringModel):
+        def configure_optimizers(self) -> Any:
+            raise KeyError("lr")
+
+    with pytest.raises(ConfigurationError, match=r"Broken.configure_optimizers\(\) failed .* KeyError: 'lr'"):
+        plan(Broken(), torch.zeros(2, 32), 2)
+
+
+def test_a_crash_of_the_fork_is_an_error_here() -> None:
+    import os
+
+    with pytest.raises(IsolatedError, match="its process crashed"):
+        run_isolated(lambda: os._exit(3))
+    with pytest.raises(IsolatedError, match="did not end within 1 seconds"):
+        run_isolated(lambda: time.sleep(60), timeout=1)
+    with pytest.raises(IsolatedError, match="ZeroDivisionError"):
+        run_isolated(lambda: 1 / 0)
+
+
+def test_offload_leaves_neither_gradients_nor_optimizer_on_the_device() -> None:
+    planned = plan(gpt(256, 6), bytes_of_text(16), world_size=1, device_memory="16GiB", precision="bf16-true")
+    size = planned.states.parameter_bytes
+
+    kept, offloaded = (planned.of(name).memory for name in ("paral_zero2", "paral_zero2_offload"))
+
+    assert offloaded.peak_bytes < kept.peak_bytes - 3 * size  # gradients, and Adam's states and masters in fp32
+    assert offloaded.host_bytes == pytest.approx(8 * size, rel=0.01)  # 16 bytes for each parameter
