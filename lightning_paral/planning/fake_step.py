@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_paral.compat.lightning.device_property import set_device_everywhere
 from lightning_paral.compat.torch.fake_tensors import fake_tensor_mode
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.activation_checkpointing import checkpoint_units
@@ -61,6 +62,7 @@ class StepFollower:
         with self.mode:
             become_fake(module, self.mode, settings.parameter_dtype)
             module.train()
+        set_device_everywhere(module, torch.device("cpu"))  # `self.device` of a module that was built on meta
         self.units = planned_units(module)
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[LRScheduler] = []

@@ -202,6 +202,13 @@ def test_loggers_schedules_and_clipping_do_not_hinder_a_plan() -> None:
     assert made.of("paral_ddp").memory.peak_bytes > 5 * made.states.parameter_bytes
 
 
+def test_module_on_the_meta_device_creates_tensors_on_its_device() -> None:
+    with torch.device("meta"):
+        module = Ordinary()
+
+    assert plan(module, torch.zeros(4, 8), 2, "1GiB").notes == ()
+
+
 class SetsUp(Ordinary):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         return self.set_in_on_train_start * self.net(batch).mean()
