@@ -65,6 +65,14 @@ def checkpointed_units(root: Module, options: ActivationCheckpointing) -> Sequen
     return units
 
 
+def _without_cache(value: Any) -> Any:
+    """Return `None` for a cache of Transformers, to which the second forward pass would append, and else `value`.
+
+    Transformers' own gradient checkpointing does the same.
+    """
+    return None if any(cls.__module__ == "transformers.cache_utils" for cls in type(value).__mro__) else value
+
+
 def _checkpoint(module: Module, offloaded: OffloadedInputs | None) -> None:
     forward = module.forward
 
@@ -72,6 +80,7 @@ def _checkpoint(module: Module, offloaded: OffloadedInputs | None) -> None:
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        args, kwargs = tuple(map(_without_cache, args)), {name: _without_cache(each) for name, each in kwargs.items()}
         # These hooks see only the unit's inputs: `checkpoint` has its own hooks for tensors saved inside the unit.
         with nullcontext() if offloaded is None else offloaded.saving_inputs():
             # torch.compile does not trace a `context_fn`, and updates buffers once by itself.

@@ -1,4 +1,4 @@
-"""A Trainer for a module whose step is followed, but not run."""
+"""A Trainer for a module whose step runs outside of a fit."""
 
 import logging
 from typing import Any

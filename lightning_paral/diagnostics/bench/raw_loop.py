@@ -1,6 +1,5 @@
 """A training step as a hand-written loop, without Lightning's: DistributedDataParallel, fully_shard or DeepSpeed."""
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -21,6 +20,8 @@ from lightning_paral.diagnostics.bench.task import Task
 from lightning_paral.engines.fsdp.gloo import DirectReduceScatter
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.units import choose_units
+from lightning_paral.planning.fake_trainer import PlanningTrainer, attach
+from lightning_paral.planning.settings import StepSettings
 
 RAW_FSDP_DIRECT = "raw_fsdp_direct"
 """As `raw_fsdp`, with the reduce-scatter that `paral_fsdp` uses instead of gloo's own."""
@@ -82,7 +83,8 @@ def run_raw_loop(
         raise ConfigurationError(
             f"precision={precision!r}: the hand-written loops know {', '.join(map(str, _PRECISIONS))}."
         )
-    warnings.simplefilter("ignore")  # self.log warns that there is no Trainer
+    # `configure_optimizers` may ask the Trainer for the number of steps.
+    attach(module, PlanningTrainer(StepSettings(precision=str(precision))), task.data)
     rank.join_group("nccl" if device.type == "cuda" else "gloo")
     if task.data is not None and rank.rank == 0:
         task.data.prepare_data()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from lightning_paral.cli import main
@@ -29,10 +30,21 @@ class Broken(SmallTransformer):
         raise ZeroDivisionError("not today")
 
 
+class Scheduled(SmallTransformer):
+    """Asks the Trainer for the number of steps."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters())
+        steps = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=int(steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> str:
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(CONFIG))
+    model = CONFIG["model"] | {"class_path": f"{__name__}.Scheduled"}
+    path.write_text(yaml.safe_dump(CONFIG | {"model": model}))
     return str(path)
 
 
@@ -77,7 +89,7 @@ def test_step_of_a_configuration(bench, config: str) -> None:
 
     rows = {row["strategy"]: row for row in found["rows"]}
     assert list(rows) == names
-    assert found["module"] == "SmallTransformer"
+    assert found["module"] == "Scheduled"
     assert found["batch_size"] == 8
     num_bytes = 4 * found["num_params"]
     for name in ("paral_ddp", "raw_ddp"):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from lightning_paral import ActivationCheckpointing
 from lightning_paral.model.activation_checkpointing import checkpoint_units
@@ -79,6 +80,22 @@ class Statistics(torch.nn.Module):
         self.largest.data.copy_(self.largest + x.detach().amax(dim=0))
         self.large[0] += 1
         return self.norm(self.linear(x)).relu()
+
+
+def test_caches_of_hugging_face_models_do_not_grow_when_units_are_recomputed() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, num_hidden_layers=2, **sizes)).train()
+    recomputing, tokens = copy.deepcopy(plain), torch.randint(32, (2, 8))
+    padded = torch.ones_like(tokens)
+    padded[0, :3] = 0
+    undo = checkpoint_units(recomputing, ActivationCheckpointing())
+    for module in (plain, recomputing):
+        module(input_ids=tokens, attention_mask=padded, labels=tokens).loss.backward()
+    undo()
+
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(recomputing.get_parameter(name).grad, parameter.grad)
 
 
 def test_compiled_units_update_buffers_once() -> None:
