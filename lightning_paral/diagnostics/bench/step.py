@@ -29,6 +29,9 @@ from lightning_paral.errors import ConfigurationError
 
 DEFAULT_STRATEGIES = ("paral_ddp", "ddp", "raw_ddp", "paral_fsdp", "raw_fsdp")
 
+_MOST_STEPS = 1_000_000
+"""More than a benchmark takes. Schedules of learning rates need to know a number."""
+
 
 def check_strategies(names: Sequence[str]) -> None:
     """Check the names of strategies.
@@ -114,7 +117,7 @@ def run_steps(rank: Rank, *, strategy: str, config: str | None, steps: int) -> N
 
 
 def _train(strategy: str, task: Task, device: torch.device, num_ranks: int, turns: "_Turns") -> None:
-    trainer = task.make_trainer(strategy, device, num_ranks, _AfterStep(turns), max_epochs=-1)
+    trainer = task.make_trainer(strategy, device, num_ranks, _AfterStep(turns), max_steps=_MOST_STEPS)
     trainer.fit(task.module, datamodule=task.data)
 
 

@@ -117,7 +117,7 @@ def test_memory(bench, config: str) -> None:
     rows = {row["strategy"]: row for row in found["rows"]}
     assert list(rows) == ["paral_ddp", "paral_fsdp"]
     num_params = 2 * (12 * 512**2 + 13 * 512) + (256 + 128 + 256) * 512 + 256
-    assert (found["module"], found["num_params"], found["batch_size"]) == ("SmallTransformer", num_params, 2)
+    assert (found["module"], found["num_params"], found["batch_size"]) == ("Scheduled", num_params, 2)
     assert found["unit_bytes"] == 4 * (12 * 512**2 + 13 * 512)
     assert rows["paral_ddp"]["formula_bytes"] == pytest.approx(16 * num_params, rel=0.001)
     assert rows["paral_fsdp"]["formula_bytes"] == pytest.approx(8 * num_params, rel=0.001)
