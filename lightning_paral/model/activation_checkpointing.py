@@ -65,12 +65,25 @@ def checkpointed_units(root: Module, options: ActivationCheckpointing) -> Sequen
     return units
 
 
-def _without_cache(value: Any) -> Any:
-    """Return `None` for a cache of Transformers, to which the second forward pass would append, and else `value`.
+def _without_cache(module: Module, value: Any) -> Any:
+    """Return `None` for an empty cache of Transformers, to which the second forward pass would append, else `value`.
 
     Transformers' own gradient checkpointing does the same.
+
+    Raises:
+        ConfigurationError: `value` is a cache that already has positions for `module`, which uses them.
     """
-    return None if any(cls.__module__ == "transformers.cache_utils" for cls in type(value).__mro__) else value
+    if all(cls.__module__ != "transformers.cache_utils" for cls in type(value).__mro__):
+        return value
+    layers = (getattr(part, "layer_idx", None) for part in module.modules())
+    num_positions = value.get_seq_length(next((layer for layer in layers if layer is not None), 0))
+    if num_positions:
+        raise ConfigurationError(
+            f"{type(module).__name__} gets a cache with {num_positions} positions in a training step, as in prefix "
+            "tuning. With activation_checkpointing, its second forward pass would append to the cache. Train without "
+            "activation_checkpointing, or without the cache."
+        )
+    return None
 
 
 def _checkpoint(module: Module, offloaded: OffloadedInputs | None) -> None:
@@ -80,7 +93,8 @@ def _checkpoint(module: Module, offloaded: OffloadedInputs | None) -> None:
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        args, kwargs = tuple(map(_without_cache, args)), {name: _without_cache(each) for name, each in kwargs.items()}
+        args = tuple(_without_cache(module, each) for each in args)
+        kwargs = {name: _without_cache(module, each) for name, each in kwargs.items()}
         # These hooks see only the unit's inputs: `checkpoint` has its own hooks for tensors saved inside the unit.
         with nullcontext() if offloaded is None else offloaded.saving_inputs():
             # torch.compile does not trace a `context_fn`, and updates buffers once by itself.

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from lightning_paral import ActivationCheckpointing
+from lightning_paral import ActivationCheckpointing, ConfigurationError
 from lightning_paral.model.activation_checkpointing import checkpoint_units
 from tests.contract.cases import MAIN, labels, strategy_of, with_ranks
 from tests.models.blocks import Tied
@@ -96,6 +96,17 @@ def test_caches_of_hugging_face_models_do_not_grow_when_units_are_recomputed() -
 
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(recomputing.get_parameter(name).grad, parameter.grad)
+
+
+def test_cache_with_positions_is_refused() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, num_hidden_layers=2, **sizes)).train()
+    tokens = torch.randint(32, (2, 8))
+    prefix = model(input_ids=tokens).past_key_values
+    checkpoint_units(model, ActivationCheckpointing())
+
+    with pytest.raises(ConfigurationError, match="LlamaDecoderLayer gets a cache with 8 positions"):
+        model(input_ids=tokens, past_key_values=prefix)
 
 
 def test_compiled_units_update_buffers_once() -> None:
