@@ -8,6 +8,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_paral.checkpoint.dtensor_chunks import ranks_with_same_chunk
 from lightning_paral.checkpoint.io.files import checksum
 from lightning_paral.checkpoint.shards import bytes_of, flat, is_sharded
 from lightning_paral.checkpoint.tree import TreePath
@@ -30,17 +31,14 @@ class Replica:
     def has_replicas(self) -> bool:
         """Whether other ranks have the same elements."""
         if isinstance(self.value, DTensor):
-            return any(placement.is_replicate() for placement in self.value.placements)
+            return len(ranks_with_same_chunk(self.value)) > 1
         return not is_sharded(self.value)
 
     @property
     def group(self) -> Any:
-        """A key that is equal on all ranks with the same elements. It contains the coordinate of a DTensor's shard."""
-        if not isinstance(self.value, DTensor):
-            return self.stages, None
-        coordinate = self.value.device_mesh.get_coordinate() or ()
-        sharded = zip(coordinate, self.value.placements, strict=False)
-        return self.stages, tuple(index for index, placement in sharded if placement.is_shard())
+        """A key that is equal on all ranks with the same elements. For a DTensor, it contains these ranks."""
+        ranks = ranks_with_same_chunk(self.value) if isinstance(self.value, DTensor) else None
+        return self.stages, ranks
 
 
 def find_differing(replicas: list[Replica], ranks: RankGroup, averages_later: bool, what: str) -> set[TreePath]:

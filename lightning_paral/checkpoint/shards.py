@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_paral.checkpoint.dtensor_chunks import chunk_of_dtensor, writes_chunk
 from lightning_paral.checkpoint.layout import Chunk, chunks_of_flat_range, full_chunk
-from lightning_paral.compat.torch.dtensor_layout import compute_local_shape_and_global_offset
 from lightning_paral.compat.torch.wrapper_tensors import without_memory
 from lightning_paral.errors import CheckpointError
 
@@ -44,7 +44,7 @@ _ELEMENTWISE = {
 
 
 class FlatShard(Tensor):
-    """A tensor of which this rank has the flat range `[start, start + local_numel)`.
+    """A tensor of which this rank has the flat range `[start, start + local_numel)`, or a chunk.
 
     It has the shape of the full tensor. Casts, copies and scaling apply to the local elements. Other operations raise a
     `CheckpointError`, because they would need the elements of other ranks.
@@ -58,12 +58,15 @@ class FlatShard(Tensor):
             stay offloaded.
         read_order: a number that is equal for tensors stored together, and equal on all ranks. A save reads tensors in
             ascending order of this number, so that it reads each file on NVMe once.
+        device: the device that the tensor reports; `None` means CPU.
+        local_chunk: the chunk that this rank has, if its elements are no flat range. `start` then has no meaning.
     """
 
     start: int
     local_numel: int
     read: Callable[[], Tensor]
     read_order: int
+    local_chunk: Chunk | None
 
     @staticmethod
     def __new__(
@@ -74,25 +77,30 @@ class FlatShard(Tensor):
         local_numel: int,
         read: Callable[[], Tensor],
         read_order: int = 0,
+        device: torch.device | None = None,
+        local_chunk: Chunk | None = None,
     ) -> "FlatShard":
         """Create the tensor without allocating memory."""
-        shard = without_memory(cls, shape, dtype)
+        shard = without_memory(cls, shape, dtype, device)
         shard.start = start
         shard.local_numel = local_numel
         shard.read = read
         shard.read_order = read_order
+        shard.local_chunk = local_chunk
         return shard
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        local = f"[{self.start}, {self.start + self.local_numel})"
+        stop = self.start + self.local_numel
+        local = f"[{self.start}, {stop})" if self.local_chunk is None else str(self.local_chunk.index)
         return f"FlatShard(shape={tuple(self.shape)}, dtype={self.dtype}, local={local})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         values = partial(identity, self.read().detach().cpu().clone())
-        return FlatShard, (tuple(self.shape), self.dtype, self.start, self.local_numel, values, self.read_order)
+        place = (self.start, self.local_numel, values, self.read_order, None, self.local_chunk)
+        return FlatShard, (tuple(self.shape), self.dtype, *place)
 
     def __deepcopy__(self, memo: Any) -> "FlatShard":
         copy: FlatShard = self.clone()  # type: ignore[assignment]
@@ -107,10 +115,10 @@ class FlatShard(Tensor):
         if func not in _ELEMENTWISE or not isinstance(shard, FlatShard) or any(_has_dims(other) for other in args[1:]):
             raise CheckpointError(
                 f"{func} was called on a tensor of which this rank holds only a shard. This is the case for weights "
-                "and optimizer states in on_save_checkpoint under ZeRO, and for optimizer states after a fit under "
-                "ZeRO or FSDP. Casts, copies and scaling are supported, and entries of checkpoints can be added, "
-                "renamed and deleted. Do other operations after loading, or under paral_ddp. To continue training by "
-                "hand, create a new optimizer."
+                "and optimizer states in on_save_checkpoint under ZeRO, for parameters of other stages of a pipeline, "
+                "and for optimizer states after a fit under ZeRO or FSDP. Casts, copies and scaling are supported, and "
+                "entries of checkpoints can be added, renamed and deleted. Do other operations after loading, or under "
+                "paral_ddp. To continue training by hand, create a new optimizer."
             )
         kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
         read, rest = shard.read, args[1:]
@@ -122,7 +130,16 @@ class FlatShard(Tensor):
             shard.local_numel,
             lambda: func(read(), *rest, **kwargs),
             shard.read_order,
+            torch.device(kwargs.get("device") or shard.device),
+            shard.local_chunk,
         )
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The chunks of the tensor that contain this rank's elements, in the order of the elements."""
+        if self.local_chunk is not None:
+            return (self.local_chunk,) if self.local_numel else ()
+        return tuple(chunks_of_flat_range(self.shape, self.start, self.start + self.local_numel))
 
 
 def _has_dims(value: object) -> bool:
@@ -132,6 +149,8 @@ def _has_dims(value: object) -> bool:
 def local_shard(value: Tensor, members: Collection[int] = ()) -> LocalShard:
     """Return the shard of `value` that this rank writes; `NO_SHARD` for all but the first replica of a DTensor.
 
+    The replicas include those on ranks outside of the mesh of a DTensor: see `ranks_with_same_chunk`.
+
     Args:
         value: a full tensor, or a `DTensor` or `FlatShard`.
         members: the global ranks that write, if these are not all ranks.
@@ -140,8 +159,7 @@ def local_shard(value: Tensor, members: Collection[int] = ()) -> LocalShard:
         CheckpointError: a DTensor is neither sharded nor replicated, but, for example, a partial sum.
     """
     if isinstance(value, FlatShard):
-        stop = value.start + value.local_numel
-        return LocalShard(tuple(chunks_of_flat_range(value.shape, value.start, stop)), value.read)
+        return LocalShard(value.chunks, value.read)
     if isinstance(value, DTensor):
         return _local_shard_of_dtensor(value, members)
     return LocalShard((full_chunk(value.shape),) if value.numel() else (), lambda: flat(value))
@@ -176,34 +194,8 @@ def is_sharded(value: Tensor) -> bool:
     return isinstance(value, FlatShard | DTensor)
 
 
-def chunk_of_dtensor(value: DTensor) -> Chunk | None:
-    """Return the position of this rank's local tensor in `value`; `None` if the rank is not in the mesh.
-
-    Raises:
-        CheckpointError: the local tensor is not a chunk of `value`, but, for example, a partial sum.
-    """
-    if value.device_mesh.get_coordinate() is None:
-        return None
-    if any(not (placement.is_shard() or placement.is_replicate()) for placement in value.placements):
-        raise CheckpointError(
-            f"A DTensor with placements {value.placements} cannot be saved or loaded. Redistribute it to Shard or "
-            "Replicate first."
-        )
-    sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    return Chunk(tuple(offsets), tuple(sizes))
-
-
 def _local_shard_of_dtensor(value: DTensor, members: Collection[int]) -> LocalShard:
     chunk = chunk_of_dtensor(value)
-    coordinate = value.device_mesh.get_coordinate()
-    if chunk is None or coordinate is None or chunk.numel == 0:
-        return NO_SHARD
-    at = tuple(
-        slice(None) if placement.is_replicate() else index
-        for index, placement in zip(coordinate, value.placements, strict=True)
-    )
-    replicas = value.device_mesh.mesh[at].flatten().tolist()
-    writer = next(rank for rank in replicas if not members or rank in members)
-    if writer != value.device_mesh.mesh[tuple(coordinate)].item():
+    if chunk is None or chunk.numel == 0 or not writes_chunk(value, members):
         return NO_SHARD
     return LocalShard((chunk,), lambda: flat(value.to_local()))

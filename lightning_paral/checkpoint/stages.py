@@ -109,9 +109,25 @@ def _pair(first: list[Any], second: list[Any]) -> list[tuple[Any, Any]]:
 
 
 def _with_missing(first: Any, second: Mapping[str, Any]) -> Any:
-    """Return a copy of the mapping `first`, of the same type, with the entries that only `second` has."""
+    """Return a copy of the mapping `first`, of the same type, with the entries that only `second` has.
+
+    They follow the entry that they follow in `second`, so that stages whose entries are in a common order keep it.
+    """
     merged = copy(first)
-    merged.update({key: value for key, value in second.items() if key not in first})
+    if second.keys() <= first.keys():
+        return merged
+    merged.clear()
+    followers: dict[Any, list[Any]] = {}
+    before = None
+    for key in second:
+        if key not in first:
+            followers.setdefault(before, []).append(key)
+        else:
+            before = key
+    merged.update({key: second[key] for key in followers.get(None, ())})
+    for key, value in first.items():
+        merged[key] = value
+        merged.update({follower: second[follower] for follower in followers.get(key, ())})
     return merged
 
 

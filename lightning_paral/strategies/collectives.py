@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 
+from lightning_paral.comm.rows import gather_rows
 from lightning_paral.compat.torch.aborting import abort_nccl, nccl_backends
 from lightning_paral.compat.torch.group_timeouts import use_default_timeout
 from lightning_paral.distributed.agreement import RankGroup
@@ -238,6 +239,23 @@ class Collectives(AfterFailure):
                 return tensor / num_ranks
             tensor.div_(num_ranks)
         return tensor
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Return the tensors of the ranks, stacked. *Collective* over `group`.
+
+        Args:
+            tensor: a tensor with the same shape on all ranks.
+            group: the process group. `None` and the default group, which `LightningModule.all_gather` gives, mean all
+                data ranks, so that each sample counts once.
+            sync_grads: whether gradients flow to the tensors of all ranks.
+        """
+        is_default = dist.is_initialized() and group in (None, dist.group.WORLD)
+        data_group = self.dims.data_group() if is_default else None
+        if data_group is None:
+            gathered: Tensor = super().all_gather(tensor, group, sync_grads)
+            return gathered
+        # torch's own function confuses ranks of a group with global ranks in its backward pass on gloo (torch 2.13).
+        return gather_rows((tensor if sync_grads else tensor.detach()).unsqueeze(0), data_group)
 
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup | None:
         """Return the group of the data ranks that reduces `tensor`; `None` means the default group."""

@@ -24,7 +24,8 @@ class ReplicaCheck:
     Args:
         every: the number of optimizer steps between two checks.
         find: returns by name the tensors of this rank that have replicas, each with a number: 0 if it is in full, and
-            otherwise that of its shard. Ranks with the same name and number must have equal values.
+            otherwise that of the ranks that have this shard. Ranks with the same name and number must have equal
+            values. All ranks have the same number of different numbers.
         dims: the arrangement of the ranks. Ranks of different pipeline stages are not compared.
     """
 
@@ -57,20 +58,24 @@ class ReplicaCheck:
                 "have the same part of one."
             )
         sums = _checksums(replicas)
-        whole = {key: value for key, value in sums.items() if key[1] == 0}
-        parts = {key: value for key, value in sums.items() if key[1] != 0}
-        shard = next((shard for _, shard in parts), 0)
+        by_number: dict[int, list[tuple[str, int]]] = {0: []}
+        for (name, number), value in sorted(sums.items()):
+            by_number.setdefault(number, []).append((name, value))
+        numbers = [each for number, values in by_number.items() for each in (number, digest_of(values))]
         group = self._dims.stage_group() or host_group()
-        rows = gather_int_lists([digest_of(sorted(whole.items())), shard, digest_of(sorted(parts.items()))], group)
-        num_shards = len({number for _, number, _ in rows})
-        if len({of_whole for of_whole, _, _ in rows}) == 1 and len(set(map(tuple, rows))) == num_shards:
+        rows = gather_int_lists(numbers, group)
+        digests: dict[int, set[int]] = {}
+        for row in rows:
+            for number, digest in zip(row[::2], row[1::2], strict=True):
+                digests.setdefault(number, set()).add(digest)
+        if all(len(of_number) == 1 for of_number in digests.values()):
             return
         by_rank = dict(zip(self._dims.stage_ranks, gather_objects(sums, group), strict=True))
         raise ConfigurationError(_describe(by_rank, step))
 
 
 def _checksums(replicas: Replicas) -> dict[tuple[str, int], int]:
-    """Return the checksum of each tensor, by name and number of the shard, with one wait for each device."""
+    """Return the checksum of each tensor, by name and number, with one wait for each device."""
     by_device: dict[torch.device, list[tuple[tuple[str, int], Tensor]]] = {}
     for name, (tensor, shard) in replicas.items():
         by_device.setdefault(tensor.device, []).append(((name, shard), checksum(tensor)))

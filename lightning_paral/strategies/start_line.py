@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from lightning_paral.checkpoint.shards import FlatShard
 from lightning_paral.compat.lightning.loops import call_once_after_setup_of_data
 from lightning_paral.data.sampler import RankBatchSampler
 
@@ -72,6 +73,8 @@ def _held_bytes(strategy: Any) -> int:
             continue  # its shape is known after the first batch
         if isinstance(parameter, DTensor):
             numel = parameter.to_local().numel()
+        elif isinstance(parameter, FlatShard):  # on another stage of a pipeline
+            numel = parameter.local_numel
         elif parameter.numel() == 0:  # partitioned by ZeRO
             numel = math.ceil(math.prod(state.full_shape(parameter)) / strategy.dims.shard)
         else:

@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.checkpoint.layout import flat_range_of
-from lightning_paral.checkpoint.shards import FlatShard, chunk_of_dtensor, flat, identity
+from lightning_paral.checkpoint.dtensor_chunks import chunk_of_dtensor, writes_chunk
+from lightning_paral.checkpoint.layout import Chunk, flat_range_of
+from lightning_paral.checkpoint.shards import FlatShard, flat, identity
 from lightning_paral.checkpoint.state.optimizer import State, param_names
 from lightning_paral.compat.torch.pytree import tree_map_only
 from lightning_paral.errors import ConfigurationError
@@ -77,27 +78,23 @@ def _by_parameter(optimizer: Optimizer, state: State) -> list[tuple[Parameter, d
 def _on_host(value: Tensor) -> Tensor:
     """Return this rank's elements of `value` on the host, as a plain tensor or a `FlatShard`."""
     if isinstance(value, FlatShard):
-        return _flat_shard(value, value.start, value.read())
+        return _flat_shard(value, value.start, value.read(), value.local_chunk)
     if not isinstance(value, DTensor):
         return value.detach().cpu()
     chunk = chunk_of_dtensor(value)
-    coordinate = value.device_mesh.get_coordinate()
-    if chunk is None or coordinate is None:
-        return _flat_shard(value, 0, torch.empty(0, dtype=value.dtype))
-    flat_range = flat_range_of(value.shape, chunk) if chunk.numel else (0, 0)
-    if flat_range is None:
-        return value.detach()  # the user has sharded it along a dimension other than the first
     # Only the first replica keeps its elements, because `gather_full_tensor` adds up the shards of all ranks.
-    is_copy = any(n for n, placement in zip(coordinate, value.placements, strict=True) if placement.is_replicate())
-    local = flat(value.to_local())
-    return _flat_shard(value, flat_range[0], local[:0] if is_copy else local)
+    if chunk is None or chunk.numel == 0 or not writes_chunk(value):
+        return _flat_shard(value, 0, torch.empty(0, dtype=value.dtype))
+    flat_range = flat_range_of(value.shape, chunk)
+    start, chunk = (0, chunk) if flat_range is None else (flat_range[0], None)
+    return _flat_shard(value, start, flat(value.to_local()), chunk)
 
 
-def _flat_shard(value: Tensor, start: int, local: Tensor) -> Tensor:
+def _flat_shard(value: Tensor, start: int, local: Tensor, chunk: Chunk | None = None) -> Tensor:
     local = local.detach().cpu()
     if local.numel() == value.numel() and dist.is_initialized() and dist.get_world_size() == 1:
         return local.view(value.shape)
-    return FlatShard(value.shape, value.dtype, start, local.numel(), partial(identity, local))
+    return FlatShard(value.shape, value.dtype, start, local.numel(), partial(identity, local), local_chunk=chunk)
 
 
 def gather_full_tensor(value: Tensor, device: torch.device) -> Tensor:
@@ -110,7 +107,10 @@ def gather_full_tensor(value: Tensor, device: torch.device) -> Tensor:
     if not isinstance(value, FlatShard):
         return value.clone()
     values = torch.zeros(value.numel(), dtype=value.dtype, device=device)
-    values[value.start : value.start + value.local_numel] = value.read().to(device)
+    if value.local_chunk is None:
+        values[value.start : value.start + value.local_numel] = value.read().to(device)
+    else:
+        values.view(value.shape)[value.local_chunk.index] = value.read().to(device).view(value.local_chunk.sizes)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(values)  # for each element, all ranks but one have zero
     return values.cpu().view(value.shape)

@@ -1,17 +1,41 @@
-"""The shape and offset of a rank's shard of a DTensor."""
+"""How FSDP2 shards a tensor that tensor parallelism has already sharded, and from which mesh a mesh is a slice."""
 
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_paral.compat.private_name import PrivateName
 
-__all__ = ["compute_local_shape_and_global_offset"]
-
 NAMES = (
     PrivateName(
-        name="torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
-        purpose="to save DTensors of any layout",
-        reason="DTensor has public placements, but no public name gives the offsets of this rank's shard",
+        name="torch.distributed.tensor.placement_types._StridedShard",
+        purpose="to save and load tensors that FSDP2 shards after tensor parallelism",
+        reason="fully_shard gives this placement to them, and no public name tells in which order they were sharded",
         seen="torch 2.11 to 2.13",
-        parameters=("global_shape", "mesh", "placements"),
+        parameters=("split_factor",),
+    ),
+    PrivateName(
+        name="torch.distributed.device_mesh.DeviceMesh._get_root_mesh",
+        purpose="to find the ranks outside of a mesh that hold the same tensors",
+        reason="a mesh has no public attribute for the mesh from which it was sliced",
+        seen="torch 2.11 to 2.13",
     ),
 )
+
+
+def sharded_dim(placement: Placement) -> int | None:
+    """Return the dimension of a tensor that a placement shards; `None` if it shards none."""
+    return int(placement.dim) if isinstance(placement, Shard | _StridedShard) else None
+
+
+def split_factor(placement: Placement) -> int:
+    """Return into how many shards later dimensions of the mesh have divided the dimension that a placement shards.
+
+    They did so before the dimension of the mesh that has this placement. It is 1 for an ordinary `Shard`.
+    """
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh from which `mesh` was sliced; `mesh` itself if it is no slice."""
+    return mesh._get_root_mesh()

@@ -89,6 +89,21 @@ def watch(group: Any, after_unshard: Callable[[], None], before_reshard: Callabl
         setattr(group, method, _with_callback(before_reshard, group, getattr(group, method)))
 
 
+def keep_unsharded(group: Any, is_needed: Callable[[], bool]) -> None:
+    """Leave the parameters of `group` unsharded while `is_needed()`, even if `state_dict` reshards them.
+
+    Call it after `watch`. The group still reshards when `is_needed()` is false.
+
+    Raises:
+        PrivateNameError: this version of torch reshards in a different way.
+    """
+    entry = _RESHARD[0]
+    entry.resolve()
+    method = entry.name.rpartition(".")[2]
+    reshard = getattr(group, method)
+    setattr(group, method, lambda: None if is_needed() else reshard())
+
+
 def _with_callback(before_reshard: Callable[[], None], group: Any, reshard: Callable[[], None]) -> Callable[[], None]:
     def to_sharded() -> None:
         if group._sharded_state is ShardedState.UNSHARDED:

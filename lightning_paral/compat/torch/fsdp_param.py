@@ -31,9 +31,18 @@ _ENTRIES = {
         "param_dtype": "to know the dtype of the unsharded parameter",
         "orig_dtype": "to name the dtype of a parameter",
         "pin_memory": "to keep shards on the host in pinned memory",
+        "is_dtensor": "to unshard parameters that all tensor ranks have in full to ordinary tensors",
     }.items()
 }
-NAMES = tuple(_ENTRIES.values())
+_UNSHARDED_SPEC = PrivateName(
+    name=f"{_PARAM}._unsharded_dtensor_spec",
+    purpose="to unshard parameters that all tensor ranks have in full to ordinary tensors",
+    reason=_PRIVATE,
+    seen="torch 2.13",
+    on_instances=True,
+    since="2.13",
+)
+NAMES = (*_ENTRIES.values(), _UNSHARDED_SPEC)
 
 SHARDS_INTEGERS = torch.__version__ >= "2.12"  # in torch 2.11, `fully_shard` fails halfway on integer parameters
 
@@ -99,3 +108,14 @@ def is_plain(param: Any) -> bool:
     counter.
     """
     return type(param._unsharded_param) is Parameter and not param._unsharded_param.is_inference()
+
+
+def unshard_replicas_to_plain(param: Any) -> None:
+    """Unshard an `FSDPParam` to an ordinary tensor if all tensor ranks have it in full. Call it after `fully_shard`.
+
+    FSDP2 would unshard it to a DTensor, which cannot be combined with the activations, ordinary tensors.
+    """
+    if param.is_dtensor and param.sharded_param.placements[-1].is_replicate():
+        _ENTRIES["is_dtensor"].replace_on(param, False)
+        if hasattr(param, "_unsharded_dtensor_spec"):  # from torch 2.13 on, it decides what the parameter becomes
+            _UNSHARDED_SPEC.replace_on(param, None)

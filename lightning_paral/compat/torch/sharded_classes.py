@@ -7,6 +7,7 @@ from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 from torch.nn import Module
 
 from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.torch.instance_classes import subclass_of
 
 NAMES = (
     PrivateName(
@@ -27,56 +28,7 @@ def prepare_class(module: Module) -> None:
     """
     original = type(module)
     if original not in cls_to_fsdp_cls and not issubclass(original, FSDPModule):
-        attributes = {
-            "__module__": original.__module__,
-            "__qualname__": original.__qualname__,
-            "__doc__": original.__doc__,
-            "__deepcopy__": _refuse_deepcopy,
-        }
-        cls_to_fsdp_cls[original] = _simple_class(original, attributes) or _unregistered_class(original, attributes)
-
-
-def _simple_class(original: type[Module], attributes: dict[str, Any]) -> type | None:
-    """Return a class with the bases that torch uses, or `None` if it cannot be created or would be registered."""
-    if type(original) is not type or any("__init_subclass__" in vars(base) for base in original.__mro__[:-1]):
-        return None
-    sharded = type(original.__name__, (FSDPModule, original), dict(attributes))
-    try:
-        object.__new__(original).__class__ = sharded
-    except TypeError:  # the object layouts differ
-        return None
-    return sharded
-
-
-class _NoInitSubclass:
-    """Keeps the `__init_subclass__` of a user's class from being called."""
-
-    __slots__ = ()
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        pass
-
-
-def _unregistered_class(original: type[Module], attributes: dict[str, Any]) -> type:
-    """Return a class that is created without running code of a metaclass or `__init_subclass__` of `original`."""
-
-    class Meta(type(original)):  # type: ignore[misc]
-        def __new__(mcs, name: str, bases: tuple[type, ...], attributes: dict[str, Any]) -> Any:
-            return type.__new__(mcs, name, bases, attributes)
-
-        def __init__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, Any]) -> None:
-            type.__init__(cls, name, bases, attributes)
-
-        def mro(cls) -> list[type]:
-            # `original` must be the first base for its object layout, but FSDPModule's methods must be found first.
-            return [cls, _NoInitSubclass, FSDPModule, *original.__mro__]
-
-    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
-        # As with torch's class, `type(module)(...)` creates an unsharded module: slicing a ModuleList needs this.
-        return original(*args, **kwargs)
-
-    sharded: type = Meta(original.__name__, (original, FSDPModule), attributes | {"__new__": new})
-    return sharded
+        cls_to_fsdp_cls[original] = subclass_of(original, FSDPModule, {"__deepcopy__": _refuse_deepcopy})
 
 
 def _refuse_deepcopy(*_: Any) -> NoReturn:

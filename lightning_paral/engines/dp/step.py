@@ -10,14 +10,14 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_paral.data.parts.join import gather, join_training_output
+from lightning_paral.data.parts.logs import LogRecord, merge_logs
+from lightning_paral.data.parts.split import split_batch
 from lightning_paral.engines.dp.executor import run_replicas
-from lightning_paral.engines.dp.gather import gather, join_training_output
-from lightning_paral.engines.dp.logs import LogRecord, merge_logs
 from lightning_paral.engines.dp.manual import BackwardPermit, ManualOptimization, rejecting_replica_steps
 from lightning_paral.engines.dp.metrics import MetricCopies
 from lightning_paral.engines.dp.rendezvous import Rendezvous
 from lightning_paral.engines.dp.replicate import Replicas
-from lightning_paral.engines.dp.scatter import scatter
 from lightning_paral.errors import ConfigurationError
 
 _NO_GRADIENT = (
@@ -81,7 +81,7 @@ class ParallelStep:
         self.forget()
         if len(self._devices) == 1:
             return getattr(self._master, name)(batch, *args)
-        parts, sizes = scatter(batch, self._devices)
+        parts, sizes = split_batch(batch, self._devices)
         if len(parts) == 1:
             return getattr(self._master, name)(batch, *args)
         devices, metrics = self._devices[: len(parts)], self._metrics[: len(parts) - 1]

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_paral.compat.torch.dtensor import copy_data_and_layout, local_of, set_local
 from lightning_paral.compat.torch.fsdp_param import gather_from, name_of
-from lightning_paral.engines.fsdp.local_rows import own_rows
+from lightning_paral.engines.fsdp.local_rows import own_chunk
 from lightning_paral.engines.fsdp.view_writes import GatheredView
 from lightning_paral.errors import ConfigurationError
 
@@ -62,13 +62,13 @@ def _assign(param: Any, value: Any) -> None:
     check_assigned(str(name_of(param)), target, value)
     value = value.detach()
     if not isinstance(value, DTensor):
-        rows = own_rows(target)
-        if rows is None:
+        chunk = own_chunk(target)
+        if chunk is None:
             raise ConfigurationError(
                 f"{name_of(param)}.data was assigned a full tensor, but your own code sharded the parameter, with "
                 f"placements {target.placements}. Assign a DTensor with the same placements."
             )
-        set_local(value, value[rows].clone())
+        set_local(value, value[chunk].clone())
     elif (value.device_mesh, value.placements) != (target.device_mesh, target.placements):
         value = value.redistribute(target.device_mesh, target.placements)
     _rebind(param, value)

@@ -28,6 +28,16 @@ class FSDPKeywords(RankOptions, total=False):
             precision, otherwise the dtype of the weights.
         broadcast_buffers: broadcast rank 0's buffers to all ranks, as DDP does: before the training step that begins an
             accumulation window, and at the start of validation.
+        tensor_parallel: the number of ranks that compute each layer together: each has some of the features. `"node"`:
+            all ranks of a node, and one copy of the model on each node. The other ranks shard, as without it.
+        plan: with `tensor_parallel`, the layers to split: `"auto"`; or patterns of their names with a style for each:
+            `{"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "vocab"}`. `paral plan --tensor-parallel`
+            prints the layers that `"auto"` splits.
+        sequence_parallel: with `tensor_parallel`, give each tensor rank some of the positions of activations between
+            attention and feed-forward networks, where norms, dropout and residual connections act. It saves memory and
+            sends as much. The ranks then have dropout masks of their own there.
+        check_plan: with `tensor_parallel`, compare the loss and the gradients of two samples with those of the unsplit
+            module before the first training step, unless one rank lacks memory for the whole module.
     """
 
     units: UnitChoice
@@ -39,6 +49,10 @@ class FSDPKeywords(RankOptions, total=False):
     offload: bool
     reduce_dtype: ReduceDtype | None
     broadcast_buffers: bool
+    tensor_parallel: int | Literal["node"]
+    plan: Literal["auto"] | dict[str, str]
+    sequence_parallel: bool
+    check_plan: bool
 
 
 takes_fsdp_options = takes_options(FSDPKeywords, {field.name: field.default for field in fields(FSDPOptions)})

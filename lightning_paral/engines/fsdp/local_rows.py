@@ -1,54 +1,34 @@
-"""The rows, or the chunk, of a DTensor that this rank holds."""
+"""The chunk of a DTensor that this rank holds."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
+from lightning_paral.checkpoint.dtensor_chunks import chunk_of_dtensor, has_empty_chunk, is_chunked
+from lightning_paral.checkpoint.layout import Chunk
 from lightning_paral.compat.torch.dtensor import local_of
-from lightning_paral.compat.torch.dtensor_layout import compute_local_shape_and_global_offset
 
-Chunk = slice | tuple[slice, ...]
-"""An index of the elements that a rank holds: a slice of rows, or a slice for every dimension."""
-
-
-def own_rows(tensor: Any) -> slice | None:
-    """Return the rows that this rank holds of `tensor`, a DTensor; all rows if it is replicated.
-
-    `None` if it is not sharded by rows over one dimension of its mesh, as may be the case if the user sharded it.
-    """
-    sharded = [number for number, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    if not sharded:
-        return slice(None)
-    placement = tensor.placements[sharded[0]]
-    if len(sharded) > 1 or type(placement) is not Shard or placement.dim != 0:
-        return None
-    mesh, num_rows = tensor.device_mesh, tensor.shape[0]
-    per_rank = -(-num_rows // mesh.size(sharded[0]))
-    start = min(mesh.get_local_rank(sharded[0]) * per_rank, num_rows)
-    return slice(start, min(start + per_rank, num_rows))
+Index = tuple[slice, ...]
+"""An index of the elements that a rank holds: a slice for every dimension."""
 
 
-def own_chunk(tensor: Any) -> tuple[slice, ...] | None:
+def own_chunk(tensor: Any) -> Index | None:
     """Return the chunk that this rank holds of `tensor`, a DTensor, as an index into the full tensor.
 
-    `None` if it holds no chunk: for partial sums, and if FSDP shards a tensor that tensor parallelism has sharded.
+    `None` if it holds no chunk, as for partial sums.
     """
-    if any(type(placement) is not Shard and not placement.is_replicate() for placement in tensor.placements):
+    chunk = chunk_of_dtensor(tensor) if is_chunked(tensor) else None
+    if chunk is None:
         return None
-    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+    # If tensor parallelism leaves no columns to a rank, FSDP2 also gives it no rows (torch 2.13).
+    return chunk.index if chunk.numel else Chunk(chunk.offsets, tuple(local_of(tensor).shape)).index
 
 
 def has_empty_shard(tensor: Any) -> bool:
     """Return whether any rank has an empty shard of `tensor`, a DTensor. The result is equal on all ranks."""
-    for number, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
-            num_ranks, num_rows = tensor.device_mesh.size(number), tensor.shape[placement.dim]
-            if -(-num_rows // num_ranks) * (num_ranks - 1) >= num_rows:
-                return True
-    return False
+    return has_empty_chunk(tensor)
 
 
 def is_replicated(tensor: Any) -> bool:
@@ -56,7 +36,7 @@ def is_replicated(tensor: Any) -> bool:
     return all(placement.is_replicate() for placement in tensor.placements)
 
 
-def full_from_chunk(tensor: Any, chunk: Chunk, *, filled: bool = True) -> Tensor:
+def full_from_chunk(tensor: Any, chunk: Index, *, filled: bool = True) -> Tensor:
     """Return a plain tensor with the full shape and strides of `tensor`, in which only this rank's chunk has values.
 
     Elementwise operations can run on it, without a collective.
@@ -75,7 +55,7 @@ def full_from_chunk(tensor: Any, chunk: Chunk, *, filled: bool = True) -> Tensor
     return full
 
 
-def shard_like(tensor: Any, full: Tensor, chunk: Chunk) -> Tensor:
+def shard_like(tensor: Any, full: Tensor, chunk: Index) -> Tensor:
     """Return `full`, of which this rank holds `chunk`, as a DTensor with the layout of `tensor`. No collective."""
     sharded: Tensor = DTensor.from_local(
         full[chunk].clone(),

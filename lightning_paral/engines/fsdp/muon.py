@@ -6,7 +6,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from lightning_paral.compat.torch.muon import replace_newton_schulz
-from lightning_paral.engines.fsdp.local_rows import own_rows, shard_like
+from lightning_paral.engines.fsdp.local_rows import own_chunk, shard_like
 
 
 class FullNewtonSchulz:
@@ -23,9 +23,9 @@ class FullNewtonSchulz:
 
 def _on_full_matrix(orthogonalize: Callable[..., Any]) -> Callable[..., Any]:
     def orthogonalize_full(gradient: Any, *args: Any, **kwargs: Any) -> Any:
-        rows = own_rows(gradient) if isinstance(gradient, DTensor) else None
-        if rows is None:
+        chunk = own_chunk(gradient) if isinstance(gradient, DTensor) else None
+        if chunk is None:
             return orthogonalize(gradient, *args, **kwargs)
-        return shard_like(gradient, orthogonalize(gradient.full_tensor(), *args, **kwargs), rows)
+        return shard_like(gradient, orthogonalize(gradient.full_tensor(), *args, **kwargs), chunk)
 
     return orthogonalize_full

@@ -1,16 +1,15 @@
 """Check that optimizers hold the shards, and that they can update DTensors."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.engines.fsdp.shard import ShardedModule
 from lightning_paral.errors import CheckpointError, ConfigurationError
 
 _UNSUPPORTED = {
@@ -21,9 +20,17 @@ _NO_KERNEL = {"fused": ("SGD", "Adagrad"), "foreach": ("Rprop",)}
 """By option, the optimizers for which torch (2.13) has no fused or foreach kernel that takes DTensors."""
 
 
-def check_optimizers(
-    optimizers: Iterable[Optimizer], module: Module, sharded: ShardedModule, device: torch.device
-) -> None:
+class Sharded(Protocol):
+    """What has sharded a module."""
+
+    replicated: list[Parameter]
+    """The parameters that each rank holds in full."""
+
+    def original_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield the names and parameters from before sharding."""
+
+
+def check_optimizers(optimizers: Iterable[Optimizer], module: Module, sharded: Sharded, device: torch.device) -> None:
     """Check `optimizers`, and name the optimizer in errors that DTensors cause in its step.
 
     Raises:
@@ -77,7 +84,7 @@ def _check_supported(optimizer: Optimizer, held: list[Parameter], device: torch.
             )
 
 
-def _name_optimizer_in_errors(optimizer: Optimizer, sharded: ShardedModule) -> None:
+def _name_optimizer_in_errors(optimizer: Optimizer, sharded: Sharded) -> None:
     step = optimizer.step
     closure_errors: list[BaseException] = []
 

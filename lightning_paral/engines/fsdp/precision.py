@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from lightning_paral.compat.torch.foreach import check_and_unscale_
 from lightning_paral.compat.torch.grad_scaler import UnscalingGradScaler
-from lightning_paral.engines.fsdp.gradients import clip_by_norm, clip_by_value, local_gradients
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.model.clipping import clip_by_norm, clip_by_value, local_gradients
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
 ReduceDtype = Literal["fp32", "bf16", "fp16"]

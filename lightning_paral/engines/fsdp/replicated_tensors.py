@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
+from lightning_paral.checkpoint.dtensor_chunks import ranks_with_same_chunk
 from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.comm.grouping import group_by_dtype_and_device
 from lightning_paral.compat.torch.backward import call_at_end_of_backward
 from lightning_paral.compat.torch.fsdp_param import can_be_sharded
+from lightning_paral.distributed.differences.same_on_ranks import digest_of
 
 _DATA: Any = Tensor.data
 
@@ -30,19 +32,19 @@ def unshardable_parameters(module: Module) -> list[Parameter]:
     return [parameter for parameter in module.parameters() if cannot_be_sharded(parameter)]
 
 
-def local_replicas(module: Module, shard: int, *, has_replicas: bool) -> dict[str, tuple[Tensor, int]]:
-    """Return by name the tensors of this rank of which other ranks hold replicas, each with the number of its shard.
+def local_replicas(module: Module) -> dict[str, tuple[Tensor, int]]:
+    """Return by name the tensors of this rank of which other ranks hold replicas, each with a number.
 
-    Args:
-        module: the sharded module.
-        shard: the number of this rank's shard of sharded parameters. Parameters in full have the number 0.
-        has_replicas: whether each shard is on several ranks.
+    The number is 0 for a parameter in full, which all ranks hold. Otherwise it is equal on the ranks that hold the same
+    chunk, and different for other sets of ranks.
     """
-    return {
-        name: (parameter.to_local(), 1 + shard) if isinstance(parameter, DTensor) else (parameter, 0)
-        for name, parameter in module.named_parameters()
-        if has_replicas or not isinstance(parameter, DTensor)
-    }
+    replicas: dict[str, tuple[Tensor, int]] = {}
+    for name, parameter in module.named_parameters():
+        if not isinstance(parameter, DTensor):
+            replicas[name] = parameter, 0
+        elif len(ranks := ranks_with_same_chunk(parameter)) > 1:
+            replicas[name] = parameter.to_local(), digest_of(ranks)
+    return replicas
 
 
 class ReplicatedParameter(Parameter):

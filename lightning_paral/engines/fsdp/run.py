@@ -1,7 +1,7 @@
 """One run under FSDP: shard the module, then train or evaluate it."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.distributed.mesh import ParallelDims
@@ -50,10 +50,11 @@ class FSDPRun:
         module: the module, not yet sharded.
         options: the options of the strategy.
         dims: the arrangement of the ranks.
-        mesh: the device mesh of the run; the module is sharded over its last dimension.
+        mesh: the device mesh of the data ranks; the module is sharded over its last dimension.
         device: device of this rank.
         precision: a precision plugin of `lightning_paral.engines.fsdp.precision`.
         deferred: computes the values of parameters that have none yet, unit by unit; `None` if all have values.
+        split: splits parameters over the tensor ranks: see `Sharding.split`.
 
     Raises:
         ConfigurationError: the module does not have the units that `options` name.
@@ -68,6 +69,7 @@ class FSDPRun:
         device: torch.device,
         precision: Precision,
         deferred: DeferredConstruction | None,
+        split: Callable[[Sequence[Module], Iterable[Parameter]], None] | None = None,
     ) -> None:
         self.module = module
         self.dims = dims
@@ -80,6 +82,7 @@ class FSDPRun:
         sharding = Sharding(
             mesh=mesh,
             dims=dims,
+            split=split,
             device=device,
             policy=sharding_policy(precision, DTYPES[options.reduce_dtype] if options.reduce_dtype else None),
             reshard_after_forward=options.reshard_after_forward,
@@ -88,6 +91,7 @@ class FSDPRun:
         )
         self.sharded = ShardedModule(self.units, sharding, deferred)
         self._trained: TrainedShards | None = None
+        self._accumulates = False
         self._undo = ExitStack()
 
     @property
@@ -173,11 +177,28 @@ class FSDPRun:
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Accumulate the gradients of backward passes inside the block, as `FSDPOptions.accumulate` specifies."""
-        self.sharded.set_gradient_sync(reduce=self._options.accumulate == "sharded", all_reduce=False)
+        self._accumulates = True
+        self._set_gradient_sync()
         try:
             yield
         finally:
-            self.sharded.set_gradient_sync(reduce=True, all_reduce=True)
+            self._accumulates = False
+            self._set_gradient_sync()
+
+    @contextmanager
+    def reducing(self) -> Iterator[None]:
+        """Reduce gradients in backward passes inside the block, also inside of `accumulating`."""
+        accumulates, self._accumulates = self._accumulates, False
+        self._set_gradient_sync()
+        try:
+            yield
+        finally:
+            self._accumulates = accumulates
+            self._set_gradient_sync()
+
+    def _set_gradient_sync(self) -> None:
+        reduce = not self._accumulates or self._options.accumulate == "sharded"
+        self.sharded.set_gradient_sync(reduce=reduce, all_reduce=not self._accumulates)
 
     @contextmanager
     def optimizer_step(self) -> Iterator[None]:

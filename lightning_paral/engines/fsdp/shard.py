@@ -1,6 +1,6 @@
 """Shard a module unit by unit, in place."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from torch.nn import Module, Parameter
 from torchmetrics import Metric
 
 from lightning_paral.compat.lightning.device_property import set_device_everywhere
-from lightning_paral.compat.torch.fsdp_param import keep_dtype
+from lightning_paral.compat.torch.fsdp_param import keep_dtype, unshard_replicas_to_plain
 from lightning_paral.compat.torch.fsdp_state import groups_of, initialize
 from lightning_paral.compat.torch.iteration import reset_iteration
 from lightning_paral.compat.torch.modules import own_buffers, own_parameters
@@ -40,9 +40,9 @@ from lightning_paral.engines.fsdp.replicated_tensors import (
     unshardable_parameters,
 )
 from lightning_paral.engines.fsdp.snapshot import ModuleSnapshot
+from lightning_paral.engines.fsdp.unit_dtypes import check_dtypes
 from lightning_paral.engines.fsdp.unshard import RootUnshard, UnitUnshard, public_methods
 from lightning_paral.engines.fsdp.unsharded_writes import WatchedGroup
-from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.units import Unit, Units
 
@@ -52,10 +52,14 @@ class Sharding:
     """How each unit is sharded: arguments of `fully_shard`, and units to prefetch."""
 
     mesh: DeviceMesh
-    """The device mesh; the module is sharded over its last dimension."""
+    """The device mesh of the data ranks; the module is sharded over its last dimension."""
 
     dims: ParallelDims
     """The arrangement of the ranks; its data ranks are the ranks of `mesh`."""
+
+    split: Callable[[Sequence[Module], Iterable[Parameter]], None] | None = None
+    """Replaces the parameters of modules by DTensors on the tensor ranks, except for some; `None` without tensor ranks.
+    Parameters that these ranks have in full are unsharded to ordinary tensors."""
 
     device: torch.device
     policy: MixedPrecisionPolicy
@@ -82,7 +86,7 @@ class ShardedModule:
         self.units = units
         self._sharding = sharding
         self._deferred = deferred
-        self._snapshot = ModuleSnapshot(self.root)
+        self._snapshot = ModuleSnapshot(self.root.modules())
         self._sharded: list[Any] = []
         self._undo = ExitStack()
         """Undoes the changes outside of the submodules, and removes hooks on parameters."""
@@ -103,7 +107,7 @@ class ShardedModule:
         units, sharding = self.units, self._sharding
         names = {parameter: name for name, parameter in self._originals}
         for unit in units.bottom_up:
-            _check_dtypes(unit, names)
+            check_dtypes(unit, names)
         self._compute_values_of_sharded()
         for unit in units.bottom_up:
             if isinstance(unit.module, FSDPModule):  # by the user, in `configure_model`
@@ -195,8 +199,10 @@ class ShardedModule:
         if self._deferred is not None:
             self._deferred.fill(parts)
             self._snapshot.record_values(parts)
-        if self._sharding.dims.data_size > 1:
-            broadcast_on(self._sharding.device, _own_tensors(parts), self._sharding.dims.data_group())
+        dims = self._sharding.dims
+        if dims.data_size * dims.tensor > 1:
+            group = dims.data_group() if dims.tensor == 1 else dims.stage_group()
+            broadcast_on(self._sharding.device, _own_tensors(parts), group)
         replicated = set(unshardable_parameters(module))
         for each in replicated:
             each.data = each.data.to(self._sharding.device)
@@ -204,6 +210,8 @@ class ShardedModule:
             for parameter in own_parameters(part).values():
                 if parameter is not None and not isinstance(parameter, DTensor) and not parameter.is_contiguous():
                     parameter.data = parameter.data.contiguous()
+        if self._sharding.split is not None:
+            self._sharding.split(parts, replicated)
         if self._sharding.policy.param_dtype is not None:
             for part in parts:
                 if _stays_fp32(part) and next(part.parameters(), None) is not None and part is not module:
@@ -225,6 +233,9 @@ class ShardedModule:
             ignored_params=ignored,
         )
         assert isinstance(module, FSDPModule)
+        if sharding.split is not None:
+            for param in [param for group in groups_of(module) for param in group.fsdp_params]:
+                unshard_replicas_to_plain(param)
         self._sharded.append(module)
 
     def _install_communication(self) -> None:
@@ -276,16 +287,3 @@ def _own_tensors(parts: list[Module]) -> list[Tensor]:
             if tensor is not None and not isinstance(tensor, DTensor) and not tensor.is_meta:
                 tensors[id(tensor)] = tensor
     return list(tensors.values())
-
-
-def _check_dtypes(unit: Unit, names: dict[Any, str]) -> None:
-    trained: dict[torch.dtype, str] = {}
-    for parameter in unit.parameters:
-        if parameter.requires_grad and parameter.dim() > 0 and parameter.numel() > 0:
-            trained.setdefault(parameter.dtype, names[parameter])
-    if len(trained) > 1:
-        found = ", ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for dtype, name in trained.items())
-        raise ConfigurationError(
-            f"Trained parameters of one unit must have the same dtype, but in {unit.name or 'the root'} there are "
-            f"{found}. Convert them, or choose units=[...] so that they are in different units."
-        )

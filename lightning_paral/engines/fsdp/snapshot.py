@@ -1,5 +1,7 @@
 """A snapshot of a module before it is sharded, from which it is restored."""
 
+from collections.abc import Iterable
+
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
@@ -14,14 +16,14 @@ LEFT_SHARDED = "_lightning_paral_left_sharded"
 
 
 class ModuleSnapshot:
-    """The class, attributes, hooks and parameters of each submodule of `root`.
+    """The class, attributes, hooks and parameters of each of `modules`: all submodules of a root, which is the first.
 
     Parameters keep their identity: references to them, and ties between them, are valid again after the run. While the
     module is sharded, they are empty.
     """
 
-    def __init__(self, root: Module) -> None:
-        self._submodules = {module: _Submodule(module) for module in root.modules()}
+    def __init__(self, modules: Iterable[Module]) -> None:
+        self._submodules = {module: _Submodule(module) for module in modules}
 
     def record_values(self, modules: list[Module]) -> None:
         """Record the current parameters of `modules`, which replace recorded parameters that had no values."""

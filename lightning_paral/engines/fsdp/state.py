@@ -1,7 +1,7 @@
 """The state of a module under FSDP, whose shards are DTensors."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_paral.checkpoint.dtensor_chunks import chunk_of_dtensor, dtensor_like
 from lightning_paral.checkpoint.lazy_tensor import read_chunk, read_into
 from lightning_paral.checkpoint.sharded_state import WeightShards
-from lightning_paral.checkpoint.shards import chunk_of_dtensor
 from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
 from lightning_paral.checkpoint.tensor_state import TensorState
 from lightning_paral.distributed.failures.reachable import ReachableRanks
@@ -70,9 +70,9 @@ class FSDPState(TensorState):
         run, sharded = self._run, self._run.sharded
         run.stop_watching()
         if failed:
-            gather = gather_after_failure(run.mesh, self._reachable_ranks())
+            gather = gather_after_failure(self._reachable_ranks())
         else:
-            gather = gather_at_end(run.mesh, sharded.num_bytes, self._ranks_per_node)
+            gather = gather_at_end(run.dims, sharded.num_bytes, self._ranks_per_node)
         if isinstance(gather, str):
             rank_zero_warn(f"{type(run.module).__name__} stays sharded: {gather}.")
         originals = sharded.restore(gather)
@@ -112,17 +112,7 @@ class DTensorShards:
         parameter = self._parameter(number)
         if not isinstance(parameter, DTensor):
             return average
-        return cast(
-            "Tensor",
-            DTensor.from_local(
-                average,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            ),
-        )
+        return dtensor_like(average, parameter)
 
     def read(self, number: int, stored: Tensor, average: Tensor) -> None:
         """Copy this rank's shard of `stored`, which has the full shape, into `average`."""

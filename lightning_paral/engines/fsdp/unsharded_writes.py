@@ -15,7 +15,7 @@ from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.versions import version_of
 from lightning_paral.engines.fsdp.data_assignment import check_assigned
 from lightning_paral.engines.fsdp.guards import refuse_hook
-from lightning_paral.engines.fsdp.local_rows import own_rows, shard_like
+from lightning_paral.engines.fsdp.local_rows import own_chunk, shard_like
 from lightning_paral.engines.fsdp.parameter_hooks import ParameterHooks
 from lightning_paral.errors import ConfigurationError
 
@@ -78,9 +78,9 @@ class UnshardedParameter(Parameter):
         elif value is None or isinstance(value, DTensor):
             sharded.grad = value
         else:
-            rows = own_rows(sharded)
-            assert rows is not None  # parameters that the user sharded are not watched
-            sharded.grad = shard_like(sharded, value, rows)
+            chunk = own_chunk(sharded)
+            assert chunk is not None  # parameters that the user sharded are not watched
+            sharded.grad = shard_like(sharded, value, chunk)
 
     @property
     def was_written(self) -> bool:
@@ -136,6 +136,8 @@ class WatchedGroup:
         self._in_hooks = in_hooks
         self._is_of_another = is_of_another
         self._watched: list[tuple[Any, UnshardedParameter]] = []
+        self._split: list[tuple[Any, DTensor, tuple[int, int]]] = []
+        """Parameters that stay split over tensor ranks, and their versions after they were unsharded."""
         self._began = False
         for part in (group, *group.fsdp_params[:1]):
             check_instance("torch", part)
@@ -156,6 +158,9 @@ class WatchedGroup:
         params = self._group.fsdp_params
         self._watched = [(param, self._watch(param)) for param in params if fsdp_param.is_plain(param)]
         for param in params:
+            unsharded = fsdp_param.unsharded_param(param)
+            if isinstance(unsharded, DTensor):
+                self._split.append((param, unsharded, _versions(unsharded)))
             self._gradient_hooks.attach(param)
 
     def _watch(self, param: Any) -> UnshardedParameter:
@@ -170,6 +175,12 @@ class WatchedGroup:
 
     def _before_reshard(self) -> None:
         changed = False
+        for param, tensor, versions in self._split:
+            if _versions(tensor) != versions:
+                raise ConfigurationError(
+                    f"{fsdp_param.name_of(param)} was changed in a step, or in a method of its unit, where it is split "
+                    "over the tensor ranks. Change it in a hook such as on_train_batch_end or on_before_zero_grad."
+                )
         for param, unsharded in self._watched:
             if version_of(unsharded) == unsharded._seen and unsharded._alias is None and not unsharded._assigned:
                 continue
@@ -185,6 +196,11 @@ class WatchedGroup:
                 unsharded.watch_again()
         if changed:
             fsdp_group.await_writes(self._group)
+
+
+def _versions(unsharded: DTensor) -> tuple[int, int]:
+    """Return the version of a DTensor, which its operations increment, and that of its local tensor."""
+    return version_of(unsharded), version_of(local_of(unsharded))
 
 
 @torch.no_grad()

@@ -19,13 +19,13 @@ def gathered(num_copies: int) -> list[tuple[bool, bool]]:
     world_size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (num_copies, world_size // num_copies), mesh_dim_names=("replicate", "shard"))
     shards = mesh["shard"]
-    ranks = list(range(world_size // num_copies))
+    of_shards, everyone = dist.get_process_group_ranks(shards.get_group()), list(range(world_size))
     found = []
     for number, shape in enumerate(SHAPES):
         value = torch.randn(shape, generator=torch.Generator().manual_seed(number)).to(torch.bfloat16)
         tensor = distribute_tensor(value, shards, [Shard(0)], src_data_rank=None)
-        of_group: Tensor = InSmallPieces(shards.get_group(), ranks)(tensor)
-        of_all = InSmallPieces(dist.group.WORLD, ranks, on_host=True)(tensor)  # one copy of the model's
+        of_group: Tensor = InSmallPieces(shards.get_group(), of_shards)(tensor)
+        of_all = InSmallPieces(dist.group.WORLD, everyone, on_host=True)(tensor)
         found.append((torch.equal(of_group, value), torch.equal(of_all, value)))
     return found
 

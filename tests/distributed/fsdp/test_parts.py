@@ -11,14 +11,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.distributed.failures import reachable as reaching
 from lightning_paral.distributed.failures.survivors import StepPosition
-from lightning_paral.distributed.mesh import make_mesh
+from lightning_paral.distributed.mesh import ParallelDims, make_mesh
 from lightning_paral.engines.fsdp.gather import gather_after_failure
-from lightning_paral.engines.fsdp.gradients import clip_by_norm, clip_by_value
 from lightning_paral.engines.fsdp.precision import ShardedScaler
 from lightning_paral.engines.fsdp.replicated_tensors import AveragedGradients
+from lightning_paral.model.clipping import clip_by_norm, clip_by_value
 from lightning_paral.model.full_tensors import gradient_norm
 
 CPU = torch.device("cpu")
+
+
+def dims_of(replicate: int) -> ParallelDims:
+    size = dist.get_world_size()
+    return ParallelDims(rank=dist.get_rank(), replicate=replicate, shard=size // replicate)
 
 
 def values(seed: int, *shape: int) -> Tensor:
@@ -27,7 +32,7 @@ def values(seed: int, *shape: int) -> Tensor:
 
 def sharded_parameters(replicate: int = 1) -> tuple[list[nn.Parameter], list[Tensor]]:
     """Return parameters with gradients, the first two sharded, and their full gradients."""
-    mesh = make_mesh(CPU, replicate)
+    mesh = make_mesh(CPU, dims_of(replicate))
     whole = [values(1, 5, 3), values(2, 4), values(3)]
     placements = [Shard(0)] if replicate == 1 else None
     parameters = []
@@ -113,7 +118,6 @@ def test_gradients_are_averaged_and_tensors_are_rank_zeros(on_ranks) -> None:
 
 
 def gather_alone() -> bool:
-    mesh = make_mesh(CPU, 1)
     patience, reaching.PATIENCE = reaching.PATIENCE, timedelta(seconds=0.5)
     try:
         if dist.get_rank():
@@ -123,7 +127,7 @@ def gather_alone() -> bool:
             dist.barrier()
     finally:
         reaching.PATIENCE = patience
-    return gather_after_failure(mesh, reachable) == "the run failed on some of its ranks only"
+    return gather_after_failure(reachable) == "the run failed on some of its ranks only"
 
 
 def test_rank_that_failed_alone_does_not_wait_forever(on_ranks) -> None:
@@ -131,11 +135,11 @@ def test_rank_that_failed_alone_does_not_wait_forever(on_ranks) -> None:
 
 
 def gather_together() -> Tensor:
-    mesh = make_mesh(CPU, 2)
+    mesh = make_mesh(CPU, dims_of(2))
     reachable = reaching.wait_for_ranks(
         f"another run of {dist.get_world_size()}", StepPosition(), [0, 1, 0, 1], timedelta(seconds=30)
     )
-    gather = gather_after_failure(mesh, reachable)
+    gather = gather_after_failure(reachable)
     assert not isinstance(gather, str)
     return gather(distribute_tensor(torch.arange(15.0).view(5, 3), mesh, [Replicate(), Shard(0)]))
 

@@ -42,7 +42,7 @@ def test_tensor_ranks_are_neighbors_and_draw_the_same_batches() -> None:
     dims = [ParallelDims(rank=rank, replicate=2, shard=2, tensor=2, pipeline=2) for rank in range(16)]
 
     assert [each.data_rank for each in dims] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
-    assert [each.stage for each in dims] == [0] * 8 + [1] * 8
+    assert [each.stage for each in dims] == [1] * 8 + [0] * 8
     assert dims[5].data_ranks == [1, 3, 5, 7]
 
 

@@ -1,6 +1,6 @@
-"""Clip sharded gradients."""
+"""Clip gradients of which this rank may have only shards, or those of some parameters."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -13,15 +13,24 @@ from lightning_paral.model.full_tensors import gradient_norm
 
 
 @torch.no_grad()
-def clip_by_norm(parameters: Iterable[Parameter], max_norm: float) -> Tensor:
+def clip_by_norm(
+    parameters: Iterable[Parameter],
+    max_norm: float,
+    norm_of: Callable[[Iterable[Parameter]], Tensor] = gradient_norm,
+) -> Tensor:
     """Scale all gradients down, in place, so that their total norm is at most `max_norm`; return their unscaled norm.
 
-    *Collective* like `gradient_norm`. The result is that of `torch.nn.utils.clip_grad_norm_` on full gradients.
+    *Collective* like `norm_of`. The result is that of `torch.nn.utils.clip_grad_norm_` on full gradients.
+
+    Args:
+        parameters: the parameters whose gradients are clipped.
+        max_norm: the largest norm.
+        norm_of: returns the total norm of the gradients, of all ranks.
     """
     parameters = list(parameters)
-    norm = gradient_norm(parameters)
+    norm = norm_of(parameters)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    local = [_local(gradient) for gradient in _gradients(parameters)]
+    local = [local_part(gradient) for gradient in _gradients(parameters)]
     for group in group_by_dtype_and_device(local):
         foreach_mul_(group, factor.to(group[0].device))
     return norm
@@ -30,19 +39,20 @@ def clip_by_norm(parameters: Iterable[Parameter], max_norm: float) -> Tensor:
 @torch.no_grad()
 def clip_by_value(parameters: Iterable[Parameter], max_value: float) -> None:
     """Clamp every element of the gradients, in place, to at most `max_value` in magnitude. No collective."""
-    for group in group_by_dtype_and_device([_local(gradient) for gradient in _gradients(parameters)]):
+    for group in group_by_dtype_and_device([local_part(gradient) for gradient in _gradients(parameters)]):
         foreach_clamp_min_(group, -max_value)
         foreach_clamp_max_(group, max_value)
 
 
 def local_gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
     """Return this rank's shards of sharded gradients, and other gradients in full."""
-    return [_local(gradient) for gradient in _gradients(parameters)]
+    return [local_part(gradient) for gradient in _gradients(parameters)]
 
 
 def _gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of `tensor`: the local tensor of a DTensor, and any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 from transformers import BatchEncoding
 
 from lightning_paral import ConfigurationError
-from lightning_paral.engines.dp.scatter import scatter
+from lightning_paral.data.parts.split import split_batch
 
 TWO = [torch.device("cpu")] * 2
 Pair = namedtuple("Pair", "inputs targets")
@@ -33,7 +33,7 @@ class Record:
 def test_sizes_differ_by_at_most_one_and_no_device_is_idle_without_need(num_samples, num_devices, sizes) -> None:
     batch = torch.arange(num_samples * 3).view(num_samples, 3)
 
-    parts, found = scatter(batch, [torch.device("cpu")] * num_devices)
+    parts, found = split_batch(batch, [torch.device("cpu")] * num_devices)
 
     assert found == sizes
     assert torch.equal(torch.cat(parts), batch)
@@ -57,7 +57,7 @@ def test_collections_are_divided_item_by_item_and_keep_their_type(make) -> None:
     x, y = torch.randn(4, 3), torch.arange(4)
     batch = make(x, y)
 
-    parts, sizes = scatter(batch, TWO)
+    parts, sizes = split_batch(batch, TWO)
 
     assert sizes == [2, 2]
     for part, samples in zip(parts, (slice(0, 2), slice(2, 4)), strict=True):
@@ -77,7 +77,7 @@ def _equal(first: Any, second: Any) -> bool:
 def test_dataclass_is_divided_even_if_frozen() -> None:
     batch = Record(torch.arange(4), "all")
 
-    (first, second), _ = scatter(batch, TWO)
+    (first, second), _ = split_batch(batch, TWO)
 
     assert first.inputs.tolist() == [0, 1]
     assert second.inputs.tolist() == [2, 3]
@@ -98,7 +98,7 @@ def test_lists_of_one_item_per_sample_are_divided_and_everything_else_is_shared(
         "nothing": None,
     }
 
-    (first, second), _ = scatter(batch, TWO)
+    (first, second), _ = split_batch(batch, TWO)
 
     assert (first["paths"], second["paths"]) == (["a"], ["b", "c"])
     assert (first["names"], second["names"]) == (("d",), ("e", "f"))
@@ -115,7 +115,7 @@ def test_packed_sequences_are_divided_by_sample(in_order: bool) -> None:
     lengths = (5, 3, 3, 1) if in_order else (1, 5, 2, 4)
     sequences = [torch.randn(length, 2) for length in lengths]
 
-    parts, sizes = scatter([pack_sequence(sequences, enforce_sorted=in_order), torch.arange(4)], TWO)
+    parts, sizes = split_batch([pack_sequence(sequences, enforce_sorted=in_order), torch.arange(4)], TWO)
 
     assert sizes == [2, 2]
     unpacked = [sequence for packed, _ in parts for sequence in unpack_sequence(packed)]
@@ -124,12 +124,12 @@ def test_packed_sequences_are_divided_by_sample(in_order: bool) -> None:
 
 @pytest.mark.parametrize("batch", ["text", None, {"a": torch.tensor(1.0)}, [], object()])
 def test_batch_without_samples_goes_to_one_device(batch: object) -> None:
-    assert scatter(batch, TWO) == ([batch], [1])
+    assert split_batch(batch, TWO) == ([batch], [1])
 
 
 def test_changing_a_sub_batch_in_place_changes_no_other() -> None:
     weight = torch.ones(4, 2, requires_grad=True)
-    (first, second), _ = scatter(torch.ones(4, 2), TWO)
+    (first, second), _ = split_batch(torch.ones(4, 2), TWO)
 
     product = (first * weight[:2]).sum()
     second.mul_(2)
@@ -142,4 +142,4 @@ def test_tensors_of_different_first_dimensions_are_named() -> None:
     batch = {"x": torch.zeros(8, 3), "y": torch.zeros(8), "extra": [torch.zeros(10)]}
 
     with pytest.raises(ConfigurationError, match=r"batch\['x'\] has 8.*extra.*has 10.*buffer.*paral_ddp"):
-        scatter(batch, TWO)
+        split_batch(batch, TWO)

@@ -1,4 +1,4 @@
-"""Divide a batch among devices."""
+"""Divide a batch into parts."""
 
 import copy
 import dataclasses
@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from lightning_paral.errors import ConfigurationError
 
 
-def scatter(batch: Any, devices: Sequence[torch.device]) -> tuple[list[Any], list[int]]:
+def split_batch(batch: Any, devices: Sequence[torch.device]) -> tuple[list[Any], list[int]]:
     """Divide `batch` among `devices`.
 
     - Tensors are divided along their first dimension into parts whose sizes differ by at most one; 0-dimensional
@@ -46,6 +46,25 @@ def scatter(batch: Any, devices: Sequence[torch.device]) -> tuple[list[Any], lis
     return parts, [end - start for start, end in zip(starts, ends, strict=True)]
 
 
+def first_samples(batch: Any, start: int, stop: int) -> Any:
+    """Return the samples `start` to `stop - 1` of `batch`, or `None` if it does not have `start + 1` samples."""
+    num_samples = _num_samples(batch)
+    if num_samples is None:
+        return batch if start == 0 else None
+    if start >= num_samples and num_samples > 0:
+        return None
+    return _take(batch, slice(start, min(stop, num_samples)), num_samples, None)
+
+
+def has_samples(batch: Any) -> bool:
+    """Return whether `batch` has a tensor with a dimension, along which it can be divided.
+
+    Raises:
+        ConfigurationError: tensors differ in their first dimension, so the number of samples is ambiguous.
+    """
+    return _num_samples(batch) is not None
+
+
 def is_named_tuple(value: object) -> bool:
     """Return whether `value` is a named tuple."""
     return isinstance(value, tuple) and hasattr(value, "_fields")
@@ -65,9 +84,9 @@ def _num_samples(batch: Any) -> int | None:
             first_of_size.setdefault(size, path)
         found = ", ".join(f"{path} has {size}" for size, path in first_of_size.items())
         raise ConfigurationError(
-            f"paral_dp divides tensors along their first dimension, but its size differs within this batch: {found}. "
-            "Keep tensors that do not belong to samples in buffers of the module, not in the batch, or use paral_ddp, "
-            "which divides the data set instead."
+            "Batches are divided along the first dimension of their tensors, but its size differs within this batch: "
+            f"{found}. Keep tensors that do not belong to samples in buffers of the module, not in the batch, or use "
+            "paral_ddp, which divides the data set instead."
         )
     return next(iter(sizes.values()), None)
 
@@ -92,8 +111,8 @@ def _tensors(value: Any, path: str) -> Iterator[tuple[str, int | None]]:
             yield from _tensors(item, f"{path}[{index}]")
 
 
-def _take(value: Any, samples: slice, num_samples: int, device: torch.device) -> Any:
-    """Return the part of `value` that belongs to `samples`, with its tensors on `device`."""
+def _take(value: Any, samples: slice, num_samples: int, device: torch.device | None) -> Any:
+    """Return the part of `value` that belongs to `samples`, on `device`, or on the same devices if it is `None`."""
 
     def take(item: Any) -> Any:
         return _take(item, samples, num_samples, device)
@@ -140,7 +159,7 @@ def _is_dataclass(value: object) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _take_packed(packed: PackedSequence, samples: slice, device: torch.device) -> PackedSequence:
+def _take_packed(packed: PackedSequence, samples: slice, device: torch.device | None) -> PackedSequence:
     padded, lengths = pad_packed_sequence(packed, batch_first=True)
     lengths = lengths[samples]
     part = padded[samples, : int(lengths.max())]

@@ -7,7 +7,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from lightning_paral.engines.dp.scatter import has_tensors, is_named_tuple
+from lightning_paral.data.parts.split import has_tensors, is_named_tuple
 from lightning_paral.errors import ConfigurationError
 
 
@@ -73,7 +73,7 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -
         return first
     if len({type(output) for output in outputs}) > 1:
         raise ConfigurationError(
-            "The replicas of paral_dp returned values of different types from one step: "
+            "A step returned values of different types for different parts of a batch: "
             f"{', '.join(type(output).__name__ for output in outputs)}. Return the same type for every batch, or use "
             "paral_ddp."
         )
@@ -82,7 +82,7 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -
     if isinstance(first, Mapping):
         if any(output.keys() != first.keys() for output in outputs):
             raise ConfigurationError(
-                f"The replicas of paral_dp returned different keys from one step: "
+                f"A step returned different keys for different parts of a batch: "
                 f"{' and '.join(str(sorted(map(str, output))) for output in outputs)}. Return the same keys for every "
                 "batch, or use paral_ddp."
             )

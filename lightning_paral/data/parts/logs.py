@@ -11,7 +11,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_paral.compat.lightning.metrics import set_value_of_step, value_of_step
-from lightning_paral.engines.dp.gather import weighted_mean
+from lightning_paral.data.parts.join import weighted_mean
 
 _SIGNATURE = inspect.signature(LightningModule.log)
 _REDUCTIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}

@@ -1,0 +1,119 @@
+"""Send nested values with tensors from one rank to another, in order."""
+
+import pickle
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_paral.comm.traffic import record_sent
+from lightning_paral.compat.torch.pytree import tree_flatten, tree_map_only, tree_unflatten
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Describes a tensor of a message."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorSpec":
+        """Return the description of `tensor`."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Return an uninitialized tensor of this shape and dtype."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+class Channel:
+    """One direction between this rank and another rank of `group`, which creates the opposite end.
+
+    A message consists of a number, a description of the values if it differs from that of the message before, and the
+    tensors. Shapes may therefore change from message to message, and cost nothing while they do not.
+
+    Args:
+        group: a process group that only this direction uses: NCCL matches messages by their order.
+        peer: the global rank at the other end.
+        device: the device of the tensors on this rank.
+        waiting: returns a context that is entered while this rank waits for tensors.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        peer: int,
+        device: torch.device,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._group = group
+        self._peer = peer
+        self._device = device
+        self._waiting = waiting
+        self._description = b""
+        self._values: Any = None
+        self._unfinished: list[tuple[dist.Work, Tensor]] = []
+
+    def send(self, values: Any) -> None:
+        """Send nested `values`, whose leaves are tensors and objects that can be pickled. Does not wait."""
+        described = tree_map_only(Tensor, TensorSpec.of, values)
+        description = pickle.dumps(described)
+        is_new = description != self._description
+        self._post(torch.tensor([len(description) if is_new else 0], dtype=torch.int64, device="cpu"))
+        if is_new:
+            self._description = description
+            self._post(torch.frombuffer(bytearray(description), dtype=torch.uint8))
+        self.send_tensors([leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, Tensor)])
+
+    def receive(self) -> tuple[Any, list[Tensor]]:
+        """Return the next values, with a `TensorSpec` in place of each tensor, and the tensors."""
+        size = torch.zeros(1, dtype=torch.int64, device="cpu")
+        with self._waiting():
+            dist.recv(size, self._peer, group=self._group)
+        if size.item():
+            data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+            dist.recv(data, self._peer, group=self._group)
+            self._values = pickle.loads(data.numpy().tobytes())
+        specs = [leaf for leaf in tree_flatten(self._values)[0] if isinstance(leaf, TensorSpec)]
+        return self._values, self.receive_tensors(specs)
+
+    def send_tensors(self, tensors: Sequence[Tensor]) -> None:
+        """Send `tensors`, whose shapes the other rank knows. Does not wait."""
+        for tensor in tensors:
+            if tensor.numel():
+                self._post(tensor.detach().to(self._device).contiguous())
+                record_sent(tensor.numel() * tensor.element_size())
+
+    def receive_tensors(self, specs: Sequence[TensorSpec]) -> list[Tensor]:
+        """Return tensors that the other rank has sent with `send_tensors`."""
+        tensors = [spec.empty(self._device) for spec in specs]
+        with self._waiting():
+            for tensor in tensors:
+                if tensor.numel():
+                    dist.recv(tensor.view(-1).view(torch.uint8), self._peer, group=self._group)
+        return tensors
+
+    def finish(self) -> None:
+        """Wait until everything is sent."""
+        for work, _ in self._unfinished:
+            work.wait()
+        self._unfinished.clear()
+
+    def _post(self, tensor: Tensor) -> None:
+        self._unfinished = [(work, sent) for work, sent in self._unfinished if not work.is_completed()]
+        work = dist.isend(tensor.view(-1).view(torch.uint8), self._peer, group=self._group)
+        assert work is not None
+        self._unfinished.append((work, tensor))
+
+
+def with_tensors(values: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return `values` of a message with `tensors` in place of the descriptions."""
+    leaves, structure = tree_flatten(values)
+    remaining = iter(tensors)
+    return tree_unflatten([next(remaining) if isinstance(leaf, TensorSpec) else leaf for leaf in leaves], structure)

@@ -1,0 +1,223 @@
+"""Shards that are unsharded for a whole step, however often the step runs their modules."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import Module, Parameter
+
+from lightning_paral.compat.torch.fsdp_group import keep_unsharded
+from lightning_paral.compat.torch.fsdp_param import unsharded_param
+from lightning_paral.compat.torch.fsdp_state import ForwardHooks, groups_of, initialize
+from lightning_paral.compat.torch.modules import own_parameters
+from lightning_paral.compat.torch.sharded_classes import prepare_class
+from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.distributed.process_group import host_group
+from lightning_paral.engines.fsdp.dtensors import DTensorSemantics
+from lightning_paral.engines.fsdp.explain_errors import explanation
+from lightning_paral.engines.fsdp.gather import GatherToHost
+from lightning_paral.engines.fsdp.guards import RegistrationGuard
+from lightning_paral.engines.fsdp.parameter_hooks import ParameterHooks, originals_of
+from lightning_paral.engines.fsdp.replicated_tensors import allow_dtensor_assignment, unshardable_parameters
+from lightning_paral.engines.fsdp.snapshot import LEFT_SHARDED, ModuleSnapshot
+from lightning_paral.engines.fsdp.step_gradients import scatter_gradients
+from lightning_paral.engines.fsdp.unit_dtypes import check_dtypes
+from lightning_paral.engines.fsdp.unsharded_writes import WatchedGroup
+from lightning_paral.model.explain_errors import explain
+from lightning_paral.model.units import Units
+
+
+class StepShards:
+    """Shards modules with FSDP2, without the hooks with which it unshards around each forward and backward pass.
+
+    A step of a pipeline runs these passes for one micro-batch after the other. The parameters are unsharded once, when
+    the step begins, and their gradients are scattered once, after its backward passes.
+
+    Call `set_units`, then `shard` for each unit, then for the root, and then `finish`.
+
+    Args:
+        root: the module that is sharded.
+        dims: the arrangement of the ranks.
+        mesh: the device mesh of the ranks that hold the same modules, which are sharded over its last dimension.
+    """
+
+    def __init__(self, root: Module, dims: ParallelDims, mesh: DeviceMesh) -> None:
+        self._root = root
+        self._mesh = mesh
+        self._replica_ranks = dims.replica_ranks
+        group = dims.replica_group() or dist.group.WORLD
+        assert group is not None
+        self._group = group
+        self._group_on_host = dims.replica_group() or host_group()
+        self._units: Units | None = None
+        self._originals = list(root.named_parameters())
+        self._snapshots: dict[Module, ModuleSnapshot] = {}
+        self._sharded: list[Any] = []
+        self._groups: list[Any] = []
+        self._undo = ExitStack()
+        self.replicated: list[Parameter] = []
+        """The parameters that each rank holds in full, because FSDP2 cannot shard them."""
+        self.is_unsharded = False
+        """Whether a step is running."""
+
+    def original_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield the names and parameters from before sharding."""
+        yield from self._originals
+
+    def set_units(self, units: Units) -> None:
+        """Set the units of the root, of which a stage has some.
+
+        Raises:
+            ConfigurationError: the trained parameters of a unit have different dtypes.
+        """
+        self._units = units
+        names = {parameter: name for name, parameter in self._originals}
+        for unit in units.bottom_up:
+            check_dtypes(unit, names)
+
+    def shard(self, module: Module, parts: Sequence[Module]) -> None:
+        """Shard the parameters of `parts`, which are on the device of this rank, as one unit.
+
+        Args:
+            module: the unit.
+            parts: the unit and those of its submodules whose parameters are sharded with it.
+        """
+        own = dict.fromkeys(each for part in parts for each in own_parameters(part).values() if each is not None)
+        unshardable = set(unshardable_parameters(module))
+        self.replicated += [each for each in own if each in unshardable]
+        for each in own:
+            if not each.is_contiguous():
+                each.data = each.data.contiguous()
+        snapshot = ModuleSnapshot(parts)
+        self._snapshots.update(dict.fromkeys(parts, snapshot))
+        others = {part: set(vars(part)) for part in module.modules() if part not in self._snapshots}
+        prepare_class(module)
+        fully_shard(
+            module,
+            mesh=self._mesh,
+            reshard_after_forward=False,
+            ignored_params={each for each in module.parameters() if each in unshardable or each not in own},
+        )
+        for part, attributes in others.items():  # of another stage: FSDP2 marks them without having their parameters
+            for name in set(vars(part)) - attributes:
+                del vars(part)[name]
+        snapshot.mark_added()
+        snapshot.free_full(list(parts))
+        self._sharded.append(module)
+
+    def finish(self) -> None:
+        """Prepare steps, after the root is sharded."""
+        for module in self._sharded:
+            ForwardHooks(module)
+        initialize(self._root)
+        self._groups = [group for module in self._sharded for group in groups_of(module)]
+        for snapshot in dict.fromkeys(self._snapshots.values()):
+            snapshot.mark_added()
+        params = [param for group in self._groups for param in group.fsdp_params]
+        originals = originals_of(params, lambda module, name: self._snapshots[module].original(module, name))
+        present = {*originals.values(), *self._root.parameters()}
+        lost = [(name, each) for name, each in self._originals if each not in present]
+        gradient_hooks = ParameterHooks(originals, lost)
+        watched: list[WatchedGroup] = []
+
+        def is_of_another(param: Tensor, value: Tensor) -> bool:
+            return any(group.shares_memory(param, value) for group in watched)
+
+        watched += [WatchedGroup(group, is_of_another, lambda: False, gradient_hooks) for group in self._groups]
+        for group in self._groups:
+            keep_unsharded(group, lambda: self.is_unsharded)
+        self._undo.callback(allow_dtensor_assignment(self.replicated))
+        self._undo.callback(DTensorSemantics(params, lambda: self.is_unsharded, gradient_hooks).remove)
+        self._undo.callback(RegistrationGuard(self._root, params).remove)
+
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Unshard all parameters inside the block. *Collective* over the ranks that hold shards."""
+        try:
+            for module in self._sharded:
+                module.unshard()
+            self.is_unsharded = True
+            before = [_requires_grad(param) for param in self._params()]
+            yield
+            for param, at_start in zip(self._params(), before, strict=True):
+                if (now := _requires_grad(param)) != at_start:  # set in the step; FSDP2 copies that of the shard
+                    param.sharded_param.requires_grad_(now)
+        finally:
+            self.is_unsharded = False
+            for module in self._sharded:
+                module.reshard()
+
+    def take_gradients(self) -> list[tuple[Parameter, Tensor]]:
+        """Remove and return the full gradients of the unsharded parameters, each with the shard that it belongs to."""
+        taken = []
+        for param in self._params():
+            unsharded = unsharded_param(param)
+            if unsharded is not None and unsharded.grad is not None:
+                taken.append((param.sharded_param, unsharded.grad))
+                unsharded.grad = None
+        return taken
+
+    def scatter(self, gradients: list[tuple[Parameter, Tensor]]) -> None:
+        """Add the means of full gradients over the ranks that hold shards to the gradients of these. *Collective*.
+
+        A parameter that has no gradient on any of these ranks gets none.
+
+        Args:
+            gradients: some of the shards, each with its full gradient on this rank. The list is emptied, so that the
+                full gradients of a unit are freed when they are scattered.
+        """
+        of_shard = {id(shard): gradient for shard, gradient in gradients}
+        gradients.clear()
+        params = self._params()
+        has_gradient = torch.tensor([id(param.sharded_param) in of_shard for param in params], dtype=torch.uint8)
+        if params:
+            dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX, group=self._group_on_host)
+        has = iter(has_gradient.tolist())
+        for group in self._groups:
+            trained = [param for param in group.fsdp_params if next(has)]
+            for dtype in dict.fromkeys(param.orig_dtype for param in trained):
+                similar = [param for param in trained if param.orig_dtype == dtype]
+                full = [of_shard.pop(id(param.sharded_param), None) for param in similar]
+                dense = [each.to_dense() if each is not None and each.is_sparse else each for each in full]
+                scatter_gradients(similar, dense, self._group)
+
+    def explain(self, error: BaseException) -> None:
+        """Prepend an explanation to the message of `error`, which a hook raised, if sharding has caused it."""
+        if self._units is not None:
+            explain(error, partial(explanation, units=self._units, in_step=False))
+
+    def gather_to_host(self) -> GatherToHost:
+        """Return a function that gathers full tensors. *Collective* over the ranks that hold shards."""
+        return GatherToHost(self._group, self._replica_ranks)
+
+    def restore(self, obstacle: str | None) -> dict[Parameter, Parameter]:
+        """Give the modules back their own parameters, with full values on the CPU. *Collective* unless `obstacle`.
+
+        Args:
+            obstacle: the reason why the modules stay sharded; `None` if they do not.
+
+        Returns:
+            dict[Parameter, Parameter]: the modules' own parameters by sharded parameter; empty if they stay sharded.
+        """
+        self._undo.close()
+        originals: dict[Parameter, Parameter] = {}
+        if obstacle is not None:
+            vars(self._root)[LEFT_SHARDED] = obstacle
+            return originals
+        for snapshot in dict.fromkeys(self._snapshots.values()):
+            originals |= snapshot.restore(self.gather_to_host())
+        return originals
+
+    def _params(self) -> list[Any]:
+        return [param for group in self._groups for param in group.fsdp_params]
+
+
+def _requires_grad(param: Any) -> bool:
+    unsharded = unsharded_param(param)
+    return bool(param.sharded_param.requires_grad if unsharded is None else unsharded.requires_grad)
