@@ -35,6 +35,7 @@ from lightning_paral.strategies import (
     ParalDDPStrategy,
     ParalDPStrategy,
     ParalFSDPStrategy,
+    ParalPipelineStrategy,
     ParalZeROStrategy,
 )
 
@@ -54,6 +55,7 @@ __all__ = [
     "ParalError",
     "ParalFSDPStrategy",
     "ParalMonitor",
+    "ParalPipelineStrategy",
     "ParalZeROStrategy",
     "Plan",
     "Preemption",

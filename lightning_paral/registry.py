@@ -16,6 +16,7 @@ from lightning_paral.strategies import (
     ParalDDPStrategy,
     ParalDPStrategy,
     ParalFSDPStrategy,
+    ParalPipelineStrategy,
     ParalZeROStrategy,
 )
 from lightning_paral.suggestions import did_you_mean, nearest_names
@@ -107,6 +108,23 @@ STRATEGIES = (
         strategy=ParalZeROStrategy,
         arguments=MappingProxyType({"stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme"}),
         description="paral_zero3 with optimizer and parameters on NVMe, in the folder PARAL_NVME_PATH",
+    ),
+    RegisteredStrategy(
+        name="paral_tp",
+        strategy=ParalFSDPStrategy,
+        arguments=MappingProxyType({"tensor_parallel": "node"}),
+        description="Tensor parallel: all ranks of a node compute each layer together, each some of its features",
+    ),
+    RegisteredStrategy(
+        name="paral_fsdp_tp",
+        strategy=ParalFSDPStrategy,
+        arguments=MappingProxyType({"tensor_parallel": 2}),
+        description="paral_tp over pairs of ranks, and paral_fsdp over the pairs",
+    ),
+    RegisteredStrategy(
+        name="paral_pp",
+        strategy=ParalPipelineStrategy,
+        description="Pipeline parallel: each rank has some of the layers, and micro-batches pass from rank to rank",
     ),
 )
 

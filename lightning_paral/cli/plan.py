@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn import Module
 
 from lightning_paral.cli.parser import BriefParser
@@ -21,6 +22,10 @@ from lightning_paral.planning.layout import LAYOUTS, Layout
 from lightning_paral.planning.plan import Plan, plan
 from lightning_paral.planning.report import print_plan
 from lightning_paral.planning.scaling_report import scaling_as_table
+from lightning_paral.planning.settings import StepSettings
+from lightning_paral.planning.tensor_plan.following import Batches, first_batches, observe
+from lightning_paral.planning.tensor_plan.make import make_plan
+from lightning_paral.planning.tensor_plan.report import TensorReport, print_report, report_as_dict, report_of
 from lightning_paral.planning.time.options import MachineOptions
 from lightning_paral.planning.time.world_sizes import WORLD_SIZES, parse_world_sizes
 from lightning_paral.quantities import parse_bytes
@@ -35,6 +40,7 @@ def plan_command(arguments: list[str]) -> None:
     """Predict the memory and the traffic of a fit for every strategy, and recommend the cheapest that fits.
 
     With --link and --flops, it also predicts the time of a step, and recommends the fastest that fits.
+    With --tensor-parallel, it prints instead which layers tensor parallelism splits, and how.
 
     All options that are not listed here are those of `paral fit`, such as --config, --model, --data and
     --trainer.precision. Nothing is trained, and no memory is allocated for the model.
@@ -51,6 +57,9 @@ def plan_command(arguments: list[str]) -> None:
     parser.add_argument("--batch-shape", help="instead of the data: shapes and dtypes, such as 8x128:int64,8x128:int64")
     parser.add_argument("--strategies", help="names with commas between them; without it, all strategies")
     parser.add_argument("--max-batch", action="store_true", help="also find the largest batch per rank that fits")
+    parser.add_argument(
+        "--tensor-parallel", type=int, metavar="T", help="instead of costs: how each layer is split over T tensor ranks"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="kind of device; cuda if left out")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", metavar="FILE", help="draw the memory of each strategy; needs matplotlib")
@@ -62,6 +71,13 @@ def plan_command(arguments: list[str]) -> None:
         options.device_memory = parse_bytes(options.device_memory, "--device-memory")
     if options.batch_shape is not None:
         batch_of_shape(options.batch_shape)
+    if options.tensor_parallel is not None:
+        report = _tensor_report(options, rest)
+        if options.json:
+            print(json.dumps(report_as_dict(report), indent=2))
+        else:
+            print_report(report)
+        return
     machine = _machine_options(options)
     world_sizes = None if options.scale is None else parse_world_sizes(options.scale)
     if world_sizes and machine == MachineOptions(are_cli_options=True):
@@ -129,18 +145,47 @@ def _machine_options(options: argparse.Namespace) -> MachineOptions:
     )
 
 
-def _plan(options: argparse.Namespace, rest: list[str], machine: MachineOptions) -> Plan:
+def _configured(rest: list[str]) -> "_PlanningCLI":
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # the command line is `paral plan`
-        cli = _PlanningCLI(rest)
+        return _PlanningCLI(rest)
+
+
+def _batch(options: argparse.Namespace, cli: "_PlanningCLI") -> Any:
+    if options.batch_shape is not None:
+        return batch_of_shape(options.batch_shape)
+    return first_batch(cli.model, cli.datamodule)
+
+
+def _tensor_report(options: argparse.Namespace, rest: list[str]) -> TensorReport:
+    """Return how the configured plan, or the automatic one, splits the layers over the tensor ranks."""
+    cli = _configured(rest)
+    given = cli.trainer_options
+    settings = StepSettings(precision=str(given.get("precision") or "32-true"))
+    batch = _batch(options, cli)
+    evaluations: Batches = {}
+    source = cli.datamodule if cli.datamodule is not None else cli.model
+    if (
+        options.batch_shape is None
+        and given.get("limit_val_batches") not in (0, 0.0)
+        and is_overridden("validation_step", cli.model)
+        and is_overridden("val_dataloader", source)
+    ):
+        evaluations = {"validation_step": lambda: first_batches(source.val_dataloader())}
+    num_ranks = options.tensor_parallel
+    observations = observe(cli.model, batch, settings, cli.datamodule, num_ranks=num_ranks, evaluations=evaluations)
+    configured = getattr(getattr(cli.strategy, "_options", None), "plan", "auto")
+    made = make_plan(cli.model, num_ranks, observations, configured)
+    return report_of(cli.model, num_ranks, made, observations)
+
+
+def _plan(options: argparse.Namespace, rest: list[str], machine: MachineOptions) -> Plan:
+    cli = _configured(rest)
     given = cli.trainer_options
     world_size = options.world_size if options.world_size is not None else _configured_world_size(given)
-    if options.batch_shape is not None:
-        batch = batch_of_shape(options.batch_shape)
-    else:
-        batch = first_batch(cli.model, cli.datamodule)
+    batch = _batch(options, cli)
     return plan(
         cli.model,
         batch,

@@ -63,11 +63,20 @@ def _run_in_child(function: Callable[[], Any], writer: int) -> None:
         except ParalError as error:
             answer = _pickled(error)
         except BaseException as error:
-            answer = _pickled(IsolatedError(f"{type(error).__name__}: {error}"))
+            answer = _pickled(IsolatedError(_explained(error)))
         with os.fdopen(writer, "wb") as pipe:
             pipe.write(answer)
     finally:
         os._exit(0)  # without the handlers of the parent
+
+
+def _explained(error: BaseException) -> str:
+    if "Autograd-and-Fork" in str(error):  # https://github.com/pytorch/pytorch/wiki/Autograd-and-Fork
+        return (
+            "this process has trained before, and with this build of torch, a fork of it cannot compute gradients, so "
+            "it has to be done in a new process"
+        )
+    return f"{type(error).__name__}: {error}"
 
 
 def _pickled(error: Exception) -> bytes:

@@ -91,7 +91,15 @@ LAYOUTS = (
     Layout(strategy="paral_zero3_offload", engine="zero", stage=3, optimizer_place="host", parameter_place="host"),
     Layout(strategy="paral_zero3_nvme", engine="zero", stage=3, optimizer_place="nvme", parameter_place="nvme"),
 )
-"""One for each registered strategy that trains by itself."""
+"""One for each registered strategy that can be planned."""
+
+NOT_PLANNED = {
+    "paral_auto": "it becomes the strategy that a plan recommends",
+    "paral_tp": "`paral plan --tensor-parallel` prints what each of its ranks has instead",
+    "paral_fsdp_tp": "`paral plan --tensor-parallel` prints what each of its ranks has instead",
+    "paral_pp": "its memory depends on how the layers divide among the stages, which a plan does not follow yet",
+}
+"""The other registered strategies, and why they are not planned."""
 
 
 class HasLayout(Protocol):
@@ -124,6 +132,8 @@ def layouts_of(strategies: Iterable[str | HasLayout | Layout] | None) -> tuple[L
         elif strategy in known:
             chosen.append(known[strategy])
         else:
+            if strategy in NOT_PLANNED:
+                raise ConfigurationError(f"{strategy!r} cannot be planned: {NOT_PLANNED[strategy]}.")
             near = nearest_names(strategy, known)
             hint = did_you_mean(near, quoted=True) if near else f"The names are {', '.join(known)}."
             raise ConfigurationError(f"There is no strategy named {strategy!r} to plan for. {hint}")
@@ -137,7 +147,8 @@ def _layout_of_object(strategy: HasLayout | Layout) -> Layout:
     if not isinstance(layout, Layout):
         raise ConfigurationError(
             f"{type(strategy).__name__} cannot be planned: it has no layout. Give the name of a strategy, such as "
-            "'paral_fsdp', or an object of one of lightning_paral's strategies other than ParalAutoStrategy."
+            "'paral_fsdp', or an object of one of lightning_paral's strategies other than ParalAutoStrategy and "
+            "ParalPipelineStrategy, without tensor_parallel."
         )
     return layout
 

@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.compat.lightning.loops import evaluate_without_inference_mode
 from lightning_paral.compat.lightning.strategies import layer_sync_of, set_device_mesh
-from lightning_paral.distributed.mesh import ParallelDims, make_mesh
+from lightning_paral.distributed.mesh import ParallelDims, data_mesh, make_mesh
 from lightning_paral.distributed.process_group import check_supports_cpu_tensors
-from lightning_paral.engines.fsdp.construction import has_mapped_weights, recording
 from lightning_paral.engines.fsdp.guards import check_module
 from lightning_paral.engines.fsdp.keywords import FSDPKeywords, takes_fsdp_options
 from lightning_paral.engines.fsdp.options import FSDPOptions
@@ -29,9 +28,11 @@ from lightning_paral.engines.fsdp.run import FSDPRun, check_before_fit
 from lightning_paral.engines.fsdp.state import FSDPState
 from lightning_paral.model.batchnorm import sync_batchnorm
 from lightning_paral.model.deferred.construction import DeferredConstruction
+from lightning_paral.model.deferred.recording import has_mapped_weights, recording
 from lightning_paral.options import split_rank_options
 from lightning_paral.planning.strategy_layouts import fsdp_layout
 from lightning_paral.strategies.base import ParalStrategy
+from lightning_paral.strategies.tensor_parallel import TensorParallel, gather_split
 
 
 class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
@@ -72,14 +73,15 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         self.parallel_devices = parallel_devices
         self.cluster_environment = cluster_environment
         self.precision_plugin = precision_plugin
-        self.strategy_name = "paral_fsdp_offload" if self._options.offload else "paral_fsdp"
+        self.strategy_name = self._options.strategy_name
         self.shares_buffers = self._options.broadcast_buffers
-        self._engine_layout = fsdp_layout(self._options)
+        self._engine_layout = fsdp_layout(self._options) if self._options.tensor_parallel == 1 else None
         self._units, self._min_params = self._options.units, self._options.min_params
         self._has_printed_units = False
         # Set during a run:
         self._deferred: DeferredConstruction | None = None
         self._fsdp: FSDPRun | None = None
+        self._tensor: TensorParallel | None = None
 
     @property
     def precision_plugin(self) -> Precision:
@@ -96,7 +98,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         super()._check_configured()
         self.precision_plugin = self.precision_plugin  # the setter replaces Lightning's default plugin
         check_precision(self.precision_plugin, self.root_device)
-        self._options.check_world_size(self.num_nodes * self.num_processes)
+        self._options.check_world_size(self.num_nodes * self.num_processes, self.num_processes)
 
     def setup_environment(self) -> None:
         """Set up the device, join the process group, and create the device mesh. *Collective* over the world."""
@@ -105,13 +107,12 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         self.setup_distributed()
         if self._options.offload:
             check_supports_cpu_tensors("offload=True")
-        set_device_mesh(self, self.lightning_module, make_mesh(self.root_device, self.dims.replicate))
+        set_device_mesh(self, self.lightning_module, make_mesh(self.root_device, self.dims))
 
     @property
     def dims(self) -> ParallelDims:
-        """The arrangement of the ranks: `replicate` copies of the model, each sharded over an equal number of ranks."""
-        replicate = self._options.replicate
-        return ParallelDims(rank=self.global_rank, replicate=replicate, shard=self.world_size // replicate)
+        """The arrangement of the ranks: copies of the model, each sharded over an equal number of groups of ranks."""
+        return self._options.arrange(self.global_rank, self.world_size, self.num_processes)
 
     # Model wrapping
 
@@ -146,6 +147,10 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
             check_before_fit(module, self.dims)
             sync_batchnorm(module, layer_sync_of(self), self.root_device)
         self.model = self.precision_plugin.convert_module(module)
+        if self.dims.tensor > 1:
+            self._tensor = TensorParallel(
+                module, self._options, self.dims, self.device_mesh, trainer, self.num_processes
+            )
         if is_fit:
             self.checkpoint_activations()
         self._shard(module)
@@ -159,16 +164,25 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
 
     def _replicas(self) -> dict[str, tuple[Tensor, int]]:
         assert self.lightning_module is not None
-        shards, replicate = self.dims.shard, self.dims.replicate
-        return local_replicas(self.lightning_module, self.dims.data_rank % shards, has_replicas=replicate > 1)
+        return local_replicas(self.lightning_module)
 
     def _shard(self, module: LightningModule) -> None:
-        precision = self.precision_plugin
-        run = FSDPRun(module, self._options, self.dims, self.device_mesh, self.root_device, precision, self._deferred)
+        run = FSDPRun(
+            module,
+            self._options,
+            self.dims,
+            data_mesh(self.device_mesh),
+            self.root_device,
+            self.precision_plugin,
+            self._deferred,
+            None if self._tensor is None else self._tensor.split.split,
+        )
         if not self._has_printed_units:
             run.print_units()
             self._has_printed_units = True
         self._fsdp = run  # set before sharding, so that the teardown restores a module that is partly sharded
+        if self._tensor is not None:
+            self._tensor.split.install()
         run.shard()
         self._deferred = None
 
@@ -186,22 +200,29 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         """
         super().on_train_batch_start(batch, batch_idx)
         self._engine.before_batch(batch_idx)
+        if self._tensor is not None and batch_idx == 0:
+            self._tensor.share_random_states()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the training step with the root's parameters unsharded. *Collective* over the world."""
-        return self._engine.training_step(super().training_step, args, kwargs)
+        if self._tensor is not None:
+            self._tensor.before_step(self._engine, self.precision_plugin.train_step_context, args)
+        return self._gathered(self._engine.training_step(super().training_step, args, kwargs))
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the validation step with the root's parameters unsharded. *Collective* over the world."""
-        return self._engine.evaluation_step(super().validation_step, args, kwargs)
+        return self._gathered(self._engine.evaluation_step(super().validation_step, args, kwargs))
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the test step with the root's parameters unsharded. *Collective* over the world."""
-        return self._engine.evaluation_step(super().test_step, args, kwargs)
+        return self._gathered(self._engine.evaluation_step(super().test_step, args, kwargs))
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the predict step with the root's parameters unsharded. *Collective* over the world."""
-        return self._engine.evaluation_step(super().predict_step, args, kwargs)
+        return self._gathered(self._engine.evaluation_step(super().predict_step, args, kwargs))
+
+    def _gathered(self, output: Any) -> Any:
+        return output if self._tensor is None else gather_split(output)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward pass, which leaves each rank with its shards of the gradients. *Collective*."""
@@ -244,7 +265,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
 
         It stays sharded if only some ranks failed, or if a node lacks the memory for it.
         """
-        run, self._fsdp, self._deferred = self._fsdp, None, None
+        run, self._fsdp, self._deferred, self._tensor = self._fsdp, None, None, None
         layer_sync = layer_sync_of(self)
         try:
             if run is not None:

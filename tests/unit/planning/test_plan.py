@@ -22,7 +22,7 @@ from lightning_paral.planning.advice import advise, candidates
 from lightning_paral.planning.batch import batch_of_shape
 from lightning_paral.planning.following import follow_steps
 from lightning_paral.planning.isolated import IsolatedError, run_isolated
-from lightning_paral.planning.layout import LAYOUTS
+from lightning_paral.planning.layout import LAYOUTS, NOT_PLANNED
 from lightning_paral.planning.plan import make_plan
 from lightning_paral.planning.settings import StepSettings
 from tests.unit.planning.models import Adversarial, ConvNet, DependsOnValues, ReadsValues, bytes_of_text, gpt, images
@@ -36,9 +36,10 @@ def planned() -> Plan:
 
 
 def test_every_registered_strategy_has_a_layout_with_its_arguments() -> None:
-    assert ["paral_auto", *(layout.strategy for layout in LAYOUTS)] == [entry.name for entry in STRATEGIES]
+    entries = [entry for entry in STRATEGIES if entry.name not in NOT_PLANNED]
+    assert [layout.strategy for layout in LAYOUTS] == [entry.name for entry in entries]
     places = {None: "device", True: "host", "cpu": "host", "nvme": "nvme"}
-    for layout, entry in zip(LAYOUTS, STRATEGIES[1:], strict=True):
+    for layout, entry in zip(LAYOUTS, entries, strict=True):
         given = dict(entry.arguments)
         assert layout.stage == given.get("stage", 0)
         assert layout.all_reduce == given.get("all_reduce", "default")
@@ -347,6 +348,14 @@ def test_a_crash_of_the_fork_is_an_error_here() -> None:
         run_isolated(lambda: time.sleep(60), timeout=1)
     with pytest.raises(IsolatedError, match="ZeroDivisionError"):
         run_isolated(lambda: 1 / 0)
+
+
+def test_a_fork_that_cannot_compute_gradients_is_explained() -> None:
+    def follow() -> None:
+        raise RuntimeError("Unable to handle autograd's threading ... See https://.../wiki/Autograd-and-Fork")
+
+    with pytest.raises(IsolatedError, match=r"this process has trained before, .* a new process"):
+        run_isolated(follow)
 
 
 def test_offload_leaves_neither_gradients_nor_optimizer_on_the_device() -> None:

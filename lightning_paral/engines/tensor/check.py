@@ -1,0 +1,198 @@
+"""Check before the first training step that splitting layers changes neither the loss nor the gradients."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+
+from lightning_paral.checkpoint.dtensor_chunks import chunk_of_dtensor
+from lightning_paral.compat.torch.modules import own_parameters, show_parameters
+from lightning_paral.data.padding import rollback_side_effects
+from lightning_paral.data.parts.split import first_samples
+from lightning_paral.distributed.host_exchange import any_rank, gather_int_lists, gather_objects
+from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.distributed.rng_state import global_states
+from lightning_paral.engines.tensor.split import TensorSplit
+from lightning_paral.errors import ConfigurationError
+from lightning_paral.model.full_tensors import full_copy
+
+_TOLERANCE = 1e-4
+_TOLERANCE_OF_16_BITS = 5e-2
+_CANCELLED = 0.05
+"""Gradients smaller than this part of the largest one are compared with this part of it. Gradients before a BatchNorm,
+for example, are what rounding leaves of larger numbers, which cancel."""
+
+Step = Callable[[Any], Tensor | None]
+"""Runs the training step on a batch and the backward pass of its loss, and returns the loss; `None` without one."""
+
+
+def check_split(module: LightningModule, batch: Any, step: Step, split: TensorSplit, dims: ParallelDims) -> None:
+    """Compare a step on two samples with that of the unsplit module, without side effects. *Collective* over the world.
+
+    For the unsplit module, each rank gathers all parameters. Gradients of both steps are averages over the data ranks.
+    If steps draw random numbers, as for dropout, they are compared in evaluation mode. If they draw there as well, they
+    are not compared.
+
+    Args:
+        module: the LightningModule, whose parameters are split and sharded. It has no gradients.
+        batch: the first training batch of this rank.
+        step: runs a step.
+        split: the layers that are split.
+        dims: the arrangement of the ranks.
+
+    Raises:
+        ConfigurationError: the loss or a gradient differs. Raised on all ranks.
+    """
+    two = _two_samples(batch)
+    trained = [part for part in module.modules() if part.training]
+    # Numbers that are drawn for split activations do not change the shared random state.
+    draws = split.may_draw or any_rank(_compare(module, two, step, split, dims, looks=False) is None)
+    if draws:
+        module.eval()
+    try:
+        found = _compare(module, two, step, split, dims, looks=True)
+    finally:
+        for part in trained:
+            part.training = True
+    faults = [fault for fault in gather_objects(found) if fault]
+    if faults:
+        raise ConfigurationError(
+            f"Splitting the layers of {type(module).__name__} changes its training step: on two samples of the first "
+            f"batch, {faults[0]}. Give a plan without the layers whose code depends on their sizes: "
+            "plan={...} with patterns of names, such as {'blocks.*.up': 'colwise'}. `paral plan --tensor-parallel` "
+            "prints the current plan. If the difference is intended, for example because the step is random, set "
+            "check_plan=False."
+        )
+
+
+def _compare(
+    module: LightningModule, batch: Any, step: Step, split: TensorSplit, dims: ParallelDims, *, looks: bool
+) -> str | None:
+    """Return what differs between the split and the unsplit module: empty if nothing; `None` if numbers were drawn.
+
+    Args:
+        module: the LightningModule.
+        batch: two samples.
+        step: runs a step.
+        split: the layers that are split.
+        dims: the arrangement of the ranks.
+        looks: whether to compare; otherwise, only find out whether numbers are drawn.
+    """
+    before = global_states()[0]
+    with rollback_side_effects(module), _weights_kept(module):
+        loss = _loss_of(step(batch))
+        draws = not torch.equal(before, global_states()[0])
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+    _drop_gradients(module)
+    if not looks:
+        return None if draws else ""
+    if any_rank(draws):
+        return ""
+    with rollback_side_effects(module), _unsplit(module, split) as full:
+        expected = _loss_of(step(batch))
+    _drop_gradients(module)
+    is_16_bit = any(word in str(module.trainer.precision) for word in ("16",))
+    tolerance = _TOLERANCE_OF_16_BITS if is_16_bit else _TOLERANCE
+    different = _different_gradient(gradients, full, dims, tolerance)  # collective, so before ranks return
+    if loss is None or expected is None:
+        return different
+    if abs(loss - expected) > tolerance * max(1.0, abs(expected)):
+        return f"the loss is {loss:.6g} instead of {expected:.6g}"
+    return different
+
+
+def _different_gradient(
+    gradients: dict[str, Tensor | None], full: dict[str, Tensor], dims: ParallelDims, tolerance: float
+) -> str:
+    """Return the name of the gradient with the largest difference, with this difference; empty if none differs."""
+    worst, text = tolerance, ""
+    # Some modules, such as LSTMs, keep references to their own parameters, and do not compute with the gathered ones.
+    has_gradient = gather_int_lists([int(parameter.grad is not None) for parameter in full.values()])
+    used = [name for name, *ranks in zip(full, *has_gradient, strict=True) if any(ranks)]
+    for name in used:
+        parameter = full[name]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if dims.data_size > 1:
+            dist.all_reduce(parameter.grad, group=dims.data_group())
+            parameter.grad /= dims.data_size
+    sizes = {name: _largest(full[name].grad) for name in used}
+    smallest_scale = max(1e-6, _CANCELLED * max(sizes.values(), default=0.0))
+    for name in used:
+        expected, gradient = full[name].grad, gradients.get(name)
+        assert expected is not None
+        if gradient is None:
+            local = torch.zeros_like(expected)
+        elif isinstance(gradient, DTensor):
+            chunk = chunk_of_dtensor(gradient)
+            assert chunk is not None
+            expected = expected[chunk.index]
+            local = gradient.to_local()
+        else:
+            local = gradient
+        difference = _largest(local.to(expected.device, expected.dtype) - expected) / max(sizes[name], smallest_scale)
+        if difference > worst or difference != difference:
+            worst, text = difference, f"the gradient of {name} differs by {difference:.2g} of its largest element"
+    return text
+
+
+@contextmanager
+def _unsplit(module: Module, split: TensorSplit) -> Iterator[dict[str, Tensor]]:
+    """Let layers compute with full parameters inside the block; yield these by name. *Collective* over the world."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    full = {each: Parameter(full_copy(each), each.requires_grad) for each in names}
+    split.is_paused = True
+    try:
+        with ExitStack() as stack:
+            for part in module.modules():
+                own = own_parameters(part).items()
+                shown = {name: each if each is None else full[each] for name, each in own}
+                stack.enter_context(show_parameters(part, shown))
+            yield {names[parameter]: value for parameter, value in full.items()}
+    finally:
+        split.is_paused = False
+
+
+@contextmanager
+def _weights_kept(module: Module) -> Iterator[None]:
+    """Undo what steps inside the block write to this rank's part of the parameters."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # with reshard_after_forward=False, an evaluation leaves parameters unsharded
+    own = [each.detach() for each in module.parameters()]
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in own]
+    before = [each.clone() for each in local]
+    try:
+        yield
+    finally:
+        for each, value in zip(local, before, strict=True):
+            if not torch.equal(each, value):
+                each.copy_(value)
+
+
+def _two_samples(batch: Any) -> Any:
+    try:
+        two = first_samples(batch, 0, 2)
+    except ConfigurationError:  # it cannot be divided
+        return batch
+    return batch if two is None else two
+
+
+def _loss_of(output: Any) -> float | None:
+    return None if output is None else float(output.detach())
+
+
+def _largest(gradient: Tensor | None) -> float:
+    return 0.0 if gradient is None or gradient.numel() == 0 else gradient.abs().max().item()
+
+
+def _drop_gradients(module: Module) -> None:
+    for parameter in module.parameters():
+        parameter.grad = None

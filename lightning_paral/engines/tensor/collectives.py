@@ -1,0 +1,123 @@
+"""Differentiable collectives over the ranks that compute a layer together.
+
+They are the conjugate operators f and g of Shoeybi et al., "Megatron-LM", arXiv:1909.08053, and those between split and
+full activations. Copy and sum are each other's backward pass, and so are gather and split: second derivatives are exact
+as well. Each is *collective* over `group` in the forward pass, the backward pass, or both, as its docstring
+says. All ranks of `group` must have the same gradient of a full tensor.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_paral.compat.torch.collectives import all_gather_single
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return sum_over_ranks(gradient, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _summed(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return copy_to_ranks(gradient, ctx.group), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gathered(tensor, size, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return split_features(gradient, ctx.group), None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.size = group, tensor.shape[-1]
+        return tensor[..., own_range(ctx.size, group)].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gather_features(gradient, ctx.size, ctx.group), None
+
+
+def copy_to_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return `tensor`, equal on all ranks, for each rank to compute with; its gradients are summed over the ranks.
+
+    *Collective* in the backward pass.
+    """
+    copied: Tensor = _Copy.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return copied
+
+
+def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of the ranks' tensors. *Collective* in the forward pass."""
+    summed: Tensor = _Sum.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return summed
+
+
+def gather_features(tensor: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+    """Return the ranks' parts of the last dimension, of which there are `size` in all, joined. *Collective* in forward.
+
+    Args:
+        tensor: shape `[..., n]`, where n is the length of this rank's `own_range`.
+        size: the full size of the last dimension.
+        group: the ranks.
+    """
+    gathered: Tensor = _Gather.apply(tensor, size, group)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def split_features(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's part of the last dimension of `tensor`, which is equal on all ranks.
+
+    *Collective* in the backward pass.
+    """
+    split: Tensor = _Split.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return split
+
+
+def own_range(size: int, group: dist.ProcessGroup) -> slice:
+    """Return the indices among `size` that belong to this rank, divided as by `torch.chunk` and DTensor's `Shard`."""
+    return range_of(dist.get_rank(group), size, dist.get_world_size(group))
+
+
+def range_of(rank: int, size: int, num_ranks: int) -> slice:
+    """Return the indices, among `size`, that belong to `rank` of `num_ranks`. The last ranks may have fewer or none."""
+    length = -(-size // num_ranks)
+    return slice(min(rank * length, size), min((rank + 1) * length, size))
+
+
+def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    summed = tensor.contiguous() if not tensor.is_contiguous() else tensor.clone()
+    dist.all_reduce(summed, group=group)
+    return summed
+
+
+def _gathered(tensor: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+    num_ranks = dist.get_world_size(group)
+    length = -(-size // num_ranks)
+    padded = torch.nn.functional.pad(tensor, (0, length - tensor.shape[-1])).contiguous()
+    parts = padded.new_empty(num_ranks, *padded.shape)
+    all_gather_single(parts.view(-1), padded.view(-1), group=group)
+    lengths = [rows.stop - rows.start for rows in (range_of(rank, size, num_ranks) for rank in range(num_ranks))]
+    # A new tensor, not a view: autograd refuses to change views that a Function returns in place, as by ReLU(inplace).
+    return torch.cat([part[..., :length] for part, length in zip(parts, lengths, strict=True)], dim=-1)

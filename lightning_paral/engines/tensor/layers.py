@@ -1,0 +1,299 @@
+"""The parameters of a layer that is split, and how each rank computes its part of the layer."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Embedding, Module
+
+from lightning_paral.comm.rows import gather_rows, sum_to_rows
+from lightning_paral.compat.torch.modules import own_parameters
+from lightning_paral.compat.torch.versions import version_of
+from lightning_paral.engines.tensor.activations import SplitActivation
+from lightning_paral.engines.tensor.collectives import (
+    copy_to_ranks,
+    gather_features,
+    own_range,
+    split_features,
+    sum_over_ranks,
+)
+from lightning_paral.engines.tensor.embedding import after, before, local_padding_idx
+from lightning_paral.engines.tensor.exchange import own_rows_of_segments
+from lightning_paral.engines.tensor.layout import Layout
+from lightning_paral.engines.tensor.logits import SplitLogits
+from lightning_paral.engines.tensor.plan import Split
+from lightning_paral.engines.tensor.random_streams import SplitStreams
+from lightning_paral.engines.tensor.split_tensor import SplitTensor
+
+_ABSENT = object()
+"""Stands for an attribute that an instance does not have."""
+
+
+def is_transposed(layer: Module) -> bool:
+    """Return whether `layer` is a `Conv1D` of transformers: a linear layer with a weight of shape `[in, out]`."""
+    return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
+
+
+def split_dims(layer: Module, split: Split) -> dict[str, int]:
+    """Return the dimension in which each parameter of `layer` is split, by name. The others stay whole."""
+    if isinstance(layer, Embedding):
+        return {"weight": 0}
+    features = {"colwise": 0, "vocab": 0, "rowwise": 1}.get(split.style)
+    if features is None:
+        return {}
+    dims = {"weight": 1 - features if is_transposed(layer) else features}
+    if features == 0 and own_parameters(layer).get("bias") is not None:
+        dims["bias"] = 0
+    return dims
+
+
+class SharedCopies:
+    """Gives layers that have the same input one copy of it, so that one collective sums their gradients."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._last: tuple[ref[Tensor], float, Tensor] | None = None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return all of `tensor`, split or not, or what the last call has returned for the same tensor.
+
+        The gradients of the result are summed over the ranks.
+        """
+        is_split = isinstance(tensor, SplitTensor)
+        if not is_split and not (torch.is_grad_enabled() and tensor.requires_grad):
+            return tensor
+        version = tensor.local_version() if isinstance(tensor, SplitTensor) else version_of(tensor)
+        if self._last is not None:
+            source, known, copy = self._last
+            if source() is tensor and known == version:
+                return copy
+        copied = self._copied(tensor)
+        if torch.is_grad_enabled():
+            self._last = ref(tensor, self._forget), version, copied
+        return copied
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, SplitTensor):
+            dim, is_single = tensor.parts.dim, len(tensor.parts.segments) == 1
+            if dim < tensor.ndim - 1 and is_single:  # positions
+                return gather_rows(tensor.local.movedim(dim, 0), self._group).movedim(0, dim).contiguous()
+            tensor = tensor.full()
+        return copy_to_ranks(tensor, self._group) if torch.is_grad_enabled() and tensor.requires_grad else tensor
+
+    def _forget(self, source: Any) -> None:
+        if self._last is not None and self._last[0] is source:
+            self._last = None
+
+
+class TensorRun(Protocol):
+    """What the layers of a module share in a run."""
+
+    group: dist.ProcessGroup
+    """The ranks that compute each layer together."""
+    copies: SharedCopies
+    streams: SplitStreams
+    is_paused: bool
+    """Whether layers compute as if they were not split."""
+    splits_positions: bool
+    """Whether each rank has some of the positions of activations that it would otherwise have in full."""
+
+
+class SplitLayer(ABC):
+    """Computes this rank's part of a layer: hooks around `forward` give the layer its local parameters.
+
+    While `forward` runs, attributes of the instance hide the parameters, which are DTensors. The layer's own code
+    therefore computes with ordinary tensors.
+
+    Args:
+        layer: the layer.
+        split: how it is split.
+        run: what the layers share.
+        number: the position of the layer among those that are split.
+    """
+
+    def __init__(self, layer: Module, split: Split, run: TensorRun, number: int) -> None:
+        self.layer = layer
+        self.split = split
+        self.group = run.group
+        self.run = run
+        self.number = number
+        self._hidden: dict[str, Any] = {}
+        layer.register_forward_pre_hook(self._before, with_kwargs=True)
+        # First, so that the user's own hooks see the output of the whole layer.
+        layer.register_forward_hook(self._after, prepend=True, always_call=True)
+
+    def _before(self, layer: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if self.run.is_paused:
+            return args, kwargs
+        for name, parameter in own_parameters(layer).items():
+            if isinstance(parameter, DTensor):
+                self.hide(name, parameter.to_local())
+        if args:
+            return (self.prepare(args[0]), *args[1:]), kwargs
+        name = next(iter(kwargs))
+        return args, {**kwargs, name: self.prepare(kwargs[name])}
+
+    def _after(self, layer: Module, args: Any, output: Any) -> Any:
+        if self.run.is_paused:
+            return output
+        for name, value in self._hidden.items():
+            if value is _ABSENT:
+                vars(layer).pop(name, None)
+            else:
+                vars(layer)[name] = value
+        self._hidden.clear()
+        return self.finish(output) if isinstance(output, Tensor) else output
+
+    def hide(self, name: str, value: Any) -> None:
+        """Give the layer's attribute `name` another value until `forward` ends."""
+        self._hidden.setdefault(name, vars(self.layer).get(name, _ABSENT))
+        vars(self.layer)[name] = value
+
+    @abstractmethod
+    def prepare(self, value: Tensor) -> Tensor:
+        """Return the input with which the layer's own code computes this rank's part."""
+
+    @abstractmethod
+    def finish(self, output: Tensor) -> Tensor:
+        """Return the output that the layer's caller gets, from the result of this rank's part."""
+
+
+class ColwiseLayer(SplitLayer):
+    """A linear layer of which this rank computes some of the output features."""
+
+    def __init__(self, layer: Module, *others: Any) -> None:
+        super().__init__(layer, *others)
+        self.num_features = _num_features(layer, 0)
+
+    def prepare(self, value: Tensor) -> Tensor:
+        """Return the full input, whose gradients are summed over the ranks."""
+        if self.split.segments:
+            self._exchange_rows()
+        elif not self.split.gathers_output:
+            self.run.streams.enter(self.number)
+        if is_transposed(self.layer):
+            rows = own_range(self.num_features, self.group)
+            self.hide("nf", rows.stop - rows.start)
+        return self.run.copies.of(value)
+
+    def finish(self, output: Tensor) -> Tensor:
+        """Return the output of all ranks, or leave it split."""
+        if self.split.gathers_output:
+            return gather_features(output, self.num_features, self.group)
+        if self.split.segments:
+            parts = Layout(output.ndim - 1, self.split.segments)
+            return SplitActivation.of(output, parts, self.group, self.run.streams)
+        return output
+
+    def _exchange_rows(self) -> None:
+        """Compute this rank's part of each segment, instead of consecutive output features."""
+        if len(self.split.segments) == 1:
+            return
+        dims = split_dims(self.layer, self.split)
+        for name, parameter in own_parameters(self.layer).items():
+            if parameter is not None:
+                local = getattr(self.layer, name).transpose(0, dims[name])
+                rows = own_rows_of_segments(local.contiguous(), self.split.segments, self.group)
+                self.hide(name, rows.transpose(0, dims[name]))
+
+
+class HeadLayer(ColwiseLayer):
+    """A linear layer whose output features are the classes of a loss."""
+
+    def finish(self, output: Tensor) -> Tensor:
+        """Return the logits, which are gathered when they are needed."""
+        return SplitLogits.of(output, self.num_features, self.group)
+
+
+class RowwiseLayer(SplitLayer):
+    """A linear layer of which this rank multiplies some of the input features."""
+
+    def __init__(self, layer: Module, *others: Any) -> None:
+        super().__init__(layer, *others)
+        self.num_inputs = _num_features(layer, 1)
+        self._bias: Tensor | None = None
+
+    def prepare(self, value: Tensor) -> Tensor:
+        """Return this rank's features of the input. The bias is added once, after the results are summed."""
+        if not self.split.splits_input:
+            self.run.streams.leave()
+        if isinstance(value, SplitActivation) and value.parts == Layout(value.ndim - 1, (self.num_inputs,)):
+            value = value.local
+        elif self.split.splits_input or isinstance(value, SplitTensor) or value.shape[-1] == self.num_inputs:
+            value = split_features(full(value), self.group)
+        self._bias = own_parameters(self.layer).get("bias")
+        if self._bias is not None:
+            self.hide("bias", torch.zeros_like(self._bias) if is_transposed(self.layer) else None)
+        return value
+
+    def finish(self, output: Tensor) -> Tensor:
+        """Return the sum of the ranks' results, with the bias; or the part of it with this rank's positions."""
+        output, bias, self._bias = self._summed(output), self._bias, None
+        return output if bias is None else output + bias.to(output.dtype)
+
+    def _summed(self, output: Tensor) -> Tensor:
+        parts = Layout(output.ndim - 2, (output.shape[-2],)) if output.ndim > 1 else None
+        if not self.run.splits_positions or parts is None or not parts.is_even(dist.get_world_size(self.group)):
+            return sum_over_ranks(output, self.group)
+        own = sum_to_rows(output.movedim(parts.dim, 0), self.group).movedim(0, parts.dim).contiguous()
+        return SplitActivation.of(own, parts, self.group, self.run.streams)
+
+
+class EmbeddingLayer(SplitLayer):
+    """An embedding of which this rank has some of the rows."""
+
+    layer: Embedding
+
+    def __init__(self, layer: Module, *others: Any) -> None:
+        super().__init__(layer, *others)
+        self.rows = own_range(self.layer.num_embeddings, self.group)
+        self._elsewhere: Tensor | None = None
+
+    def prepare(self, value: Tensor) -> Tensor:
+        """Return the indices among this rank's rows."""
+        self.hide("padding_idx", local_padding_idx(self.layer.padding_idx, self.rows))
+        local, self._elsewhere = before(value, self.rows, self.layer.num_embeddings)
+        return local
+
+    def finish(self, output: Tensor) -> Tensor:
+        """Return the rows of all ranks."""
+        elsewhere, self._elsewhere = self._elsewhere, None
+        assert elsewhere is not None
+        return after(output, elsewhere, self.group)
+
+
+class LocalLayer(SplitLayer):
+    """A whole layer that computes with activations that are split, such as a norm of each head."""
+
+    def prepare(self, value: Tensor) -> Tensor:
+        """Return the input unchanged. Gradients of the parameters are summed over the ranks."""
+        for name, parameter in own_parameters(self.layer).items():
+            if parameter is not None:
+                self.hide(name, copy_to_ranks(parameter, self.group) if torch.is_grad_enabled() else parameter)
+        return value
+
+    def finish(self, output: Tensor) -> Tensor:
+        """Return the output unchanged."""
+        return output
+
+
+def layer_class(layer: Module, split: Split) -> Callable[..., SplitLayer]:
+    """Return the class that computes `layer` as `split` says."""
+    if split.style == "vocab":
+        return EmbeddingLayer if isinstance(layer, Embedding) else HeadLayer
+    return {"colwise": ColwiseLayer, "rowwise": RowwiseLayer, "local": LocalLayer}[split.style]
+
+
+def full(value: Tensor) -> Tensor:
+    """Return `value`, gathered if it is split."""
+    return value.full() if isinstance(value, SplitTensor) else value
+
+
+def _num_features(layer: Any, dim: int) -> int:
+    size: int = layer.weight.shape[1 - dim if is_transposed(layer) else dim]
+    return size

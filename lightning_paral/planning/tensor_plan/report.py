@@ -1,0 +1,207 @@
+"""Show a plan: as a table, and as JSON values."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.text import Text
+from torch.nn import Module
+
+from lightning_paral.engines.tensor.layers import split_dims
+from lightning_paral.engines.tensor.plan import Split, TensorPlan
+from lightning_paral.planning.tensor_plan.make import why_gathered
+from lightning_paral.planning.tensor_plan.observations import Observations
+from lightning_paral.planning.tensor_plan.user_plan import folded
+from lightning_paral.quantities import format_bytes
+from lightning_paral.tables import make_console, make_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Layers that are treated alike."""
+
+    name: str
+    """With a star in place of the numbers in which several layers differ."""
+    count: int
+    style: str
+    """`"whole"` for layers that stay whole."""
+    gathers: bool | None
+    """Whether the output is gathered in the forward pass; `None` if the layer has no such choice."""
+    num_bytes: int
+    """Of the parameters of all these layers."""
+    rank_bytes: int
+    """Of the parameters that a rank holds; the most of all ranks."""
+    reason: str
+    """Why the output is gathered, or the layers stay whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorReport:
+    """What a plan means for a module."""
+
+    module_name: str
+    num_ranks: int
+    rows: tuple[Row, ...]
+    other_bytes: int
+    """Of parameters of modules that cannot be split, such as norms."""
+    notes: tuple[str, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all parameters."""
+        return self.other_bytes + sum(row.num_bytes for row in self.rows)
+
+    @property
+    def rank_bytes(self) -> int:
+        """Of the parameters that a rank holds."""
+        return self.other_bytes + sum(row.rank_bytes for row in self.rows)
+
+
+def report_of(module: Module, num_ranks: int, plan: TensorPlan, observations: Observations) -> TensorReport:
+    """Return the report of a plan. Shared parameters count once, for the first of their layers."""
+    parts = dict(module.named_modules())
+    seen: set[int] = set()
+    reasons = why_gathered(module, plan, observations)
+    groups: dict[tuple[Any, ...], list[tuple[str, int, int]]] = {}
+    for name, part in parts.items():
+        split = plan.splits.get(name)
+        if (split is None and name not in plan.whole) or (split is not None and split.style == "local"):
+            continue
+        before, after = _sizes(part, split, num_ranks, seen)
+        style = split.style if split is not None else "whole"
+        reason = plan.whole[name] if split is None else reasons.get(name, "")
+        key = (_kind_of(name), style, _gathers(split), _folded_text(reason))
+        groups.setdefault(key, []).append((name, before, after))
+    other = sum(
+        parameter.numel() * parameter.element_size() for parameter in module.parameters() if id(parameter) not in seen
+    )
+    rows = tuple(
+        Row(
+            name=_common_name([name for name, _, _ in members]),
+            count=len(members),
+            style=key[1],
+            gathers=key[2],
+            num_bytes=sum(before for _, before, _ in members),
+            rank_bytes=sum(after for _, _, after in members),
+            reason=key[3],
+        )
+        for key, members in groups.items()
+    )
+    notes = [*observations.notes]
+    if observations.reason is not None:
+        notes.insert(0, f"No step could be followed, so every layer gathers its output: {observations.reason}")
+    return TensorReport(
+        module_name=type(module).__name__, num_ranks=num_ranks, rows=rows, other_bytes=other, notes=tuple(notes)
+    )
+
+
+def _kind_of(name: str) -> str:
+    """Return the name that layers of repeated blocks share. A number that ends a name is a position in a block."""
+    block, _, last = name.rpartition(".")
+    return f"{folded(block)}.{last}" if any(part.isdigit() for part in block.split(".")) else folded(name)
+
+
+def _common_name(names: list[str]) -> str:
+    """Return the names as one, with a star where they differ."""
+    parts = zip(*(name.split(".") for name in names), strict=True)
+    return ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
+
+
+def _folded_text(text: str) -> str:
+    """Return `text` with the names in it folded, so that the reasons of repeated blocks are equal."""
+    return " ".join(folded(word) if "." in word.rstrip(".,:") else word for word in text.split(" "))
+
+
+def _sizes(part: Module, split: Split | None, num_ranks: int, seen: set[int]) -> tuple[int, int]:
+    before = after = 0
+    dims = split_dims(part, split) if split is not None else {}
+    for name, parameter in part.named_parameters(recurse=False):
+        if id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        size = parameter.numel() * parameter.element_size()
+        before += size
+        length = parameter.shape[dims[name]] if name in dims else 0
+        after += size // length * -(-length // num_ranks) if length else size
+    return before, after
+
+
+def _gathers(split: Split | None) -> bool | None:
+    return split.gathers_output if split is not None and split.style == "colwise" else None
+
+
+def report_as_table(report: TensorReport) -> RenderableType:
+    """Return the report for a rich console: a row for each kind of layers, what stays whole, and notes."""
+    split = [row for row in report.rows if row.style != "whole"]
+    whole = [row for row in report.rows if row.style == "whole"]
+    heading = (
+        f"{report.module_name}, {report.num_ranks} tensor ranks: parameters of {format_bytes(report.num_bytes)}, "
+        f"{format_bytes(report.rank_bytes)} per rank"
+    )
+    parts: list[RenderableType] = [Text(heading)]
+    if split:
+        headers = ["layers", "style", "output", "whole", "per rank"]
+        rows = [
+            [
+                _named(row),
+                row.style,
+                {True: "gathered", False: "split", None: ""}[row.gathers],
+                format_bytes(row.num_bytes),
+                format_bytes(row.rank_bytes),
+            ]
+            for row in split
+        ]
+        parts.append(make_table(headers, rows, left=(0, 1, 2)))
+        gathered = [row for row in split if row.reason]
+        if gathered:
+            parts.append(
+                make_table(["gathered", "because"], [[_named(r), escape(r.reason)] for r in gathered], left=(0, 1))
+            )
+    else:
+        parts.append(Text("No layer is split."))
+    if whole:
+        parts.append(
+            make_table(
+                ["stays whole", "because", "per rank"],
+                [[_named(row), escape(row.reason), format_bytes(row.rank_bytes)] for row in whole],
+                left=(0, 1),
+            )
+        )
+    if report.other_bytes:
+        parts.append(Text(f"Other parameters, such as those of norms, stay whole: {format_bytes(report.other_bytes)}."))
+    parts += [Text(f"Note: {note}") for note in report.notes]
+    return Group(*parts)
+
+
+def _named(row: Row) -> str:
+    return escape(row.name) + (f" ({row.count})" if row.count > 1 else "")
+
+
+def report_as_dict(report: TensorReport) -> dict[str, Any]:
+    """Return the report as JSON values."""
+    return {
+        "module": report.module_name,
+        "tensor_parallel": report.num_ranks,
+        "parameter_bytes": report.num_bytes,
+        "rank_bytes": report.rank_bytes,
+        "other_bytes": report.other_bytes,
+        "layers": [
+            {
+                "name": row.name,
+                "count": row.count,
+                "style": row.style,
+                "gathers_output": row.gathers,
+                "bytes": row.num_bytes,
+                "rank_bytes": row.rank_bytes,
+                "reason": row.reason,
+            }
+            for row in report.rows
+        ],
+        "notes": list(report.notes),
+    }
+
+
+def print_report(report: TensorReport) -> None:
+    """Print the report, with colour where the terminal has it."""
+    make_console().print(report_as_table(report))

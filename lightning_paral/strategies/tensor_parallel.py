@@ -1,0 +1,180 @@
+"""Plan how the layers of a module are split over the tensor ranks, split them, and check the first step."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_paral.compat.torch.compiled import is_compiled
+from lightning_paral.compat.torch.pytree import tree_map_only
+from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.host_exchange import broadcast_from_first_rank, every_rank
+from lightning_paral.distributed.mesh import TENSOR, ParallelDims
+from lightning_paral.distributed.rng_state import current_states, restore_states
+from lightning_paral.engines.fsdp.options import FSDPOptions
+from lightning_paral.engines.fsdp.run import FSDPRun
+from lightning_paral.engines.tensor.check import check_split
+from lightning_paral.engines.tensor.plan import TensorPlan
+from lightning_paral.engines.tensor.split import TensorSplit
+from lightning_paral.engines.tensor.split_tensor import SplitTensor
+from lightning_paral.errors import ConfigurationError
+from lightning_paral.model.host_memory_check import host_memory_shortage
+from lightning_paral.planning.tensor_plan.following import observe_evaluation, observe_fit
+from lightning_paral.planning.tensor_plan.make import make_plan
+from lightning_paral.planning.tensor_plan.observations import Observations
+from lightning_paral.strategies.library_warnings import ignore_sequential_gathers
+
+
+class TensorParallel:
+    """Splits the layers of a module over the tensor ranks, for one run.
+
+    Args:
+        module: the LightningModule, not yet sharded.
+        options: the options of the strategy.
+        dims: the arrangement of the ranks.
+        mesh: the device mesh of all ranks.
+        trainer: the Trainer.
+        ranks_per_node: the number of ranks that share the memory of a node.
+
+    Raises:
+        ConfigurationError: the plan cannot be carried out, or `sequence_parallel` is given for a compiled module.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        options: FSDPOptions,
+        dims: ParallelDims,
+        mesh: DeviceMesh,
+        trainer: Trainer,
+        ranks_per_node: int,
+    ) -> None:
+        ignore_sequential_gathers()
+        if ranks_per_node % dims.tensor:
+            rank_zero_warn(
+                f"tensor_parallel={dims.tensor}, but a node has {ranks_per_node} rank(s): tensor ranks are on "
+                "different nodes, and send activations over the network in each layer. Choose a number that divides "
+                "the ranks of a node, or 'node'."
+            )
+        if options.sequence_parallel:
+            _check_not_compiled(module)
+        self._module = module
+        self._dims = dims
+        self._mesh = mesh[TENSOR]
+        self._ranks_per_node = ranks_per_node
+        self._awaits_check = options.check_plan and module.automatic_optimization
+        observed = _observe(trainer, module, dims.tensor)
+        plan = make_plan(module, dims.tensor, observed, options.plan)
+        self._device = trainer.strategy.root_device
+        self.split = TensorSplit(
+            module,
+            plan,
+            self._mesh,
+            self._device,
+            splits_positions=options.sequence_parallel,
+            may_draw=bool(observed.random),
+        )
+        rank_zero_info(_summary(plan, observed, dims.tensor))
+        self.share_random_states()
+
+    def before_step(self, engine: FSDPRun, context: Callable[[], Any], args: tuple[Any, ...]) -> None:
+        """Prepare for a training step; check the first one. *Collective* over the world in the first step of a fit.
+
+        Args:
+            engine: the run of FSDP.
+            context: returns the context manager in which steps run.
+            args: the arguments of `training_step`.
+
+        Raises:
+            ConfigurationError: splitting the layers changes the loss or a gradient.
+        """
+        self.split.streams.leave()
+        if self.split.may_draw:
+            self.share_random_states()
+        if not self._awaits_check:
+            return
+        self._awaits_check = False
+        obstacle = "training_step draws its batches itself" if isinstance(args[0], Iterator) else self._shortage()
+        if obstacle is not None:
+            rank_zero_info(f"The plan of tensor parallelism is not checked: {obstacle}.")
+            return
+
+        def step(batch: Any) -> Tensor | None:
+            def run(*args: Any) -> Any:
+                with context():
+                    return self._module.training_step(*args)
+
+            output = engine.training_step(run, (batch, *args[1:]), {})
+            loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
+            if loss is not None:
+                engine.backward(_backward, loss, (), {})
+            return loss
+
+        vars(self._module)["log"] = lambda *_, **__: None
+        try:
+            with engine.reducing():
+                check_split(self._module, args[0], step, self.split, self._dims)
+        finally:
+            vars(self._module).pop("log", None)
+
+    def _shortage(self) -> str | None:
+        """Return why a rank lacks memory for the whole module and its gradients, or `None`. *Collective*."""
+        num_bytes = 2 * sum(each.numel() * each.element_size() for each in self._module.parameters())
+        if self._device.type != "cuda":
+            return host_memory_shortage(num_bytes, self._ranks_per_node)
+        fits = num_bytes < torch.cuda.mem_get_info(self._device)[0] // 2
+        return None if every_rank(fits) else f"the whole module would need {num_bytes / 1e9:,.1f} GB on each device"
+
+    def share_random_states(self) -> None:
+        """Give all tensor ranks the random states of the first one. *Collective* over the tensor ranks.
+
+        Activations that they have in full must get equal dropout masks, also if code on some ranks has drawn numbers.
+        """
+        devices = [self._device]
+        shared = broadcast_from_first_rank(current_states(devices), self._mesh.get_group())
+        restore_states([shared], RankGroup(), devices)
+
+
+def _check_not_compiled(module: LightningModule) -> None:
+    """Raise a `ConfigurationError` if a part of `module` is compiled: it could not take tensors that are split."""
+    for name, part in module.named_modules():
+        if is_compiled(part):
+            raise ConfigurationError(
+                f"sequence_parallel=True cannot be used with compiled modules, such as {name or 'the module'}, "
+                "which take whole tensors only. Leave sequence_parallel out, or do not compile them."
+            )
+
+
+def gather_split(output: Any) -> Any:
+    """Return what a step returns, with ordinary tensors in place of split ones. *Collective* if there are any."""
+    return tree_map_only(SplitTensor, SplitTensor.full, output)
+
+
+def _backward(loss: Tensor) -> Tensor:
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss
+
+
+def _summary(plan: TensorPlan, observed: Observations, num_ranks: int) -> str:
+    whole = f"; {len(plan.whole)} stay whole" if plan.whole else ""
+    reason = "" if observed.reason is None else f" Every layer gathers its output, because {observed.reason}."
+    return (
+        f"Tensor parallel over {num_ranks} ranks: {len(plan.splits)} layers are split{whole}. "
+        f"`paral plan --tensor-parallel {num_ranks}` lists them.{reason}"
+    )
+
+
+def _observe(trainer: Trainer, module: LightningModule, num_ranks: int) -> Observations:
+    """Return what rank 0 has learned from following the steps of the run. *Collective* over the world."""
+    found: Observations | None = None
+    if trainer.is_global_zero:
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        found = (observe_fit if is_fit else observe_evaluation)(trainer, module, num_ranks)
+    observed = broadcast_from_first_rank(found)
+    assert observed is not None
+    return observed

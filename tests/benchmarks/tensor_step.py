@@ -1,0 +1,150 @@
+"""Time training steps of a Llama under `paral_tp`, and in a loop with torch's `parallelize_module`.
+
+    python -m tests.benchmarks.tensor_step
+
+Two ranks. Rounds of both alternate in the same processes; a time is the median over all rounds. The model, the
+optimizer, the batches and the layers that are split are the same; the loop gathers its logits.
+"""
+
+import logging
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from lightning.pytorch import Callback, LightningModule
+from tabulate import tabulate
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader
+
+from lightning_paral import ParalFSDPStrategy
+from tests.rank_pool import RankPool
+from tests.running import quiet_trainer
+
+VOCABULARY, CONTEXT, BATCH_SIZE = 512, 128, 8
+NUM_STEPS, NUM_ROUNDS, NUM_SKIPPED = 12, 5, 4
+
+
+class Llama(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=256,
+                intermediate_size=768,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                num_key_value_heads=4,
+                max_position_embeddings=CONTEXT,
+            )
+        ).train()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def module() -> Llama:
+    torch.manual_seed(0)
+    return Llama()
+
+
+def batches() -> DataLoader[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return DataLoader(torch.randint(0, VOCABULARY, (NUM_STEPS * BATCH_SIZE, CONTEXT), generator=generator), BATCH_SIZE)
+
+
+class Times(Callback):
+    """Records when each training step begins."""
+
+    def __init__(self) -> None:
+        self.starts: list[float] = []
+        self.losses: list[float] = []
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.starts.append(time.perf_counter())
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+def under_paral_tp() -> tuple[list[float], float]:
+    times = Times()
+    strategy = ParalFSDPStrategy(tensor_parallel="node", divergence_check_every=None)
+    trainer = quiet_trainer(devices=2, strategy=strategy, max_epochs=1, callbacks=[times])
+    trainer.fit(module(), batches())
+    return differences(times.starts), times.losses[-1]
+
+
+def by_hand() -> tuple[list[float], float]:
+    llama = module()
+    mesh = init_device_mesh("cpu", (2,))
+    plan: Any = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
+    plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
+    for number in range(len(llama.model.model.layers)):
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+            plan[f"model.layers.{number}.{name}"] = ColwiseParallel()
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            plan[f"model.layers.{number}.{name}"] = RowwiseParallel()
+    parallelize_module(llama.model, mesh, plan)
+    optimizer = llama.configure_optimizers()
+    starts, loss = [], torch.zeros(())
+    for number, batch in enumerate(batches()):
+        starts.append(time.perf_counter())
+        loss = llama.training_step(batch, number)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    assert not isinstance(loss, DTensor)
+    return differences(starts), loss.item()
+
+
+def differences(starts: list[float]) -> list[float]:
+    return [later - earlier for earlier, later in pairwise(starts)][NUM_SKIPPED:]
+
+
+def rounds() -> list[tuple[str, list[float], float]]:
+    return list(_rounds())
+
+
+def _rounds() -> Iterator[tuple[str, list[float], float]]:
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    under_paral_tp()  # creates the process group
+    for _ in range(NUM_ROUNDS):
+        for name, run in (("parallelize_module", by_hand), ("paral_tp", under_paral_tp)):
+            dist.barrier()
+            yield name, *run()
+
+
+def main() -> None:
+    """Print the table."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    pool = RankPool()
+    found = pool.run(2, rounds, timeout=900)[0]
+    pool.close()
+    times = {name: [each for other, steps, _ in found if other == name for each in steps] for name, *_ in found}
+    losses = {name: loss for name, _, loss in found}
+    loop = statistics.median(times["parallelize_module"])
+    rows = [
+        (name, 1000 * statistics.median(each), statistics.median(each) / loop, losses[name])
+        for name, each in times.items()
+    ]
+    print(tabulate(rows, headers=("", "step, ms", "ratio", "last loss"), floatfmt=("", ".0f", ".2f", ".6f")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Models of Hugging Face, and the example's GPT, train with split layers as in one process, tied and untied."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from examples.gpt import GPT
+from lightning_paral import ConfigurationError, ParalFSDPStrategy
+from tests.distributed.pipeline.test_hugging_face import LENGTH, VOCABULARY, LanguageModel, Losses
+from tests.running import quiet_trainer
+
+
+class ExampleGPT(GPT):
+    """The example's GPT on the batches of the other models."""
+
+    def __init__(self) -> None:
+        super().__init__(width=64, num_layers=2, num_heads=4, context=LENGTH, num_warmup_steps=2)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.loss((batch[:, :-1], batch[:, 1:]))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Log nothing."""
+
+
+class Held(Callback):
+    """Counts the elements of split parameters, and those of them that this rank holds."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        split = [p for p in pl_module.parameters() if not p.placements[-1].is_replicate()]  # type: ignore[attr-defined]
+        self.full = sum(parameter.numel() for parameter in split)
+        self.local = sum(parameter.to_local().numel() for parameter in split)  # type: ignore[attr-defined]
+
+
+def fit(
+    world_size: int, kind: str, tied: bool, strategy: Any, *callbacks: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    module = ExampleGPT() if kind == "gpt" else LanguageModel(kind, tied)
+    module.double()  # in fp32, AdamW turns the rounding of gradients that are zero into steps
+    losses = Losses()
+    trainer = quiet_trainer(
+        devices=world_size,
+        strategy=strategy,
+        max_epochs=1,
+        callbacks=[losses, *callbacks],
+        gradient_clip_val=1.0,
+    )
+    batches = torch.randint(0, VOCABULARY, (40, LENGTH), generator=torch.Generator().manual_seed(1))
+    trainer.fit(module, DataLoader(batches, batch_size=8))
+    return losses.values, {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+
+
+@cache
+def in_one_process(kind: str, tied: bool) -> tuple[list[float], dict[str, Tensor]]:
+    return fit(1, kind, tied, "auto")
+
+
+def split(world_size: int, kind: str, tied: bool, num_tensor_ranks: int) -> tuple[Any, int, int]:
+    held = Held()
+    strategy = ParalFSDPStrategy(tensor_parallel=num_tensor_ranks, sequence_parallel=tied, split="global")
+    return fit(world_size, kind, tied, strategy, held), held.full, held.local
+
+
+@pytest.mark.parametrize(
+    ("kind", "tied", "world_size", "num_tensor_ranks"),
+    [
+        *((kind, False, 2, 2) for kind in ("gpt", "llama", "qwen3", "gpt2", "bert", "t5")),
+        *((kind, True, 2, 2) for kind in ("llama", "qwen3", "gpt2", "bert", "t5")),
+        *((kind, True, 4, 2) for kind in ("llama", "qwen3", "t5")),
+        *((kind, False, 4, 4) for kind in ("gpt", "gpt2", "bert")),
+    ],
+)
+def test_language_model_equals_one_process(
+    on_ranks, kind: str, tied: bool, world_size: int, num_tensor_ranks: int
+) -> None:
+    losses, weights = in_one_process(kind, tied)
+
+    ranks = on_ranks(world_size, split, world_size, kind, tied, num_tensor_ranks)
+
+    mean = torch.tensor([found for (found, _), _, _ in ranks]).mean(dim=0).tolist()
+    assert mean == pytest.approx(losses, rel=1e-6)
+    for (_, found), full, local in ranks:
+        assert found.keys() == weights.keys()
+        assert full > 0.8 * sum(weight.numel() for weight in weights.values() if weight.dim() > 1)
+        assert local * world_size == full  # every split parameter, exactly
+        for name, weight in found.items():
+            # T5 computes its norms in fp32, and AdamW turns their rounding into steps.
+            limit = 1e-4 if kind == "t5" and tied else 1e-5
+            assert (weight - weights[name]).abs().max() <= limit, name
+
+
+def refusal() -> str:
+    with pytest.raises(ConfigurationError) as error:
+        split(4, "llama", False, 4)
+    return str(error.value)
+
+
+def test_heads_that_the_ranks_do_not_divide_are_refused(on_ranks) -> None:
+    for message in on_ranks(4, refusal):
+        assert "num_key_value_heads" in message

@@ -1,0 +1,130 @@
+"""What cannot be split, or would change the training, is an error before the first step."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from lightning_paral import ConfigurationError, ParalFSDPStrategy
+from tests.models.chain import fit_chain
+from tests.models.split_layers import SplitLayers
+
+
+class DependsOnTheRank(SplitLayers):
+    """Computes something else on each tensor rank, which must have the same full activations."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * (1.0 + 0.1 * dist.get_rank())) if dist.is_initialized() else super().forward(x)
+
+
+class WritesInStep(SplitLayers):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2:
+            with torch.no_grad():
+                self.twice.weight.mul_(0.5)
+        return loss
+
+
+class UsesWeightDirectly(SplitLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + nn.functional.linear(torch.tanh(self.first(x)), self.alone.weight)[:, :3]
+
+
+class IsSplitAlready(SplitLayers):
+    def configure_model(self) -> None:
+        if not hasattr(self, "own"):
+            full = torch.ones(8, 8)
+            self.own = nn.Linear(8, 8)
+            self.own.weight = nn.Parameter(distribute_tensor(full, self.device_mesh["tensor_parallel"], [Shard(0)]))
+
+
+class IsCompiled(SplitLayers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].compile(backend="eager")
+
+
+def error_of(world_size: int, module: type[LightningModule], options: dict[str, Any]) -> str:
+    with pytest.raises((ConfigurationError, RuntimeError)) as error:
+        fit_chain(ParalFSDPStrategy(**options), world_size, module=module())
+    return str(error.value)
+
+
+ALL = {"twice": "colwise", "alone": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "module", "options", "words"),
+    [
+        (2, SplitLayers, {"tensor_parallel": 4}, "does not divide the 2 ranks"),
+        (2, SplitLayers, {"tensor_parallel": 2, "replicate": 2}, "replicate=2 does not divide the 1 groups"),
+        (2, SplitLayers, {"tensor_parallel": 2, "plan": {"blok.*": "colwise"}}, "names no"),
+        (2, SplitLayers, {"tensor_parallel": 2, "plan": {"twice": "columns"}}, "colwise"),
+        (2, SplitLayers, {"tensor_parallel": 2, "plan": {"first": "rowwise"}}, "do not divide its 5 input features"),
+        (2, DependsOnTheRank, {"tensor_parallel": 2, "plan": ALL}, "Splitting the layers of DependsOnTheRank changes"),
+        (2, WritesInStep, {"tensor_parallel": 2, "plan": ALL}, "twice.weight was changed in a step"),
+        (2, UsesWeightDirectly, {"tensor_parallel": 2, "plan": ALL}, "its weight is used outside of its forward"),
+        (2, IsSplitAlready, {"tensor_parallel": 2, "plan": {"own": "colwise"}}, "own"),
+        (2, IsCompiled, {"tensor_parallel": 2, "sequence_parallel": True}, "compiled modules, such as blocks.1"),
+        (1, SplitLayers, {"sequence_parallel": True}, "but tensor_parallel=1"),
+    ],
+)
+def test_is_refused(on_ranks, world_size: int, module: Any, options: dict[str, Any], words: str) -> None:
+    for message in on_ranks(world_size, error_of, world_size, module, options):
+        assert words in message
+
+
+class DropsInChain(SplitLayers):
+    """Uses dropout between a colwise and a rowwise layer only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.out(self.alone(nn.functional.dropout(torch.relu(self.twice(x)), 0.5, self.training)))
+
+
+def fit_with_dropout() -> list[float]:
+    losses, _, _ = fit_chain(ParalFSDPStrategy(tensor_parallel=2, plan=ALL), 2, module=DropsInChain())
+    return list(losses.values())
+
+
+def test_dropout_in_a_chain_is_no_difference(on_ranks) -> None:
+    first, second = on_ranks(2, fit_with_dropout)
+
+    assert first == second
+
+
+def warnings_on_two_nodes() -> list[str]:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        patch.setenv("LOCAL_RANK", "0")
+        patch.setenv("LOCAL_WORLD_SIZE", "1")
+        warnings.simplefilter("always")
+        fit_chain(ParalFSDPStrategy(tensor_parallel=2, plan=ALL), 1, module=SplitLayers(), num_nodes=2, num_batches=2)
+    return [str(each.message) for each in caught]
+
+
+def test_tensor_ranks_on_different_nodes_are_a_warning(on_ranks) -> None:
+    first, _ = on_ranks(2, warnings_on_two_nodes)
+
+    assert any("tensor ranks are on different nodes" in message for message in first)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tensor_parallel": 0}, "tensor_parallel"),
+        ({"tensor_parallel": "all"}, "is not known"),
+        ({"tensor_parallel": "node", "replicate": 2}, "one copy of the model on each node"),
+        ({"plan": {"up": "colwise"}}, "tensor_parallel=1"),
+        ({"tensor_parallel": 2, "offload": True}, "cannot be combined"),
+        ({"tensor_parallel": 2, "reshard_after_forward": 2}, "cannot be combined"),
+    ],
+)
+def test_options_contradict_each_other(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        ParalFSDPStrategy(**options)

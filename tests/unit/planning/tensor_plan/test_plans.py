@@ -1,0 +1,203 @@
+"""The plans that are made for a module, by themselves and from what users write."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations, spectral_norm
+
+from lightning_paral import ConfigurationError
+from lightning_paral.planning.tensor_plan.make import make_plan
+from tests.unit.planning.models import bytes_of_text, gpt
+from tests.unit.planning.tensor_plan.models import INPUTS, TOKENS, Classifier, Step, observed, planned, written
+
+BLOCKS = {f"blocks.{n}.{name}": style for n in range(2) for name, style in (("up", "colwise*"), ("down", "rowwise*"))}
+
+
+def test_chains_vocabulary_and_layers_that_gather() -> None:
+    assert written(planned(Classifier())) == {"embedding": "vocab", **BLOCKS, "head": "vocab"}
+    plan = planned(gpt(num_layers=1), bytes_of_text())
+    assert written(plan) == {
+        "byte_embedding": "vocab",
+        "blocks.0.query_key_value": "colwise",
+        "blocks.0.attention_out": "colwise",
+        "blocks.0.feed_forward.1": "colwise*",
+        "blocks.0.feed_forward.3": "rowwise*",
+        "head": "vocab",
+    }
+    assert plan.whole == {"position_embedding": "it has only 64 rows"}
+
+
+def test_without_observations_every_layer_gathers() -> None:
+    plan = make_plan(Classifier(), 2)
+
+    assert written(plan) == {"embedding": "vocab", **dict.fromkeys(BLOCKS, "colwise")}
+    assert plan.whole == {"head": "2 ranks do not divide its 301 output features"}
+
+
+def test_a_step_that_reads_values_leaves_no_collective_out() -> None:
+    class Reads(Classifier):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) * batch.sum().item()
+
+    assert "*" not in "".join(written(planned(Reads())).values())
+
+
+def test_only_the_vocabulary_is_uneven() -> None:
+    plan = planned(Classifier(), num_ranks=3)
+
+    assert written(plan) == {"embedding": "vocab", "head": "vocab"}
+    assert plan.whole["blocks.0.up"] == "3 ranks do not divide its 128 output features"
+
+
+def test_a_tied_vocabulary_is_split_in_both_layers_or_none() -> None:
+    assert written(planned(Classifier(is_tied=True))) == {"embedding": "vocab", **BLOCKS, "head": "vocab"}
+
+    class UsesWeight(Classifier):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) + self.head.weight.norm()
+
+    plan = planned(UsesWeight(is_tied=True))
+    assert written(plan) == BLOCKS
+    assert "norm" in plan.whole["embedding"] + plan.whole["head"]
+    assert set(plan.whole) == {"embedding", "head"}
+
+
+def test_a_head_that_is_called_through_the_embedding_weight_keeps_the_embedding_whole() -> None:
+    class Functional(Classifier):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return functional.linear(self.embedding(tokens), self.embedding.weight)
+
+    plan = planned(Functional())
+
+    assert plan.whole["embedding"] == "its weight is used outside of its forward: linear"
+    assert plan.whole["head"] == "no step calls it"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: setattr(m.embedding, "max_norm", 1.0), "max_norm=1.0"),
+        (lambda m: setattr(m.embedding, "sparse", True), "sparse=True"),
+        (lambda m: setattr(m.embedding, "scale_grad_by_freq", True), "scale_grad_by_freq=True"),
+        (lambda m: parametrizations.weight_norm(m.blocks[0].up), "parametrizations"),
+        (lambda m: spectral_norm(m.blocks[0].up), "computed from other parameters"),
+        (lambda m: setattr(m.blocks[0].up, "forward", m.blocks[0].up.forward), "has its own forward"),
+        (lambda m: setattr(m.blocks[0], "up", OwnForward(64, 128)), "OwnForward, has its own forward"),
+        (
+            lambda m: setattr(m.blocks[0].down, "weight", m.blocks[1].down.weight),
+            "shared by blocks.0.down, blocks.1.down",
+        ),
+        (
+            lambda m: setattr(m.blocks[0].down, "bias", m.blocks[0].norm.bias),
+            "outside of its forward: layer_norm",
+        ),
+    ],
+)
+def test_layers_that_cannot_be_split_stay_whole(change: Any, reason: str) -> None:
+    module = Classifier()
+    change(module)
+
+    plan = planned(module)
+
+    assert any(reason in why for why in plan.whole.values()), plan.whole
+    if "blocks.0.up" in plan.whole or "blocks.0.down" in plan.whole:
+        other = "down" if "blocks.0.up" in plan.whole else "up"
+        assert written(plan)[f"blocks.0.{other}"] == "colwise", "the other layer of the pair gathers"
+
+
+class OwnForward(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x.mean()
+
+
+def test_layers_of_torch_that_use_weights_directly_stay_whole() -> None:
+    class Torch(Step):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.TransformerEncoderLayer(64, 2, 128, batch_first=True)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.layer(x)
+
+    plan = planned(Torch(), torch.zeros(2, 3, 64))
+
+    assert written(plan) == {}
+    assert "nn.MultiheadAttention" in plan.whole["layer.self_attn.out_proj"]
+    assert "nn.TransformerEncoderLayer" in plan.whole["layer.linear1"]
+    assert plan.whole["up"] == "no step calls it"
+
+
+def test_a_plan_of_the_user_is_exact_and_leaves_out_what_is_proven() -> None:
+    plan = yaml.safe_load("{'blocks.*.up': colwise, 'blocks.*.down': rowwise, head: vocab}")
+
+    made = planned(Classifier(), plan=plan)
+
+    assert written(made) == {**BLOCKS, "head": "vocab"}
+    assert made.whole == {"embedding": "the plan does not name it"}
+    assert written(make_plan(Classifier(), 2, plan=plan))["blocks.0.up"] == "colwise"
+
+
+@pytest.mark.parametrize("styles", [("rowwise", "colwise"), ("colwise", "colwise"), ("rowwise", "rowwise")])
+def test_any_styles_are_exact(styles: tuple[str, str]) -> None:
+    made = planned(Classifier(), plan={"blocks.0.up": styles[0], "blocks.0.down": styles[1], "blocks.1.up": "colwise"})
+
+    assert written(made) == {"blocks.0.up": styles[0], "blocks.0.down": styles[1], "blocks.1.up": "colwise"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "num_ranks", "message"),
+    [
+        ("automatic", 2, """plan='automatic' has to be "auto" or a dict"""),
+        (["up"], 2, "has to be"),
+        ({}, 2, "splits no layer"),
+        ({1: "colwise"}, 2, "has to be the name of a layer"),
+        ({"blocks.*.upp": "colwise"}, 2, "names no layer of Classifier. Did you mean 'blocks.*.up'"),
+        ({"blocks": "colwise"}, 2, "names no layer"),
+        ({"blocks.*.up": "columns"}, 2, "'columns' is no style. The styles are 'colwise': split the output"),
+        ({"blocks.*.up": "colwize"}, 2, "Did you mean 'colwise'?"),
+        ({"blocks.*.up": "local"}, 2, "'local' is no style"),
+        ({"blocks.*.norm": "colwise"}, 2, "blocks.0.norm is a LayerNorm, which cannot be split"),
+        ({"blocks.*": "colwise"}, 2, "blocks.0.norm is a LayerNorm"),
+        ({"embedding": "rowwise"}, 2, "embedding is an embedding, which cannot be split 'rowwise'"),
+        ({"blocks.*.up": "colwise"}, 3, "3 ranks do not divide its 128 output features"),
+        ({"blocks.*.up": "rowwise"}, 3, "3 ranks do not divide its 64 input features"),
+        ({"head": "vocab"}, 302, "too few for 302 tensor ranks"),
+        ({"blocks.*.up": "colwise", "blocks.0.*p": "rowwise"}, 2, "blocks.0.up is 'colwise' by 'blocks.*.up'"),
+        ("auto", 0, "at least 1"),
+    ],
+)
+def test_mistakes_are_named(plan: Any, num_ranks: int, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        make_plan(Classifier(), num_ranks, plan=plan)
+
+
+def test_layers_that_cannot_be_split_are_named() -> None:
+    module = Classifier(is_tied=True)
+    with pytest.raises(ConfigurationError, match="shared by embedding, head"):
+        make_plan(module, 2, plan={"head": "vocab"})
+    assert written(make_plan(module, 2, plan={"head": "vocab", "embedding": "vocab"})) == {
+        "embedding": "vocab",
+        "head": "vocab",
+    }
+
+    module = Classifier()
+    module.embedding.max_norm = 1.0
+    with pytest.raises(ConfigurationError, match="embedding cannot be split, because it is an embedding with max_norm"):
+        make_plan(module, 2, plan={"embedding": "vocab"})
+
+    step = Step()
+    step.forward = lambda x: step.down(step.up(x)) + step.up.weight.sum()  # type: ignore[method-assign]
+    with pytest.raises(ConfigurationError, match="its weight is used outside of its forward: sum"):
+        make_plan(step, 2, observed(step, INPUTS), {"up": "colwise"})
+
+
+def test_tokens_of_an_uneven_vocabulary_are_not_needed_to_plan_on_meta() -> None:
+    with torch.device("meta"):
+        module = Classifier()
+
+    assert written(planned(module, TOKENS)) == {"embedding": "vocab", **BLOCKS, "head": "vocab"}
