@@ -1,0 +1,151 @@
+"""What calling a unit does on a stage: run it, receive what an earlier stage computed, or leave the step."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn, Protocol
+
+from torch import Tensor
+
+from lightning_paral.compat.torch.instance_classes import subclass_of
+from lightning_paral.engines.pipeline.boundaries import Boundaries
+from lightning_paral.errors import ConfigurationError
+from lightning_paral.model.units import Unit
+
+Call = Callable[..., Any]
+
+
+class StageDone(BaseException):
+    """Leaves a step of the user after the last unit of a stage.
+
+    It is no `Exception`, so that user code that catches exceptions lets it pass.
+    """
+
+    def __init__(self, sent: Tensor) -> None:
+        super().__init__()
+        self.sent = sent
+
+
+class Observer(Protocol):
+    """Sees the calls of units in one forward pass."""
+
+    def before(self, unit: int) -> None:
+        """Called before a unit of this stage runs."""
+
+    def after(self, unit: int, output: Any) -> Any:
+        """Return what the call of a unit, of this or an earlier stage, returns instead of `output`."""
+
+
+class UnitCalls:
+    """Replaces the calls of all units of the chain during a run.
+
+    Units must be called once each, in order. On a stage, the first call receives the output of the last unit of the
+    stage before, and the calls of all units of earlier stages return it. The call of the last unit of a stage sends its
+    output and raises `StageDone`, except on the last stage.
+
+    Args:
+        units: the units of the chain, in the order in which they are called.
+        own: the positions of the units of this stage.
+        boundaries: connects this stage with its neighbors.
+        on_first: called when the first unit of the chain is called.
+    """
+
+    def __init__(self, units: Sequence[Unit], own: range, boundaries: Boundaries, on_first: Callable[[], None]) -> None:
+        self._units = units
+        self._own = own
+        self._boundaries = boundaries
+        self._on_first = on_first
+        self._expected: int | None = None
+        self._received: Any = None
+        self._observer: Observer | None = None
+        self.is_in_backward = False
+        """Set it during backward passes, in which activation checkpointing calls units again."""
+
+    def install(self, undo: ExitStack) -> None:
+        """Replace the calls until `undo` is closed."""
+        for number, unit in enumerate(self._units):
+            original = type(unit.module)
+            unit.module.__class__ = subclass_of(original, _unit_class(self, number), {})
+            undo.callback(setattr, unit.module, "__class__", original)
+
+    @contextmanager
+    def forward_pass(self, observer: Observer | None = None) -> Iterator[None]:
+        """Allow one call of each unit inside the block."""
+        self._expected, self._observer = 0, observer
+        try:
+            yield
+        finally:
+            self._expected = self._observer = self._received = None
+
+    @property
+    def is_in_pass(self) -> bool:
+        """Whether a forward pass is running."""
+        return self._expected is not None
+
+    def check_complete(self, step: str) -> None:
+        """Check inside `forward_pass`, after the step has returned, that all units of this stage were called.
+
+        Raises:
+            ConfigurationError: the step did not call all of them.
+        """
+        if self._expected is not None and self._expected < len(self._units):
+            raise ConfigurationError(
+                f"{step} ended without calling {self._name(self._expected)}. In a pipeline, every step must call each "
+                f"of the units {self._name(0)} ... {self._name(len(self._units) - 1)} once, in this order."
+            )
+
+    def call(self, number: int, run: Call, args: Any, kwargs: Any) -> Any:
+        """Do what calling unit `number` does on this stage; `run` runs the unit."""
+        if self.is_in_backward:
+            return run(*args, **kwargs)
+        if self._expected is None:
+            raise ConfigurationError(
+                f"{self._name(number)} was called outside of a training, validation, test or predict step. Under "
+                "paral_pp it is on one stage only, and stages run their units in steps only. Move the call into a "
+                "step, or train with paral_fsdp."
+            )
+        if number != self._expected:
+            self._refuse_order(number)
+        self._expected += 1
+        if number == 0:
+            self._on_first()
+        if number < self._own.start:
+            if number == 0:
+                self._received = self._boundaries.receive()
+            return self._observed(number, self._received)
+        if self._observer is not None:
+            self._observer.before(number)
+        output = self._observed(number, run(*args, **kwargs))
+        if number == self._own.stop - 1 and number < len(self._units) - 1:
+            raise StageDone(self._boundaries.send(output, self._name(number)))
+        return output
+
+    def _observed(self, number: int, output: Any) -> Any:
+        return output if self._observer is None else self._observer.after(number, output)
+
+    def _refuse_order(self, number: int) -> NoReturn:
+        assert self._expected is not None
+        before = f"after {self._name(self._expected - 1)}" if self._expected else "first"
+        raise ConfigurationError(
+            f"{self._name(number)} was called {before}. In a pipeline, every step must call each of the units "
+            f"{self._name(0)} ... {self._name(len(self._units) - 1)} once, in this order. Choose units that are called "
+            "so with units=[...], or train with paral_fsdp."
+        )
+
+    def _name(self, number: int) -> str:
+        return self._units[number].name
+
+
+def _unit_class(calls: UnitCalls, number: int) -> type:
+    class UnitOfStage:
+        """A unit of the chain, whose calls `UnitCalls` replaces."""
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return calls.call(number, super().__call__, args, kwargs)  # type: ignore[misc]
+
+        def __deepcopy__(self, memo: Any) -> NoReturn:
+            raise ConfigurationError(
+                "A module cannot be copied while it is divided among the stages of a pipeline, because this rank has "
+                "only some of its parameters. Copy it before or after the run."
+            )
+
+    return UnitOfStage

@@ -1,0 +1,121 @@
+"""Divide the units of a module among the stages of a pipeline."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+
+from lightning_paral.engines.pipeline.options import PipelineOptions
+from lightning_paral.errors import ConfigurationError
+from lightning_paral.model.units import Units, choose_units
+
+
+def chain_of(root: Module, options: PipelineOptions) -> Units:
+    """Return the units of `root` that form the chain, in the module's order.
+
+    Raises:
+        ConfigurationError: no unit is found, one contains another, or parameters are distributed already.
+    """
+    distributed = next((name for name, each in root.named_parameters() if isinstance(each, DTensor)), None)
+    if distributed is not None:
+        raise ConfigurationError(
+            f"{distributed} is a DTensor already, but a pipeline divides the module itself. Leave out what distributes "
+            "parameters, such as parallelize_module or fully_shard in configure_model, or use Lightning's "
+            "ModelParallelStrategy, which leaves all of it to the module."
+        )
+    units = choose_units(root, options.units, options.min_params)
+    if options.units == "auto" and options.min_params is None:
+        units = _innermost(units)
+    if not units.inner:
+        raise ConfigurationError(
+            f"No repeated blocks were found in {type(root).__name__}, which could be divided among the stages of a "
+            "pipeline. Name the classes of its layers: units=['Block']."
+        )
+    for unit in units.inner:
+        inside = [other.name for other in units.inner if other.name.startswith(f"{unit.name}.")]
+        if inside:
+            raise ConfigurationError(
+                f"units chooses {unit.name!r} and {inside[0]!r} inside it. The stages of a pipeline need units that "
+                "are called one after the other. Choose one of the two."
+            )
+    return units
+
+
+def _innermost(units: Units) -> Units:
+    """Return `units` without those that contain others, such as one that holds a tied embedding besides the blocks."""
+    inner = [
+        unit
+        for unit in units.inner
+        if not any(other is not unit and other.name.startswith(f"{unit.name}.") for other in units.inner)
+    ]
+    inside = {parameter for unit in inner for parameter in unit.parameters}
+    outside = tuple(parameter for parameter in units.root.module.parameters() if parameter not in inside)
+    return Units(inner=tuple(inner), root=replace(units.root, parameters=outside))
+
+
+def divide(units: Units, options: PipelineOptions, num_stages: int, flops: Sequence[int] | None = None) -> list[range]:
+    """Return the positions of each stage's units in `units.inner`.
+
+    Args:
+        units: the units of the chain.
+        options: the options, of which `balance` says how to divide.
+        num_stages: the number of stages.
+        flops: for `balance="time"`, the operations of each unit in a training step. `None`: divide by parameters.
+
+    Raises:
+        ConfigurationError: there are fewer units than stages, or `balance` has a different number of units.
+    """
+    check_number_of_units(units, num_stages)
+    num_units = len(units.inner)
+    if isinstance(options.balance, str):
+        return balanced(flops or [unit.num_params for unit in units.inner], num_stages)
+    if sum(options.balance) != num_units:
+        raise ConfigurationError(
+            f"balance={list(options.balance)!r} has {sum(options.balance)} units, but "
+            f"{type(units.root.module).__name__} has {num_units}. Its numbers must add up to {num_units}."
+        )
+    stops = [sum(options.balance[: stage + 1]) for stage in range(num_stages)]
+    return [range(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
+
+
+def check_number_of_units(units: Units, num_stages: int) -> None:
+    """Check that each stage gets a unit.
+
+    Raises:
+        ConfigurationError: there are fewer units than stages.
+    """
+    num_units = len(units.inner)
+    if num_units < num_stages:
+        names = ", ".join(unit.name for unit in units.inner)
+        raise ConfigurationError(
+            f"{num_stages} stages need at least as many units, but {type(units.root.module).__name__} has {num_units}: "
+            f"{names}. Choose fewer stages, or smaller units with units=[...]."
+        )
+
+
+def balanced(costs: Sequence[float], num_parts: int) -> list[range]:
+    """Divide `costs` into consecutive parts, none of them empty, so that the largest sum is as small as possible.
+
+    Of several such divisions, return one whose first parts have as many elements as possible.
+    """
+    total = [0.0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    # best[stop]: the largest sum of the best division of the first `stop` costs, and where its last part begins
+    best: list[tuple[float, int]] = [(total[stop], 0) for stop in range(len(costs) + 1)]
+    starts = [[start for _, start in best]]
+    for part in range(1, num_parts):
+        next_best = [(float("inf"), 0)] * (len(costs) + 1)
+        for stop in range(part + 1, len(costs) + 1):
+            candidates = ((max(best[start][0], total[stop] - total[start]), -start) for start in range(part, stop))
+            largest, start = min(candidates)
+            next_best[stop] = largest, -start
+        best = next_best
+        starts.append([start for _, start in best])
+    parts: list[range] = []
+    stop = len(costs)
+    for of_part in reversed(starts):
+        parts.insert(0, range(of_part[stop], stop))
+        stop = of_part[stop]
+    return parts

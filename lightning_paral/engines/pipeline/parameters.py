@@ -1,0 +1,269 @@
+"""Keep the parameters of this stage only, and gather those of all stages at the end of a run."""
+
+from collections.abc import Iterable, MutableMapping, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+
+from lightning_paral.checkpoint.shards import FlatShard
+from lightning_paral.comm.broadcast import broadcast
+from lightning_paral.compat.torch.modules import own_buffers, own_parameters
+from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.engines.pipeline.groups import PipelineGroups
+from lightning_paral.engines.pipeline.shards import Shards
+from lightning_paral.model.deferred.construction import DeferredConstruction
+from lightning_paral.model.full_tensors import full_copy
+from lightning_paral.model.units import Units
+
+
+def is_elsewhere(parameter: Tensor) -> bool:
+    """Return whether `parameter` stands for one that only other stages have."""
+    return isinstance(parameter, FlatShard)
+
+
+def without_elsewhere(tree: Any) -> Any:
+    """Return a copy of nested dicts and lists without the tensors that only other stages have."""
+    if isinstance(tree, MutableMapping):
+        kept = copy(tree)  # preserves attributes of an OrderedDict, such as `_metadata` of a state_dict
+        for key, value in tree.items():
+            if isinstance(value, FlatShard) and value.local_numel == 0:
+                del kept[key]
+            else:
+                kept[key] = without_elsewhere(value)
+        return kept
+    if type(tree) is list:
+        return [without_elsewhere(value) for value in tree]
+    return tree
+
+
+class StageParameters:
+    """The parameters of a module that is divided among stages.
+
+    On each stage, the parameters of other stages are replaced with tensors that have a shape but no values.
+
+    Args:
+        units: the units of the chain, and the root, whose parameters are on all stages.
+        parts: the positions of the units of each stage.
+        dims: the arrangement of the ranks.
+        groups: the process groups of the run; `None` if there is one stage.
+        device: the device of this rank.
+        deferred: computes the values of parameters that have none yet; `None` if all have values.
+        shards: shards the parameters of this stage, unit by unit; `None` if each rank holds its whole stage.
+    """
+
+    def __init__(
+        self,
+        units: Units,
+        parts: Sequence[range],
+        dims: ParallelDims,
+        groups: PipelineGroups | None,
+        device: torch.device,
+        deferred: DeferredConstruction | None,
+        shards: Shards | None,
+    ) -> None:
+        self._units = units
+        self._dims = dims
+        self._groups = groups
+        self._device = device
+        self._deferred = deferred
+        self._shards = shards
+        self._stage_of = [stage for stage, part in enumerate(parts) for _ in part]
+        self.owner: dict[Parameter, int] = {}
+        """The stage of each parameter that is not on all stages, by the object that is in the module."""
+        self._originals: dict[Parameter, Parameter] = {}
+        self._standing: dict[Parameter, Parameter] = {}
+        """What stands for each parameter of another stage: the inverse of `_originals`, until values are gathered."""
+
+    @property
+    def inside(self) -> list[Parameter]:
+        """This stage's parameters that are not on other stages."""
+        return [parameter for parameter, stage in self.owner.items() if stage == self._dims.stage]
+
+    @property
+    def outside(self) -> list[Parameter]:
+        """The parameters that are on all stages."""
+        return [parameter for parameter in self._units.root.module.parameters() if parameter not in self.owner]
+
+    def divide(self) -> None:
+        """Move this stage's parameters to its device, and free the others. All ranks then have the values of the first.
+
+        Parameters that were built in `configure_model` are computed on their own stage only. *Collective*.
+        """
+        for unit, stage in zip(self._units.inner, self._stage_of, strict=True):
+            self._divide_unit(unit.module, stage)
+        parts = _outside_parts(self._units)
+        if self._deferred is not None:
+            self._deferred.fill(parts)
+        self._place(parts)
+        self._broadcast(_tensors_of(parts), None)
+        if self._shards is not None:
+            self._shards.shard(self._units.root.module, parts)
+            self._shards.finish()
+
+    def _divide_unit(self, module: Module, stage: int) -> None:
+        parts, is_own = list(module.modules()), stage == self._dims.stage
+        tensors = _tensors_of(parts)
+        has_values = not any(tensor.is_meta for tensor in tensors)
+        if self._deferred is not None and not has_values and is_own:
+            self._deferred.fill(parts)
+        if is_own:
+            self._place(parts)
+        if has_values:  # on all ranks, of which only the first may have loaded them
+            self._broadcast(_tensors_of(parts), None)
+        elif is_own:
+            self._broadcast(_tensors_of(parts), self._dims.stage_group())
+        if is_own and self._shards is not None:
+            self._shards.shard(module, parts)
+        if is_own:
+            self.owner.update(dict.fromkeys(module.parameters(), stage))
+        else:
+            self._free(parts, stage)
+
+    def _place(self, parts: Iterable[Module]) -> None:
+        for tensor in _tensors_of(parts):
+            tensor.data = tensor.data.to(self._device)
+
+    def _broadcast(self, tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
+        if self._dims.num_ranks == 1:
+            return
+        on_device = [tensor.data.to(self._device) for tensor in tensors]
+        broadcast(on_device, group)
+        for tensor, value in zip(tensors, on_device, strict=True):
+            if value.data_ptr() != tensor.data_ptr():
+                tensor.data.copy_(value)
+
+    def _free(self, parts: Iterable[Module], stage: int) -> None:
+        for part in parts:
+            own = own_parameters(part)
+            for name, parameter in own.items():
+                if parameter is None:
+                    continue
+                standing = self._standing.get(parameter)
+                if standing is None:
+                    standing = _without_values(parameter, self._device)
+                    self._originals[standing], self._standing[parameter] = parameter, standing
+                    self.owner[standing] = stage
+                    if not parameter.is_meta:
+                        parameter.data = parameter.data.new_empty(0)
+                own[name] = standing
+
+    def full(self, parameter: Parameter, value: Tensor | None) -> Tensor | None:
+        """Return the full `value` of the stage that has `parameter`, on the device of this rank.
+
+        *Collective* over the pipeline, and over the ranks that hold shards of the value.
+
+        Args:
+            parameter: a parameter of the module, of this or another stage.
+            value: on the stage that has it, its value, its gradient or a state of the optimizer; may be `None`.
+        """
+        stage = self.owner.get(parameter)
+        if stage is None or self._groups is None:
+            return None if value is None else full_copy(value)
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        source, group = self._dims.pipeline_ranks[stage], self._groups.values
+        about: list[Any] = [None if value is None else (tuple(value.shape), value.dtype)]
+        dist.broadcast_object_list(about, source, group=group)
+        if about[0] is None:
+            return None
+        shape, dtype = about[0]
+        if value is None:
+            full = torch.empty(shape, dtype=dtype, device=self._device)
+        else:
+            full = value.detach().to(self._device, copy=True)
+        if full.numel():
+            flat = full.contiguous().view(-1)
+            dist.broadcast(flat.view(torch.uint8), source, group=group)
+            full = flat.view(shape)
+        return full
+
+    def restore(self, obstacle: str | None) -> dict[Parameter, Parameter]:
+        """Give the module its own parameters again, with the values of all stages. *Collective* unless `obstacle`.
+
+        Args:
+            obstacle: the reason why values are not fetched from other ranks, so that parameters stay sharded, and those
+                of other stages without values; `None` if they are.
+
+        Returns:
+            dict[Parameter, Parameter]: the module's own parameters by the objects that stood for them.
+        """
+        unsharded: dict[Parameter, Parameter] = {}
+        if self._shards is not None:
+            unsharded = self._shards.restore(obstacle)
+        if obstacle is not None:
+            return {}
+        self.owner = {unsharded.get(parameter, parameter): stage for parameter, stage in self.owner.items()}
+        for parameter in self.owner:
+            full = self.full(parameter, None if is_elsewhere(parameter) else parameter)
+            if is_elsewhere(parameter):
+                assert full is not None
+                original = self._originals[parameter]
+                if original.is_meta:
+                    original = Parameter(full.cpu(), requires_grad=parameter.requires_grad)
+                    vars(original).update(vars(self._originals[parameter]))
+                    self._originals[parameter] = original
+                else:
+                    original.data = full.cpu()
+                original.requires_grad_(parameter.requires_grad)
+        for module in self._units.root.module.modules():
+            own = own_parameters(module)
+            for name, current in own.items():
+                if current is not None and current in self._originals:
+                    own[name] = self._originals[current]
+        return unsharded | self._originals
+
+
+def share_buffers(units: Units, parts: Sequence[range], dims: ParallelDims, groups: PipelineGroups | None) -> None:
+    """Give all stages the buffers of the stage that computes them; those outside of the chain are the last stage's.
+
+    *Collective* over the pipeline.
+    """
+    if groups is None:
+        return
+    inside = [[b for n in part for b in units.inner[n].module.buffers()] for part in parts]
+    seen = {id(buffer) for of_stage in inside for buffer in of_stage}
+    inside[-1] += [buffer for buffer in units.root.module.buffers() if id(buffer) not in seen]
+    for stage, buffers in enumerate(inside):
+        for buffer in buffers:
+            if buffer.numel():
+                flat = buffer.detach().contiguous().view(-1)
+                dist.broadcast(flat.view(torch.uint8), dims.pipeline_ranks[stage], group=groups.values)
+                if flat.data_ptr() != buffer.data_ptr():
+                    buffer.detach().copy_(flat.view(buffer.shape))
+
+
+def _without_values(parameter: Parameter, device: torch.device) -> Parameter:
+    shard = FlatShard(parameter.shape, parameter.dtype, 0, 0, _Nothing(parameter.dtype), device=device)
+    standing = Parameter(shard, requires_grad=parameter.requires_grad)
+    for name, value in vars(parameter).items():
+        vars(standing).setdefault(name, value)
+    return standing
+
+
+class _Nothing:
+    """Reads the elements of a tensor that this rank has: none. Unlike a lambda, it can be pickled."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(self) -> Tensor:
+        """Return an empty tensor."""
+        return torch.empty(0, dtype=self._dtype)
+
+
+def _outside_parts(units: Units) -> list[Module]:
+    inside = {part for unit in units.inner for part in unit.module.modules()}
+    return [part for part in units.root.module.modules() if part not in inside]
+
+
+def _tensors_of(parts: Iterable[Module]) -> list[Tensor]:
+    tensors: dict[int, Tensor] = {}
+    for part in parts:
+        for tensor in (*own_parameters(part).values(), *own_buffers(part).values()):
+            if tensor is not None:
+                tensors[id(tensor)] = tensor
+    return list(tensors.values())

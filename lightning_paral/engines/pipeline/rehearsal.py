@@ -1,0 +1,136 @@
+"""Check before the first training step that dividing the module and its batches does not change the loss."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_paral.compat.torch.pytree import tree_leaves
+from lightning_paral.data.padding import rollback_side_effects
+from lightning_paral.data.parts.split import first_samples
+from lightning_paral.distributed.host_exchange import gather_objects
+from lightning_paral.engines.pipeline.dependencies import Dependencies
+from lightning_paral.engines.pipeline.groups import PipelineGroups
+from lightning_paral.engines.pipeline.streams import RandomStreams
+from lightning_paral.errors import ConfigurationError
+from lightning_paral.model.units import Unit
+
+_TOLERANCE = 1e-4
+_TOLERANCE_OF_16_BITS = 3e-2
+
+Forward = Callable[[Any, Dependencies | None], Tensor | None]
+"""Runs the step on a batch; returns its loss on the last stage, and `None` on the others."""
+
+
+def rehearse(
+    module: LightningModule,
+    batch: Any,
+    forward: Forward,
+    units: Sequence[Unit],
+    own: range,
+    groups: PipelineGroups | None,
+    streams: RandomStreams,
+    *,
+    divides_batches: bool,
+) -> None:
+    """Run the training step on the first two samples of `batch`, without side effects. *Collective* over the pipeline.
+
+    Args:
+        module: the LightningModule.
+        batch: the first training batch.
+        forward: runs the step.
+        units: the units of the chain.
+        own: the positions of the units of this stage.
+        groups: the process groups of the run; `None` if there is one stage.
+        streams: the random numbers of the passes.
+        divides_batches: whether batches are divided into micro-batches.
+
+    Raises:
+        ConfigurationError: the step uses outputs of a unit in places where its stage does not have them, or the loss of
+            two samples is not the mean of their losses. Raised on all stages.
+    """
+    two, one, other = (first_samples(batch, start, stop) for start, stop in ((0, 2), (0, 1), (1, 2)))
+    failure = None
+    with rollback_side_effects(module), torch.no_grad(), streams.watching() as have_drawn:
+        dependencies = Dependencies(units, own)
+        try:
+            forward(two, dependencies)
+        except ConfigurationError as error:
+            failure = str(error)
+        draws = have_drawn()
+    found = _of_all(groups, (failure, dependencies.fault))
+    for message in (message for message, _ in found if message is not None):
+        raise ConfigurationError(message)
+    faults = [fault for _, fault in found if fault is not None]
+    if faults:
+        raise ConfigurationError(
+            f"{type(module).__name__}.training_step cannot be divided among the stages of a pipeline: {faults[0]}. A "
+            "unit may use only what the unit before it returns, and the code after the last unit only what that one "
+            "returns. Choose other units with units=[...], or train with paral_fsdp."
+        )
+    if not divides_batches or other is None:
+        return
+    draws = any(_of_all(groups, draws))
+    trained = [part for part in module.modules() if part.training]
+    if draws:  # dropout: compare without it
+        module.eval()
+    try:
+        with rollback_side_effects(module), torch.no_grad(), streams.watching() as have_drawn:
+            losses = [forward(each, None) for each in (two, one, other)]
+            draws = have_drawn()
+    finally:
+        for part in trained:
+            part.training = True
+    if any(_of_all(groups, draws)):
+        return  # the losses are not comparable
+    values = next(each for each in _of_all(groups, _floats(losses)) if each is not None)
+    of_two, mean = values[0], (values[1] + values[2]) / 2
+    tolerance = (
+        _TOLERANCE if "32" in module.trainer.precision or "64" in module.trainer.precision else _TOLERANCE_OF_16_BITS
+    )
+    if abs(of_two - mean) > tolerance * max(1.0, abs(of_two)):
+        raise ConfigurationError(
+            f"The loss of {type(module).__name__}.training_step is not a mean over samples: it is {of_two:.6g} for the "
+            f"first two samples of the first batch, but the mean of their losses is {mean:.6g}. A pipeline divides "
+            "batches into micro-batches and averages their losses, so it would train differently than one process. "
+            "Set micro_batches=1, return a mean over samples, or train with paral_fsdp. If the difference is intended, "
+            "for example a mean over tokens, set check_steps=False."
+        )
+
+
+def check_same_batch(step: str, batch: Any, groups: PipelineGroups | None) -> None:
+    """Check that all stages have the same batch. *Collective* over the pipeline.
+
+    Args:
+        step: the name of the step that runs on it.
+        batch: the batch of this rank.
+        groups: the process groups of the run; `None` if there is one stage.
+
+    Raises:
+        ConfigurationError: they do not. Raised on all stages.
+    """
+    tensors = [leaf.detach().cpu() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
+    dense = [tensor.contiguous() for tensor in tensors if tensor.layout is torch.strided and tensor.numel()]
+    digest = hashlib.blake2b()
+    for tensor in dense:
+        digest.update(tensor.view(-1).view(torch.uint8).numpy().tobytes())
+    found = _of_all(groups, (shapes, digest.hexdigest()))
+    if any(other != found[0] for other in found):
+        raise ConfigurationError(
+            f"The stages of the pipeline have different batches in the first {step}, but they compute it together. "
+            "Leave out samplers that divide the samples by rank, such as DistributedSampler: the strategy divides them "
+            "among the ranks that draw different samples. Data that is random must be the same on all ranks: call "
+            "seed_everything() first, or give it a generator with a seed."
+        )
+
+
+def _of_all(groups: PipelineGroups | None, value: Any) -> list[Any]:
+    return [value] if groups is None else gather_objects(value, groups.values)
+
+
+def _floats(losses: list[Tensor | None]) -> list[float] | None:
+    return None if any(loss is None for loss in losses) else [float(loss) for loss in losses if loss is not None]

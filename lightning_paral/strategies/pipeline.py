@@ -1,0 +1,304 @@
+"""Pipeline parallel: consecutive layers of the module on each stage, and micro-batches that pass through the stages."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Unpack
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from lightning_paral.checkpoint.sharded_state import ShardedState
+from lightning_paral.compat.lightning.strategies import layer_sync_of
+from lightning_paral.distributed.agreement import explain
+from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.engines.fsdp.optimizers import check_optimizers
+from lightning_paral.engines.fsdp.replicated_tensors import local_replicas
+from lightning_paral.engines.fsdp.step_shards import StepShards
+from lightning_paral.engines.pipeline.checks import (
+    check_before_fit,
+    refusing_several_optimizers,
+    warn_of_repeated_predictions,
+)
+from lightning_paral.engines.pipeline.division import chain_of, check_number_of_units
+from lightning_paral.engines.pipeline.ended_state import EndedPipelineState
+from lightning_paral.engines.pipeline.gradients import StageGradients
+from lightning_paral.engines.pipeline.keywords import PipelineKeywords, takes_pipeline_options
+from lightning_paral.engines.pipeline.options import PipelineOptions
+from lightning_paral.engines.pipeline.parameters import is_elsewhere, without_elsewhere
+from lightning_paral.engines.pipeline.precision import StageClipping, stage_precision
+from lightning_paral.engines.pipeline.run import PipelineRun
+from lightning_paral.engines.pipeline.state import PipelineState
+from lightning_paral.errors import ConfigurationError, ParalError
+from lightning_paral.model.deferred.construction import DeferredConstruction
+from lightning_paral.model.deferred.recording import has_mapped_weights, recording
+from lightning_paral.options import split_rank_options
+from lightning_paral.planning.unit_flops import count_unit_flops
+from lightning_paral.strategies.base import ParalStrategy
+from lightning_paral.strategies.stage_shards import make_stage_shards
+
+_PATIENCE = timedelta(minutes=5)
+
+
+class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
+    """Divide the layers of the module among stages, one process per device; micro-batches pass from stage to stage.
+
+    Select it by name, `Trainer(strategy="paral_pp")`, or pass an object to set options,
+    `Trainer(strategy=ParalPipelineStrategy(stages=2, micro_batches=8))`. Follows Huang et al., "GPipe",
+    arXiv:1811.06965, and for the order of the passes Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN
+    Training", arXiv:2006.09503. The module needs no changes: `training_step` runs on every stage for each micro-batch,
+    and each stage runs its own layers only.
+
+    Options are keyword-only; `__init__` documents them. The Trainer sets the other arguments.
+
+    Raises:
+        ConfigurationError: options contradict each other, or are out of range.
+    """
+
+    strategy_name = "paral_pp"
+    forward_has_collectives = True
+    _default_form = "sharded"
+
+    @takes_pipeline_options
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        precision_plugin: Precision | None = None,
+        **options: Unpack[PipelineKeywords],
+    ) -> None:
+        rank_options, own = split_rank_options(options)
+        self._options = PipelineOptions(**own)
+        super().__init__(**rank_options)
+        if accelerator is not None:
+            self.accelerator = accelerator
+        self.parallel_devices = parallel_devices
+        self.cluster_environment = cluster_environment
+        self.precision_plugin = precision_plugin
+        self.shares_buffers = self._options.broadcast_buffers
+        self._units, self._min_params = self._options.units, self._options.min_params
+        self._has_printed_units = False
+        # By the names and sizes of the units. With some builds of torch, a process that has trained cannot count again.
+        self._counted_flops: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        # Set during a run:
+        self._deferred: DeferredConstruction | None = None
+        self._pipeline: PipelineRun | None = None
+        self._shards: StepShards | None = None
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The plugin that converts, autocasts and clips; the setter replaces Lightning's plugins by ours."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        ParallelStrategy.precision_plugin.fset(self, None if plugin is None else stage_precision(plugin))  # type: ignore[attr-defined]
+
+    # Process group
+
+    def _check_configured(self) -> None:
+        super()._check_configured()
+        self.precision_plugin = self.precision_plugin  # the setter replaces Lightning's default plugin
+        self._options.check_world_size(self.num_nodes * self.num_processes)
+
+    def setup_environment(self) -> None:
+        """Set up the device, and join the process group. *Collective* over the world."""
+        ParallelStrategy.setup_environment(self)
+        self.setup_distributed()
+
+    @property
+    def dims(self) -> ParallelDims:
+        """The arrangement of the ranks: stages, each with an equal number of ranks that draw different samples."""
+        return self._options.arrange(self.global_rank, self.world_size)
+
+    # Model wrapping
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Create tensors in the dtype of the weights, on any device that the user chooses."""
+        with self.precision_plugin.tensor_init_context():
+            yield
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """Construct modules on the meta device in `configure_model`; `setup` computes the values of this stage only."""
+        with recording(self.lightning_module, self.root_device, self.precision_plugin) as deferred:
+            yield
+        self._deferred = None if deferred is None or deferred.is_empty else deferred
+
+    def setup(self, trainer: Trainer) -> None:
+        """Divide the module and create its optimizers. *Collective* over the world.
+
+        Raises:
+            ConfigurationError: the module cannot be divided.
+        """
+        module, is_fit = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        assert module is not None
+        assert self.accelerator is not None
+        self._restores_after_setup = self.restore_checkpoint_after_setup
+        self.accelerator.setup(trainer)
+        self._check_same_module()
+        if is_fit:
+            check_before_fit(module, self.dims, has_sync_batchnorm=layer_sync_of(self) is not None)
+        if trainer.state.fn == TrainerFn.PREDICTING:
+            warn_of_repeated_predictions(vars(trainer)["callbacks"], self.dims)
+        flops = self._flops_of_units(trainer, module) if is_fit and self._options.balance == "time" else None
+        self.model = self.precision_plugin.convert_module(module)
+        if is_fit:
+            self.checkpoint_activations()
+        self._shards = make_stage_shards(module, self.dims, self.root_device, trainer, is_fit=is_fit)
+        self._divide(module, flops)
+        if is_fit:
+            self._engine.start_fit()
+            self._set_clipped(self._engine.gradients)
+            self.setup_optimizers(trainer)
+            if self._shards is not None:
+                check_optimizers(self.optimizers, module, self._shards, self.root_device)
+            self._attach_averages(self._sharded_state.weight_shards)
+        self.setup_precision_plugin()
+        self.barrier()
+
+    def _flops_of_units(self, trainer: Trainer, module: LightningModule) -> list[int]:
+        """Return the operations of each unit that rank 0 has counted. *Collective* over the world.
+
+        Raises:
+            ConfigurationError: they cannot be counted.
+        """
+        units = chain_of(module, self._options)
+        check_number_of_units(units, self.dims.pipeline)
+        sizes = tuple((unit.name, unit.num_params) for unit in units.inner)
+        outcome: list[int] | str | None = self._counted_flops.get(sizes)
+        if self.global_rank == 0 and outcome is None:
+            names = [unit.name for unit in units.inner]
+            patience = min(_PATIENCE, self.timeout / 2).total_seconds()
+            given = self.activation_checkpointing
+            try:
+                outcome = count_unit_flops(trainer, module, names, checkpointing=given, timeout=patience)
+            except (ParalError, OSError) as error:
+                outcome = explain(error)
+        outcome = self.broadcast(outcome)
+        if isinstance(outcome, str):
+            raise ConfigurationError(
+                f"balance='time' cannot count the operations of {type(module).__name__}: {outcome}. Set "
+                "balance='params', or give the number of units of each stage."
+            )
+        assert outcome is not None
+        self._counted_flops[sizes] = outcome
+        return outcome
+
+    def _divide(self, module: LightningModule, flops: list[int] | None) -> None:
+        shards = self._shards
+        run = PipelineRun(module, self._options, self.dims, self.root_device, self._deferred, flops, shards)
+        if shards is not None:
+            shards.set_units(run.units)
+        if not self._has_printed_units:
+            run.print_units()
+            self._has_printed_units = True
+        self._pipeline = run  # set before dividing, so that the teardown restores a module that is partly divided
+        run.divide()
+        self._deferred = None
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Create the optimizer and its schedulers. *Collective* over the world.
+
+        Raises:
+            ConfigurationError: there are several optimizers.
+        """
+        assert self.lightning_module is not None
+        with refusing_several_optimizers(self.lightning_module):
+            super().setup_optimizers(trainer)
+
+    def _set_clipped(self, gradients: StageGradients | None) -> None:
+        assert isinstance(self.precision_plugin, StageClipping)
+        self.precision_plugin.gradients = gradients
+
+    def _replicas(self) -> dict[str, tuple[Tensor, int]]:
+        assert self.lightning_module is not None
+        replicas = local_replicas(self.lightning_module)
+        return {name: each for name, each in replicas.items() if not is_elsewhere(each[0])}
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Accumulate gradients on each rank in backward passes inside this context."""
+        with self._engine.accumulating(), self._accumulating_buffers():
+            yield
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the passes of all micro-batches, and return the mean loss on all stages. *Collective* over the world."""
+        with self._engine.training_step():
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the validation step, each stage its own units. *Collective* over the world."""
+        with self._engine.evaluation_step("validation_step"):
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the test step, each stage its own units. *Collective* over the world."""
+        with self._engine.evaluation_step("test_step"):
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the predict step, each stage its own units. *Collective* over the world."""
+        with self._engine.evaluation_step("predict_step"):
+            return super().predict_step(*args, **kwargs)
+
+    # Sampler injection: `ParalStrategy`.
+
+    # Checkpoint: `CheckpointMixin`. By default, a folder to which each rank writes a part of its stage.
+
+    @property
+    def _sharded_state(self) -> ShardedState:
+        if self._pipeline is not None:
+            return self._state_of(self._pipeline)
+        assert self.lightning_module is not None
+        stages = self.dims.stages
+        return EndedPipelineState(self.lightning_module, self.optimizers, self.root_device, self._ended, stages)
+
+    def _state_of(self, run: PipelineRun) -> PipelineState:
+        return PipelineState(run, self.optimizers, self._ended, self._reachable_ranks, self.num_processes)
+
+    def _module_is_sharded(self) -> bool:
+        assert self.lightning_module is not None
+        is_built_late = self._deferred is not None or has_mapped_weights(self.lightning_module)
+        return is_built_late or super()._module_is_sharded()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state by name, with empty shards for the parameters of other stages. *Collective*."""
+        if self._pipeline is not None and not self._is_failing:
+            self._pipeline.share_buffers()
+        return super().lightning_module_state_dict()
+
+    def _without_others(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        return checkpoint if self._pipeline is None else without_elsewhere(checkpoint)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Add an explanation to torch's errors about DTensors."""
+        super().on_exception(exception)
+        if self._shards is not None:
+            self._shards.explain(exception)
+
+    @property
+    def _engine(self) -> PipelineRun:
+        assert self._pipeline is not None
+        return self._pipeline
+
+    def teardown(self) -> None:
+        """Return the module to the user, in full and on the CPU. *Collective* over the world.
+
+        It stays divided if ranks failed, or if a node lacks the memory for it.
+        """
+        run, self._pipeline, self._deferred, self._shards = self._pipeline, None, None, None
+        self._set_clipped(None)
+        try:
+            if run is not None:
+                self._state_of(run).restore(self._ended, failed=self._is_failing and self.world_size > 1)
+        finally:
+            super().teardown()

@@ -1,0 +1,163 @@
+"""Time training steps of a GPT under `paral_pp`, and by torch's `Schedule1F1B` with stages cut by hand.
+
+    python -m tests.benchmarks.pipeline_step
+
+Two ranks, eight micro-batches. Rounds of both alternate in the same processes; a time is the median over all rounds.
+The optimizer, the batches and the clipping (none) are the same. The hand-written stages have the embedding on the first
+rank and the head on the second; under `paral_pp` both ranks have both, and add up their gradients.
+"""
+
+import logging
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.utils.data import DataLoader, TensorDataset
+
+from examples.gpt import GPT
+from lightning_paral import ParalPipelineStrategy
+from tests.rank_pool import RankPool
+from tests.running import quiet_trainer
+
+CONTEXT, BATCH_SIZE, NUM_MICRO_BATCHES = 128, 16, 8
+NUM_STEPS, NUM_ROUNDS, NUM_SKIPPED = 12, 5, 4
+
+
+class TimedGPT(GPT):
+    """A GPT that logs nothing, as the hand-written loop."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Log nothing."""
+
+
+def module() -> TimedGPT:
+    torch.manual_seed(0)
+    return TimedGPT(width=256, num_layers=8, num_heads=4, context=CONTEXT)
+
+
+def batches() -> DataLoader[tuple[Tensor, ...]]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 256, (NUM_STEPS * BATCH_SIZE, CONTEXT + 1), generator=generator)
+    return DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), BATCH_SIZE)
+
+
+class Times(Callback):
+    """Records when each training step begins."""
+
+    def __init__(self) -> None:
+        self.starts: list[float] = []
+        self.losses: list[float] = []
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.starts.append(time.perf_counter())
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+def under_paral_pp() -> tuple[list[float], float]:
+    times = Times()
+    strategy = ParalPipelineStrategy(micro_batches=NUM_MICRO_BATCHES, divergence_check_every=None)
+    trainer = quiet_trainer(devices=2, strategy=strategy, max_epochs=1, callbacks=[times])
+    trainer.fit(module(), batches())
+    return differences(times.starts), times.losses[-1]
+
+
+class FirstStage(nn.Module):
+    def __init__(self, gpt: GPT) -> None:
+        super().__init__()
+        self.byte_embedding, self.position_embedding = gpt.byte_embedding, gpt.position_embedding
+        self.blocks = gpt.blocks[:4]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        positions = torch.arange(inputs.shape[1], device=inputs.device)
+        x: Tensor = self.blocks(self.byte_embedding(inputs) + self.position_embedding(positions))
+        return x
+
+
+class LastStage(nn.Module):
+    def __init__(self, gpt: GPT) -> None:
+        super().__init__()
+        self.blocks, self.norm, self.head = gpt.blocks[4:], gpt.norm, gpt.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(self.blocks(x)))
+        return logits
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def by_hand() -> tuple[list[float], float]:
+    rank = dist.get_rank()
+    part = FirstStage(module()) if rank == 0 else LastStage(module())
+    optimizer = torch.optim.AdamW(part.parameters(), lr=2e-3, weight_decay=0.01)
+    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
+    stage = PipelineStage(part, rank, 2, torch.device("cpu"))  # type: ignore[no-untyped-call]
+    schedule = Schedule1F1B(stage, NUM_MICRO_BATCHES, loss_fn=loss_of)
+    starts, losses = [], []
+    for inputs, targets in batches():
+        starts.append(time.perf_counter())
+        optimizer.zero_grad()
+        losses = []
+        if rank == 0:
+            schedule.step(inputs)
+        else:
+            schedule.step(target=targets, losses=losses)
+        optimizer.step()
+        warmup.step()
+    loss = torch.stack(losses).mean() if rank == 1 else torch.zeros(())
+    dist.broadcast(loss, 1)
+    return differences(starts), loss.item()
+
+
+def differences(starts: list[float]) -> list[float]:
+    return [later - earlier for earlier, later in pairwise(starts)][NUM_SKIPPED:]
+
+
+def rounds() -> list[tuple[str, list[float], float]]:
+    return list(_rounds())
+
+
+def _rounds() -> Iterator[tuple[str, list[float], float]]:
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    under_paral_pp()  # creates the process group
+    for _ in range(NUM_ROUNDS):
+        for name, run in (("Schedule1F1B", by_hand), ("paral_pp", under_paral_pp)):
+            dist.barrier()
+            yield name, *run()
+
+
+def main() -> None:
+    """Print the table."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    pool = RankPool()
+    found = pool.run(2, rounds, timeout=900)[0]
+    pool.close()
+    times = {name: [each for other, steps, _ in found if other == name for each in steps] for name, *_ in found}
+    losses = {name: loss for name, _, loss in found}
+    loop = statistics.median(times["Schedule1F1B"])
+    rows = [
+        (name, 1000 * statistics.median(each), statistics.median(each) / loop, losses[name])
+        for name, each in times.items()
+    ]
+    print(tabulate(rows, headers=("", "step, ms", "ratio", "last loss"), floatfmt=("", ".0f", ".2f", ".6f")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Models of Hugging Face train in a pipeline as in one process, tied and untied, or are refused with the reason."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_paral import ConfigurationError, ParalPipelineStrategy
+from tests.running import quiet_trainer
+
+VOCABULARY = 128
+LENGTH = 16
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+GPT2_SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+T5_SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+
+
+def build(kind: str, tied: bool) -> Any:
+    tie = {"tie_word_embeddings": tied}
+    if kind == "llama":
+        config = transformers.LlamaConfig(**SIZES, **tie, num_key_value_heads=2, intermediate_size=128)
+        return transformers.LlamaForCausalLM(config)
+    if kind == "qwen3":
+        config = transformers.Qwen3Config(**SIZES, **tie, num_key_value_heads=2, intermediate_size=128, head_dim=16)
+        return transformers.Qwen3ForCausalLM(config)
+    if kind == "gpt2":
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2_SIZES, **NO_DROPOUT, **tie))
+    if kind == "bert":
+        no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, **no_dropout, **tie))
+    config = transformers.T5Config(**T5_SIZES, **tie, d_kv=16, dropout_rate=0.0, decoder_start_token_id=0)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+class LanguageModel(LightningModule):
+    def __init__(self, kind: str, tied: bool) -> None:
+        super().__init__()
+        self.model = build(kind, tied).train()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *args: Any) -> None:
+        self.values.append(float(outputs["loss"]))
+
+
+def fit(world_size: int, kind: str, tied: bool, strategy: Any) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    module, losses = LanguageModel(kind, tied), Losses()
+    trainer = quiet_trainer(
+        devices=world_size, strategy=strategy, max_epochs=1, callbacks=[losses], gradient_clip_val=1.0
+    )
+    batches = torch.randint(0, VOCABULARY, (40, LENGTH), generator=torch.Generator().manual_seed(1))
+    trainer.fit(module, DataLoader(batches, batch_size=8))
+    return losses.values, {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+
+
+@cache
+def in_one_process(kind: str, tied: bool) -> tuple[list[float], dict[str, Tensor]]:
+    return fit(1, kind, tied, "auto")
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "bert"])
+def test_language_model_equals_one_process(on_ranks, kind: str, tied: bool, world_size: int) -> None:
+    losses, weights = in_one_process(kind, tied)
+
+    for found_losses, found in on_ranks(world_size, fit, world_size, kind, tied, ParalPipelineStrategy()):
+        assert found_losses == pytest.approx(losses, rel=1e-5)
+        assert found.keys() == weights.keys()
+        for name, weight in found.items():
+            assert (weight - weights[name]).abs().max() <= 1e-5, name
+
+
+def refusal(kind: str) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        fit(2, kind, True, "paral_pp")
+    return str(error.value)
+
+
+def test_encoder_and_decoder_are_refused(on_ranks) -> None:
+    messages = on_ranks(2, refusal, "t5")
+
+    assert any("In a pipeline, every step must call each of the units" in each or "uses" in each for each in messages)

@@ -1,0 +1,371 @@
+"""What users do besides training gives the same in a pipeline: epochs, metrics, hooks, prediction, dropout, memory."""
+
+import gc
+import logging
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter, WeightAveraging
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+from torchmetrics import MeanMetric
+
+from lightning_paral import ConfigurationError, ParalPipelineStrategy, RankFailedError
+from tests.models.chain import (
+    FEATURES,
+    GLOBAL_BATCH_SIZE,
+    NUM_BATCHES,
+    NUM_BLOCKS,
+    WIDTH,
+    Block,
+    Chain,
+    fit_chain,
+    loader,
+)
+from tests.rank_pool import RankPool
+from tests.running import quiet_trainer
+
+
+def strategy_for(world_size: int, **options: Any) -> Any:
+    return ParalPipelineStrategy(split="global", **options) if world_size > 1 else "auto"
+
+
+class Collects(Chain):
+    """Collects outputs in containers, and has torchmetrics as attributes and as a logged object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Tensor] = []
+        self.counts = {"samples": 0}
+        self.total = torch.zeros(3)
+        self.mean_error = MeanMetric()
+        self.logged_error = MeanMetric()
+        self.seen: list[Any] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self._loss(batch)
+        self.outputs.append(loss.detach())
+        self.counts["samples"] += len(batch[0])
+        self.total += loss.detach()
+        self.mean_error.update(loss)
+        self.logged_error.update(loss)
+        self.log("val_loss", loss, sync_dist=True)
+        self.log("logged_error", self.logged_error)
+
+    def on_validation_epoch_end(self) -> None:
+        mean = torch.stack(self.outputs).mean()
+        self.log("mean", mean, sync_dist=True)
+        self.log("mean_error", self.mean_error.compute())
+        self.mean_error.reset()
+        self.seen += [len(self.outputs), self.counts["samples"], *self.total.tolist()]
+        self.outputs.clear()
+
+
+def fit_and_evaluate(world_size: int, options: dict[str, Any]) -> Any:
+    torch.manual_seed(3)
+    module = Collects()
+    _, module, trainer = fit_chain(strategy_for(world_size, **options), world_size, module=module, max_epochs=2)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    (validated,) = trainer.validate(module, loader(3), verbose=False)
+    predicted = torch.cat(trainer.predict(module, loader(2)))  # type: ignore[arg-type]
+    return metrics, validated, module.seen, predicted
+
+
+@pytest.mark.parametrize(("world_size", "options"), [(2, {}), (4, {"schedule": "gpipe"})])
+def test_collected_outputs_metrics_and_predictions_are_those_of_one_process(
+    on_ranks, world_size: int, options: dict[str, Any]
+) -> None:
+    metrics, validated, seen, predicted = fit_and_evaluate(1, {})
+
+    for found in on_ranks(world_size, fit_and_evaluate, world_size, options):
+        assert found[0].keys() == metrics.keys()
+        for name in metrics:
+            if name != "calls":  # adds up the values of the micro-batches
+                assert found[0][name] == pytest.approx(metrics[name], rel=1e-5), name
+        assert found[1] == pytest.approx(validated, rel=1e-5)
+        assert found[2] == pytest.approx(seen, rel=1e-5)
+        torch.testing.assert_close(found[3], predicted, rtol=1e-5, atol=1e-6)
+
+
+class Writes(BasePredictionWriter):
+    def __init__(self) -> None:
+        super().__init__("epoch")
+        self.written: list[Any] = []
+
+    def write_on_epoch_end(self, trainer: Trainer, pl_module: Any, predictions: Any, batch_indices: Any) -> None:
+        if trainer.global_rank < trainer.strategy.dims.data_size:  # type: ignore[attr-defined]
+            self.written = [index for batch in batch_indices[0] for index in batch]
+
+
+def write_predictions() -> tuple[list[Any], list[str]]:
+    writer = Writes()
+    strategy = ParalPipelineStrategy(stages=2)
+    trainer = quiet_trainer(devices=4, strategy=strategy, callbacks=[writer])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.predict(Chain(), loader(2))
+    return writer.written, [str(each.message) for each in caught]
+
+
+def test_prediction_writers_are_told_how_to_write_each_sample_once(on_ranks) -> None:
+    ranks = on_ranks(4, write_predictions)
+
+    assert sorted(index for written, _ in ranks for index in written) == list(range(2 * GLOBAL_BATCH_SIZE))
+    expected = "Writes writes on each of 4 ranks, but all stages of a pipeline have the same predictions"
+    assert [sum(expected in message for message in messages) for _, messages in ranks] == [1, 0, 0, 0]
+
+
+class BuiltLate(Chain):
+    """Built in `configure_model`."""
+
+    def __init__(self) -> None:
+        LightningModule.__init__(self)
+        self.is_built = False
+
+    def configure_model(self) -> None:
+        if self.is_built:
+            return
+        self.is_built = True
+        torch.manual_seed(11)
+        chain = Chain()
+        for name, child in chain.named_children():
+            setattr(self, name, child)
+        for name, parameter in chain.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+
+
+class Held(Callback):
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        gc.collect()
+        held = {name: p.numel() for name, p in pl_module.named_parameters() if type(p.data).__name__ != "FlatShard"}
+        self.names = {name for name in held if held[name]}
+        self.states = {
+            name
+            for name, p in pl_module.named_parameters()
+            if any(isinstance(v, Tensor) and v.dim() for v in trainer.optimizers[0].state.get(p, {}).values())
+        }
+        self.bytes_of_blocks = sum(
+            each.untyped_storage().nbytes()
+            for each in gc.get_objects()
+            if isinstance(each, Tensor) and type(each).__name__ != "FlatShard" and each.shape == (WIDTH, WIDTH)
+        )
+
+
+def held_of(make: Any) -> Any:
+    held = Held()
+    trainer = quiet_trainer(devices=2, strategy=ParalPipelineStrategy(split="global"), max_steps=2, callbacks=[held])
+    module = make()
+    trainer.fit(module, loader(3))
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    return trainer.global_rank, held.names, held.states, held.bytes_of_blocks, weights
+
+
+@pytest.mark.parametrize("make", [Chain, BuiltLate])
+def test_a_rank_holds_its_own_units_and_what_is_outside(on_ranks, make: Any) -> None:
+    ranks = on_ranks(2, held_of, make)
+
+    for rank, names, states, bytes_of_blocks, weights in ranks:
+        own = (2, 3) if rank == 0 else (0, 1)  # rank 0 has the last stage
+        blocks = {name for name in weights if name.startswith("blocks.") and not name.endswith("calls")}
+        outside = {name for name in weights if not name.startswith("blocks.")}
+        expected = {name for name in blocks if int(name.split(".")[1]) in own}
+        assert names == expected | outside
+        assert states <= expected | outside
+        trained = {name for name in expected if ".1." not in name}  # the second block is frozen
+        assert trained <= states
+        num_trained = len(trained) // 2  # each has a matrix with a gradient and two moments
+        assert bytes_of_blocks == 4 * WIDTH * WIDTH * (len(own) + 3 * num_trained)
+    weights, of_other = (weights for *_, weights in ranks)
+    assert weights.keys() == of_other.keys()
+    for name, weight in weights.items():
+        assert torch.equal(weight, of_other[name]), name
+
+
+class DropsOut(Chain):
+    """Records the masks that blocks draw, and random numbers that the step draws before the first block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: list[Tensor] = []
+        self.drawn: list[float] = []
+        for block in self.blocks:
+            block.register_forward_hook(self._drop)
+
+    def _drop(self, block: Block, inputs: Any, output: Tensor) -> Tensor:
+        mask = torch.rand(WIDTH) < 0.5
+        self.masks.append(mask)
+        return output * mask * 2.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.drawn.append(float(torch.rand(())))
+        return self._loss(batch)
+
+
+def masks_of(strategy: ParalPipelineStrategy) -> Any:
+    torch.manual_seed(5)
+    module = DropsOut()
+    trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=3, logger=False)
+    kept: list[Any] = []
+
+    class Keep(Callback):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+            kept.append((list(pl_module.masks), list(pl_module.drawn)))
+            pl_module.masks.clear()
+            pl_module.drawn.clear()
+
+    trainer.callbacks.append(Keep())  # type: ignore[attr-defined]
+    trainer.fit(module, loader(3))
+    return kept
+
+
+def test_units_draw_different_masks_on_each_stage_and_the_step_the_same_numbers(on_ranks) -> None:
+    one, other = on_ranks(2, masks_of, ParalPipelineStrategy(micro_batches=2, check_steps=False))
+
+    all_masks = []
+    for (masks, drawn), (other_masks, other_drawn) in zip(one, other, strict=True):
+        assert drawn == other_drawn
+        all_masks += [tuple(mask.tolist()) for mask in (*masks, *other_masks)]
+    assert len(all_masks) == 3 * 2 * NUM_BLOCKS
+    assert len(set(all_masks)) > len(all_masks) / 2  # 7 bits each: few coincide by chance
+
+
+class HasDropout(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.inner = nn.Sequential(block.inner, nn.Dropout(0.5))
+
+
+def fit_with_dropout() -> list[float]:
+    torch.manual_seed(3)
+    return list(fit_chain(ParalPipelineStrategy(split="global"), 2, module=HasDropout())[0].values())
+
+
+def test_units_with_dropout_train(on_ranks) -> None:
+    losses, of_other = on_ranks(2, fit_with_dropout)
+
+    assert losses == of_other
+    assert len(losses) == NUM_BATCHES
+
+
+def fit_with_own_sampler() -> str:
+    batches = loader(3)
+    sampler = DistributedSampler(batches.dataset, 2, dist.get_rank(), shuffle=False)  # type: ignore[arg-type]
+    trainer = quiet_trainer(devices=2, strategy="paral_pp", max_steps=2, num_sanity_val_steps=0)
+    with pytest.raises(ConfigurationError) as error:
+        trainer.fit(Chain(), DataLoader(batches.dataset, 4, sampler=sampler))
+    return str(error.value)
+
+
+def test_samplers_that_divide_the_samples_are_refused(on_ranks) -> None:
+    assert all("different batches in the first training_step" in each for each in on_ranks(2, fit_with_own_sampler))
+
+
+def fit_and_listen() -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        fit_chain(ParalPipelineStrategy(split="global", micro_batches=4), 2)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return [line for line in lines if line.startswith(("Pipeline", "ParalPipeline", "paral_pp"))]
+
+
+def test_waiting_time_is_printed_once(on_ranks) -> None:
+    lines, of_other = on_ranks(2, fit_and_listen)
+
+    (idle,) = [line for line in lines if "waited" in line]
+    assert "2 equally fast stages and 4 micro-batches, 20% are expected; 9 micro-batches would halve this" in idle
+    assert any(line.startswith("Pipeline: 2 + 2 units on 2 stages") for line in lines)
+    assert not of_other
+
+
+class Fails(Chain):
+    """Fails in a block of the first or the last stage."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.blocks[number].register_forward_hook(self._fail)
+
+    def _fail(self, *args: Any) -> None:
+        if self.trainer.global_step == 1:
+            raise RuntimeError("made to fail")
+
+
+def fit_failing(number: int) -> str:
+    trainer = quiet_trainer(devices=2, strategy=ParalPipelineStrategy(split="global"), max_steps=3)
+    with pytest.raises((RuntimeError, RankFailedError)) as error:
+        trainer.fit(Fails(number), loader(3))
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+@pytest.mark.parametrize("number", [0, NUM_BLOCKS - 1])
+def test_failure_of_a_stage_ends_all(number: int) -> None:
+    pool = RankPool()
+    try:
+        messages = pool.run(2, fit_failing, number)
+    finally:
+        pool.close()
+
+    assert sum(each.startswith("RuntimeError: made to fail") for each in messages) == 1
+    assert sum(each.startswith("RankFailedError") and "made to fail" in each for each in messages) == 1
+
+
+def averaged(world_size: int) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    average = WeightAveraging(avg_fn=_mean)
+    module = Chain()
+    trainer = quiet_trainer(devices=world_size, strategy=strategy_for(world_size), max_epochs=1, callbacks=[average])
+    trainer.fit(module, loader(5))
+    return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+
+
+def _mean(average: Tensor, current: Tensor, number: Any) -> Tensor:
+    return average + (current - average) * 0.5
+
+
+def test_averages_of_weights_are_those_of_one_process(on_ranks) -> None:
+    expected = averaged(1)
+
+    for weights in on_ranks(2, averaged, 2):
+        for name, weight in weights.items():
+            if not name.endswith("calls"):
+                torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def shapes_of(world_size: int) -> list[float]:
+    """Fit on batches whose sizes change, of which some have fewer samples than there are micro-batches."""
+    torch.manual_seed(3)
+    module = Chain()
+    losses: list[float] = []
+
+    class Keep(Callback):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *args: Any) -> None:
+            losses.append(float(outputs["loss"]))
+
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        (torch.randn(size, FEATURES, generator=generator), torch.randn(size, 3, generator=generator))
+        for size in (12, 5, 1, 9, 3)
+    ]
+    strategy: Any = "auto" if world_size == 1 else "paral_pp"
+    trainer = quiet_trainer(devices=world_size, strategy=strategy, max_epochs=1, callbacks=[Keep()])
+    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    return losses
+
+
+def test_batches_of_any_size_give_the_losses_of_one_process(on_ranks) -> None:
+    expected = shapes_of(1)
+
+    for losses in on_ranks(2, shapes_of, 2):
+        assert losses == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,310 @@
+"""What a pipeline cannot train as one process does is an error before the first step."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_paral import ConfigurationError, ParalPipelineStrategy
+from lightning_paral.model.trainer_of import trainer_of
+from tests.models.chain import FEATURES, WIDTH, Chain, fit_chain
+from tests.running import quiet_trainer
+
+
+class SkipsBlock(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for block in self.blocks[1:]:
+            x = block(x)
+        return self.out(x)
+
+
+class CallsTwice(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        return self.out(x)
+
+
+class EndsEarly(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for block in self.blocks[:-1]:
+            x = block(x)
+        return self.out(x)
+
+
+class Skips(Chain):
+    """As in a U-Net: a later block uses what an earlier one has returned."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        kept = []
+        for block in self.blocks:
+            x = block(x)
+            kept.append(x)
+        return self.out(x + kept[1])
+
+
+class Between(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.blocks[0](torch.tanh(self.first(x)))
+        second = self.blocks[1](first)
+        return self.out(self.blocks[3](self.blocks[2](second + first)))
+
+
+class KeepsInside(Chain):
+    """Uses a tensor that a block keeps as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_hook(self.keep)
+
+    def keep(self, block: Any, inputs: Any, output: Tensor) -> Tensor:
+        block.kept = output * 2.0
+        return output
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.blocks[-1].kept.sum()
+
+
+class UsesWeight(Chain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._loss(batch) + self.blocks[-1].inner.weight.square().sum()
+
+
+class Sums(Chain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._loss(batch) * len(batch[0])
+
+
+class DropsOutAndSums(Sums):
+    """Draws random numbers in its blocks, which must not hide that the loss is a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.inner = nn.Sequential(block.inner, nn.Dropout(0.5))
+
+
+class Normalizes(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+
+class Manual(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class HasTwoOptimizers(Chain):
+    def configure_optimizers(self) -> Any:
+        first, *others = self.parameters()
+        return [torch.optim.SGD([first], 0.1), torch.optim.SGD(others, 0.1)]
+
+
+class TakesOptimizerIndex(Chain):
+    def training_step(self, batch: Any, batch_idx: int, optimizer_idx: int) -> Tensor:  # type: ignore[override]
+        return self._loss(batch)
+
+
+class HasNestedUnits(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.gain = nn.Parameter(torch.ones(1))
+
+
+class HasDTensor(Chain):
+    def configure_model(self) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        self.scale = nn.Parameter(distribute_tensor(self.scale.detach(), mesh, [Replicate()]))
+
+
+class NoBlocks(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList()
+
+
+class ReturnsNone(Chain):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self._loss(batch)
+
+
+def in_first_block(name: str, _: nn.Module) -> bool:
+    return name.startswith("blocks.0")
+
+
+def refusal(make: Callable[[], Any], options: dict[str, Any], world_size: int, trainer_options: dict[str, Any]) -> str:
+    module = make()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(ConfigurationError) as error:
+        fit_chain(
+            ParalPipelineStrategy(**options),
+            world_size,
+            module=module,
+            num_sanity_val_steps=0,
+            gradient_clip_val=None,
+            accumulate_grad_batches=1,
+            **trainer_options,
+        )
+    if trainer_of(module) is not None:
+        for name, value in module.state_dict().items():
+            assert (
+                type(value).__name__ == "FlatShard" or name.endswith("calls") or torch.equal(value.cpu(), before[name])
+            )
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (SkipsBlock, {}, "blocks.1 was called first. In a pipeline, every step must call each of the units blocks.0"),
+        (CallsTwice, {}, "blocks.0 was called after blocks.3"),
+        (EndsEarly, {}, "training_step ended without calling blocks.3"),
+        (Skips, {}, "the code after the last unit uses what blocks.1 has returned"),
+        (Between, {}, "blocks.2 uses what blocks.0 has returned"),
+        (KeepsInside, {}, "the code after the last unit uses a tensor from inside blocks.3"),
+        (UsesWeight, {}, "uses a tensor from inside blocks.3"),
+        (Sums, {}, "is not a mean over samples"),
+        (DropsOutAndSums, {}, "is not a mean over samples"),
+        (Normalizes, {}, "norm is a BatchNorm"),
+        (Manual, {}, "Manual uses manual optimization"),
+        (HasTwoOptimizers, {}, "HasTwoOptimizers has several optimizers"),
+        (TakesOptimizerIndex, {}, "TakesOptimizerIndex has several optimizers"),
+        (HasDTensor, {}, "scale is a DTensor already"),
+        (NoBlocks, {}, "No repeated blocks were found in NoBlocks"),
+        (Chain, {"balance": [2, 3]}, "Its numbers must add up to 4"),
+        (HasNestedUnits, {"units": in_first_block}, "'blocks.0' and 'blocks.0.inner' inside it"),
+        (ReturnsNone, {}, "training_step returned None for a part of a batch"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_module_is_refused(on_ranks, make: Callable[[], Any], options: dict[str, Any], message: str) -> None:
+    messages = on_ranks(2, refusal, make, options, 2, {})
+
+    assert any(message in each for each in messages), messages
+
+
+def are_first_two_blocks(name: str, _: nn.Module) -> bool:
+    return name in ("blocks.0", "blocks.1")
+
+
+@pytest.mark.parametrize("options", [{}, {"balance": "time"}, {"balance": [1, 1, 1, 1]}], ids=str)
+def test_more_stages_than_units_are_refused(on_ranks, options: dict[str, Any]) -> None:
+    messages = on_ranks(4, refusal, Chain, {"units": are_first_two_blocks, **options}, 4, {})
+
+    named = "4 stages need at least as many units, but Chain has 2: blocks.0, blocks.1. Choose fewer stages"
+    assert all(named in each for each in messages)
+
+
+class NormalizesFrozen(Chain):
+    """Has a BatchNorm that uses its running statistics, as in a frozen encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH).requires_grad_(False).eval()
+        nn.init.uniform_(self.norm.running_mean)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(torch.tanh(self.first(x)))
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+class FreezesInHook(NormalizesFrozen):
+    """Puts the BatchNorm into eval mode at the start of the epoch only, as modules do that call `train()` before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.train()
+
+    def on_train_epoch_start(self) -> None:
+        self.norm.eval()
+
+
+class Unfreezes(NormalizesFrozen):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.norm.train(batch_idx == 2)
+
+
+def losses_of(make: Callable[[], Any], world_size: int) -> list[float]:
+    torch.manual_seed(3)
+    strategy: Any = ParalPipelineStrategy() if world_size > 1 else "auto"
+    return list(fit_chain(strategy, world_size, module=make(), num_sanity_val_steps=0)[0].values())
+
+
+@pytest.mark.parametrize("make", [NormalizesFrozen, FreezesInHook])
+def test_batch_norm_in_eval_mode_is_trained_as_in_one_process(on_ranks, make: Callable[[], Any]) -> None:
+    expected = losses_of(make, 1)
+
+    assert all(losses == pytest.approx(expected, rel=1e-5) for losses in on_ranks(2, losses_of, make, 2))
+
+
+def refusal_later() -> str:
+    with pytest.raises(ConfigurationError) as error:
+        losses_of(Unfreezes, 2)
+    return str(error.value)
+
+
+def test_batch_norm_that_leaves_eval_mode_is_refused_then(on_ranks) -> None:
+    assert all("norm is a BatchNorm" in each for each in on_ranks(2, refusal_later))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "1F1B"}, "schedule='1F1B' is not known"),
+        ({"stages": 0}, "stages"),
+        ({"micro_batches": 0}, "micro_batches"),
+        ({"balance": "flops"}, "balance='flops' is not known"),
+        ({"balance": [0, 4]}, "each at least 1"),
+        ({"stages": 2, "balance": [1, 2, 1]}, "3 stages, but stages=2"),
+        ({"units": []}, "units is empty"),
+    ],
+    ids=str,
+)
+def test_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ParalPipelineStrategy(**options)
+
+
+def test_stages_that_do_not_divide_the_world_are_refused(on_ranks) -> None:
+    messages = on_ranks(2, refusal, Chain, {"stages": 3}, 2, {})
+
+    assert all("stages gives 3 stages, which does not divide the 2 ranks" in each for each in messages)
+
+
+class Numbers(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter([torch.tensor(1.0), torch.tensor(2.0)])
+
+
+class TakesNumbers(Chain):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(torch.ones(4, FEATURES) * batch).mean()
+
+
+def fit_on_numbers(micro_batches: int) -> str:
+    strategy = ParalPipelineStrategy(micro_batches=micro_batches)
+    trainer = quiet_trainer(devices=2, strategy=strategy, max_epochs=1, limit_val_batches=0)
+    try:
+        trainer.fit(TakesNumbers(), DataLoader(Numbers(), batch_size=None))
+    except ConfigurationError as error:
+        return str(error)
+    return f"{trainer.global_step} steps"
+
+
+def test_batches_without_samples_are_refused_if_they_would_be_divided(on_ranks) -> None:
+    assert all("nothing to divide into micro-batches" in each for each in on_ranks(2, fit_on_numbers, 4))
+    assert on_ranks(2, fit_on_numbers, 1) == ["2 steps", "2 steps"]

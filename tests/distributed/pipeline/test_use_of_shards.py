@@ -1,0 +1,258 @@
+"""Shards of a stage in use: what a rank holds, hooks, averages and readers, failures and refusals."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_paral import ConfigurationError, ParalDDPStrategy, ParalPipelineStrategy, RankFailedError
+from lightning_paral.checkpoint.shards import FlatShard
+from tests.distributed.pipeline.test_ordinary_use import Fails
+from tests.distributed.pipeline.test_shards import TWO_BY_TWO, Sharded, assert_close, weights_of
+from tests.models.chain import FEATURES, NUM_BLOCKS, WIDTH, Chain, fit_chain, loader
+from tests.rank_pool import RankPool
+from tests.running import quiet_trainer
+
+# What a rank holds
+
+
+SIZE = 256
+"""The parameters of `Wide` are then most of the memory of a rank."""
+
+
+class Wide(Chain):
+    """Has wide blocks, and more parameters outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, SIZE)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(SIZE, SIZE, bias=False)) for _ in range(NUM_BLOCKS)))  # type: ignore[assignment]
+        self.table = nn.Embedding(2 * SIZE, SIZE)
+        self.out = nn.Linear(SIZE, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.blocks(self.first(x) + self.table((x[:, 0].abs() * 10).long())))  # type: ignore[operator]
+
+
+def live_bytes() -> int:
+    """Return the size of all tensors of this process, each memory once."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and not each.is_meta]
+    with_memory = [each for each in tensors if not isinstance(each, DTensor | FlatShard)]
+    # Gradients that only C++ has used are not among the objects of Python yet. Other tensors are not asked for theirs:
+    # a view whose base was changed in place raises an error.
+    gradients = [each.grad for each in with_memory if isinstance(each, nn.Parameter) and each.grad is not None]
+    storages = [each.untyped_storage() for each in (*with_memory, *gradients)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+class Held(Callback):
+    """Measures the tensors of a rank after the second optimizer step."""
+
+    def __init__(self) -> None:
+        self.before = live_bytes()
+        self.after: list[int] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == 2:
+            self.after.append(live_bytes() - self.before)
+
+
+def held_by_a_rank(built_late: bool) -> list[int]:
+    held = Held()
+    trainer = quiet_trainer(devices=4, strategy=Sharded(**TWO_BY_TWO), max_steps=2, callbacks=[held])
+    module = LateWide() if built_late else Wide()
+    trainer.fit(module, loader(2), loader(1))
+    return held.after
+
+
+class LateWide(Wide):
+    """Built in `configure_model`."""
+
+    def __init__(self) -> None:
+        LightningModule.__init__(self)
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "blocks"):
+            chain = Wide()
+            for name, child in chain.named_children():
+                setattr(self, name, child)
+            for name, parameter in chain.named_parameters(recurse=False):
+                self.register_parameter(name, parameter)
+
+
+@pytest.mark.parametrize("built_late", [False, True])
+def test_a_rank_holds_its_shard_of_its_stage(on_ranks, built_late: bool) -> None:
+    of_stage = (NUM_BLOCKS // 2 + 2) * SIZE * SIZE  # two blocks and the table
+    expected = 4 * of_stage // 2 * 4  # bytes: half of the weights, their gradients and two moments
+
+    for after in on_ranks(4, held_by_a_rank, built_late):
+        assert after == [pytest.approx(expected, rel=0.1)]
+
+
+# Hooks of users
+
+
+class Uses(Chain):
+    """Reads and changes parameters and gradients, freezes and unfreezes, in hooks and in the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def on_after_backward(self) -> None:
+        gradients = [self.out.weight.grad, self.first.bias.grad]
+        self.seen += [float(each.norm()) for each in gradients if each is not None]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.back.weight.clamp_(-0.3, 0.3)
+        self.first.bias.requires_grad_(batch_idx % 3 != 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.shift.data.clamp_(-0.05, 0.05)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.state_dict()  # would reshard the parameters before they are used
+        super().validation_step(batch, batch_idx)
+
+
+class Reads(Callback):
+    """Reads full tensors between steps."""
+
+    def __init__(self) -> None:
+        self.read: list[Tensor] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        strategy: Any = trainer.strategy
+        if trainer.global_step == 1:
+            for parameter in list(pl_module.parameters()):
+                gradient = strategy.full_gradient(parameter)
+                self.read += [strategy.full_parameter(parameter), *([] if gradient is None else [gradient])]
+            self.read.append(strategy.gradient_norm())
+
+
+def used(strategy: Any, world_size: int, path: str) -> Any:
+    torch.manual_seed(3)
+    module = Uses()
+    reads, average = Reads(), WeightAveraging(avg_fn=_mean)
+    options: dict[str, Any] = {"max_epochs": 1, "gradient_clip_val": 0.5, "num_sanity_val_steps": 0}
+    trainer = quiet_trainer(devices=world_size, strategy=strategy, callbacks=[reads, average], **options)
+    trainer.fit(module, loader(6), loader(2))
+    states: Any = trainer.strategy
+    moments = [states.full_optimizer_state(each, "exp_avg") for each in (module.out.weight, *_trained(module))]
+    trainer.save_checkpoint(path)
+    del trainer.callbacks[trainer.callbacks.index(average)]  # type: ignore[attr-defined]
+    (validated,) = trainer.validate(module, loader(2), verbose=False)
+    return [each.cpu() for each in reads.read], module.seen, weights_of(module), moments, validated
+
+
+def _trained(module: Chain) -> list[Tensor]:
+    return [block.inner.weight for number, block in enumerate(module.blocks) if number != 1]  # type: ignore[misc]
+
+
+def _mean(average: Tensor, current: Tensor, number: Any) -> Tensor:
+    return average + (current - average) * 0.5
+
+
+@pytest.mark.parametrize("options", [TWO_BY_TWO, {"stages": 2}], ids=str)
+def test_hooks_averages_and_readers_are_those_of_one_process(on_ranks, tmp_path: Path, options: dict[str, Any]) -> None:
+    one_process = ParalDDPStrategy(find_unused_parameters=True)
+    whole, seen, weights, moments, validated = used(one_process, 1, str(tmp_path / "1"))
+
+    for results in on_ranks(4, used, Sharded(checkpoint="full", **options), 4, str(tmp_path / "4")):
+        for found, expected in zip((*results[0], *results[3]), (*whole, *moments), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        assert results[1] == pytest.approx(seen, rel=1e-4)
+        assert results[4] == pytest.approx(validated, rel=1e-5)
+        assert_close(results[2], weights)
+    (found,), (expected,) = (torch.load(tmp_path / name, weights_only=False)["optimizer_states"] for name in ("4", "1"))
+    assert found["state"].keys() == expected["state"].keys()
+    for number, values in found["state"].items():
+        torch.testing.assert_close(values, expected["state"][number], rtol=1e-4, atol=1e-6)
+
+
+# Failures and refusals
+
+
+def fit_failing() -> str:
+    trainer = quiet_trainer(devices=4, strategy=Sharded(**TWO_BY_TWO), max_steps=3)
+    with pytest.raises((RuntimeError, RankFailedError)) as error:
+        trainer.fit(FailsOnOneRank(NUM_BLOCKS - 1), loader(3))
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+class FailsOnOneRank(Fails):
+    def _fail(self, *args: Any) -> None:
+        if self.global_rank == 0:
+            super()._fail(*args)
+
+
+def test_failure_of_a_rank_ends_all() -> None:
+    pool = RankPool()
+    try:
+        messages = pool.run(4, fit_failing, timeout=60)
+    finally:
+        pool.close()
+
+    assert [each.partition(":")[0] for each in messages] == ["RuntimeError", *["RankFailedError"] * 3]
+    assert all("made to fail" in each for each in messages)
+
+
+class HasTwoDtypes(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.gain = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+
+
+class UsesLBFGS(Chain):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+def refusals() -> list[str]:
+    messages = []
+    for make, options in (
+        (Chain, {"stages": 2, "shard": 4}),
+        (Chain, {"stages": 4, "shard": True}),
+        (HasTwoDtypes, {**TWO_BY_TWO, "units": ["Block"]}),
+        (UsesLBFGS, TWO_BY_TWO),
+    ):
+        with pytest.raises(ConfigurationError) as error:
+            quiet_trainer(devices=4, strategy=Sharded(**options), max_steps=1).fit(make(), loader(1))
+        messages.append(str(error.value))
+    return messages
+
+
+def test_impossible_shards_are_refused_on_all_ranks(on_ranks) -> None:
+    expected = (
+        "shard=4 does not divide the 2 rank(s) of each of the 2 stage(s). Choose one of 1, 2",
+        "shard=True shards each stage over its ranks, but with 4 stages on 4 ranks, each stage has one rank",
+        "Trained parameters of one unit must have the same dtype, but in blocks.3 there are",
+        "LBFGS cannot update sharded parameters",
+    )
+
+    for messages in on_ranks(4, refusals):
+        for message, start in zip(messages, expected, strict=True):
+            assert message.startswith(start)
+
+
+def test_shard_must_be_positive() -> None:
+    with pytest.raises(ConfigurationError, match="shard"):
+        ParalPipelineStrategy(stages=2, shard=0)
+
+
+def test_one_rank_may_shard_over_itself() -> None:
+    losses, _, trainer = fit_chain(ParalPipelineStrategy(shard=True), 1)
+
+    assert isinstance(trainer.strategy, ParalPipelineStrategy)
+    assert trainer.strategy.dims.shard == 1
+    assert losses == fit_chain(ParalPipelineStrategy(), 1)[0]
