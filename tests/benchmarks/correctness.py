@@ -3,9 +3,9 @@
     python -m tests.benchmarks.correctness          # print them
     python -m tests.benchmarks.correctness --write  # and write docs/correctness.md
 
-Every name is trained on two ranks (`paral_dp`: two devices) by `Trainer(strategy=NAME)`, with half of the batch size of
-one process, so that all of them see the same global batches. What is compared is what users see: the logged losses of
-training and validation, and the weights of the saved checkpoint.
+Every name is trained on two ranks (`paral_dp`: two devices) by `Trainer(strategy=NAME)`, on the same global batches as
+one process: where each rank draws samples of its own, with half of the batch size. What is compared is what users see:
+the logged losses of training and validation, and the weights of the saved checkpoint.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def fit(name: str, folder: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     module, losses = SmallGPT(), Losses()
-    has_ranks = name not in (ONE_PROCESS, "paral_dp")
+    divides_samples = name not in (ONE_PROCESS, "paral_dp", "paral_tp", "paral_fsdp_tp", "paral_pp")
     trainer = quiet_trainer(
         strategy="auto" if name == ONE_PROCESS else _strategy(name, folder),
         devices=1 if name == ONE_PROCESS else NUM_RANKS,
@@ -81,7 +81,7 @@ def fit(name: str, folder: str) -> dict[str, Any]:
         gradient_clip_val=1.0,
         callbacks=[losses],
     )
-    batch_size = GLOBAL_BATCH_SIZE // NUM_RANKS if has_ranks else GLOBAL_BATCH_SIZE
+    batch_size = GLOBAL_BATCH_SIZE // NUM_RANKS if divides_samples else GLOBAL_BATCH_SIZE
     training = Subset(StandardLibrary("train", CONTEXT), range(NUM_STEPS * GLOBAL_BATCH_SIZE))
     validation = Subset(StandardLibrary("validation", CONTEXT), range(NUM_VALIDATION_SAMPLES))
     trainer.fit(module, DataLoader(training, batch_size), DataLoader(validation, batch_size))

@@ -60,7 +60,11 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     # Names
     (ParalDDPStrategy, {"all_reduc": "ring"}, "ParalDDPStrategy has no option 'all_reduc'. Did you mean all_reduce?"),
     (ParalDDPStrategy, {"static_grph": True}, "no option 'static_grph'. Did you mean static_graph?"),
-    (ParalDDPStrategy, {"units": ["Block"]}, "no option 'units'. It is an option of ParalFSDPStrategy."),
+    (
+        ParalDDPStrategy,
+        {"units": ["Block"]},
+        "no option 'units'. It is an option of ParalFSDPStrategy and of ParalPipelineStrategy.",
+    ),
     (ParalDPStrategy, {"chekpoint": "full"}, "no option 'chekpoint'. Did you mean checkpoint"),
     (ParalDPStrategy, {"timeout": 30}, "no option 'timeout'. Use paral_ddp"),
     (ParalDPStrategy, {"split": "global"}, "It is an option of ParalAutoStrategy and of ParalDDPStrategy"),

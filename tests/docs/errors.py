@@ -46,6 +46,8 @@ TOPICS = {
     "DDP": ("engines/ddp", "strategies/ddp", "comm"),
     "FSDP": ("engines/fsdp", "strategies/fsdp"),
     "ZeRO": ("engines/zero", "strategies/zero"),
+    "Pipeline": ("engines/pipeline", "strategies/pipeline"),
+    "Tensor parallelism": ("engines/tensor", "strategies/tensor_parallel"),
     "Checkpoints": ("checkpoint", "strategies/checkpoint_mixin", "strategies/checkpoint_saving"),
     "Plans": ("planning",),
     "Checks of a machine and benchmarks": ("diagnostics",),
@@ -60,6 +62,8 @@ NOTES = {
     "DDP": "See also [Limits](../limits.md#ddp).",
     "FSDP": "See also [Limits](../limits.md#fsdp). `paral_ddp` usually trains what FSDP refuses.",
     "ZeRO": "See also [Limits](../limits.md#zero). `paral_fsdp` or `paral_ddp` usually train what ZeRO refuses.",
+    "Pipeline": "See also [Pipeline](../strategies/pipeline.md). `paral_fsdp` usually trains what a pipeline refuses.",
+    "Tensor parallelism": "See also [Tensor parallelism](../strategies/tensor.md).",
     "Checkpoints": "A checkpoint that is damaged, incomplete or hostile is refused before any weight changes. Use an "
     "earlier one, or copy the named file again. `paral verify` lists all faults of a checkpoint. About trust, see "
     "[Safe loading](../guides/checkpoints.md#safe-loading).",

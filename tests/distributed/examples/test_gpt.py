@@ -15,15 +15,21 @@ SHORT = (
     "--trainer.max_steps=4 --trainer.limit_val_batches=0 --trainer.num_sanity_val_steps=0 --trainer.accelerator=cpu "
     "--trainer.logger=false --trainer.enable_checkpointing=false --trainer.enable_progress_bar=false "
     "--trainer.enable_model_summary=false --trainer.callbacks+=tests.unit.cli.test_commands.Witness "
-    "--model.init_args.width=32 --model.init_args.num_layers=2 --data.init_args.batch_size=4"
+    "--model.init_args.width=32 --model.init_args.num_layers=2"
+)
+NUM_RANKS = 2
+GLOBAL_BATCHES = (
+    "--trainer.strategy=lightning_paral.ParalDDPStrategy",
+    "--trainer.strategy.init_args.split=global",
 )
 TOLERANCES = {"ddp_ring": 1e-3}  # gradients cross the wire in bf16
 
 
-def last_loss(overlay: str, folder: str) -> float:
+def last_loss(overlay: str, folder: str, *more: str) -> float:
+    """Return the loss of the last step on the samples of this rank."""
     os.chdir(ROOT)
     arguments = ["--config", "configs/gpt.yaml", "--config", f"configs/strategies/{overlay}.yaml", *SHORT.split()]
-    arguments.append(f"--trainer.default_root_dir={folder}")
+    arguments += [f"--trainer.default_root_dir={folder}", "--data.init_args.batch_size=4", *more]
     if "nvme" in overlay:
         arguments += [
             f"--trainer.strategy.init_args.offload_{what}.path={folder}" for what in ("optimizer", "parameters")
@@ -35,9 +41,15 @@ def last_loss(overlay: str, folder: str) -> float:
 
 @pytest.mark.parametrize("overlay", [path.stem for path in OVERLAYS if path.stem not in ("ddp", "dp")])
 def test_loss_equals_that_under_ddp(on_ranks, tmp_path: Path, overlay: str) -> None:
-    expected = on_ranks(2, last_loss, "ddp", str(tmp_path))
+    more = GLOBAL_BATCHES if overlay in ("pp", "tp") else ()  # all ranks draw the same samples
+    expected = on_ranks(NUM_RANKS, last_loss, "ddp", str(tmp_path), *more)
+    if more:
+        expected = [sum(expected) / NUM_RANKS] * NUM_RANKS
 
-    losses = on_ranks(2, last_loss, overlay, str(tmp_path))
+    if overlay == "fsdp_tp":  # pairs of ranks draw the same samples
+        expected = [loss for loss in expected for _ in range(2)]
+
+    losses = on_ranks(len(expected), last_loss, overlay, str(tmp_path))
 
     assert losses == pytest.approx(expected, rel=TOLERANCES.get(overlay, 1e-4))
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("paral_zero")] == []
