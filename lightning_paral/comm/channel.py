@@ -4,6 +4,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,10 @@ class Channel:
     A message consists of a number, a description of the values if it differs from that of the message before, and the
     tensors. Shapes may therefore change from message to message, and cost nothing while they do not.
 
+    Between CPUs, a transfer begins when the receive is posted, and takes milliseconds while all cores are busy. After
+    `expect`, receives are therefore posted ahead, for tensors like those of the message before. On CUDA they are not,
+    because a receive occupies the device until the tensors arrive.
+
     Args:
         group: a process group that only this direction uses: NCCL matches messages by their order.
         peer: the global rank at the other end.
@@ -59,6 +64,16 @@ class Channel:
         self._description = b""
         self._values: Any = None
         self._unfinished: list[tuple[dist.Work, Tensor]] = []
+        self._posts_ahead = device.type == "cpu"
+        self._num_expected = self._num_done = 0
+        self._posted: Callable[[], list[Tensor]] | None = None
+
+    def expect(self, num_messages: int) -> None:
+        """Allow posting receives ahead for this number of messages, which begin with the next one.
+
+        Both ends of the channel must call it with the same number.
+        """
+        self._num_expected, self._num_done = num_messages, 0
 
     def send(self, values: Any) -> None:
         """Send nested `values`, whose leaves are tensors and objects that can be pickled. Does not wait."""
@@ -66,22 +81,38 @@ class Channel:
         description = pickle.dumps(described)
         is_new = description != self._description
         self._post(torch.tensor([len(description) if is_new else 0], dtype=torch.int64, device="cpu"))
+        is_posted = self._posts_ahead and 0 < self._num_done < self._num_expected
+        self._num_done += 1
         if is_new:
+            if is_posted:  # for tensors of the last message's shapes
+                self.send_tensors([spec.empty(self._device) for spec in self._specs()])
+            self._values = described
             self._description = description
             self._post(torch.frombuffer(bytearray(description), dtype=torch.uint8))
         self.send_tensors([leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, Tensor)])
 
     def receive(self) -> tuple[Any, list[Tensor]]:
         """Return the next values, with a `TensorSpec` in place of each tensor, and the tensors."""
-        size = torch.zeros(1, dtype=torch.int64, device="cpu")
-        with self._waiting():
-            dist.recv(size, self._peer, group=self._group)
+        if self._posted is None:
+            (size,) = self._receive([torch.zeros(1, dtype=torch.int64, device="cpu")])
+            tensors = None
+        else:
+            size, *tensors = self._posted()
         if size.item():
-            data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-            dist.recv(data, self._peer, group=self._group)
+            (data,) = self._receive([torch.empty(int(size), dtype=torch.uint8, device="cpu")])
             self._values = pickle.loads(data.numpy().tobytes())
-        specs = [leaf for leaf in tree_flatten(self._values)[0] if isinstance(leaf, TensorSpec)]
-        return self._values, self.receive_tensors(specs)
+            tensors = None
+        if tensors is None:
+            tensors = self.receive_tensors(self._specs())
+        self._num_done += 1
+        self._posted = None
+        if self._posts_ahead and self._num_done < self._num_expected:
+            size = torch.zeros(1, dtype=torch.int64, device="cpu")
+            self._posted = self._post_receives([size, *(spec.empty(self._device) for spec in self._specs())])
+        return self._values, tensors
+
+    def _specs(self) -> list[TensorSpec]:
+        return [leaf for leaf in tree_flatten(self._values)[0] if isinstance(leaf, TensorSpec)]
 
     def send_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Send `tensors`, whose shapes the other rank knows. Does not wait."""
@@ -92,12 +123,34 @@ class Channel:
 
     def receive_tensors(self, specs: Sequence[TensorSpec]) -> list[Tensor]:
         """Return tensors that the other rank has sent with `send_tensors`."""
-        tensors = [spec.empty(self._device) for spec in specs]
+        return self._receive([spec.empty(self._device) for spec in specs])
+
+    def post_tensors(self, specs: Sequence[TensorSpec]) -> Callable[[], list[Tensor]]:
+        """Return a function that returns what `receive_tensors` does. Receives may begin now, in the order of calls."""
+        if not self._posts_ahead or self._num_done >= self._num_expected:
+            return partial(self.receive_tensors, specs)
+        self._num_done += 1
+        return self._post_receives([spec.empty(self._device) for spec in specs])
+
+    def _receive(self, tensors: list[Tensor]) -> list[Tensor]:
         with self._waiting():
             for tensor in tensors:
                 if tensor.numel():
                     dist.recv(tensor.view(-1).view(torch.uint8), self._peer, group=self._group)
         return tensors
+
+    def _post_receives(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
+        flat = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+        works = [dist.irecv(each, self._peer, group=self._group) for each in flat]
+
+        def wait() -> list[Tensor]:
+            with self._waiting():
+                for work in works:
+                    assert work is not None
+                    work.wait()
+            return tensors
+
+        return wait
 
     def finish(self) -> None:
         """Wait until everything is sent."""

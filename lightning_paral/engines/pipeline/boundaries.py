@@ -39,6 +39,16 @@ class Boundaries:
         self._unanswered: ReceivedTensors | None = None
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
+    def expect(self, num_micro_batches: int) -> None:
+        """Prepare a training step, whose forward and backward passes send a message for each micro-batch.
+
+        *Collective* over the pipeline.
+        """
+        for neighbor in (self.before, self.after):
+            if neighbor is not None:
+                neighbor.activations.expect(num_micro_batches)
+                neighbor.gradients.expect(num_micro_batches)
+
     def receive(self) -> Any:
         """Return the output of the last unit of the stage before."""
         assert self.before is not None
@@ -96,6 +106,7 @@ class Boundaries:
             if neighbor is not None:
                 neighbor.activations.finish()
                 neighbor.gradients.finish()
+        self.expect(0)
 
 
 @dataclass(frozen=True)
@@ -152,9 +163,9 @@ class _Receive(torch.autograd.Function):
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, channel: Channel, *tensors: Tensor) -> Tensor:
-        ctx.channel, ctx.specs = channel, [TensorSpec.of(tensor) for tensor in tensors]
+        ctx.gradients = channel.post_tensors([TensorSpec.of(tensor) for tensor in tensors])
         return tensors[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, *ctx.channel.receive_tensors(ctx.specs)
+        return None, *ctx.gradients()
