@@ -67,6 +67,8 @@ class FlatShard(Tensor):
     read: Callable[[], Tensor]
     read_order: int
     local_chunk: Chunk | None
+    description = ""
+    """What the tensor is, for errors."""
 
     @staticmethod
     def __new__(
@@ -113,12 +115,13 @@ class FlatShard(Tensor):
         kwargs = kwargs or {}
         shard = args[0]
         if func not in _ELEMENTWISE or not isinstance(shard, FlatShard) or any(_has_dims(other) for other in args[1:]):
+            described = next((each.description for each in args if isinstance(each, FlatShard)), "")
             raise CheckpointError(
-                f"{func} was called on a tensor of which this rank holds only a shard. This is the case for weights "
-                "and optimizer states in on_save_checkpoint under ZeRO, for parameters of other stages of a pipeline, "
-                "and for optimizer states after a fit under ZeRO or FSDP. Casts, copies and scaling are supported, and "
-                "entries of checkpoints can be added, renamed and deleted. Do other operations after loading, or under "
-                "paral_ddp. To continue training by hand, create a new optimizer."
+                f"{func} was called on {described or 'a tensor'} of which this rank holds only a shard. This is the "
+                "case for weights and optimizer states in on_save_checkpoint under ZeRO, for parameters of other "
+                "stages of a pipeline, and for optimizer states after a fit under ZeRO or FSDP. Casts, copies and "
+                "scaling are supported, and entries of checkpoints can be added, renamed and deleted. Do other "
+                "operations after loading, or under paral_ddp. To continue training by hand, create a new optimizer."
             )
         kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
         read, rest = shard.read, args[1:]

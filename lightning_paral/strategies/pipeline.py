@@ -12,6 +12,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_paral.checkpoint.sharded_state import ShardedState
@@ -197,9 +198,9 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
         shards = self._shards
         run = PipelineRun(module, self._options, self.dims, self.root_device, self._deferred, flops, shards)
         if shards is not None:
-            shards.set_units(run.units)
+            shards.set_units(run.division.units)
         if not self._has_printed_units:
-            run.print_units()
+            rank_zero_info(str(run.division))
             self._has_printed_units = True
         self._pipeline = run  # set before dividing, so that the teardown restores a module that is partly divided
         run.divide()

@@ -4,7 +4,8 @@
 
 Two ranks, eight micro-batches. Rounds of both alternate in the same processes; a time is the median over all rounds.
 The optimizer, the batches and the clipping (none) are the same. The hand-written stages have the embedding on the first
-rank and the head on the second; under `paral_pp` both ranks have both, and add up their gradients.
+rank and the head on the second, as `paral_pp` has with `first_stage` and `last_stage`. Without these, both ranks have
+both, and add up their gradients.
 """
 
 import logging
@@ -13,6 +14,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -68,9 +70,12 @@ class Times(Callback):
         self.losses.append(float(outputs["loss"]))
 
 
-def under_paral_pp() -> tuple[list[float], float]:
+ENDS: dict[str, Any] = {"first_stage": ["byte_embedding", "position_embedding"], "last_stage": ["norm", "head"]}
+
+
+def under_paral_pp(**options: Any) -> tuple[list[float], float]:
     times = Times()
-    strategy = ParalPipelineStrategy(micro_batches=NUM_MICRO_BATCHES, divergence_check_every=None)
+    strategy = ParalPipelineStrategy(micro_batches=NUM_MICRO_BATCHES, divergence_check_every=None, **options)
     trainer = quiet_trainer(devices=2, strategy=strategy, max_epochs=1, callbacks=[times])
     trainer.fit(module(), batches())
     return differences(times.starts), times.losses[-1]
@@ -138,7 +143,11 @@ def _rounds() -> Iterator[tuple[str, list[float], float]]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     under_paral_pp()  # creates the process group
     for _ in range(NUM_ROUNDS):
-        for name, run in (("Schedule1F1B", by_hand), ("paral_pp", under_paral_pp)):
+        for name, run in (
+            ("Schedule1F1B", by_hand),
+            ("paral_pp", under_paral_pp),
+            ("paral_pp, first_stage and last_stage", partial(under_paral_pp, **ENDS)),
+        ):
             dist.barrier()
             yield name, *run()
 

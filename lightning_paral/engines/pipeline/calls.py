@@ -8,10 +8,13 @@ from torch import Tensor
 
 from lightning_paral.compat.torch.instance_classes import subclass_of
 from lightning_paral.engines.pipeline.boundaries import Boundaries
+from lightning_paral.engines.pipeline.ends import NotCopied
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.units import Unit
 
 Call = Callable[..., Any]
+BEFORE_UNITS = -1
+"""Stands for the modules of `first_stage` where positions of units are given."""
 
 
 class StageDone(BaseException):
@@ -32,7 +35,10 @@ class Observer(Protocol):
         """Called before a unit of this stage runs."""
 
     def after(self, unit: int, output: Any) -> Any:
-        """Return what the call of a unit, of this or an earlier stage, returns instead of `output`."""
+        """Return what the call of a unit, of this or an earlier stage, returns instead of `output`.
+
+        `BEFORE_UNITS` instead of a unit is a module of `first_stage` that this stage lacks.
+        """
 
 
 class UnitCalls:
@@ -80,6 +86,15 @@ class UnitCalls:
     def is_in_pass(self) -> bool:
         """Whether a forward pass is running."""
         return self._expected is not None
+
+    @property
+    def next_unit(self) -> int | None:
+        """The position of the unit that is called next; `None` outside of a forward pass."""
+        return self._expected
+
+    def returned_by_end(self, output: Any) -> Any:
+        """Return what the call of a module of `first_stage`, which this stage lacks, returns instead of `output`."""
+        return self._observed(BEFORE_UNITS, output)
 
     def check_complete(self, step: str) -> None:
         """Check inside `forward_pass`, after the step has returned, that all units of this stage were called.
@@ -136,16 +151,10 @@ class UnitCalls:
 
 
 def _unit_class(calls: UnitCalls, number: int) -> type:
-    class UnitOfStage:
+    class UnitOfStage(NotCopied):
         """A unit of the chain, whose calls `UnitCalls` replaces."""
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return calls.call(number, super().__call__, args, kwargs)  # type: ignore[misc]
-
-        def __deepcopy__(self, memo: Any) -> NoReturn:
-            raise ConfigurationError(
-                "A module cannot be copied while it is divided among the stages of a pipeline, because this rank has "
-                "only some of its parameters. Copy it before or after the run."
-            )
 
     return UnitOfStage

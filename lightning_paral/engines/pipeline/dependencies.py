@@ -8,6 +8,8 @@ from torch import Tensor, UntypedStorage
 from lightning_paral.checkpoint.shards import FlatShard
 from lightning_paral.compat.torch.dispatch import TorchDispatchMode
 from lightning_paral.compat.torch.pytree import tree_leaves, tree_map_only
+from lightning_paral.engines.pipeline.calls import BEFORE_UNITS
+from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.units import Unit
 
 _NONE: frozenset[int] = frozenset()
@@ -23,11 +25,14 @@ class Dependencies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         units: the units of the chain.
         own: the positions of the units of this stage.
+        first: the names of the modules of `first_stage` that this stage lacks. Their outputs have no values here, so
+            only the first unit may depend on them.
     """
 
-    def __init__(self, units: Sequence[Unit], own: range) -> None:
+    def __init__(self, units: Sequence[Unit], own: range, first: Sequence[str] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._units = units
+        self._first = first
         self._running: int | None = None
         self._num_called = 0
         self._of: dict[int, tuple[UntypedStorage, frozenset[int]]] = {}
@@ -55,6 +60,13 @@ class Dependencies(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._inside.pop(_address(tensor), None)
         return copied
 
+    def check_kept(self, values: Any) -> None:
+        """Check that values that outlive the step depend on no module of `first_stage`."""
+        if self._first and self.fault is None:
+            for tensor in _tensors_in(values):
+                if BEFORE_UNITS in self._units_of(tensor):
+                    self.fault = f"the step logs or keeps in an attribute what {self._name(BEFORE_UNITS)} has returned"
+
     def check_result(self, result: Any) -> None:
         """Check that what the step returns depends on no other unit than the last."""
         for tensor in _tensors_in(result):
@@ -68,6 +80,11 @@ class Dependencies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = _tensors_in((args, kwargs))
         position = self._num_called if self._running is None else self._running
         found = _NONE.union(*(self._check(tensor, position) for tensor in inputs))
+        if BEFORE_UNITS in found and _has_number(result):
+            raise ConfigurationError(
+                f"The code before the first unit reads a value of what {self._name(BEFORE_UNITS)} has returned, which "
+                "first_stage keeps on the first stage only. Leave it out of first_stage, so that all stages have it."
+            )
         before = {_address(tensor) for tensor in inputs}
         for tensor in _tensors_in(result):
             self._keep(tensor, found | self._units_of(tensor))
@@ -81,17 +98,20 @@ class Dependencies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.fault is None:
             earlier = sorted(unit for unit in units if unit < position - 1)
             if inside is not None and inside != self._running:
-                self.fault = f"{self._user(position)} uses a tensor from inside {self._units[inside].name}"
+                self.fault = f"{self._user(position)} uses a tensor from inside {self._name(inside)}"
             elif earlier:
-                self.fault = f"{self._user(position)} uses what {self._units[earlier[0]].name} has returned"
+                self.fault = f"{self._user(position)} uses what {self._name(earlier[0])} has returned"
         return units
 
     def _user(self, position: int) -> str:
         if self._running is not None or position < self._num_called:
-            return self._units[position].name
+            return self._name(position)
         if position == len(self._units):
             return "the code after the last unit"
-        return f"the code before {self._units[position].name}"
+        return f"the code before {self._name(position)}"
+
+    def _name(self, unit: int) -> str:
+        return " or ".join(self._first) if unit == BEFORE_UNITS else self._units[unit].name
 
     def _units_of(self, tensor: Tensor) -> frozenset[int]:
         return self._of.get(_address(tensor), (None, _NONE))[1]
@@ -99,6 +119,10 @@ class Dependencies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _keep(self, tensor: Tensor, units: frozenset[int]) -> None:
         storage = tensor.untyped_storage()
         self._of[storage.data_ptr()] = storage, units
+
+
+def _has_number(result: Any) -> bool:
+    return any(isinstance(leaf, bool | int | float | complex) for leaf in tree_leaves(result))
 
 
 def _address(tensor: Tensor) -> int:

@@ -1,14 +1,15 @@
 """Divide the units of a module among the stages of a pipeline."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
+from lightning_paral.engines.pipeline.ends import End, ends_of
 from lightning_paral.engines.pipeline.options import PipelineOptions
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.units import Units, choose_units
+from lightning_paral.model.units import Units, as_tree, choose_units
 
 
 def chain_of(root: Module, options: PipelineOptions) -> Units:
@@ -54,28 +55,72 @@ def _innermost(units: Units) -> Units:
     return Units(inner=tuple(inner), root=replace(units.root, parameters=outside))
 
 
-def divide(units: Units, options: PipelineOptions, num_stages: int, flops: Sequence[int] | None = None) -> list[range]:
-    """Return the positions of each stage's units in `units.inner`.
+@dataclass(frozen=True)
+class Division:
+    """A chain of units that is divided among stages."""
+
+    units: Units
+    """The units of the chain, and the root."""
+    parts: Sequence[range]
+    """The positions of the units of each stage in `units.inner`."""
+    ends: Sequence[End]
+    """The modules outside of the chain that one stage holds."""
+    flops: Sequence[int] | None
+    """The operations of each unit in a training step; `None` if they were not counted."""
+
+    @property
+    def placed(self) -> list[tuple[Module, int]]:
+        """The modules that one stage holds, each with its stage: the units in their order, and then the ends."""
+        stages = [stage for stage, part in enumerate(self.parts) for _ in part]
+        of_units = [(unit.module, stage) for unit, stage in zip(self.units.inner, stages, strict=True)]
+        return of_units + [(end.module, end.stage(len(self.parts))) for end in self.ends]
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all parameters."""
+        return sum(unit.num_bytes for unit in (*self.units.inner, self.units.root))
+
+    def __str__(self) -> str:
+        line = f"Pipeline: {' + '.join(str(len(part)) for part in self.parts)} units on {len(self.parts)} stages"
+        if self.flops is not None:
+            shares = [sum(self.flops[number] for number in part) / sum(self.flops) for part in self.parts]
+            line += f", with {' + '.join(f'{share:.0%}' for share in shares)} of the operations"
+        for end in self.ends:
+            line += f", {end.name} on the {'first' if end.is_first else 'last'}"
+        return f"{line}\n{as_tree(self.units)}"
+
+
+def divide(root: Module, options: PipelineOptions, num_stages: int, flops: Sequence[int] | None = None) -> Division:
+    """Divide the units of `root` among the stages.
 
     Args:
-        units: the units of the chain.
+        root: the module.
         options: the options, of which `balance` says how to divide.
         num_stages: the number of stages.
         flops: for `balance="time"`, the operations of each unit in a training step. `None`: divide by parameters.
 
     Raises:
-        ConfigurationError: there are fewer units than stages, or `balance` has a different number of units.
+        ConfigurationError: there is no chain of units, there are fewer units than stages, or an option does not fit.
     """
+    units = chain_of(root, options)
     check_number_of_units(units, num_stages)
+    ends = ends_of(units, options.first_stage, options.last_stage)
+    if not isinstance(options.balance, str):
+        return Division(units, _given_parts(units, options.balance), ends, None)
+    sizes = [unit.num_params for unit in units.inner]
+    for end in ends:
+        sizes[0 if end.is_first else -1] += end.num_params
+    return Division(units, balanced(flops or sizes, num_stages), ends, flops)
+
+
+def _given_parts(units: Units, balance: Sequence[int]) -> list[range]:
     num_units = len(units.inner)
-    if isinstance(options.balance, str):
-        return balanced(flops or [unit.num_params for unit in units.inner], num_stages)
-    if sum(options.balance) != num_units:
+    if sum(balance) != num_units:
         raise ConfigurationError(
-            f"balance={list(options.balance)!r} has {sum(options.balance)} units, but "
-            f"{type(units.root.module).__name__} has {num_units}. Its numbers must add up to {num_units}."
+            f"balance={list(balance)!r} has {sum(balance)} units, but {type(units.root.module).__name__} has "
+            f"{num_units}. Its numbers must add up to {num_units}."
         )
-    stops = [sum(options.balance[: stage + 1]) for stage in range(num_stages)]
+    stops = [sum(balance[: stage + 1]) for stage in range(len(balance))]
     return [range(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
 
 

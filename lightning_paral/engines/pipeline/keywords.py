@@ -1,5 +1,6 @@
 """The keywords of `ParalPipelineStrategy`, with their documentation."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 
 from lightning_paral.engines.pipeline.options import Balance, PipelineOptions
@@ -23,7 +24,7 @@ class PipelineKeywords(RankOptions, total=False):
             a list has the number of units of each stage. Outside of a fit, `"time"` divides by parameters.
         units: the submodules that form the chain: `"auto"`, which finds repeated blocks; classes or their names; or a
             function that takes a submodule's dotted name and the submodule, and returns whether to choose it. All other
-            parameters are on every rank.
+            parameters are on every rank, except those of `first_stage` and `last_stage`.
         min_params: instead of `units`, the smallest submodules with at least this number of parameters.
         check_steps: before the first training step, run `training_step` on two samples, and check that dividing the
             module and the batch does not change its loss.
@@ -32,6 +33,10 @@ class PipelineKeywords(RankOptions, total=False):
         shard: the number of ranks of a stage over which its parameters, gradients and optimizer state are sharded with
             FSDP2; it must divide the ranks per stage. `True`: all of them. `False`: none; each holds its whole stage.
             Parameters outside of the units are sharded as well. All are unsharded once per step, not per micro-batch.
+        first_stage: the dotted names of submodules outside of the units that only the first stage holds, such as an
+            embedding. Only the first unit may use what they return.
+        last_stage: the dotted names of submodules that only the last stage holds, such as a head. They may be called
+            after the last unit only.
     """
 
     stages: int | None
@@ -43,6 +48,8 @@ class PipelineKeywords(RankOptions, total=False):
     check_steps: bool
     broadcast_buffers: bool
     shard: bool | int
+    first_stage: Sequence[str]
+    last_stage: Sequence[str]
 
 
 takes_pipeline_options = takes_options(

@@ -32,6 +32,8 @@ class PipelineOptions:
     check_steps: bool = True
     broadcast_buffers: bool = True
     shard: bool | int = False
+    first_stage: Sequence[str] = ()
+    last_stage: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         check_unit_choice(self.units, self.min_params)
@@ -39,6 +41,10 @@ class PipelineOptions:
             raise ConfigurationError(f"schedule={self.schedule!r} is not known. Choose '1f1b' or 'gpipe'.")
         for option in ("stages", "micro_batches"):
             check_at_least("ParalPipelineStrategy", option, getattr(self, option), 1)
+        for option in ("first_stage", "last_stage"):
+            names = getattr(self, option)
+            if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+                raise ConfigurationError(f"{option}={names!r} must be a list of names of submodules, such as ['head'].")
         if not isinstance(self.shard, bool):
             check_at_least("ParalPipelineStrategy", "shard", self.shard, 1)
         if isinstance(self.balance, str):

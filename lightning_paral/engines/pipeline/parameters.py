@@ -1,6 +1,6 @@
 """Keep the parameters of this stage only, and gather those of all stages at the end of a run."""
 
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping
 from copy import copy
 from typing import Any
 
@@ -14,11 +14,11 @@ from lightning_paral.checkpoint.shards import FlatShard
 from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.compat.torch.modules import own_buffers, own_parameters
 from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.engines.pipeline.division import Division
 from lightning_paral.engines.pipeline.groups import PipelineGroups
 from lightning_paral.engines.pipeline.shards import Shards
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.full_tensors import full_copy
-from lightning_paral.model.units import Units
 
 
 def is_elsewhere(parameter: Tensor) -> bool:
@@ -47,8 +47,7 @@ class StageParameters:
     On each stage, the parameters of other stages are replaced with tensors that have a shape but no values.
 
     Args:
-        units: the units of the chain, and the root, whose parameters are on all stages.
-        parts: the positions of the units of each stage.
+        division: the units and ends of the stages. The other parameters of the root are on all stages.
         dims: the arrangement of the ranks.
         groups: the process groups of the run; `None` if there is one stage.
         device: the device of this rank.
@@ -58,21 +57,21 @@ class StageParameters:
 
     def __init__(
         self,
-        units: Units,
-        parts: Sequence[range],
+        division: Division,
         dims: ParallelDims,
         groups: PipelineGroups | None,
         device: torch.device,
         deferred: DeferredConstruction | None,
         shards: Shards | None,
     ) -> None:
-        self._units = units
+        self._root = division.units.root.module
         self._dims = dims
         self._groups = groups
         self._device = device
         self._deferred = deferred
         self._shards = shards
-        self._stage_of = [stage for stage, part in enumerate(parts) for _ in part]
+        self._placed = division.placed
+        self._names = {parameter: name for name, parameter in self._root.named_parameters()}
         self.owner: dict[Parameter, int] = {}
         """The stage of each parameter that is not on all stages, by the object that is in the module."""
         self._originals: dict[Parameter, Parameter] = {}
@@ -87,22 +86,23 @@ class StageParameters:
     @property
     def outside(self) -> list[Parameter]:
         """The parameters that are on all stages."""
-        return [parameter for parameter in self._units.root.module.parameters() if parameter not in self.owner]
+        return [parameter for parameter in self._root.parameters() if parameter not in self.owner]
 
     def divide(self) -> None:
         """Move this stage's parameters to its device, and free the others. All ranks then have the values of the first.
 
         Parameters that were built in `configure_model` are computed on their own stage only. *Collective*.
         """
-        for unit, stage in zip(self._units.inner, self._stage_of, strict=True):
-            self._divide_unit(unit.module, stage)
-        parts = _outside_parts(self._units)
+        for module, stage in self._placed:
+            self._divide_unit(module, stage)
+        inside = {part for module, _ in self._placed for part in module.modules()}
+        parts = [part for part in self._root.modules() if part not in inside]
         if self._deferred is not None:
             self._deferred.fill(parts)
         self._place(parts)
         self._broadcast(_tensors_of(parts), None)
         if self._shards is not None:
-            self._shards.shard(self._units.root.module, parts)
+            self._shards.shard(self._root, parts)
             self._shards.finish()
 
     def _divide_unit(self, module: Module, stage: int) -> None:
@@ -146,6 +146,7 @@ class StageParameters:
                 standing = self._standing.get(parameter)
                 if standing is None:
                     standing = _without_values(parameter, self._device)
+                    standing.description = f"{self._names[parameter]} of stage {stage}, a tensor"  # type: ignore[attr-defined]
                     self._originals[standing], self._standing[parameter] = parameter, standing
                     self.owner[standing] = stage
                     if not parameter.is_meta:
@@ -209,7 +210,7 @@ class StageParameters:
                 else:
                     original.data = full.cpu()
                 original.requires_grad_(parameter.requires_grad)
-        for module in self._units.root.module.modules():
+        for module in self._root.modules():
             own = own_parameters(module)
             for name, current in own.items():
                 if current is not None and current in self._originals:
@@ -217,17 +218,19 @@ class StageParameters:
         return unsharded | self._originals
 
 
-def share_buffers(units: Units, parts: Sequence[range], dims: ParallelDims, groups: PipelineGroups | None) -> None:
-    """Give all stages the buffers of the stage that computes them; those outside of the chain are the last stage's.
+def share_buffers(division: Division, dims: ParallelDims, groups: PipelineGroups | None) -> None:
+    """Give all stages the buffers of the stage that computes them; those that are on all stages are the last stage's.
 
     *Collective* over the pipeline.
     """
     if groups is None:
         return
-    inside = [[b for n in part for b in units.inner[n].module.buffers()] for part in parts]
-    seen = {id(buffer) for of_stage in inside for buffer in of_stage}
-    inside[-1] += [buffer for buffer in units.root.module.buffers() if id(buffer) not in seen]
-    for stage, buffers in enumerate(inside):
+    of_stages: list[list[Tensor]] = [[] for _ in division.parts]
+    for module, stage in division.placed:
+        of_stages[stage] += module.buffers()
+    seen = {id(buffer) for of_stage in of_stages for buffer in of_stage}
+    of_stages[-1] += [buffer for buffer in division.units.root.module.buffers() if id(buffer) not in seen]
+    for stage, buffers in enumerate(of_stages):
         for buffer in buffers:
             if buffer.numel():
                 flat = buffer.detach().contiguous().view(-1)
@@ -253,11 +256,6 @@ class _Nothing:
     def __call__(self) -> Tensor:
         """Return an empty tensor."""
         return torch.empty(0, dtype=self._dtype)
-
-
-def _outside_parts(units: Units) -> list[Module]:
-    inside = {part for unit in units.inner for part in unit.module.modules()}
-    return [part for part in units.root.module.modules() if part not in inside]
 
 
 def _tensors_of(parts: Iterable[Module]) -> list[Tensor]:

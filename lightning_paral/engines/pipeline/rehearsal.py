@@ -1,7 +1,7 @@
 """Check before the first training step that dividing the module and its batches does not change the loss."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +15,7 @@ from lightning_paral.distributed.host_exchange import gather_objects
 from lightning_paral.engines.pipeline.dependencies import Dependencies
 from lightning_paral.engines.pipeline.groups import PipelineGroups
 from lightning_paral.engines.pipeline.streams import RandomStreams
-from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.units import Unit
+from lightning_paral.errors import CheckpointError, ConfigurationError
 
 _TOLERANCE = 1e-4
 _TOLERANCE_OF_16_BITS = 3e-2
@@ -29,10 +28,9 @@ def rehearse(
     module: LightningModule,
     batch: Any,
     forward: Forward,
-    units: Sequence[Unit],
-    own: range,
     groups: PipelineGroups | None,
     streams: RandomStreams,
+    dependencies: Dependencies,
     *,
     divides_batches: bool,
 ) -> None:
@@ -42,10 +40,9 @@ def rehearse(
         module: the LightningModule.
         batch: the first training batch.
         forward: runs the step.
-        units: the units of the chain.
-        own: the positions of the units of this stage.
         groups: the process groups of the run; `None` if there is one stage.
         streams: the random numbers of the passes.
+        dependencies: finds out on which units the tensors of the step depend.
         divides_batches: whether batches are divided into micro-batches.
 
     Raises:
@@ -55,22 +52,12 @@ def rehearse(
     two, one, other = (first_samples(batch, start, stop) for start, stop in ((0, 2), (0, 1), (1, 2)))
     failure = None
     with rollback_side_effects(module), torch.no_grad(), streams.watching() as have_drawn:
-        dependencies = Dependencies(units, own)
         try:
             forward(two, dependencies)
-        except ConfigurationError as error:
+        except (ConfigurationError, CheckpointError) as error:  # the latter if a parameter of another stage is used
             failure = str(error)
         draws = have_drawn()
-    found = _of_all(groups, (failure, dependencies.fault))
-    for message in (message for message, _ in found if message is not None):
-        raise ConfigurationError(message)
-    faults = [fault for _, fault in found if fault is not None]
-    if faults:
-        raise ConfigurationError(
-            f"{type(module).__name__}.training_step cannot be divided among the stages of a pipeline: {faults[0]}. A "
-            "unit may use only what the unit before it returns, and the code after the last unit only what that one "
-            "returns. Choose other units with units=[...], or train with paral_fsdp."
-        )
+    check_observed(module, "training_step", groups, failure, dependencies.fault)
     if not divides_batches or other is None:
         return
     draws = any(_of_all(groups, draws))
@@ -98,6 +85,29 @@ def rehearse(
             "batches into micro-batches and averages their losses, so it would train differently than one process. "
             "Set micro_batches=1, return a mean over samples, or train with paral_fsdp. If the difference is intended, "
             "for example a mean over tokens, set check_steps=False."
+        )
+
+
+def check_observed(
+    module: LightningModule, step: str, groups: PipelineGroups | None, failure: str | None, fault: str | None
+) -> None:
+    """Raise a `ConfigurationError` on all stages if a step that was observed failed. *Collective* over the pipeline.
+
+    Args:
+        module: the LightningModule.
+        step: the name of the step that has run.
+        groups: the process groups of the run; `None` if there is one stage.
+        failure: the message of the error that has ended it on this stage, or `None`.
+        fault: what the `Dependencies` of this stage have found, or `None`.
+    """
+    found = _of_all(groups, (failure, fault))
+    for message in (message for message, _ in found if message is not None):
+        raise ConfigurationError(message)
+    for fault in (fault for _, fault in found if fault is not None):
+        raise ConfigurationError(
+            f"{type(module).__name__}.{step} cannot be divided among the stages of a pipeline: {fault}. A unit may use "
+            "only what the unit before it returns, and the code after the last unit only what that one returns. Choose "
+            "other units with units=[...], leave modules out of first_stage, or train with paral_fsdp."
         )
 
 

@@ -111,7 +111,7 @@ class PipelineState(TensorState):
             self._reachable_ranks()
             obstacle = "the run failed, and the stages may not be at the same step"
         else:
-            obstacle = host_memory_shortage(run.num_bytes, self._ranks_per_node)
+            obstacle = host_memory_shortage(run.division.num_bytes, self._ranks_per_node)
         if obstacle is not None:
             rank_zero_warn(f"{type(run.module).__name__} stays divided among the stages: {obstacle}.")
         if obstacle is None:

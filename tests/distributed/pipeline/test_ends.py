@@ -1,0 +1,293 @@
+"""`first_stage` and `last_stage`: modules outside of the chain that one stage holds, and uses that are refused."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_paral import ConfigurationError, ParalDDPStrategy, ParalPipelineStrategy, RankFailedError
+from tests.distributed.pipeline.test_shards import TWO_BY_TWO, assert_close, weights_of
+from tests.distributed.pipeline.test_use_of_shards import Held
+from tests.models.chain import FEATURES, NUM_BLOCKS, WIDTH, Block, Regression, fit_chain, loader
+from tests.running import quiet_trainer
+
+ENDS: dict[str, Any] = {"first_stage": ["first"], "last_stage": ["head"]}
+
+
+class First(nn.Module):
+    """Embeds inputs; its own buffer counts the calls, and dropout draws random numbers."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.inner = nn.Linear(FEATURES, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1.0
+        return self.dropout(self.norm(self.inner(x)))
+
+
+class HasEnds(Regression):
+    """A module with an embedding, a shared parameter, blocks and a head."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first = First(dropout)
+        self.shift = nn.Parameter(torch.full((WIDTH,), 0.1))
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x[:, :1] > -9.0
+        x = torch.tanh(self.first(x)) * mask
+        for block in self.blocks:
+            x = block(x, self.shift)
+        return self.head(x + self.shift)
+
+
+class HasEndsBuiltLate(HasEnds):
+    def __init__(self) -> None:
+        LightningModule.__init__(self)
+        self.is_built = False
+
+    def configure_model(self) -> None:
+        if not self.is_built:
+            self.is_built = True
+            torch.manual_seed(3)
+            built = HasEnds()
+            for name, child in built.named_children():
+                setattr(self, name, child)
+            self.shift = built.shift
+
+
+def fit_ends(make: Callable[[], HasEnds], options: dict[str, Any], world_size: int, runs: dict[str, Any]) -> Any:
+    results = []
+    for path, resume_from in runs.items():
+        torch.manual_seed(3)
+        strategy = ParalPipelineStrategy(split="global", **options) if options else ParalDDPStrategy()
+        losses, module, trainer = fit_chain(
+            strategy, world_size, module=make(), save_to=path, resume_from=resume_from, num_sanity_val_steps=0
+        )
+        trainer.validate(module, loader(2), verbose=False)
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        results.append((losses, weights_of(module), metrics, float(module.first.calls)))
+    return results
+
+
+@pytest.mark.parametrize("make", [HasEnds, HasEndsBuiltLate])
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [(2, {"micro_batches": 3}), (4, {"schedule": "gpipe"}), (4, TWO_BY_TWO), (4, {"stages": 2})],
+    ids=str,
+)
+def test_training_and_resuming_equal_one_process(
+    on_ranks, tmp_path: Any, make: Any, world_size: int, options: dict[str, Any]
+) -> None:
+    one, of_stages = str(tmp_path / "one"), str(tmp_path / "stages")
+    expected, resumed = fit_ends(make, {}, 1, {one: None, str(tmp_path / "resumed"): one})
+    runs = {of_stages: None, str(tmp_path / "again"): of_stages, str(tmp_path / "from-one"): one}
+
+    ranks = on_ranks(world_size, fit_ends, make, ENDS | options, world_size, runs)
+
+    (from_stages,) = fit_ends(make, {}, 1, {str(tmp_path / "loaded"): of_stages})
+    ranks.append([from_stages, from_stages, from_stages])
+    for number, (losses, weights, metrics, _) in enumerate([expected, resumed, resumed]):
+        of_data_ranks = [results[number][0] for results in ranks[:-1]]
+        for batch, loss in losses.items():
+            mean = sum(of_rank[batch] for of_rank in of_data_ranks) / world_size
+            assert mean == pytest.approx(loss, rel=1e-5)
+        for results in ranks[: world_size + (number > 0)]:
+            assert_close(results[number][1], weights)
+            assert results[number][2]["val_loss"] == pytest.approx(metrics["val_loss"], rel=1e-5)
+    num_calls = {results[0][3] for results in ranks[:-1]}
+    assert len(num_calls) == 1  # the buffers are those of the first stage
+
+
+def fit_dropout(dropout: float) -> list[float]:
+    strategy = ParalPipelineStrategy(micro_batches=1, split="global", **ENDS)
+    return list(fit_chain(strategy, 2, module=HasEnds(dropout))[0].values())
+
+
+def test_dropout_of_the_embedding_draws_the_masks_of_one_process(on_ranks) -> None:
+    expected = list(fit_chain("auto", 1, module=HasEnds(0.3))[0].values())
+
+    for losses in on_ranks(2, fit_dropout, 0.3):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+# What a rank holds
+
+SIZE = 256
+
+
+class Wide(Regression):
+    """Has an embedding and a head that are each as large as the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Embedding(NUM_BLOCKS * SIZE, SIZE)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(SIZE, SIZE, bias=False)) for _ in range(NUM_BLOCKS)))
+        self.head = nn.Linear(SIZE, NUM_BLOCKS * SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.first((x[:, 0].abs() * 10).long())))[:, :3]
+
+
+def held_by_a_rank(options: dict[str, Any]) -> list[int]:
+    held = Held()
+    strategy = ParalPipelineStrategy(split="global", **options)
+    trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=2, callbacks=[held])
+    trainer.fit(Wide(), loader(2), loader(1))
+    return held.after
+
+
+def test_a_rank_holds_its_own_end_only(on_ranks) -> None:
+    of_stage = (NUM_BLOCKS // 2 + NUM_BLOCKS) * SIZE * SIZE  # two blocks and an end
+
+    for after in on_ranks(2, held_by_a_rank, ENDS):
+        assert after == [pytest.approx(4 * 4 * of_stage, rel=0.1)]  # weights, gradients and two moments in fp32
+
+
+# What is refused
+
+
+class SkipsChain(HasEnds):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.first(x).mean()
+
+
+class AddsEmbedding(HasEnds):
+    def forward(self, x: Tensor) -> Tensor:
+        embedded = self.first(x)
+        hidden = embedded
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden + embedded)
+
+
+class GivesToSecond(HasEnds):
+    def forward(self, x: Tensor) -> Tensor:
+        embedded = self.first(x)
+        hidden = embedded
+        for number, block in enumerate(self.blocks):
+            hidden = block(hidden, embedded if number == 2 else None)
+        return self.head(hidden)
+
+
+class CallsHeadBefore(HasEnds):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        before = self.head(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) + before
+
+
+class Logs(HasEnds):
+    def forward(self, x: Tensor) -> Tensor:
+        embedded = self.first(x)
+        self.log("embedded", embedded.mean())
+        for block in self.blocks:
+            embedded = block(embedded)
+        return self.head(embedded)
+
+
+class Keeps(HasEnds):
+    def forward(self, x: Tensor) -> Tensor:
+        self.embedded = [self.first(x)]
+        x = self.embedded[0]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class ReadsValue(HasEnds):
+    def forward(self, x: Tensor) -> Tensor:
+        embedded = self.first(x)
+        hidden = embedded / max(1.0, embedded.norm().item())
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+class Penalizes(HasEnds):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1e-3 * self.first.inner.weight.norm()
+
+
+class PenalizesHeadBefore(HasEnds):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.head[1].weight.norm())
+
+
+class LogsInValidation(HasEnds):
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        embedded = self.first(batch[0])
+        super().validation_step(batch, batch_idx)
+        self.log("embedded", embedded.norm())
+
+
+class CopiesHead(HasEnds):
+    def on_train_start(self) -> None:
+        copy.deepcopy(self.head if self.global_rank else self.first)  # the last stage is rank 0
+
+
+class CallsInHook(HasEnds):
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_rank:
+            self.head(torch.ones(2, WIDTH))
+        self.first(torch.ones(2, FEATURES))
+
+
+class TiesEnds(HasEnds):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head[1].weight = self.out.weight
+
+
+def refusal(make: Callable[[], HasEnds], options: dict[str, Any]) -> str:
+    torch.manual_seed(3)
+    strategy = ParalPipelineStrategy(split="global", **options)
+    with pytest.raises((ConfigurationError, RankFailedError)) as error:
+        quiet_trainer(devices=2, strategy=strategy, max_steps=1).fit(make(), loader(2), loader(1))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (SkipsChain, ENDS, "first was called after the first unit, but first_stage keeps it on a stage"),
+        (AddsEmbedding, ENDS, "the code after the last unit uses what first has returned"),
+        (GivesToSecond, ENDS, "blocks.2 uses what first has returned"),
+        (CallsHeadBefore, ENDS, "head was called before the last unit has returned, but last_stage keeps it"),
+        (Logs, ENDS, "the step logs or keeps in an attribute what first has returned"),
+        (Keeps, ENDS, "the step logs or keeps in an attribute what first has returned"),
+        (ReadsValue, ENDS, "The code before the first unit reads a value of what first has returned"),
+        (Penalizes, ENDS, "first.inner.weight"),
+        (PenalizesHeadBefore, ENDS, "head.1.weight"),
+        (LogsInValidation, ENDS, "the code after the last unit uses what first has returned"),
+        (CopiesHead, ENDS, "A module cannot be copied while it is divided"),
+        (CallsInHook, ENDS, "head was called outside of a training, validation, test or predict step"),
+        (TiesEnds, ENDS, "last_stage names 'head', but its parameter '1.weight' is also 'out.weight', which other"),
+        (
+            HasEnds,
+            {"first_stage": ["embed"]},
+            "has no such submodule. Those with parameters outside of the units are:",
+        ),
+        (HasEnds, {"first_stage": ["blocks.0"]}, "'blocks.0', which overlaps with the unit 'blocks.0'"),
+        (HasEnds, {"first_stage": ["first"], "last_stage": ["first.inner"]}, "overlaps with 'first' of first_stage"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_uses_of_ends_are_refused(on_ranks, make: Any, options: dict[str, Any], message: str) -> None:
+    messages = on_ranks(2, refusal, make, options)
+
+    assert any(message in each for each in messages), messages
