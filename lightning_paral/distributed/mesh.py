@@ -3,7 +3,7 @@
 import math
 import weakref
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -116,6 +116,12 @@ class ParallelDims:
         """For each global rank, a number that is equal on the ranks that hold the same shards of the same stage."""
         num_shards = self.shard * self.tensor
         return [stage * num_shards + rank % num_shards for rank, stage in enumerate(self.stages)]
+
+    @property
+    def same_sample_ranks(self) -> list[int]:
+        """The global ranks that draw the same samples as this one."""
+        ranks = [replace(self, rank=rank) for rank in range(self.num_ranks)]
+        return [dims.rank for dims in ranks if dims.data_rank == self.data_rank]
 
     @property
     def stage_ranks(self) -> list[int]:

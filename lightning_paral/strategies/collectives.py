@@ -22,6 +22,7 @@ from lightning_paral.distributed.hangs.timeout_watch import TimeoutWatch
 from lightning_paral.distributed.launching.launcher import CheckedSubprocessLauncher
 from lightning_paral.distributed.process_group import explain_timeout, group_for, owned_group, release_process_group
 from lightning_paral.distributed.watcher import RankWatcher
+from lightning_paral.distributed.world_collectives import refuse_repeated_samples
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.strategies.after_failure import AfterFailure
 from lightning_paral.strategies.exception_hooks import end_run_if_hooks_fail
@@ -46,6 +47,8 @@ class Collectives(AfterFailure):
     _stacks: StackRequests | None = None
     """During a run with several ranks, the requests by which ranks tell each other where they are."""
     _undo_timeout: Callable[[], None] | None = None
+    _undo_checks: Callable[[], None] | None = None
+    """During a run in which ranks have the same samples, what makes `torch.distributed` count these twice again."""
     _logged_group: dist.ProcessGroup | None = None
     """During a run with several data ranks, the gloo group that reduces logged values on the CPU, if there is one."""
     _undo_guard: ExitStack | None = None
@@ -61,6 +64,8 @@ class Collectives(AfterFailure):
             self._watch = TimeoutWatch(self.timeout, self._timeout_option, on_timeout=self._name_hang)
         if self._undo_timeout is None:
             self._undo_timeout = use_default_timeout(self.timeout)
+        if self.dims.data_size < self.dims.num_ranks and self._undo_checks is None:
+            self._undo_checks = refuse_repeated_samples(self.dims.same_sample_ranks)
         if self.world_size > 1:
             self._begin_watching()
         else:
@@ -136,6 +141,9 @@ class Collectives(AfterFailure):
         if self._undo_timeout is not None:
             self._undo_timeout()
             self._undo_timeout = None
+        if self._undo_checks is not None:
+            self._undo_checks()
+            self._undo_checks = None
         trainer = trainer_of(self.lightning_module)
         if trainer is not None:
             restore_on_exception(trainer.checkpoint_callbacks)

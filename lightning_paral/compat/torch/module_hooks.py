@@ -1,5 +1,7 @@
 """The dictionaries in which a module keeps its hooks."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.nn import Module
@@ -54,6 +56,23 @@ def forward_hooks(module: Module) -> dict[int, Any]:
 def unwrapped(hook: Any) -> Any:
     """Return the function that was registered as `hook`, which torch may have wrapped."""
     return hook.hook if isinstance(hook, _WrappedHook) else hook
+
+
+@contextmanager
+def without_fsdp_loading(module: Module) -> Iterator[None]:
+    """Make `load_state_dict` of `module` call none of FSDP2's hooks inside the block, which expect shards."""
+    tables = [hooks_in(module, name) for name in ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")]
+    before = [dict(table) for table in tables]
+    for table in tables:
+        for key, hook in list(table.items()):
+            if getattr(unwrapped(hook), "__module__", "").startswith("torch.distributed.fsdp."):
+                del table[key]
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.clear()
+            table.update(hooks)
 
 
 def hook_tables(module: Module) -> dict[str, dict[int, Any]]:

@@ -83,10 +83,12 @@ class AveragedGradients:
 
     Args:
         parameters: the parameters that are replicated on the data ranks.
+        num_ranks: the number of data ranks.
         group: the process group of the data ranks; `None` for the world.
     """
 
-    def __init__(self, parameters: list[Parameter], group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, parameters: list[Parameter], num_ranks: int, group: dist.ProcessGroup | None = None) -> None:
+        self._num_ranks = num_ranks
         self._group = group
         parameters = [each for each in parameters if each.is_floating_point() or each.is_complex()]
         self._parameters = parameters
@@ -99,7 +101,9 @@ class AveragedGradients:
             handle.remove()
 
     def _queue_average(self, parameter: Tensor) -> None:
-        if not self._queued:
+        if isinstance(parameter.grad, DTensor):  # of a loss that is computed from shards alone, such as a penalty
+            parameter.grad = parameter.grad.full_tensor()
+        if self._num_ranks > 1 and not self._queued:
             self._queued = True
             call_at_end_of_backward(self._average)
 
@@ -109,7 +113,7 @@ class AveragedGradients:
         for similar in group_by_dtype_and_device(gradients):
             flat = torch.cat([gradient.view(-1) for gradient in similar])
             dist.all_reduce(flat, group=self._group)
-            flat.div_(dist.get_world_size(self._group))
+            flat.div_(self._num_ranks)
             for gradient, averaged in zip(similar, torch.split(flat, [g.numel() for g in similar]), strict=True):
                 gradient.copy_(averaged.view_as(gradient))
 

@@ -117,8 +117,8 @@ class ShardedModule:
         if sharding.policy.param_dtype is not None and sharding.device.type == "cpu":
             match_inputs(self.root)
         self.replicated = unshardable_parameters(self.root)
-        if sharding.dims.data_size > 1:
-            self._undo.callback(AveragedGradients(self.replicated, sharding.dims.data_group()).remove)
+        group = sharding.dims.data_group() if sharding.dims.num_ranks > 1 else None
+        self._undo.callback(AveragedGradients(self.replicated, sharding.dims.data_size, group).remove)
         _move_metrics(self.root, sharding.device)
         self._install_communication()
         self._unshard_around_calls()

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.checkpoint.dtensor_chunks import chunk_of_dtensor
+from lightning_paral.compat.torch.module_hooks import without_fsdp_loading
 from lightning_paral.compat.torch.modules import own_parameters, show_parameters
 from lightning_paral.data.padding import rollback_side_effects
 from lightning_paral.data.parts.split import first_samples
@@ -64,7 +65,7 @@ def check_split(module: LightningModule, batch: Any, step: Step, split: TensorSp
     faults = [fault for fault in gather_objects(found) if fault]
     if faults:
         raise ConfigurationError(
-            f"Splitting the layers of {type(module).__name__} changes its training step: on two samples of the first "
+            f"Splitting the layers of {type(module).__name__} changes its training step. On two samples of the first "
             f"batch, {faults[0]}. Give a plan without the layers whose code depends on their sizes: "
             "plan={...} with patterns of names, such as {'blocks.*.up': 'colwise'}. `paral plan --tensor-parallel` "
             "prints the current plan. If the difference is intended, for example because the step is random, set "
@@ -155,6 +156,7 @@ def _unsplit(module: Module, split: TensorSplit) -> Iterator[dict[str, Tensor]]:
                 own = own_parameters(part).items()
                 shown = {name: each if each is None else full[each] for name, each in own}
                 stack.enter_context(show_parameters(part, shown))
+                stack.enter_context(without_fsdp_loading(part))
             yield {names[parameter]: value for parameter, value in full.items()}
     finally:
         split.is_paused = False

@@ -3,8 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 
+from lightning_paral import ParalFSDPStrategy
+from lightning_paral.planning.tensor_plan import make
 from tests.contract.case import StrategyCase
 from tests.contract.cases import CASES, OWN_CASES
 
@@ -22,6 +25,8 @@ class Column:
     """If not empty, only rows of these themes run in the column."""
     tolerance: float = 1e-5
     needs_operators: bool = False
+    ranks_per_sample: int = 1
+    """The number of ranks that draw the same samples."""
     documented: bool = True
     """Whether the page has the column. Strategies of other packages are not on it: their cells must be allowed."""
 
@@ -44,7 +49,22 @@ def column_of(case: StrategyCase) -> Column:
     )
 
 
+class SplitsSmallLayers(ParalFSDPStrategy):
+    """Splits even the smallest layers between two tensor ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(tensor_parallel=2)
+
+    def setup(self, trainer: Trainer) -> None:
+        least, make.MIN_WEIGHT = make.MIN_WEIGHT, 1
+        try:
+            super().setup(trainer)
+        finally:
+            make.MIN_WEIGHT = least
+
+
 _columns = [column_of(case) for case in CASES if case.themes_of_user_code and case.sizes_among(2)]
+_columns.append(Column("paral_tp", SplitsSmallLayers, ranks_per_sample=2))
 _columns.sort(key=lambda column: (not column.always, "offload" in column.label))
 COLUMNS = {column.label: column for column in _columns}
 

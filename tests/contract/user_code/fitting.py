@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ class Keep(Callback):
             self.fit.hyperparameters.append([{k: g[k] for k in HYPERPARAMETERS if k in g} for g in groups])
 
 
-def fit(label: str, strategy: Callable[[], Any], folder: str, num_devices: int) -> Fit:
+def fit(label: str, strategy: Callable[[], Any], folder: str, num_devices: int, ranks_per_sample: int = 1) -> Fit:
     """Fit the row on this rank, or in one process.
 
     Args:
@@ -87,23 +88,32 @@ def fit(label: str, strategy: Callable[[], Any], folder: str, num_devices: int) 
         strategy: a function that returns the strategy for the Trainer.
         folder: the folder for checkpoints, the same on all ranks.
         num_devices: `Trainer(devices=...)`. With one device the run is not interrupted.
+        ranks_per_sample: the number of ranks that draw the same samples.
     """
     row = ROWS[label]
     epochs = row.trainer.get("max_epochs", 2 if row.resumed else 1)
     kept = Fit()
+    fit_part = partial(_fit_part, row, kept, ranks_per_sample)
     with _quiet():
         if row.resumed and num_devices > 1:
-            _fit_part(row, kept, strategy(), Path(folder, "middle"), num_devices, epochs - 1, None)
-            _fit_part(row, kept, strategy(), Path(folder, "end"), num_devices, epochs, Path(folder, "middle"))
+            fit_part(strategy(), Path(folder, "middle"), num_devices, epochs - 1, None)
+            fit_part(strategy(), Path(folder, "end"), num_devices, epochs, Path(folder, "middle"))
         else:
-            _fit_part(row, kept, strategy(), Path(folder, "end"), num_devices, epochs, None)
+            fit_part(strategy(), Path(folder, "end"), num_devices, epochs, None)
         if _rank() == 0:
             kept.checkpoint = _contents(Path(folder, "end"))
     return kept
 
 
 def _fit_part(
-    row: Row, kept: Fit, strategy: Any, path: Path, num_devices: int, max_epochs: int, ckpt_path: Path | None
+    row: Row,
+    kept: Fit,
+    ranks_per_sample: int,
+    strategy: Any,
+    path: Path,
+    num_devices: int,
+    max_epochs: int,
+    ckpt_path: Path | None,
 ) -> None:
     torch.manual_seed(SEED)
     module = row.module()
@@ -111,8 +121,9 @@ def _fit_part(
     trainer = quiet_trainer(**(row.trainer | own), callbacks=[*row.callbacks(), Keep(kept, path)])
     torch.manual_seed(SEED)
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    data_rank, num_data_ranks = _rank() // ranks_per_sample, max(1, num_ranks // ranks_per_sample)
     # Rows save objects of any type in checkpoints.
-    trainer.fit(module, ckpt_path=ckpt_path, weights_only=False, **row.loaders(_rank(), num_ranks))
+    trainer.fit(module, ckpt_path=ckpt_path, weights_only=False, **row.loaders(data_rank, num_data_ranks))
     kept.seen += tree_map_only(Tensor, _copy, getattr(module, "seen", []))
     kept.weights = {name: _copy(value) for name, value in module.state_dict().items()}
     kept.buffers = tuple(name for name, _ in module.named_buffers())
@@ -126,7 +137,7 @@ def attempt(label: str, column: str, folder: str) -> Fit | Raised:
     """Fit the row in a column on this rank; return the results, or the error."""
     try:
         _collect_quickly(column)
-        return fit(label, strategy_of(column), folder, 2)
+        return fit(label, strategy_of(column), folder, 2, COLUMNS[column].ranks_per_sample if column in COLUMNS else 1)
     except Exception as error:
         is_ours = isinstance(error, lightning_paral.errors.ParalError)
         found = Raised(type(error).__name__, str(error), is_ours, traceback.format_exc())

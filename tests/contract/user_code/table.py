@@ -40,6 +40,8 @@ which is one process.
 `paral_zero3` is run with `stage3_param_persistence_threshold=0`, so that all parameters are partitioned; "defaults"
 leaves those below 100,000 elements whole. Rows marked *resumed* save after an epoch, load into a new module and go on.
 
+Under `paral_tp`, two tensor ranks split even the smallest layers.
+
 `tests/contract/test_user_code.py` runs every cell. `python -m tests.contract.user_code --write` writes this page.
 """
 SHORT = {"paral_zero3_whole": "`paral_zero3`, defaults"}

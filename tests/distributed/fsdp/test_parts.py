@@ -99,7 +99,7 @@ def test_scaler_unscales_shards_and_all_ranks_skip_together(on_ranks) -> None:
 def average_and_broadcast() -> list[Tensor]:
     rank = dist.get_rank()
     scalars = [nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.tensor(2.0)).requires_grad_(False)]
-    averaged = AveragedGradients(scalars)
+    averaged = AveragedGradients(scalars, 2)
     for _ in range(2):  # accumulates
         (scalars[0] * (rank + 1)).backward()
     scalars[1].requires_grad_(True)
