@@ -116,17 +116,11 @@ class FlatShard(Tensor):
         shard = args[0]
         if func not in _ELEMENTWISE or not isinstance(shard, FlatShard) or any(_has_dims(other) for other in args[1:]):
             described = next((each.description for each in args if isinstance(each, FlatShard)), "")
-            raise CheckpointError(
-                f"{func} was called on {described or 'a tensor'} of which this rank holds only a shard. This is the "
-                "case for weights and optimizer states in on_save_checkpoint under ZeRO, for parameters of other "
-                "stages of a pipeline, and for optimizer states after a fit under ZeRO or FSDP. Casts, copies and "
-                "scaling are supported, and entries of checkpoints can be added, renamed and deleted. Do other "
-                "operations after loading, or under paral_ddp. To continue training by hand, create a new optimizer."
-            )
+            raise _cannot(str(func), described)
         kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
         read, rest = shard.read, args[1:]
         dtype = kwargs.get("dtype") or func(torch.empty(1, dtype=shard.dtype), *rest, **kwargs).dtype
-        return FlatShard(
+        result = FlatShard(
             shard.shape,
             dtype,
             shard.start,
@@ -136,6 +130,16 @@ class FlatShard(Tensor):
             torch.device(kwargs.get("device") or shard.device),
             shard.local_chunk,
         )
+        result.description = shard.description
+        return result
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise a `CheckpointError`."""
+        raise _cannot("numpy", self.description)
+
+    def tolist(self) -> Any:
+        """Raise a `CheckpointError`."""
+        raise _cannot("tolist", self.description)
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -143,6 +147,16 @@ class FlatShard(Tensor):
         if self.local_chunk is not None:
             return (self.local_chunk,) if self.local_numel else ()
         return tuple(chunks_of_flat_range(self.shape, self.start, self.start + self.local_numel))
+
+
+def _cannot(operation: str, described: str) -> CheckpointError:
+    return CheckpointError(
+        f"{operation} was called on {described or 'a tensor'}, of which this rank holds only a shard. This is the case "
+        "for weights and optimizer states in on_save_checkpoint under ZeRO, for parameters of other stages of a "
+        "pipeline, and for optimizer states after a fit under ZeRO or FSDP. Casts, copies and scaling are supported, "
+        "and entries of checkpoints can be added, renamed and deleted. Do other operations after loading, or under "
+        "paral_ddp. To continue training by hand, create a new optimizer."
+    )
 
 
 def _has_dims(value: object) -> bool:

@@ -28,11 +28,12 @@ from lightning_paral.engines.pipeline.checks import (
     warn_of_repeated_predictions,
 )
 from lightning_paral.engines.pipeline.division import chain_of, check_number_of_units
+from lightning_paral.engines.pipeline.elsewhere import is_elsewhere
 from lightning_paral.engines.pipeline.ended_state import EndedPipelineState
 from lightning_paral.engines.pipeline.gradients import StageGradients
 from lightning_paral.engines.pipeline.keywords import PipelineKeywords, takes_pipeline_options
 from lightning_paral.engines.pipeline.options import PipelineOptions
-from lightning_paral.engines.pipeline.parameters import is_elsewhere, without_elsewhere
+from lightning_paral.engines.pipeline.parameters import without_elsewhere
 from lightning_paral.engines.pipeline.precision import StageClipping, stage_precision
 from lightning_paral.engines.pipeline.run import PipelineRun
 from lightning_paral.engines.pipeline.state import PipelineState

@@ -37,6 +37,8 @@ class Boundaries:
         if groups is not None and dims.stage < dims.pipeline - 1:
             self.after = _Neighbor(dims, groups, device, dims.stage + 1, waiting)
         self._unanswered: ReceivedTensors | None = None
+        self.is_in_backward = False
+        """Set it during the backward passes of a step, in which alone gradients are sent."""
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
     def expect(self, num_micro_batches: int) -> None:
@@ -58,7 +60,8 @@ class Boundaries:
         specs = [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, TensorSpec)]
         trained = [number for number, spec in enumerate(specs) if spec.requires_grad]
         if trained and torch.is_grad_enabled():
-            received = ReceivedTensors(self.before.gradients, [tensors[number] for number in trained])
+            given = [tensors[number] for number in trained]
+            received = ReceivedTensors(self.before.gradients, given, lambda: self.is_in_backward)
             received_tensors = _Receive.apply(self._anchor, received)  # type: ignore[no-untyped-call]
             for number, tensor in zip(trained, received_tensors, strict=True):
                 tensors[number] = tensor
@@ -130,14 +133,25 @@ class _Neighbor:
 class ReceivedTensors:
     """Tensors from the stage before, which awaits their gradients."""
 
-    def __init__(self, channel: Channel, tensors: list[Tensor]) -> None:
+    def __init__(self, channel: Channel, tensors: list[Tensor], may_send: Callable[[], bool]) -> None:
         self._channel = channel
+        self._may_send = may_send
         self._specs = [TensorSpec.of(tensor) for tensor in tensors]
         self.tensors = tensors
         self._is_answered = False
 
     def answer(self, gradients: Any) -> None:
-        """Send the gradients to the stage before."""
+        """Send the gradients to the stage before.
+
+        Raises:
+            ConfigurationError: the code of the user computes them, inside a step.
+        """
+        if not self._may_send():
+            raise ConfigurationError(
+                "The code of a step computes gradients itself, such as by torch.autograd.grad or backward(), also for "
+                "tensors of an earlier stage. In a pipeline, the backward passes run after training_step. Train with "
+                "paral_fsdp."
+            )
         self._is_answered = True
         self._channel.send_tensors(gradients)
 

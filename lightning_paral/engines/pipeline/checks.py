@@ -11,6 +11,7 @@ from torch.nn import Module
 
 from lightning_paral.compat.torch.normalization import BatchNorm
 from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.engines.pipeline.guards import hook_on_parameter
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.embeddings import check_embeddings
 
@@ -33,6 +34,9 @@ def check_before_fit(module: LightningModule, dims: ParallelDims, *, has_sync_ba
             "Trainer(sync_batchnorm=True) cannot be used in a pipeline, whose stages run different layers at the same "
             "time. Leave it out, or train with paral_fsdp."
         )
+    hook = hook_on_parameter(module)
+    if hook is not None:
+        raise ConfigurationError(hook)
     check_embeddings(module, dims.data_size, "a pipeline")
 
 

@@ -9,7 +9,7 @@ from lightning_paral.checkpoint.shards import FlatShard
 from lightning_paral.compat.torch.dispatch import TorchDispatchMode
 from lightning_paral.compat.torch.pytree import tree_leaves, tree_map_only
 from lightning_paral.engines.pipeline.calls import BEFORE_UNITS
-from lightning_paral.errors import ConfigurationError
+from lightning_paral.errors import CheckpointError, ConfigurationError
 from lightning_paral.model.units import Unit
 
 _NONE: frozenset[int] = frozenset()
@@ -23,14 +23,16 @@ class Dependencies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     The first violation is kept in `fault`.
 
     Args:
+        step: the name of the step, for errors.
         units: the units of the chain.
         own: the positions of the units of this stage.
         first: the names of the modules of `first_stage` that this stage lacks. Their outputs have no values here, so
             only the first unit may depend on them.
     """
 
-    def __init__(self, units: Sequence[Unit], own: range, first: Sequence[str] = ()) -> None:
+    def __init__(self, step: str, units: Sequence[Unit], own: range, first: Sequence[str] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._step = step
         self._units = units
         self._first = first
         self._running: int | None = None
@@ -59,6 +61,24 @@ class Dependencies(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._keep(tensor, frozenset([unit]))
             self._inside.pop(_address(tensor), None)
         return copied
+
+    def explain(self, error: Exception | None = None) -> str | None:
+        """Return why the step cannot be divided; `None` if no violation was found.
+
+        Args:
+            error: the error that has ended the step. Violations often cause others, such as shapes that do not match.
+        """
+        if isinstance(
+            error, ConfigurationError | CheckpointError
+        ):  # the latter if a parameter of another stage is used
+            return str(error)
+        if self.fault is None:
+            return None
+        return (
+            f"{self._step} cannot be divided among the stages of a pipeline: {self.fault}. A unit may use only what "
+            "the unit before it returns, and the code after the last unit only what that one returns. Choose other "
+            "units with units=[...], leave modules out of first_stage, or train with paral_fsdp."
+        )
 
     def check_kept(self, values: Any) -> None:
         """Check that values that outlive the step depend on no module of `first_stage`."""

@@ -15,15 +15,11 @@ from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.compat.torch.modules import own_buffers, own_parameters
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.pipeline.division import Division
+from lightning_paral.engines.pipeline.elsewhere import elsewhere, is_elsewhere
 from lightning_paral.engines.pipeline.groups import PipelineGroups
 from lightning_paral.engines.pipeline.shards import Shards
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.full_tensors import full_copy
-
-
-def is_elsewhere(parameter: Tensor) -> bool:
-    """Return whether `parameter` stands for one that only other stages have."""
-    return isinstance(parameter, FlatShard)
 
 
 def without_elsewhere(tree: Any) -> Any:
@@ -145,8 +141,8 @@ class StageParameters:
                     continue
                 standing = self._standing.get(parameter)
                 if standing is None:
-                    standing = _without_values(parameter, self._device)
-                    standing.description = f"{self._names[parameter]} of stage {stage}, a tensor"  # type: ignore[attr-defined]
+                    description = f"{self._names[parameter]} of stage {stage}"
+                    standing = elsewhere(parameter, self._device, description)
                     self._originals[standing], self._standing[parameter] = parameter, standing
                     self.owner[standing] = stage
                     if not parameter.is_meta:
@@ -237,25 +233,6 @@ def share_buffers(division: Division, dims: ParallelDims, groups: PipelineGroups
                 dist.broadcast(flat.view(torch.uint8), dims.pipeline_ranks[stage], group=groups.values)
                 if flat.data_ptr() != buffer.data_ptr():
                     buffer.detach().copy_(flat.view(buffer.shape))
-
-
-def _without_values(parameter: Parameter, device: torch.device) -> Parameter:
-    shard = FlatShard(parameter.shape, parameter.dtype, 0, 0, _Nothing(parameter.dtype), device=device)
-    standing = Parameter(shard, requires_grad=parameter.requires_grad)
-    for name, value in vars(parameter).items():
-        vars(standing).setdefault(name, value)
-    return standing
-
-
-class _Nothing:
-    """Reads the elements of a tensor that this rank has: none. Unlike a lambda, it can be pickled."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def __call__(self) -> Tensor:
-        """Return an empty tensor."""
-        return torch.empty(0, dtype=self._dtype)
 
 
 def _tensors_of(parts: Iterable[Module]) -> list[Tensor]:

@@ -14,8 +14,9 @@ from lightning_paral.data.parts.split import first_samples
 from lightning_paral.distributed.host_exchange import gather_objects
 from lightning_paral.engines.pipeline.dependencies import Dependencies
 from lightning_paral.engines.pipeline.groups import PipelineGroups
+from lightning_paral.engines.pipeline.step_state import StateOfStep
 from lightning_paral.engines.pipeline.streams import RandomStreams
-from lightning_paral.errors import CheckpointError, ConfigurationError
+from lightning_paral.errors import ConfigurationError
 
 _TOLERANCE = 1e-4
 _TOLERANCE_OF_16_BITS = 3e-2
@@ -51,13 +52,23 @@ def rehearse(
     """
     two, one, other = (first_samples(batch, start, stop) for start, stop in ((0, 2), (0, 1), (1, 2)))
     failure = None
-    with rollback_side_effects(module), torch.no_grad(), streams.watching() as have_drawn:
+    state = StateOfStep(module)
+    with rollback_side_effects(module), streams.watching() as have_drawn:
         try:
             forward(two, dependencies)
-        except (ConfigurationError, CheckpointError) as error:  # the latter if a parameter of another stage is used
+        except ConfigurationError as error:
             failure = str(error)
         draws = have_drawn()
-    check_observed(module, "training_step", groups, failure, dependencies.fault)
+        buffers, parameters = state.changed_buffers(), state.changed_parameters()
+    check_observed(groups, failure, dependencies.explain())
+    if any(_of_all(groups, bool(buffers or parameters))):
+        of_stages = _of_all(groups, state.sums())
+        with rollback_side_effects(module):
+            for part in (one, other) if divides_batches and other is not None else (two,):
+                forward(part, None)
+            of_buffers = state.explain_differing_buffers(buffers) if divides_batches else None
+            of_parameters = state.explain_differing_parameters(parameters, of_stages)
+        check_observed(groups, of_buffers, of_parameters)
     if not divides_batches or other is None:
         return
     draws = any(_of_all(groups, draws))
@@ -65,7 +76,7 @@ def rehearse(
     if draws:  # dropout: compare without it
         module.eval()
     try:
-        with rollback_side_effects(module), torch.no_grad(), streams.watching() as have_drawn:
+        with rollback_side_effects(module), streams.watching() as have_drawn:
             losses = [forward(each, None) for each in (two, one, other)]
             draws = have_drawn()
     finally:
@@ -88,27 +99,18 @@ def rehearse(
         )
 
 
-def check_observed(
-    module: LightningModule, step: str, groups: PipelineGroups | None, failure: str | None, fault: str | None
-) -> None:
+def check_observed(groups: PipelineGroups | None, *failures: str | None) -> None:
     """Raise a `ConfigurationError` on all stages if a step that was observed failed. *Collective* over the pipeline.
 
     Args:
-        module: the LightningModule.
-        step: the name of the step that has run.
         groups: the process groups of the run; `None` if there is one stage.
-        failure: the message of the error that has ended it on this stage, or `None`.
-        fault: what the `Dependencies` of this stage have found, or `None`.
+        failures: messages of errors of this stage, or `None`, the causes first.
     """
-    found = _of_all(groups, (failure, fault))
-    for message in (message for message, _ in found if message is not None):
-        raise ConfigurationError(message)
-    for fault in (fault for _, fault in found if fault is not None):
-        raise ConfigurationError(
-            f"{type(module).__name__}.{step} cannot be divided among the stages of a pipeline: {fault}. A unit may use "
-            "only what the unit before it returns, and the code after the last unit only what that one returns. Choose "
-            "other units with units=[...], leave modules out of first_stage, or train with paral_fsdp."
-        )
+    of_stages = _of_all(groups, failures)
+    for of_each_kind in zip(*of_stages, strict=True):
+        for message in of_each_kind:
+            if message is not None:
+                raise ConfigurationError(message)
 
 
 def check_same_batch(step: str, batch: Any, groups: PipelineGroups | None) -> None:

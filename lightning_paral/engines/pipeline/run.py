@@ -12,6 +12,7 @@ from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.pipeline.division import divide
 from lightning_paral.engines.pipeline.gradients import StageGradients
 from lightning_paral.engines.pipeline.groups import PipelineGroups
+from lightning_paral.engines.pipeline.guards import refuse_registrations
 from lightning_paral.engines.pipeline.hidden_attributes import with_attribute
 from lightning_paral.engines.pipeline.options import PipelineOptions
 from lightning_paral.engines.pipeline.parameters import StageParameters, share_buffers
@@ -62,6 +63,8 @@ class PipelineRun:
     def divide(self) -> None:
         """Divide the module among the stages. *Collective* over the world."""
         self.parameters.divide()
+        if self._shards is None:  # which have a guard of their own
+            self._undo.callback(refuse_registrations(self.module))
         if self.dims.pipeline > 1:
             self._steps.install(self._undo)
         log.info("module divided: %s, stage %d of %d", type(self.module).__name__, self.dims.stage, self.dims.pipeline)

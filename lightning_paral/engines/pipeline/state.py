@@ -17,7 +17,7 @@ from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
 from lightning_paral.checkpoint.state.optimizer import State, load_state, param_names, place_state, to_fqn_keys
 from lightning_paral.checkpoint.tensor_state import TensorState
 from lightning_paral.distributed.failures.reachable import ReachableRanks
-from lightning_paral.engines.pipeline.parameters import is_elsewhere
+from lightning_paral.engines.pipeline.elsewhere import is_elsewhere
 from lightning_paral.engines.pipeline.run import PipelineRun
 from lightning_paral.model.clipping import local_part
 from lightning_paral.model.host_memory_check import host_memory_shortage

@@ -23,6 +23,7 @@ from lightning_paral.engines.pipeline.division import Division
 from lightning_paral.engines.pipeline.ends import EndCalls
 from lightning_paral.engines.pipeline.gradients import StageGradients
 from lightning_paral.engines.pipeline.groups import PipelineGroups
+from lightning_paral.engines.pipeline.guards import hook_on_parameter
 from lightning_paral.engines.pipeline.hidden_attributes import with_attribute
 from lightning_paral.engines.pipeline.idle_time import IdleTime
 from lightning_paral.engines.pipeline.metrics import share_values
@@ -31,7 +32,7 @@ from lightning_paral.engines.pipeline.rehearsal import check_observed, check_sam
 from lightning_paral.engines.pipeline.results import StepResults, loss_of
 from lightning_paral.engines.pipeline.schedule import passes_of_step
 from lightning_paral.engines.pipeline.streams import RandomStreams
-from lightning_paral.errors import CheckpointError, ConfigurationError
+from lightning_paral.errors import ConfigurationError
 
 Step = Callable[..., Any]
 
@@ -143,8 +144,9 @@ class StageSteps:
         return output
 
     def _check_first_batch(self, batch: Any) -> None:
-        """Check that batches can be divided, and that all stages have the same one. *Collective* over the pipeline."""
+        """Check the first batch, and what hooks before it have done to parameters. *Collective* over the pipeline."""
         check_same_batch("training_step", batch, self._groups)
+        check_observed(self._groups, hook_on_parameter(self._module))
         if self._num_micro_batches > 1 and not has_samples(batch):
             raise ConfigurationError(
                 "The first training batch has no tensor with a dimension, so there is nothing to divide into "
@@ -163,7 +165,8 @@ class StageSteps:
             result = self._observed_forward(
                 "training_step", step, (part, *others), kwargs, observer, self._results.record(1)
             )
-            return loss_of(result) if self._is_last_stage else None
+            self._boundaries.take_received()  # no backward pass follows
+            return loss_of(result).detach() if self._is_last_stage else None
 
         rehearse(
             self._module,
@@ -171,13 +174,13 @@ class StageSteps:
             forward,
             self._groups,
             self._streams,
-            self._dependencies(),
+            self._dependencies("training_step"),
             divides_batches=self._num_micro_batches > 1,
         )
 
-    def _dependencies(self) -> Dependencies:
+    def _dependencies(self, step: str) -> Dependencies:
         first = [end.name for end in self._division.ends if end.is_first and self._dims.stage > 0]
-        return Dependencies(self._division.units.inner, self._own, first)
+        return Dependencies(f"{type(self._module).__name__}.{step}", self._division.units.inner, self._own, first)
 
     def _observed_forward(
         self,
@@ -216,12 +219,12 @@ class StageSteps:
         self, name: str, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], record: LogRecord
     ) -> Any:
         """Return what `step` returns, after checking that it uses no outputs that this stage does not have."""
-        observer, output, failure = self._dependencies(), None, None
+        observer, output, failure = self._dependencies(name), None, None
         try:
             output = self._observed_forward(name, step, args, kwargs, observer, record)
-        except (ConfigurationError, CheckpointError) as error:
+        except ConfigurationError as error:
             failure = str(error)
-        check_observed(self._module, name, self._groups, failure, observer.fault)
+        check_observed(self._groups, failure, observer.explain())
         return output
 
     # Passes
@@ -243,25 +246,27 @@ class StageSteps:
                 output = step(*args, **kwargs)
             except StageDone as done:
                 return done.sent
-            except (ConfigurationError, CheckpointError) as error:
-                if observer is not None:
-                    self._boundaries.send_failure(str(error))
-                raise
+            except Exception as error:
+                message = None if observer is None else observer.explain(error)
+                if message is None:
+                    raise
+                self._boundaries.send_failure(message)
+                raise ConfigurationError(message) from error
             self._calls.check_complete(name)
             if observer is not None:
                 observer.check_result(output)
         return output
 
     def _backward(self, result: Tensor, received: ReceivedTensors | None) -> None:
-        self._calls.is_in_backward = True
+        self._calls.is_in_backward = self._boundaries.is_in_backward = True
         try:
             with torch.autocast(self._device.type, enabled=False):
                 if result.requires_grad:
                     result.backward()  # type: ignore[no-untyped-call]
+            if received is not None:
+                received.answer_if_unused(self._device)
         finally:
-            self._calls.is_in_backward = False
-        if received is not None:
-            received.answer_if_unused(self._device)
+            self._calls.is_in_backward = self._boundaries.is_in_backward = False
 
     def _logging_to(self, record: LogRecord) -> AbstractContextManager[None]:
         """Record the `self.log` calls inside the block instead of logging."""

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 
-from lightning_paral import ParalFSDPStrategy
+from lightning_paral import ParalFSDPStrategy, ParalPipelineStrategy
 from lightning_paral.planning.tensor_plan import make
 from tests.contract.case import StrategyCase
 from tests.contract.cases import CASES, OWN_CASES
@@ -67,6 +68,10 @@ _columns = [column_of(case) for case in CASES if case.themes_of_user_code and ca
 _columns.append(Column("paral_tp", SplitsSmallLayers, ranks_per_sample=2))
 _columns.sort(key=lambda column: (not column.always, "offload" in column.label))
 COLUMNS = {column.label: column for column in _columns}
+
+PIPELINE = Column("paral_pp", partial(ParalPipelineStrategy, micro_batches=2), ranks_per_sample=2)
+"""Has no column on the page: tests/distributed/pipeline/test_user_code.py runs the rows, and names the open ones."""
+RUNNABLE = COLUMNS | {PIPELINE.label: PIPELINE}
 
 RANKS = tuple(column.label for column in COLUMNS.values() if column.always and column.on_ranks)
 """The columns with a process per device."""

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 import lightning_paral
 import tests.contract.user_code.themes  # noqa: F401  registers the rows
 from lightning_paral.checkpoint.load import peek
-from tests.contract.user_code.columns import COLUMNS
+from tests.contract.user_code.columns import RUNNABLE
 from tests.contract.user_code.rows import ROWS, Row
 from tests.running import quiet_trainer
 
@@ -137,7 +137,9 @@ def attempt(label: str, column: str, folder: str) -> Fit | Raised:
     """Fit the row in a column on this rank; return the results, or the error."""
     try:
         _collect_quickly(column)
-        return fit(label, strategy_of(column), folder, 2, COLUMNS[column].ranks_per_sample if column in COLUMNS else 1)
+        return fit(
+            label, strategy_of(column), folder, 2, RUNNABLE[column].ranks_per_sample if column in RUNNABLE else 1
+        )
     except Exception as error:
         is_ours = isinstance(error, lightning_paral.errors.ParalError)
         found = Raised(type(error).__name__, str(error), is_ours, traceback.format_exc())
@@ -150,7 +152,7 @@ def attempt(label: str, column: str, folder: str) -> Fit | Raised:
 
 def strategy_of(column: str) -> Any:
     """Return a function that returns the strategy of a column or of a reference."""
-    return COLUMNS[column].strategy if column in COLUMNS else lambda: column
+    return RUNNABLE[column].strategy if column in RUNNABLE else lambda: column
 
 
 _collected: set[str] = set()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tests.contract.user_code.columns import COLUMNS
+from tests.contract.user_code.columns import RUNNABLE
 from tests.contract.user_code.comparing import differences, mean_metrics
 from tests.contract.user_code.fitting import Fit, Raised, attempt, fit, strategy_of
 from tests.contract.user_code.refusals import CLEAR
@@ -47,7 +47,7 @@ def columns_of(row: Row) -> list[str]:
     """Return the labels of the columns in which the row runs."""
     return [
         label
-        for label, column in COLUMNS.items()
+        for label, column in RUNNABLE.items()
         if label in (row.only or row.strategies)
         or (not row.only and column.always and (not column.themes or row.theme in column.themes))
     ]
@@ -57,7 +57,7 @@ def outcome(label: str, column: str, pool: RankPool) -> Outcome:
     """Run the cell with the given labels, and its reference if no cell of the row has run yet."""
     row = ROWS[label]
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
-        if not COLUMNS[column].on_ranks:
+        if not RUNNABLE[column].on_ranks:
             ranks: list[Fit | Raised] = [attempt(label, column, folder)]
         else:
             try:
@@ -74,7 +74,7 @@ def outcome(label: str, column: str, pool: RankPool) -> Outcome:
             pool.renew_world()
             return judged(row.names, errors, len(ranks))
         fits = [rank for rank in ranks if isinstance(rank, Fit)]
-        tolerance = max(row.tolerance, COLUMNS[column].tolerance)
+        tolerance = max(row.tolerance, RUNNABLE[column].tolerance)
         for kind, reference in {"equal": "auto", "as ddp": row.reference}.items():
             try:
                 expected = expected_of(label, reference, pool)

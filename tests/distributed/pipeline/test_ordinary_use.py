@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanMetric
 
 from lightning_paral import ConfigurationError, ParalPipelineStrategy, RankFailedError
+from lightning_paral.checkpoint.shards import FlatShard
 from tests.models.chain import (
     FEATURES,
     GLOBAL_BATCH_SIZE,
@@ -141,7 +142,7 @@ class BuiltLate(Chain):
 class Held(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         gc.collect()
-        held = {name: p.numel() for name, p in pl_module.named_parameters() if type(p.data).__name__ != "FlatShard"}
+        held = {name: p.numel() for name, p in pl_module.named_parameters() if not isinstance(p, FlatShard)}
         self.names = {name for name in held if held[name]}
         self.states = {
             name
@@ -151,7 +152,7 @@ class Held(Callback):
         self.bytes_of_blocks = sum(
             each.untyped_storage().nbytes()
             for each in gc.get_objects()
-            if isinstance(each, Tensor) and type(each).__name__ != "FlatShard" and each.shape == (WIDTH, WIDTH)
+            if isinstance(each, Tensor) and not isinstance(each, FlatShard) and each.shape == (WIDTH, WIDTH)
         )
 
 
