@@ -81,14 +81,19 @@ def fit_ends(make: Callable[[], HasEnds], options: dict[str, Any], world_size: i
     return results
 
 
-@pytest.mark.parametrize("make", [HasEnds, HasEndsBuiltLate])
 @pytest.mark.parametrize(
-    ("world_size", "options"),
-    [(2, {"micro_batches": 3}), (4, {"schedule": "gpipe"}), (4, TWO_BY_TWO), (4, {"stages": 2})],
+    ("world_size", "make", "options"),
+    [
+        (2, HasEnds, {"micro_batches": 3}),
+        (2, HasEndsBuiltLate, {"micro_batches": 1}),
+        (4, HasEnds, {"schedule": "gpipe"}),
+        (4, HasEndsBuiltLate, TWO_BY_TWO),
+        (4, HasEnds, {"stages": 2}),
+    ],
     ids=str,
 )
 def test_training_and_resuming_equal_one_process(
-    on_ranks, tmp_path: Any, make: Any, world_size: int, options: dict[str, Any]
+    on_ranks, tmp_path: Any, world_size: int, make: Any, options: dict[str, Any]
 ) -> None:
     one, of_stages = str(tmp_path / "one"), str(tmp_path / "stages")
     expected, resumed = fit_ends(make, {}, 1, {one: None, str(tmp_path / "resumed"): one})
