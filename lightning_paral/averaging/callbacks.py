@@ -65,6 +65,8 @@ class AveragingCallbacks:
             # Nothing is averaged, but `StochasticWeightAveraging.setup` would copy the weights, or refuse the strategy.
             self._callbacks = []
             self._undo.callback(replace_methods(StochasticWeightAveraging, self._swa_methods()))
+            swaps = {SWAP: self._weight_averaging_methods()[SWAP]}
+            self._undo.callback(replace_methods(WeightAveraging, swaps))
             return
         if obstacle is not None:
             raise ConfigurationError(f"{type(self._callbacks[0]).__name__} cannot be used here: {obstacle}")
@@ -143,10 +145,10 @@ class AveragingCallbacks:
 
         def swap_models(callback: Any, pl_module: LightningModule) -> None:
             averages = averages_of(callback)
-            if isinstance(averages, ShardedAverages) and averages.has_shards:
-                averages.swap()
-            else:
+            if not isinstance(averages, ShardedAverages):
                 swap(callback, pl_module)
+            elif averages.has_shards:  # otherwise the averages are the weights
+                averages.swap()
 
         def copy_average_to_current(callback: Any, pl_module: LightningModule) -> None:
             averages = averages_of(callback)

@@ -35,7 +35,9 @@ def rehearse(
     *,
     divides_batches: bool,
 ) -> None:
-    """Run the training step on the first two samples of `batch`, without side effects. *Collective* over the pipeline.
+    """Run the training step on the first two samples of `batch`, without backward pass. *Collective* over the pipeline.
+
+    It leaves no side effects but changes of parameters that the step makes itself, and that each step would make.
 
     Args:
         module: the LightningModule.
@@ -47,8 +49,9 @@ def rehearse(
         divides_batches: whether batches are divided into micro-batches.
 
     Raises:
-        ConfigurationError: the step uses outputs of a unit in places where its stage does not have them, or the loss of
-            two samples is not the mean of their losses. Raised on all stages.
+        ConfigurationError: the step uses outputs of a unit in places where its stage does not have them, changes
+            parameters or buffers in a way that depends on the stage or on the number of micro-batches, or has a loss of
+            two samples that is not the mean of their losses. Raised on all stages.
     """
     two, one, other = (first_samples(batch, start, stop) for start, stop in ((0, 2), (0, 1), (1, 2)))
     failure = None

@@ -142,14 +142,15 @@ class Reads(Callback):
 def used(strategy: Any, world_size: int, path: str) -> Any:
     torch.manual_seed(3)
     module = Uses()
-    reads, average = Reads(), WeightAveraging(avg_fn=_mean)
+    reads = Reads()
     options: dict[str, Any] = {"max_epochs": 1, "gradient_clip_val": 0.5, "num_sanity_val_steps": 0}
-    trainer = quiet_trainer(devices=world_size, strategy=strategy, callbacks=[reads, average], **options)
+    trainer = quiet_trainer(
+        devices=world_size, strategy=strategy, callbacks=[reads, WeightAveraging(avg_fn=_mean)], **options
+    )
     trainer.fit(module, loader(6), loader(2))
     states: Any = trainer.strategy
     moments = [states.full_optimizer_state(each, "exp_avg") for each in (module.out.weight, *_trained(module))]
     trainer.save_checkpoint(path)
-    del trainer.callbacks[trainer.callbacks.index(average)]  # type: ignore[attr-defined]
     (validated,) = trainer.validate(module, loader(2), verbose=False)
     return [each.cpu() for each in reads.read], module.seen, weights_of(module), moments, validated
 
