@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tests.contract.user_code.columns import RUNNABLE
+from tests.contract.user_code.columns import COLUMNS, RUNNABLE
 from tests.contract.user_code.comparing import differences, mean_metrics
 from tests.contract.user_code.fitting import Fit, Raised, attempt, fit, strategy_of
 from tests.contract.user_code.refusals import CLEAR
@@ -47,7 +47,7 @@ def columns_of(row: Row) -> list[str]:
     """Return the labels of the columns in which the row runs."""
     return [
         label
-        for label, column in RUNNABLE.items()
+        for label, column in COLUMNS.items()
         if label in (row.only or row.strategies)
         or (not row.only and column.always and (not column.themes or row.theme in column.themes))
     ]
