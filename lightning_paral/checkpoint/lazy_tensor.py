@@ -12,7 +12,7 @@ from lightning_paral.checkpoint.dtensor_chunks import chunk_of_dtensor
 from lightning_paral.checkpoint.layout import Chunk, chunks_of_flat_range, flat_range_of, full_chunk, intersection
 from lightning_paral.checkpoint.shards import flat
 from lightning_paral.compat.torch.pytree import tree_map_only
-from lightning_paral.compat.torch.wrapper_tensors import without_memory
+from lightning_paral.compat.torch.wrapper_tensors import WithoutMemory, without_memory
 from lightning_paral.errors import CheckpointError
 
 
@@ -29,7 +29,7 @@ class StoredChunk:
     """The name of the file and the offset in bytes. Chunks of tied tensors have the same location."""
 
 
-class LazyTensor(Tensor):
+class LazyTensor(WithoutMemory):
     """A tensor of a checkpoint that has a shape and a dtype but no memory, and is stored in chunks.
 
     Any operation reads the full tensor and is applied to the values. Renaming and deleting entries of a `state_dict`

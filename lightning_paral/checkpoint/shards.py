@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_paral.checkpoint.dtensor_chunks import chunk_of_dtensor, writes_chunk
 from lightning_paral.checkpoint.layout import Chunk, chunks_of_flat_range, full_chunk
-from lightning_paral.compat.torch.wrapper_tensors import without_memory
+from lightning_paral.compat.torch.wrapper_tensors import WithoutMemory, without_memory
 from lightning_paral.errors import CheckpointError
 
 
@@ -43,7 +43,7 @@ _ELEMENTWISE = {
 """The operations that `FlatShard` supports."""
 
 
-class FlatShard(Tensor):
+class FlatShard(WithoutMemory):
     """A tensor of which this rank has the flat range `[start, start + local_numel)`, or a chunk.
 
     It has the shape of the full tensor. Casts, copies and scaling apply to the local elements. Other operations raise a
@@ -150,8 +150,9 @@ class FlatShard(Tensor):
 
 
 def _cannot(operation: str, described: str) -> CheckpointError:
+    what = f"{described}, a tensor" if described else "a tensor"
     return CheckpointError(
-        f"{operation} was called on {described or 'a tensor'}, of which this rank holds only a shard. This is the case "
+        f"{operation} was called on {what} of which this rank holds only a shard. This is the case "
         "for weights and optimizer states in on_save_checkpoint under ZeRO, for parameters of other stages of a "
         "pipeline, and for optimizer states after a fit under ZeRO or FSDP. Casts, copies and scaling are supported, "
         "and entries of checkpoints can be added, renamed and deleted. Do other operations after loading, or under "

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.compat.torch.modules import own_buffers
+from lightning_paral.compat.torch.wrapper_tensors import WithoutMemory
 from lightning_paral.distributed.rng_state import global_states, set_global_states
 from lightning_paral.model.engine_attributes import describes_shards
 
@@ -126,7 +127,7 @@ def _names(attributes: dict[str, Any]) -> list[str]:
 
 def _snapshot(value: Any) -> Any:
     """Return a copy of a tensor, or of a container and its items at any depth; `None` for any other value."""
-    if isinstance(value, Parameter):
+    if isinstance(value, Parameter | WithoutMemory):
         return None  # engines keep lists of parameters, which they unshard and free
     if isinstance(value, Tensor):
         return value.detach().clone()

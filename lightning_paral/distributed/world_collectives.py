@@ -51,7 +51,7 @@ def _checked(name: str, function: Callable[..., Any], same_samples: list[int]) -
             given.apply_defaults()
             if _counts_twice(given.arguments):
                 raise ConfigurationError(
-                    f"{name} was called without a group, over all ranks, but ranks "
+                    f"{name} was called over all ranks, but ranks "
                     f"{', '.join(map(str, same_samples))} have the same samples, which would count once for each. Give "
                     "the group of the ranks that have different samples, group=trainer.strategy.dims.data_group(), or "
                     "use self.all_gather or trainer.strategy.reduce."
@@ -62,7 +62,8 @@ def _checked(name: str, function: Callable[..., Any], same_samples: list[int]) -
 
 
 def _counts_twice(arguments: dict[str, Any]) -> bool:
-    return arguments.get("group") in (None, dist.group.WORLD) and arguments.get("op") not in _REPEATABLE
+    has_all_ranks = dist.get_world_size(arguments.get("group")) == dist.get_world_size()
+    return has_all_ranks and arguments.get("op") not in _REPEATABLE
 
 
 def _is_of_library(module: str) -> bool:

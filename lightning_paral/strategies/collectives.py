@@ -48,7 +48,7 @@ class Collectives(AfterFailure):
     """During a run with several ranks, the requests by which ranks tell each other where they are."""
     _undo_timeout: Callable[[], None] | None = None
     _undo_checks: Callable[[], None] | None = None
-    """During a run in which ranks have the same samples, what makes `torch.distributed` count these twice again."""
+    """During a run in which ranks have the same samples, what removes the checks from `torch.distributed`."""
     _logged_group: dist.ProcessGroup | None = None
     """During a run with several data ranks, the gloo group that reduces logged values on the CPU, if there is one."""
     _undo_guard: ExitStack | None = None

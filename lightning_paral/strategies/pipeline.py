@@ -32,6 +32,7 @@ from lightning_paral.engines.pipeline.elsewhere import is_elsewhere
 from lightning_paral.engines.pipeline.ended_state import EndedPipelineState
 from lightning_paral.engines.pipeline.gradients import StageGradients
 from lightning_paral.engines.pipeline.keywords import PipelineKeywords, takes_pipeline_options
+from lightning_paral.engines.pipeline.optimizers import check_separable
 from lightning_paral.engines.pipeline.options import PipelineOptions
 from lightning_paral.engines.pipeline.parameters import without_elsewhere
 from lightning_paral.engines.pipeline.precision import StageClipping, stage_precision
@@ -211,11 +212,14 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
         """Create the optimizer and its schedulers. *Collective* over the world.
 
         Raises:
-            ConfigurationError: there are several optimizers.
+            ConfigurationError: there are several optimizers, or the optimizer combines parameters.
         """
         assert self.lightning_module is not None
         with refusing_several_optimizers(self.lightning_module):
             super().setup_optimizers(trainer)
+        if self.dims.pipeline > 1:
+            for optimizer in self.optimizers:
+                check_separable(optimizer)
 
     def _set_clipped(self, gradients: StageGradients | None) -> None:
         assert isinstance(self.precision_plugin, StageClipping)

@@ -17,6 +17,11 @@ NAMES = (
     ),
 )
 
+
+class WithoutMemory(Tensor):
+    """The base of our classes of tensors that have a shape but no memory."""
+
+
 T = TypeVar("T", bound=Tensor)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_paral.comm.channel import Channel, TensorSpec, with_tensors
-from lightning_paral.compat.torch.pytree import tree_flatten
+from lightning_paral.compat.torch.pytree import tree_flatten, tree_map_only
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.pipeline.groups import PipelineGroups
 from lightning_paral.errors import ConfigurationError
@@ -59,10 +59,11 @@ class Boundaries:
             raise ConfigurationError(values.message)
         specs = [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, TensorSpec)]
         trained = [number for number, spec in enumerate(specs) if spec.requires_grad]
-        if trained and torch.is_grad_enabled():
+        if trained:  # the stage before awaits gradients, also if the code around this unit computes none
             given = [tensors[number] for number in trained]
             received = ReceivedTensors(self.before.gradients, given, lambda: self.is_in_backward)
-            received_tensors = _Receive.apply(self._anchor, received)  # type: ignore[no-untyped-call]
+            with torch.enable_grad():
+                received_tensors = _Receive.apply(self._anchor, received)  # type: ignore[no-untyped-call]
             for number, tensor in zip(trained, received_tensors, strict=True):
                 tensors[number] = tensor
             self._unanswered = received
@@ -86,9 +87,12 @@ class Boundaries:
                 f"{unit} returns a {type(unknown).__name__}, which cannot be sent to the next stage of the pipeline. "
                 "Return tensors, or tuples, lists or dicts of tensors and plain numbers."
             )
+        if not torch.is_grad_enabled():
+            output = tree_map_only(Tensor, Tensor.detach, output)
+            leaves = tree_flatten(output)[0]
         self.after.activations.send(output)
         trained = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not trained or not torch.is_grad_enabled():
+        if not trained:
             return torch.zeros((), device=self._anchor.device)
         zero: Tensor = _Send.apply(self.after.gradients, *trained)  # type: ignore[no-untyped-call]
         return zero

@@ -1,9 +1,11 @@
 """What calling a unit does on a stage: run it, receive what an earlier stage computed, or leave the step."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn, Protocol
 
+import torch
 from torch import Tensor
 
 from lightning_paral.compat.torch.instance_classes import subclass_of
@@ -63,6 +65,7 @@ class UnitCalls:
         self._expected: int | None = None
         self._received: Any = None
         self._observer: Observer | None = None
+        self._has_grad = False
         self.is_in_backward = False
         """Set it during backward passes, in which activation checkpointing calls units again."""
 
@@ -77,6 +80,7 @@ class UnitCalls:
     def forward_pass(self, observer: Observer | None = None) -> Iterator[None]:
         """Allow one call of each unit inside the block."""
         self._expected, self._observer = 0, observer
+        self._has_grad = torch.is_grad_enabled()
         try:
             yield
         finally:
@@ -120,6 +124,12 @@ class UnitCalls:
             )
         if number != self._expected:
             self._refuse_order(number)
+        if self._has_grad and not torch.is_grad_enabled() and _is_in_reentrant_checkpoint():
+            raise ConfigurationError(
+                f"{self._name(number)} was called inside torch.utils.checkpoint.checkpoint(use_reentrant=True), which "
+                "computes without gradients at first, so they could not be sent between stages. Set "
+                "use_reentrant=False, or give ParalPipelineStrategy(activation_checkpointing=...)."
+            )
         self._expected += 1
         if number == 0:
             self._on_first()
@@ -148,6 +158,15 @@ class UnitCalls:
 
     def _name(self, number: int) -> str:
         return self._units[number].name
+
+
+def _is_in_reentrant_checkpoint() -> bool:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _unit_class(calls: UnitCalls, number: int) -> type:

@@ -77,7 +77,8 @@ class Dependencies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return (
             f"{self._step} cannot be divided among the stages of a pipeline: {self.fault}. A unit may use only what "
             "the unit before it returns, and the code after the last unit only what that one returns. Choose other "
-            "units with units=[...], leave modules out of first_stage, or train with paral_fsdp."
+            f"units with units=[...], {'leave modules out of first_stage, ' * bool(self._first)}or train with "
+            "paral_fsdp."
         )
 
     def check_kept(self, values: Any) -> None:

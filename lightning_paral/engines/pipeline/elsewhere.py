@@ -14,10 +14,10 @@ from lightning_paral.checkpoint.shards import FlatShard
 from lightning_paral.errors import ConfigurationError
 
 _DATA: Any = Tensor.data
-_GRAD: Any = Tensor.grad
 _LIBRARIES = ("lightning", "pytorch_lightning", "lightning_paral")
 _OF_TORCH = ("torch.nn.modules.", "torch.nn.parameter", "torch.optim.", "torch.amp.")
 """Modules of torch that skip parameters without gradients, and do not compute a result from those that have one."""
+_FINETUNING = "lightning.pytorch.callbacks.finetuning"
 _OF_USERS = "lightning.pytorch.utilities.grads"
 """A library for user code, whose results cover all parameters that it is given."""
 
@@ -28,6 +28,15 @@ class ElsewhereParameter(FlatShard):
     Optimizers skip it, because its gradient is `None`. Other code that reads gradients would compute with those of one
     stage only, such as a norm, so it gets an error.
     """
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Tell Lightning whether two parameters are the same, which `BaseFinetuning` asks by their values."""
+        if func is torch.ops.aten.equal.default and _module_of(_caller(sys._getframe(1))) == _FINETUNING:
+            return args[0] is args[1]
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     @property
     def grad(self) -> Tensor | None:
@@ -111,10 +120,18 @@ def _is_refused(frame: FrameType | None) -> bool:
         return False
     while frame is not None and _module_of(frame).partition(".")[0] not in _LIBRARIES:
         owner = frame.f_locals.get("self")
-        if isinstance(owner, Optimizer) and not isinstance(owner, LightningOptimizer):
+        is_of_torch = _module_of(frame).startswith("torch.optim.")  # whose wrapper of `step` calls hooks of users
+        if isinstance(owner, Optimizer) and not isinstance(owner, LightningOptimizer) and not is_of_torch:
             return False
         frame = frame.f_back
     return True
+
+
+def _caller(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame from `frame` on that is not torch's."""
+    while frame is not None and _module_of(frame).partition(".")[0] == "torch":
+        frame = frame.f_back
+    return frame
 
 
 def _module_of(frame: FrameType | None) -> str:

@@ -110,8 +110,8 @@ class EndCalls:
     """Replaces the calls of ends that other stages hold, during a run.
 
     The code before the chain runs on all stages, but only the first unit may use what modules of `first_stage` return.
-    On later stages, these modules therefore return NaNs of the right shape: they run with parameters that are NaN, and
-    have no memory.
+    On later stages, these modules therefore return NaNs of the right shape: they run with NaN parameters that take no
+    memory.
 
     Args:
         ends: those that this stage does not hold.
@@ -142,10 +142,14 @@ class EndCalls:
                 f"keeps it on one stage only. Move the call into a step, or leave {end.name!r} out of {end.option}."
             )
         if not end.is_first or next_unit > 0:
-            where = "after the first unit" if end.is_first else "before the last unit has returned"
+            where = (
+                "after the first unit, but first_stage keeps it on the first stage, and later stages"
+                if end.is_first
+                else "before the last unit, but last_stage keeps it on the last stage, and earlier stages"
+            )
             raise ConfigurationError(
-                f"{end.name} was called {where}, but {end.option} keeps it on a stage that has left the step then, or "
-                f"has not got there. Leave {end.name!r} out of {end.option}, so that all stages have it."
+                f"{end.name} was called {where} do not have it. Leave {end.name!r} out of {end.option}, so that all "
+                "stages have it."
             )
         with torch.no_grad(), _nan_parameters(end.module):
             return self._returned(run(*args, **kwargs))

@@ -14,7 +14,7 @@ from lightning_paral.compat.torch.foreach import foreach_mul_
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.process_group import group_for, host_group
 from lightning_paral.engines.pipeline.groups import PipelineGroups
-from lightning_paral.engines.pipeline.guards import refuse_zero_grad
+from lightning_paral.engines.pipeline.guards import ZeroGradGuard
 from lightning_paral.engines.pipeline.shards import Shards
 from lightning_paral.model.clipping import local_part
 from lightning_paral.model.full_tensors import gradient_norm
@@ -52,25 +52,28 @@ class StageGradients:
         self._shards = shards
         self._before: list[tuple[Parameter, Tensor | None]] = []
         self._of_step: list[tuple[Parameter, Tensor]] = []
-        self._undo_refusal = _nothing
+        self.zero_grad = ZeroGradGuard()
         self._to_scatter: list[tuple[Parameter, Tensor]] = []
         """Shards, with the full gradients that this rank has computed."""
         self.accumulates = False
         """Whether `finish` leaves averaging to that of a later backward pass."""
 
-    def set_aside(self) -> None:
-        """Remove all gradients, so that a step begins without any. In a step, shards get none."""
+    def set_aside(self, *, begins_window: bool) -> None:
+        """Remove all gradients, so that a step begins without any. In a step, shards get none.
+
+        Args:
+            begins_window: whether the step begins an accumulation window, before whose backward pass Lightning sets
+                gradients to zero anyway.
+        """
+        self.zero_grad.begin_step(begins_window=begins_window)
         full = (each for each in (*self._inside, *self._outside) if not isinstance(each, DTensor))
         self._before = [(parameter, parameter.grad) for parameter in full]
-        if any(gradient is not None for _, gradient in self._before):
-            self._undo_refusal = refuse_zero_grad()
         for parameter, _ in self._before:
             parameter.grad = None
 
     def take(self) -> None:
         """Keep the gradients of the step, and restore those from before it."""
-        self._undo_refusal()
-        self._undo_refusal = _nothing
+        self.zero_grad.end_step()
         self._of_step = [(parameter, parameter.grad) for parameter, _ in self._before if parameter.grad is not None]
         if self._shards is not None:
             self._of_step += self._shards.take_gradients()
@@ -149,10 +152,6 @@ class StageGradients:
         if self._groups is not None:
             dist.all_reduce(square, group=self._groups.values)
         return (square + of_all.to(square.device).square()).sqrt().to(of_all.dtype)
-
-
-def _nothing() -> None:
-    pass
 
 
 class _Attached(torch.autograd.Function):

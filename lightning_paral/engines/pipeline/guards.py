@@ -1,8 +1,9 @@
 """Refuse what user code does to parameters and gradients during a run, if a pipeline cannot do it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
+from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
@@ -54,24 +55,73 @@ def refuse_registrations(root: Module) -> Callable[[], None]:
     return replace_attributes(Module, {"register_parameter": register_parameter, "__delattr__": delete})
 
 
-def refuse_zero_grad() -> Callable[[], None]:
-    """Raise a `ConfigurationError` if gradients are set to zero; return a function that undoes this.
+def refuse_new_parameters(
+    known: Collection[Parameter], optimizers: Callable[[], Sequence[Optimizer]]
+) -> Callable[[], None]:
+    """Raise a `ConfigurationError` if an optimizer of the fit gets parameters that are not `known`.
 
-    For the steps of an accumulation window but its first: the gradients of those before are kept elsewhere.
+    Args:
+        known: the parameters of the divided module.
+        optimizers: returns the optimizers of the fit.
+
+    Returns:
+        Callable[[], None]: a function that undoes this.
+    """
+    original = Optimizer.add_param_group
+
+    def add_param_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
+        is_of_fit = any(each is optimizer for each in optimizers())
+        given = group["params"] if is_of_fit else ()
+        if any(each not in known for each in ([given] if isinstance(given, Tensor) else given)):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} got parameters that the module did not have when it was divided among the "
+                "stages of a pipeline. Their gradients would not be averaged. Create modules in __init__ or "
+                "configure_model, or train with paral_fsdp."
+            )
+        original(optimizer, group)
+
+    return replace_attributes(Optimizer, {"add_param_group": add_param_group})
+
+
+class ZeroGradGuard:
+    """Decides what `zero_grad` does in a training step, in which the gradients of earlier steps are kept elsewhere.
+
+    In the first step of an accumulation window, it does nothing: Lightning sets gradients to zero after the step. In
+    the others, it raises a `ConfigurationError`.
     """
 
-    def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ConfigurationError(
-            "zero_grad was called in training_step, while gradients of earlier batches accumulate. In a pipeline, "
-            "training_step runs once per micro-batch, so it would not remove them as in one process. Leave it out: "
-            "Lightning calls zero_grad before each accumulation window."
-        )
+    def __init__(self) -> None:
+        self._refuses: bool | None = None
 
-    of_optimizers = replace_attributes(Optimizer, {"zero_grad": zero_grad})
-    of_modules = replace_attributes(Module, {"zero_grad": zero_grad})
+    def begin_step(self, *, begins_window: bool) -> None:
+        """Begin a step, which may begin an accumulation window."""
+        self._refuses = not begins_window
 
-    def undo() -> None:
-        of_modules()
-        of_optimizers()
+    def end_step(self) -> None:
+        """Let `zero_grad` do what it does outside of steps."""
+        self._refuses = None
 
-    return undo
+    def install(self) -> Callable[[], None]:
+        """Replace `zero_grad` of modules and optimizers; return a function that undoes this."""
+        undo = [
+            replace_attributes(owner, {"zero_grad": self._guarded(owner.zero_grad)}) for owner in (Optimizer, Module)
+        ]
+
+        def undo_all() -> None:
+            for each in reversed(undo):
+                each()
+
+        return undo_all
+
+    def _guarded(self, original: Callable[..., None]) -> Callable[..., None]:
+        def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> None:
+            if self._refuses:
+                raise ConfigurationError(
+                    "zero_grad was called in training_step, while gradients of earlier batches accumulate. In a "
+                    "pipeline, training_step runs once per micro-batch, so it would not remove them as in one process. "
+                    "Leave it out: Lightning calls zero_grad before each accumulation window."
+                )
+            if self._refuses is None:
+                original(owner, *args, **kwargs)
+
+        return zero_grad

@@ -65,7 +65,7 @@ class PipelineOptions:
             )
 
     def num_stages(self, world_size: int) -> int:
-        """Return the number of stages of `world_size` ranks; by default, all ranks but those of `balance`."""
+        """Return the number of stages of `world_size` ranks; by default the length of `balance`, or one per rank."""
         if self.stages is not None:
             return self.stages
         return world_size if isinstance(self.balance, str) else len(self.balance)

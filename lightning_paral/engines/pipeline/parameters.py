@@ -84,6 +84,11 @@ class StageParameters:
         """The parameters that are on all stages."""
         return [parameter for parameter in self._root.parameters() if parameter not in self.owner]
 
+    @property
+    def own(self) -> set[Parameter]:
+        """The parameters of the divided module, and what stands for those of other stages."""
+        return set(self._root.parameters())
+
     def divide(self) -> None:
         """Move this stage's parameters to its device, and free the others. All ranks then have the values of the first.
 

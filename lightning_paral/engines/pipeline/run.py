@@ -12,7 +12,7 @@ from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.pipeline.division import divide
 from lightning_paral.engines.pipeline.gradients import StageGradients
 from lightning_paral.engines.pipeline.groups import PipelineGroups
-from lightning_paral.engines.pipeline.guards import refuse_registrations
+from lightning_paral.engines.pipeline.guards import refuse_new_parameters, refuse_registrations
 from lightning_paral.engines.pipeline.hidden_attributes import with_attribute
 from lightning_paral.engines.pipeline.options import PipelineOptions
 from lightning_paral.engines.pipeline.parameters import StageParameters, share_buffers
@@ -75,6 +75,8 @@ class PipelineRun:
         inside, outside = self.parameters.inside, self.parameters.outside
         self.gradients = StageGradients(inside, outside, self.dims, self._groups, self._shards)
         self._steps.start_fit(self.gradients)
+        self._undo.callback(self.gradients.zero_grad.install())
+        self._undo.callback(refuse_new_parameters(self.parameters.own, lambda: self.module.trainer.optimizers))
 
     def stop(self) -> None:
         """Restore the calls of the units."""

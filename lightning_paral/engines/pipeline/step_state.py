@@ -30,7 +30,9 @@ class StateOfStep:
 
     def changed_parameters(self) -> dict[str, Tensor]:
         """Return the sums over the parameters that have changed since, by name."""
-        return {name: sums for name, sums in self._sums().items() if not torch.equal(self._parameters[name], sums)}
+        now = self._sums()
+        known = {name: sums for name, sums in self._parameters.items() if name in now}
+        return {name: now[name] for name, sums in known.items() if not _are_close(now[name], sums, 0.0)}
 
     def explain_differing_parameters(
         self, expected: dict[str, Tensor], of_stages: Sequence[dict[str, list[float]]]
@@ -46,7 +48,7 @@ class StateOfStep:
         now = self._sums()
         for name, sums in expected.items():
             found = [stage[name] for stage in of_stages if name in stage]
-            if not torch.equal(now[name], sums) or any(other != found[0] for other in found):
+            if name not in now or not _are_close(now[name], sums, 0.0) or any(other != found[0] for other in found):
                 return (
                     f"{type(self._module).__name__}.training_step changes the parameter {name}. In a pipeline, the "
                     "stages run different parts of training_step, each once per micro-batch. Change parameters in "
@@ -60,7 +62,7 @@ class StateOfStep:
         return {
             name: now[name].detach().clone()
             for name, before in self._buffers.items()
-            if name in now and not torch.equal(now[name], before)
+            if name in now and not _are_close(now[name], before, 0.0)
         }
 
     def explain_differing_buffers(self, expected: dict[str, Tensor]) -> str | None:
@@ -71,7 +73,7 @@ class StateOfStep:
         """
         now = self._own_buffers()
         for name, value in expected.items():
-            if not torch.allclose(now[name].double(), value.double(), rtol=_TOLERANCE, atol=_TOLERANCE):
+            if name not in now or not _are_close(now[name], value, _TOLERANCE):
                 return (
                     f"{type(self._module).__name__}.training_step changes the buffer {name}, which differs "
                     "after the two halves of a batch from what it is after the whole batch. A pipeline computes "
@@ -95,3 +97,9 @@ class StateOfStep:
             for name, buffer in self._module.named_buffers()
             if not buffer.is_meta and not any(name.startswith(f"{metric}.") for metric in metrics)
         }
+
+
+def _are_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    if one.shape != other.shape:
+        return False
+    return torch.allclose(one.double(), other.double(), rtol=tolerance, atol=tolerance, equal_nan=True)

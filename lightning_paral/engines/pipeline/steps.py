@@ -35,6 +35,8 @@ from lightning_paral.engines.pipeline.streams import RandomStreams
 from lightning_paral.errors import ConfigurationError
 
 Step = Callable[..., Any]
+_CHECKED_STEPS = (0, 1, 2, 4)
+"""Numbers of optimizer steps after which a training step is rehearsed."""
 
 
 class StageSteps:
@@ -73,7 +75,9 @@ class StageSteps:
         self._streams = RandomStreams(module, dims.stage, device)
         self._calls = UnitCalls(division.units.inner, self._own, self._boundaries, self._streams.enter_units)
         self._results = StepResults(module, dims, groups, device, waiting)
-        self._is_first_step = True
+        self._checked_steps: set[int] = set()
+        self._first_step = 0
+        self._checked_epoch = -1
         self._checked_batches: set[str] = set()
 
     def install(self, undo: ExitStack) -> None:
@@ -104,14 +108,34 @@ class StageSteps:
         """
         batch, *others = args
         check_batch_norms(self._batch_norms)
-        if self._is_first_step:
-            self._check_first_batch(batch)
-            if self._options.check_steps:
-                self._rehearse(step, batch, others, kwargs)
-        self._is_first_step = False
+        self._check(step, batch, others, kwargs)
         parts, sizes = split_batch(batch, [self._device] * self._num_micro_batches)
         with self._idle_time.step(len(parts), self._groups):
             return self._train_on(parts, sizes, step, others, kwargs)
+
+    def _check(self, step: Step, batch: Any, others: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Check the first step, and a few that follow optimizer steps. *Collective* over the pipeline.
+
+        What a step changes may have no effect while parameters have their first values, such as an average of them.
+        """
+        trainer = self._module.trainer
+        if not self._checked_steps:
+            self._check_first_batch(batch)
+            self._first_step = trainer.global_step
+        number = trainer.global_step - self._first_step
+        if number in _CHECKED_STEPS and number not in self._checked_steps:
+            self._checked_steps.add(number)
+            if self._options.check_steps:
+                self._rehearse(step, batch, others, kwargs)
+        if trainer.current_epoch != self._checked_epoch:
+            self._checked_epoch = trainer.current_epoch
+            hook = hook_on_parameter(self._module)
+            if hook is not None:
+                raise ConfigurationError(hook)
+
+    def _begins_window(self) -> bool:
+        trainer = self._module.trainer
+        return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
     def _train_on(
         self, parts: Sequence[Any], sizes: Sequence[int], step: Step, others: Sequence[Any], kwargs: dict[str, Any]
@@ -119,9 +143,9 @@ class StageSteps:
         records = [self._results.record(size) for size in sizes]
         outputs: list[Any] = [None] * len(parts)
         graphs: dict[int, tuple[Tensor, ReceivedTensors | None]] = {}
-        self._gradients.set_aside()
-        self._boundaries.expect(len(parts))
         try:
+            self._gradients.set_aside(begins_window=self._begins_window())
+            self._boundaries.expect(len(parts))
             for each in passes_of_step(self._options.schedule, self._dims.stage, self._dims.pipeline, len(parts)):
                 number = each.micro_batch
                 if each.direction == "backward":
@@ -244,6 +268,7 @@ class StageSteps:
         with self._calls.forward_pass(observer), self._streams.of_pass(micro_batch), observer or nullcontext():
             try:
                 output = step(*args, **kwargs)
+                self._calls.check_complete(name)
             except StageDone as done:
                 return done.sent
             except Exception as error:
@@ -252,7 +277,6 @@ class StageSteps:
                     raise
                 self._boundaries.send_failure(message)
                 raise ConfigurationError(message) from error
-            self._calls.check_complete(name)
             if observer is not None:
                 observer.check_result(output)
         return output

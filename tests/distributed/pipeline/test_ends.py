@@ -268,10 +268,18 @@ def refusal(make: Callable[[], HasEnds], options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (SkipsChain, ENDS, "first was called after the first unit, but first_stage keeps it on a stage"),
+        (
+            SkipsChain,
+            ENDS,
+            "first was called after the first unit, but first_stage keeps it",
+        ),
         (AddsEmbedding, ENDS, "the code after the last unit uses what first has returned"),
         (GivesToSecond, ENDS, "blocks.2 uses what first has returned"),
-        (CallsHeadBefore, ENDS, "head was called before the last unit has returned, but last_stage keeps it"),
+        (
+            CallsHeadBefore,
+            ENDS,
+            "head was called before the last unit, but last_stage keeps it",
+        ),
         (Logs, ENDS, "the step logs or keeps in an attribute what first has returned"),
         (Keeps, ENDS, "the step logs or keeps in an attribute what first has returned"),
         (ReadsValue, ENDS, "The code before the first unit reads a value of what first has returned"),

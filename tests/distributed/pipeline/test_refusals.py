@@ -1,5 +1,6 @@
 """What a pipeline cannot train as one process does is an error before the first step."""
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_paral import ConfigurationError, ParalPipelineStrategy
@@ -37,6 +39,69 @@ class EndsEarly(Chain):
         for block in self.blocks[:-1]:
             x = block(x)
         return self.out(x)
+
+
+class EndsAtOnce(Chain):
+    """Leaves out the units of later stages, which wait for the output of the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.blocks[0](torch.tanh(self.first(x))))
+
+
+class Averages(Chain):
+    """Moves an average towards the weights, which at first are equal to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = copy.deepcopy(self.first).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            for average, weight in zip(self.target.parameters(), self.first.parameters(), strict=True):
+                average.lerp_(weight, 0.1)
+        return super().training_step(batch, batch_idx)
+
+
+class IsCheckpointedReentrant(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for block in self.blocks:
+            x = checkpoint(block, x, self.shift, use_reentrant=True)
+        return self.out(x)
+
+
+class HooksLate(Chain):
+    """Registers a hook on a gradient in the second epoch, on each rank for a parameter that all have."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.out.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))  # type: ignore[no-untyped-call]
+
+
+class GrowsLate(Chain):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.more = nn.Linear(3, 3)
+            self.trainer.optimizers[0].add_param_group({"params": self.more.parameters()})
+
+
+class ScalesByAllNorms(torch.optim.SGD):
+    """SGD of which the gradients are divided by their norm over all parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients]))
+        for gradient in gradients:
+            gradient.div_(norm)
+        super().step()
+        return loss
+
+
+class CombinesParameters(Chain):
+    def configure_optimizers(self) -> Any:
+        return ScalesByAllNorms(self.parameters(), lr=0.01)
 
 
 class Skips(Chain):
@@ -171,6 +236,9 @@ def refusal(make: Callable[[], Any], options: dict[str, Any], world_size: int, t
         (SkipsBlock, {}, "blocks.1 was called first. In a pipeline, every step must call each of the units blocks.0"),
         (CallsTwice, {}, "blocks.0 was called after blocks.3"),
         (EndsEarly, {}, "training_step ended without calling blocks.3"),
+        (EndsAtOnce, {}, "training_step ended without calling blocks.1"),
+        (CombinesParameters, {}, "ScalesByAllNorms combines parameters: in a trial of 4 steps"),
+        (IsCheckpointedReentrant, {}, "was called inside torch.utils.checkpoint.checkpoint(use_reentrant=True)"),
         (Skips, {}, "the code after the last unit uses what blocks.1 has returned"),
         (Between, {}, "blocks.2 uses what blocks.0 has returned"),
         (KeepsInside, {}, "the code after the last unit uses a tensor from inside blocks.3"),
@@ -238,27 +306,67 @@ class Unfreezes(NormalizesFrozen):
         self.norm.train(batch_idx == 2)
 
 
-def losses_of(make: Callable[[], Any], world_size: int) -> list[float]:
+class FreezesFirst(Chain):
+    """Computes the first block without gradients, and its stage has others that are trained."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for number, block in enumerate(self.blocks):
+            with torch.set_grad_enabled(number > 0 and torch.is_grad_enabled()):
+                x = block(x, self.shift)
+        return self.out(x)
+
+
+class ZeroesInStep(Chain):
+    """Sets gradients to zero where Lightning does so as well, before the backward pass."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx % 2 == 0:
+            self.zero_grad()
+            self.optimizers().zero_grad()  # type: ignore[union-attr]
+        return super().training_step(batch, batch_idx)
+
+
+def losses_of(make: Callable[[], Any], world_size: int, options: dict[str, Any]) -> list[float]:
     torch.manual_seed(3)
-    strategy: Any = ParalPipelineStrategy() if world_size > 1 else "auto"
-    return list(fit_chain(strategy, world_size, module=make(), num_sanity_val_steps=0)[0].values())
+    strategy: Any = ParalPipelineStrategy(**options) if world_size > 1 else "auto"
+    trainer_options = {"num_sanity_val_steps": 0, "max_epochs": 2, "check_val_every_n_epoch": 2}
+    return list(fit_chain(strategy, world_size, module=make(), num_batches=6, **trainer_options)[0].values())
 
 
-@pytest.mark.parametrize("make", [NormalizesFrozen, FreezesInHook])
-def test_batch_norm_in_eval_mode_is_trained_as_in_one_process(on_ranks, make: Callable[[], Any]) -> None:
-    expected = losses_of(make, 1)
+@pytest.mark.parametrize(
+    "make",
+    [
+        NormalizesFrozen,
+        FreezesInHook,
+        FreezesFirst,
+        ZeroesInStep,
+    ],
+)
+def test_similar_code_trains_as_in_one_process(on_ranks, make: Any) -> None:
+    expected = losses_of(make, 1, {})
 
-    assert all(losses == pytest.approx(expected, rel=1e-5) for losses in on_ranks(2, losses_of, make, 2))
+    assert all(losses == pytest.approx(expected, rel=1e-5) for losses in on_ranks(2, losses_of, make, 2, {}))
 
 
-def refusal_later() -> str:
+def refusal_later(make: Callable[[], Chain], options: dict[str, Any]) -> str:
     with pytest.raises(ConfigurationError) as error:
-        losses_of(Unfreezes, 2)
+        losses_of(make, 2, options)
     return str(error.value)
 
 
-def test_batch_norm_that_leaves_eval_mode_is_refused_then(on_ranks) -> None:
-    assert all("norm is a BatchNorm" in each for each in on_ranks(2, refusal_later))
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (Unfreezes, {}, "norm is a BatchNorm"),
+        (Averages, {}, "Averages.training_step changes the parameter target."),
+        (Averages, {"micro_batches": 1}, "Averages.training_step changes the parameter target."),
+        (HooksLate, {}, "out.weight has a hook, 'HooksLate.on_train_epoch_start.<locals>.<lambda>'"),
+        (GrowsLate, {}, "AdamW got parameters that the module did not have when it was divided"),
+    ],
+)
+def test_what_shows_later_is_refused_then(on_ranks, make: Any, options: dict[str, Any], message: str) -> None:
+    assert all(message in each for each in on_ranks(2, refusal_later, make, options))
 
 
 @pytest.mark.parametrize(

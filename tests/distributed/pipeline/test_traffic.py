@@ -42,12 +42,12 @@ class Counts(Callback):
     """Counts the bytes that a rank sends in the third step."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
+        if batch_idx == 3:  # in which the step is not rehearsed
             self.counting = count_traffic()
             self.traffic = self.counting.__enter__()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
+        if batch_idx == 3:  # in which the step is not rehearsed
             trainer.strategy.barrier()
             self.counting.__exit__(None, None, None)
 

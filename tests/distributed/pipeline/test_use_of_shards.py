@@ -1,6 +1,7 @@
 """Shards of a stage in use: what a rank holds, hooks, averages and readers, failures and refusals."""
 
 import gc
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,11 @@ def live_bytes() -> int:
     # Gradients that only C++ has used are not among the objects of Python yet. Other tensors are not asked for theirs:
     # a view whose base was changed in place raises an error.
     gradients = [each.grad for each in with_memory if isinstance(each, nn.Parameter) and each.grad is not None]
-    storages = [each.untyped_storage() for each in (*with_memory, *gradients)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    sizes: dict[int, int] = {}
+    for each in (*with_memory, *gradients):
+        with suppress(RuntimeError, NotImplementedError):  # tensors of torch without memory
+            sizes[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+    return sum(sizes.values())
 
 
 class Held(Callback):

@@ -24,6 +24,10 @@ def sums_by_keyword(module: Any) -> None:
     dist.all_reduce(tensor=torch.ones(2), op=dist.ReduceOp.SUM, group=dist.group.WORLD)
 
 
+def sums_in_own_group(module: Any) -> None:
+    dist.all_reduce(torch.ones(2), group=dist.new_group(backend="gloo"))
+
+
 def gathers(module: Any) -> None:
     dist.all_gather([torch.empty(2) for _ in range(dist.get_world_size())], torch.ones(2))
 
@@ -77,12 +81,13 @@ def test_sums_and_gathers_over_all_ranks_are_refused(on_ranks, pipelined: bool, 
     for use, name in {
         sums: "torch.distributed.all_reduce",
         sums_by_keyword: "torch.distributed.all_reduce",
+        sums_in_own_group: "torch.distributed.all_reduce",
         gathers: "torch.distributed.all_gather",
         gathers_objects: "torch.distributed.all_gather_object",
         gathers_with_gradients: "torch.distributed.nn.functional.all_gather",
     }.items():
         messages = on_ranks(world_size, fit, pipelined, world_size, use)
-        assert all(f"{name} was called without a group, over all ranks, but ranks" in each for each in messages)
+        assert all(f"{name} was called over all ranks, but ranks" in each for each in messages)
     ranks = "0, 1" if world_size == 2 or not pipelined else "0, 2"
     assert f"ranks {ranks} have the same samples" in messages[0]
 

@@ -4,18 +4,15 @@ The check is a trial: the optimizer steps on a small matrix and a vector, and on
 must compute the same values both times.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.compat.torch import step_hooks
 from lightning_paral.engines.zero.training.step_arguments import closure_arguments
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.model.optimizer_trial import foreign_attribute, run_trial
 
 _NUM_STEPS = 4
 _ROWS, _COLUMNS, _LENGTH = 6, 5, 7
@@ -34,7 +31,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
         "AdamW, RMSprop, Adagrad, ...). If you know that it is elementwise, set "
         "ParalZeROStrategy(trust_optimizer=True)."
     )
-    attribute = _foreign_attribute(optimizer)
+    attribute = foreign_attribute(optimizer)
     if attribute is not None:
         raise ConfigurationError(
             f"{class_name} refers to another optimizer, a module or parameters in its attribute {attribute!r}. ZeRO "
@@ -58,29 +55,19 @@ def check_elementwise(optimizer: Optimizer) -> None:
         )
 
 
-def _foreign_attribute(optimizer: Optimizer) -> str | None:
-    """Return an attribute through which `optimizer` could change tensors outside of the trial, or `None`."""
-    for name, value in vars(optimizer).items():
-        if name in ("param_groups", "state"):
-            continue
-        values: Iterable[Any] = value.values() if isinstance(value, dict) else value if _is_list(value) else (value,)
-        if any(isinstance(each, Optimizer | Module | Parameter) for each in values):
-            return name
-    return None
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple | set)
-
-
 def _difference(optimizer: Optimizer, group: dict[str, Any]) -> float:
     """Return how far the steps of the trial differ, relative to the largest change of an element."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((_ROWS, _COLUMNS), (_LENGTH,))
     first = [torch.randn(shape, generator=generator) for shape in shapes]
     gradients = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(_NUM_STEPS)]
-    full = _run_trial(optimizer, group, first, gradients)
-    cut = _run_trial(optimizer, group, _flatten_and_cut(first), [_flatten_and_cut(tensors) for tensors in gradients])
+
+    def arguments() -> dict[str, Any]:
+        return closure_arguments(optimizer, torch.ones(()))
+
+    full = run_trial(optimizer, group, first, gradients, arguments)
+    cut_gradients = [_flatten_and_cut(tensors) for tensors in gradients]
+    cut = run_trial(optimizer, group, _flatten_and_cut(first), cut_gradients, arguments)
     flat_full, flat_cut = (torch.cat([values.reshape(-1) for values in result]) for result in (full, cut))
     change = (flat_full - torch.cat(_flatten_and_cut(first))).abs().max()
     if not torch.isfinite(flat_full).all() or not change:
@@ -91,29 +78,3 @@ def _difference(optimizer: Optimizer, group: dict[str, Any]) -> float:
 def _flatten_and_cut(tensors: list[Tensor]) -> list[Tensor]:
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     return list(torch.tensor_split(flat, _CUTS))
-
-
-def _run_trial(
-    optimizer: Optimizer, group: dict[str, Any], values: list[Tensor], gradients: list[list[Tensor]]
-) -> list[Tensor]:
-    """Return `values` after a copy of `optimizer`, with the options of `group`, has stepped with all `gradients`."""
-    trial: Any = object.__new__(type(optimizer))
-    trial.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    parameters = [Parameter(each.clone()) for each in values]
-    is_lr_zero = not isinstance(group.get("lr", True), Tensor) and group.get("lr", True) == 0
-    lr = {"lr": 0.01} if is_lr_zero else {}  # a warmup may start at 0, where steps change nothing
-    trial.__dict__.update(param_groups=[group | lr | {"params": parameters}], state=defaultdict(dict))
-    trial.__dict__.update(step_hooks.no_hooks())
-    if isinstance(optimizer, torch.optim.Adagrad):  # only this optimizer creates its state in its constructor
-        for parameter in parameters:
-            trial.state[parameter] = {
-                "step": torch.tensor(0.0),
-                "sum": torch.full_like(parameter, group["initial_accumulator_value"], requires_grad=False),
-            }
-    with torch.random.fork_rng(devices=[]):
-        for step_gradients in gradients:
-            for parameter, gradient in zip(parameters, step_gradients, strict=True):
-                parameter.grad = gradient.clone()
-            torch.manual_seed(0)
-            trial.step(**closure_arguments(optimizer, torch.ones(())))
-    return [parameter.detach() for parameter in parameters]
