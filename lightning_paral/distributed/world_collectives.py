@@ -19,6 +19,8 @@ _REPEATABLE = (dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.AVG, dist.Red
 """Reductions whose result does not change if each value is there equally often."""
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "lightning_paral")
 """Packages that call collectives over all ranks for other purposes than samples, or to which we give groups."""
+_OF_LIBRARIES = ("lightning_paral", "mesh_")
+"""How the descriptions of our groups, and of those of device meshes, begin."""
 
 
 def refuse_repeated_samples(same_samples: list[int]) -> Callable[[], None]:
@@ -62,8 +64,10 @@ def _checked(name: str, function: Callable[..., Any], same_samples: list[int]) -
 
 
 def _counts_twice(arguments: dict[str, Any]) -> bool:
-    has_all_ranks = dist.get_world_size(arguments.get("group")) == dist.get_world_size()
-    return has_all_ranks and arguments.get("op") not in _REPEATABLE
+    group: Any = arguments.get("group") or dist.group.WORLD
+    has_all_ranks = dist.get_world_size(group) == dist.get_world_size()
+    is_of_user = group is dist.group.WORLD or not group.group_desc.startswith(_OF_LIBRARIES)
+    return has_all_ranks and is_of_user and arguments.get("op") not in _REPEATABLE
 
 
 def _is_of_library(module: str) -> bool:

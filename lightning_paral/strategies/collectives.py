@@ -1,7 +1,6 @@
 """The collectives of a run. After an exception they do not wait for ranks that may never join."""
 
 import logging
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -46,9 +45,8 @@ class Collectives(AfterFailure):
     """During a run with several ranks, the thread that exchanges messages with the other ranks."""
     _stacks: StackRequests | None = None
     """During a run with several ranks, the requests by which ranks tell each other where they are."""
-    _undo_timeout: Callable[[], None] | None = None
-    _undo_checks: Callable[[], None] | None = None
-    """During a run in which ranks have the same samples, what removes the checks from `torch.distributed`."""
+    _undo_run: ExitStack | None = None
+    """During a run, what undoes what holds for its duration only."""
     _logged_group: dist.ProcessGroup | None = None
     """During a run with several data ranks, the gloo group that reduces logged values on the CPU, if there is one."""
     _undo_guard: ExitStack | None = None
@@ -62,10 +60,11 @@ class Collectives(AfterFailure):
         self.num_runs += 1
         if self._watch is None and nccl_backends():
             self._watch = TimeoutWatch(self.timeout, self._timeout_option, on_timeout=self._name_hang)
-        if self._undo_timeout is None:
-            self._undo_timeout = use_default_timeout(self.timeout)
-        if self.dims.data_size < self.dims.num_ranks and self._undo_checks is None:
-            self._undo_checks = refuse_repeated_samples(self.dims.same_sample_ranks)
+        if self._undo_run is None:
+            self._undo_run = ExitStack()
+            self._undo_run.callback(use_default_timeout(self.timeout))
+            if self.dims.data_size < self.dims.num_ranks:
+                self._undo_run.callback(refuse_repeated_samples(self.dims.same_sample_ranks))
         if self.world_size > 1:
             self._begin_watching()
         else:
@@ -138,12 +137,9 @@ class Collectives(AfterFailure):
         if self._undo_guard is not None:
             self._undo_guard.close()
             self._undo_guard = None
-        if self._undo_timeout is not None:
-            self._undo_timeout()
-            self._undo_timeout = None
-        if self._undo_checks is not None:
-            self._undo_checks()
-            self._undo_checks = None
+        if self._undo_run is not None:
+            self._undo_run.close()
+            self._undo_run = None
         trainer = trainer_of(self.lightning_module)
         if trainer is not None:
             restore_on_exception(trainer.checkpoint_callbacks)

@@ -2,7 +2,6 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, Unpack
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.compat.lightning.strategies import layer_sync_of
-from lightning_paral.distributed.agreement import explain
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.fsdp.optimizers import check_optimizers
 from lightning_paral.engines.fsdp.replicated_tensors import local_replicas
@@ -27,7 +25,7 @@ from lightning_paral.engines.pipeline.checks import (
     refusing_several_optimizers,
     warn_of_repeated_predictions,
 )
-from lightning_paral.engines.pipeline.division import chain_of, check_number_of_units
+from lightning_paral.engines.pipeline.division import chain_of
 from lightning_paral.engines.pipeline.elsewhere import is_elsewhere
 from lightning_paral.engines.pipeline.ended_state import EndedPipelineState
 from lightning_paral.engines.pipeline.gradients import StageGradients
@@ -38,15 +36,12 @@ from lightning_paral.engines.pipeline.parameters import without_elsewhere
 from lightning_paral.engines.pipeline.precision import StageClipping, stage_precision
 from lightning_paral.engines.pipeline.run import PipelineRun
 from lightning_paral.engines.pipeline.state import PipelineState
-from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.deferred.recording import has_mapped_weights, recording
 from lightning_paral.options import split_rank_options
-from lightning_paral.planning.unit_flops import count_unit_flops
 from lightning_paral.strategies.base import ParalStrategy
+from lightning_paral.strategies.counted_flops import CountedFlops
 from lightning_paral.strategies.stage_shards import make_stage_shards
-
-_PATIENCE = timedelta(minutes=5)
 
 
 class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
@@ -88,8 +83,7 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
         self.shares_buffers = self._options.broadcast_buffers
         self._units, self._min_params = self._options.units, self._options.min_params
         self._has_printed_units = False
-        # By the names and sizes of the units. With some builds of torch, a process that has trained cannot count again.
-        self._counted_flops: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        self._counted = CountedFlops()
         # Set during a run:
         self._deferred: DeferredConstruction | None = None
         self._pipeline: PipelineRun | None = None
@@ -152,7 +146,8 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
             check_before_fit(module, self.dims, has_sync_batchnorm=layer_sync_of(self) is not None)
         if trainer.state.fn == TrainerFn.PREDICTING:
             warn_of_repeated_predictions(vars(trainer)["callbacks"], self.dims)
-        flops = self._flops_of_units(trainer, module) if is_fit and self._options.balance == "time" else None
+        counts = is_fit and self._options.balance == "time"
+        flops = self._counted.of_units(self, chain_of(module, self._options), trainer) if counts else None
         self.model = self.precision_plugin.convert_module(module)
         if is_fit:
             self.checkpoint_activations()
@@ -167,34 +162,6 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
             self._attach_averages(self._sharded_state.weight_shards)
         self.setup_precision_plugin()
         self.barrier()
-
-    def _flops_of_units(self, trainer: Trainer, module: LightningModule) -> list[int]:
-        """Return the operations of each unit that rank 0 has counted. *Collective* over the world.
-
-        Raises:
-            ConfigurationError: they cannot be counted.
-        """
-        units = chain_of(module, self._options)
-        check_number_of_units(units, self.dims.pipeline)
-        sizes = tuple((unit.name, unit.num_params) for unit in units.inner)
-        outcome: list[int] | str | None = self._counted_flops.get(sizes)
-        if self.global_rank == 0 and outcome is None:
-            names = [unit.name for unit in units.inner]
-            patience = min(_PATIENCE, self.timeout / 2).total_seconds()
-            given = self.activation_checkpointing
-            try:
-                outcome = count_unit_flops(trainer, module, names, checkpointing=given, timeout=patience)
-            except (ParalError, OSError) as error:
-                outcome = explain(error)
-        outcome = self.broadcast(outcome)
-        if isinstance(outcome, str):
-            raise ConfigurationError(
-                f"balance='time' cannot count the operations of {type(module).__name__}: {outcome}. Set "
-                "balance='params', or give the number of units of each stage."
-            )
-        assert outcome is not None
-        self._counted_flops[sizes] = outcome
-        return outcome
 
     def _divide(self, module: LightningModule, flops: list[int] | None) -> None:
         shards = self._shards

@@ -8,31 +8,22 @@ rank and the head on the second, as `paral_pp` has with `first_stage` and `last_
 both, and add up their gradients.
 """
 
-import logging
-import os
-import statistics
 import time
-import warnings
-from collections.abc import Iterator
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
-from tabulate import tabulate
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.gpt import GPT
 from lightning_paral import ParalPipelineStrategy
-from tests.rank_pool import RankPool
+from tests.benchmarks.alternating import NUM_STEPS, Times, differences, print_table
 from tests.running import quiet_trainer
 
 CONTEXT, BATCH_SIZE, NUM_MICRO_BATCHES = 128, 16, 8
-NUM_STEPS, NUM_ROUNDS, NUM_SKIPPED = 12, 5, 4
 
 
 class TimedGPT(GPT):
@@ -56,20 +47,6 @@ def batches() -> DataLoader[tuple[Tensor, ...]]:
     return DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), BATCH_SIZE)
 
 
-class Times(Callback):
-    """Records when each training step begins."""
-
-    def __init__(self) -> None:
-        self.starts: list[float] = []
-        self.losses: list[float] = []
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        self.starts.append(time.perf_counter())
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-
 ENDS: dict[str, Any] = {"first_stage": ["byte_embedding", "position_embedding"], "last_stage": ["norm", "head"]}
 
 
@@ -78,7 +55,7 @@ def under_paral_pp(**options: Any) -> tuple[list[float], float]:
     strategy = ParalPipelineStrategy(micro_batches=NUM_MICRO_BATCHES, divergence_check_every=None, **options)
     trainer = quiet_trainer(devices=2, strategy=strategy, max_epochs=1, callbacks=[times])
     trainer.fit(module(), batches())
-    return differences(times.starts), times.losses[-1]
+    return times.result()
 
 
 class FirstStage(nn.Module):
@@ -130,42 +107,16 @@ def by_hand() -> tuple[list[float], float]:
     return differences(starts), loss.item()
 
 
-def differences(starts: list[float]) -> list[float]:
-    return [later - earlier for earlier, later in pairwise(starts)][NUM_SKIPPED:]
-
-
-def rounds() -> list[tuple[str, list[float], float]]:
-    return list(_rounds())
-
-
-def _rounds() -> Iterator[tuple[str, list[float], float]]:
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    under_paral_pp()  # creates the process group
-    for _ in range(NUM_ROUNDS):
-        for name, run in (
-            ("Schedule1F1B", by_hand),
-            ("paral_pp", under_paral_pp),
-            ("paral_pp, first_stage and last_stage", partial(under_paral_pp, **ENDS)),
-        ):
-            dist.barrier()
-            yield name, *run()
-
-
 def main() -> None:
     """Print the table."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    pool = RankPool()
-    found = pool.run(2, rounds, timeout=900)[0]
-    pool.close()
-    times = {name: [each for other, steps, _ in found if other == name for each in steps] for name, *_ in found}
-    losses = {name: loss for name, _, loss in found}
-    loop = statistics.median(times["Schedule1F1B"])
-    rows = [
-        (name, 1000 * statistics.median(each), statistics.median(each) / loop, losses[name])
-        for name, each in times.items()
-    ]
-    print(tabulate(rows, headers=("", "step, ms", "ratio", "last loss"), floatfmt=("", ".0f", ".2f", ".6f")))
+    print_table(
+        {
+            "Schedule1F1B": by_hand,
+            "paral_pp": under_paral_pp,
+            "paral_pp, first_stage and last_stage": partial(under_paral_pp, **ENDS),
+        },
+        "paral_pp",
+    )
 
 
 if __name__ == "__main__":

@@ -6,20 +6,12 @@ Two ranks. Rounds of both alternate in the same processes; a time is the median 
 optimizer, the batches and the layers that are split are the same; the loop gathers its logits.
 """
 
-import logging
-import os
-import statistics
 import time
-import warnings
-from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
-from lightning.pytorch import Callback, LightningModule
-from tabulate import tabulate
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -27,11 +19,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader
 
 from lightning_paral import ParalFSDPStrategy
-from tests.rank_pool import RankPool
+from tests.benchmarks.alternating import NUM_STEPS, Times, differences, print_table
 from tests.running import quiet_trainer
 
 VOCABULARY, CONTEXT, BATCH_SIZE = 512, 128, 8
-NUM_STEPS, NUM_ROUNDS, NUM_SKIPPED = 12, 5, 4
 
 
 class Llama(LightningModule):
@@ -67,26 +58,12 @@ def batches() -> DataLoader[Tensor]:
     return DataLoader(torch.randint(0, VOCABULARY, (NUM_STEPS * BATCH_SIZE, CONTEXT), generator=generator), BATCH_SIZE)
 
 
-class Times(Callback):
-    """Records when each training step begins."""
-
-    def __init__(self) -> None:
-        self.starts: list[float] = []
-        self.losses: list[float] = []
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        self.starts.append(time.perf_counter())
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-
 def under_paral_tp() -> tuple[list[float], float]:
     times = Times()
     strategy = ParalFSDPStrategy(tensor_parallel="node", divergence_check_every=None)
     trainer = quiet_trainer(devices=2, strategy=strategy, max_epochs=1, callbacks=[times])
     trainer.fit(module(), batches())
-    return differences(times.starts), times.losses[-1]
+    return times.result()
 
 
 def by_hand() -> tuple[list[float], float]:
@@ -112,38 +89,9 @@ def by_hand() -> tuple[list[float], float]:
     return differences(starts), loss.item()
 
 
-def differences(starts: list[float]) -> list[float]:
-    return [later - earlier for earlier, later in pairwise(starts)][NUM_SKIPPED:]
-
-
-def rounds() -> list[tuple[str, list[float], float]]:
-    return list(_rounds())
-
-
-def _rounds() -> Iterator[tuple[str, list[float], float]]:
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    under_paral_tp()  # creates the process group
-    for _ in range(NUM_ROUNDS):
-        for name, run in (("parallelize_module", by_hand), ("paral_tp", under_paral_tp)):
-            dist.barrier()
-            yield name, *run()
-
-
 def main() -> None:
     """Print the table."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    pool = RankPool()
-    found = pool.run(2, rounds, timeout=900)[0]
-    pool.close()
-    times = {name: [each for other, steps, _ in found if other == name for each in steps] for name, *_ in found}
-    losses = {name: loss for name, _, loss in found}
-    loop = statistics.median(times["parallelize_module"])
-    rows = [
-        (name, 1000 * statistics.median(each), statistics.median(each) / loop, losses[name])
-        for name, each in times.items()
-    ]
-    print(tabulate(rows, headers=("", "step, ms", "ratio", "last loss"), floatfmt=("", ".0f", ".2f", ".6f")))
+    print_table({"parallelize_module": by_hand, "paral_tp": under_paral_tp}, "paral_tp")
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ MAY_READ_THE_WORLD = {
     "strategies/description.py": "makes the dimensions of a run",
     "strategies/fsdp.py": "makes the dimensions of a run",
     "strategies/pipeline.py": "makes the dimensions of a run",
+    "strategies/counted_flops.py": "one rank counts for all",
     "strategies/zero.py": "makes the dimensions of a run, and tells DeepSpeed about all ranks",
     "strategies/after_failure.py": "whether ranks fail alone or together concerns all of them",
     "strategies/collectives.py": "whether ranks fail alone or together concerns all of them",

@@ -20,6 +20,7 @@ from lightning_paral.engines.tensor.arguments import tensors_in
 from lightning_paral.engines.tensor.functions import METADATA, OF_SHAPE, functions, getters
 from lightning_paral.engines.tensor.in_place import error_of_function, in_place_error
 from lightning_paral.engines.tensor.layout import Layout, gather_parts, own_parts, own_ranges
+from lightning_paral.engines.tensor.split_graph import Change, Unwrap, Wrap
 from lightning_paral.errors import ConfigurationError
 
 
@@ -48,7 +49,7 @@ class SplitTensor(Tensor):
 
     _local: Tensor
     _node: Any
-    """The node of `_Wrap` in the graph; `None` without a graph."""
+    """The node of `Wrap` in the graph; `None` without a graph."""
     _full: tuple[Tensor, float] | None
     """The full tensor, and the version of this rank's part from which it was gathered."""
     _copies: list[tuple[ref[Tensor], int]]
@@ -58,15 +59,31 @@ class SplitTensor(Tensor):
     def wrap(cls, local: Tensor, layout: Layout, group: dist.ProcessGroup) -> Self:
         """Return the tensor of all ranks, of which this rank has `local`. Autograd records operations on `local`."""
         if local.requires_grad and torch.is_grad_enabled():
-            split: Self = _Wrap.apply(cls, local, layout, group)  # type: ignore[no-untyped-call]
+            split: Self = Wrap.apply(cls, local, layout, group)  # type: ignore[no-untyped-call]
             with DisableTorchFunctionSubclass():
                 split._node = split.grad_fn
         else:
             local = local.detach() if local.requires_grad else local
-            split = _empty(cls, local, layout)
+            split = cls.empty(local, layout)
             split._node = None
         split._local, split.parts, split.group, split._full, split._copies = local, layout, group, None, []
         return split
+
+    @classmethod
+    def empty(cls, local: Tensor, layout: Layout) -> Self:
+        """Return a tensor with the shape of all ranks' parts, which has none yet."""
+        shape = [*local.shape]
+        shape[layout.dim] = layout.size
+        return without_memory(cls, shape, local.dtype, local.device)
+
+    @staticmethod
+    def own_part(full: Tensor, layout: Layout, group: dist.ProcessGroup) -> Tensor:
+        """Return this rank's part of a tensor, split or not, as `layout` says."""
+        if isinstance(full, SplitTensor):
+            if full.parts == layout:
+                return full.local
+            full = full.full()
+        return own_parts(full, layout, group)
 
     @property
     def local(self) -> Tensor:
@@ -74,9 +91,14 @@ class SplitTensor(Tensor):
         with DisableTorchFunctionSubclass():
             node = self.grad_fn
         if node is not self._node:  # the result of an `autograd.Function`, whose forward has no graph
-            self._local = _Unwrap.apply(self)  # type: ignore[no-untyped-call]
+            self._local = Unwrap.apply(self)  # type: ignore[no-untyped-call]
             self._node = node
         return self._local
+
+    @property
+    def part_without_graph(self) -> Tensor:
+        """This rank's part, detached."""
+        return self._local.detach()
 
     def full(self) -> Tensor:
         """Return an ordinary tensor with the parts of all ranks, which must not be changed in place.
@@ -121,7 +143,7 @@ class SplitTensor(Tensor):
         """Tell autograd that an operation has changed this rank's part in place."""
         if self._local.requires_grad and torch.is_grad_enabled():
             with DisableTorchFunctionSubclass():
-                _Change.apply(self, self._local)  # type: ignore[no-untyped-call]
+                Change.apply(self, self._local)  # type: ignore[no-untyped-call]
                 self._node = self.grad_fn
 
     def wrapper(self) -> Callable[[Tensor], "SplitTensor"]:
@@ -153,7 +175,7 @@ class SplitTensor(Tensor):
 
         def call(gradient: Tensor) -> Tensor | None:
             changed = hook(wrap(gradient))
-            return None if changed is None else own_part(changed, layout, group)
+            return None if changed is None else SplitTensor.own_part(changed, layout, group)
 
         handle: RemovableHandle = self.local.register_hook(call)  # type: ignore[no-untyped-call]
         return handle
@@ -170,7 +192,7 @@ class SplitTensor(Tensor):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        self.local.grad = None if value is None else own_part(value, self.parts, self.group)
+        self.local.grad = None if value is None else self.own_part(value, self.parts, self.group)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Raise a `ConfigurationError` if `requires_grad` would change."""
@@ -235,7 +257,7 @@ class SplitTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Operations in C++ arrive here, below autograd, whose graph has `_Wrap`.
+        # Operations in C++ arrive here, below autograd, whose graph has `Wrap`.
         kwargs = kwargs or {}
         for number, argument in enumerate(schema_of(func).arguments):
             value = args[number] if number < len(args) else kwargs.get(argument.name)
@@ -245,63 +267,6 @@ class SplitTensor(Tensor):
         with torch.no_grad():
             args, kwargs = tree_map_only(SplitTensor, SplitTensor.full, (args, kwargs))
         return func(*args, **kwargs)
-
-
-class _Wrap(torch.autograd.Function):
-    """Puts a split tensor into the graph, for operations that are not recorded on its parts."""
-
-    @staticmethod
-    def forward(ctx: Any, cls: type[SplitTensor], local: Tensor, layout: Layout, group: dist.ProcessGroup) -> Tensor:
-        ctx.parts, ctx.group = layout, group
-        split: Tensor = _empty(cls, local, layout)
-        return split
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None, None]:
-        return None, own_part(gradient, ctx.parts, ctx.group), None, None
-
-
-class _Change(torch.autograd.Function):
-    """Puts a split tensor into the graph again, after its part has been changed in place."""
-
-    @staticmethod
-    def forward(ctx: Any, split: SplitTensor, local: Tensor) -> Tensor:
-        ctx.parts, ctx.group = split.parts, split.group
-        ctx.mark_dirty(split)
-        return split
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, own_part(gradient, ctx.parts, ctx.group)
-
-
-class _Unwrap(torch.autograd.Function):
-    """Gives this rank's part of a split tensor that an `autograd.Function` has returned the gradient of its result."""
-
-    @staticmethod
-    def forward(ctx: Any, split: SplitTensor) -> Tensor:
-        ctx.wrap = split.wrapper()
-        return split._local.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        wrapped: Tensor = ctx.wrap(gradient)
-        return wrapped
-
-
-def _empty(cls: type[Any], local: Tensor, layout: Layout) -> Any:
-    shape = [*local.shape]
-    shape[layout.dim] = layout.size
-    return without_memory(cls, shape, local.dtype, local.device)
-
-
-def own_part(full: Tensor, layout: Layout, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's part of a tensor, split or not, as `layout` says."""
-    if isinstance(full, SplitTensor):
-        if full.parts == layout:
-            return full.local
-        full = full.full()
-    return own_parts(full, layout, group)
 
 
 def _gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -> tuple[Tensor | None, ...]:
