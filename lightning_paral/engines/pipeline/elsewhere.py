@@ -16,10 +16,10 @@ from lightning_paral.errors import ConfigurationError
 _DATA: Any = Tensor.data
 _LIBRARIES = ("lightning", "pytorch_lightning", "lightning_paral")
 _OF_TORCH = ("torch.nn.modules.", "torch.nn.parameter", "torch.optim.", "torch.amp.")
-"""Modules of torch that skip parameters without gradients, and do not compute a result from those that have one."""
+"""Modules of torch that skip parameters without a gradient, and compute nothing over all gradients."""
 _FINETUNING = "lightning.pytorch.callbacks.finetuning"
 _OF_USERS = "lightning.pytorch.utilities.grads"
-"""A library for user code, whose results cover all parameters that it is given."""
+"""A module of Lightning for user code, whose results are about all parameters that it gets."""
 
 
 class ElsewhereParameter(FlatShard):

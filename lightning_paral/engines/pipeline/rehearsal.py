@@ -37,7 +37,7 @@ def rehearse(
 ) -> None:
     """Run the training step on the first two samples of `batch`, without backward pass. *Collective* over the pipeline.
 
-    It leaves no side effects but changes of parameters that the step makes itself, and that each step would make.
+    Changes of parameters by the step itself remain. There are no other side effects.
 
     Args:
         module: the LightningModule.

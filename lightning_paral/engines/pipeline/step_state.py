@@ -75,8 +75,8 @@ class StateOfStep:
         for name, value in expected.items():
             if name not in now or not _are_close(now[name], value, _TOLERANCE):
                 return (
-                    f"{type(self._module).__name__}.training_step changes the buffer {name}, which differs "
-                    "after the two halves of a batch from what it is after the whole batch. A pipeline computes "
+                    f"{type(self._module).__name__}.training_step changes the buffer {name}: after the two "
+                    "halves of a batch, it has another value than after the whole batch. A pipeline computes "
                     "micro-batches, so it would train differently than one process. Set micro_batches=1, or train with "
                     "paral_fsdp. If the difference is intended, set check_steps=False."
                 )
