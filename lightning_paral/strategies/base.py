@@ -98,6 +98,7 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, Ch
         assert self.lightning_module is not None
         assert self.cluster_environment is not None
         trainer = self.lightning_module.trainer
+        self._why_interrupted = ""
         if self._ignored_warnings is None:
             self._ignored_warnings = IgnoredWarnings()
         if self._default_form == "sharded" and self.root_device.type == "cpu":

@@ -12,7 +12,7 @@ from lightning_paral.comm.rows import gather_rows
 from lightning_paral.compat.torch.aborting import abort_nccl, nccl_backends
 from lightning_paral.compat.torch.group_timeouts import use_default_timeout
 from lightning_paral.distributed.agreement import RankGroup
-from lightning_paral.distributed.failures.failure import remember_first
+from lightning_paral.distributed.failures.failure import as_consequence, remember_first
 from lightning_paral.distributed.failures.failure_watch import FailureWatch
 from lightning_paral.distributed.failures.liveness import LivenessOfOthers, LivenessOfRankZero
 from lightning_paral.distributed.failures.reachable import new_run_name
@@ -49,6 +49,8 @@ class Collectives(AfterFailure):
     """During a run, what undoes what holds for its duration only."""
     _logged_group: dist.ProcessGroup | None = None
     """During a run with several data ranks, the gloo group that reduces logged values on the CPU, if there is one."""
+    _why_interrupted: str = ""
+    """From the teardown until the next run, names the failure of another rank that ended the run; empty if none did."""
     _undo_guard: ExitStack | None = None
     """After a failure, what removes the guard of the hooks that are called then."""
     num_runs: int = 0
@@ -102,11 +104,12 @@ class Collectives(AfterFailure):
     def report_failure(self, error: BaseException) -> BaseException:
         """Tell the other ranks that `error` ends the run on this one, and return the error to raise.
 
-        Call this while `error` is being handled, before anything else. It does nothing outside of a run.
+        Call this while `error` is being handled, before anything else. It does nothing outside of a run, except to name
+        the failure of another rank that interrupted the teardown of a run which ended well on this rank.
         """
         trainer = trainer_of(self.lightning_module)
         if self._failures is None or trainer is None:
-            return error
+            return as_consequence(error, self._why_interrupted)
         self._failures.leave()  # first: this thread must not be interrupted while it reports
         if self._stacks is not None:
             self._stacks.freeze()
@@ -157,6 +160,7 @@ class Collectives(AfterFailure):
             self._stacks = None
         if self._failures is not None:
             self._failures.end()
+            self._why_interrupted = self._failures.why_interrupted()
             self._failures = None
 
     def _name_hang(self) -> None:

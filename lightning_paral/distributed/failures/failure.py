@@ -96,6 +96,20 @@ def is_interruption(error: BaseException | None) -> bool:
     return False
 
 
+def as_consequence(error: BaseException, why: str) -> BaseException:
+    """Return a `RankFailedError` with the message `why` if another rank interrupted this one, otherwise `error`.
+
+    Args:
+        error: an error that ended the run on this rank.
+        why: names the failure of the other rank; empty if no other rank has failed.
+    """
+    if not why or not is_interruption(error):
+        return error
+    consequence = RankFailedError(why)
+    consequence.__cause__ = error
+    return consequence
+
+
 class FirstFailure:
     """The record in the store of the failure that ended a run. The first rank that writes it decides it for all.
 

@@ -30,6 +30,7 @@ from lightning_paral.distributed.failures.failure import (
     PRINT_SECONDS,
     Failure,
     FirstFailure,
+    as_consequence,
     failure_of,
     is_interruption,
     is_told,
@@ -41,7 +42,6 @@ from lightning_paral.distributed.failures.torchrun_report import tell_torchrun
 from lightning_paral.distributed.launching.rank_main import tell_parent
 from lightning_paral.distributed.signals import Ignored
 from lightning_paral.distributed.watcher import RankWatcher
-from lightning_paral.errors import RankFailedError
 
 _ABORT_AFTER = 0.2
 """Seconds after this rank learned of the failure at which its collectives are aborted. If all ranks raise the same
@@ -119,16 +119,18 @@ class FailureWatch:
         first = self.first.report(failure_of(error, self.rank, where))
         with suppress(dist.DistError, RuntimeError):  # rank 0, which serves the store, may have ended
             self._publish_connections()  # now, because the watcher may end before its next poll
-        if (first.rank != self.rank or first.has_died) and is_interruption(error):
-            consequence = RankFailedError(self.first.why_ended())
-            consequence.__cause__ = error
-            error = consequence
-        elif first.rank == self.rank:
+        raised = as_consequence(error, self.why_interrupted())
+        if raised is error and first.rank == self.rank:
             if self._found is not None and is_interruption(error):
-                error = self._found.with_traceback(error.__traceback__)
-            tell_torchrun(error)
-        remember_first(error, self.first)
-        return self._explain_exit(error, where)
+                raised = self._found.with_traceback(error.__traceback__)
+            tell_torchrun(raised)
+        remember_first(raised, self.first)
+        return self._explain_exit(raised, where)
+
+    def why_interrupted(self) -> str:
+        """Return one line about the failure of another rank that ended the run; empty if there is none."""
+        known = self.first.known
+        return "" if known is None or (self.first.is_own and not known.has_died) else self.first.why_ended()
 
     def _explain_exit(self, error: BaseException, where: str) -> BaseException:
         """Print a line for `sys.exit` and Ctrl-C, for which Python prints nothing, and do not exit with status 0.

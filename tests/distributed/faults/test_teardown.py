@@ -1,0 +1,63 @@
+"""A rank that fails is named by other ranks that have ended their fit already, and are in the teardown."""
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from lightning_paral import RankFailedError
+from lightning_paral.distributed.process_group import release_process_group
+from tests.contract.cases import strategy_of
+from tests.distributed.data.test_left_out_values import Logging
+from tests.distributed.hangs.sleeping import free_port
+from tests.running import quiet_trainer
+
+
+class FailsAtEnd(Logging):
+    """Rank 0 fails at the end of the fit, while rank 1 returns its weights to the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__("none", 0)
+        self.sleeps = 30.0
+
+    def on_train_end(self) -> None:
+        if self.global_rank == 0:
+            time.sleep(1.0)
+            raise ValueError("my bug")
+
+    def cpu(self) -> "FailsAtEnd":
+        if dist.is_initialized() and dist.get_rank() == 1:
+            sleeps, self.sleeps = self.sleeps, 0.0
+            time.sleep(sleeps)
+        return super().cpu()
+
+
+def fit(label: str, port: int) -> str:
+    """Fit in a process group that the strategy creates, and return the error of this rank."""
+    dist.barrier()  # otherwise the other rank could still be connecting
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(port)
+    trainer = quiet_trainer(devices=2, strategy=strategy_of(label), max_steps=1)
+    try:
+        with pytest.raises((ValueError, RankFailedError)) as error:
+            trainer.fit(FailsAtEnd(), DataLoader(torch.ones(8, 4), batch_size=2))
+        return f"{error.type.__name__}: {error.value}"
+    finally:
+        release_process_group(after_failure=True)
+
+
+@pytest.mark.parametrize("label", ["paral_ddp", "paral_fsdp"])
+def test_failure_is_named_in_the_teardown_of_another_rank(on_ranks: Any, rank_pool: Any, label: str) -> None:
+    rank_pool.renew_world()
+    try:
+        first, second = on_ranks(2, fit, label, free_port(), timeout=60.0)
+    finally:
+        rank_pool.renew_world()
+
+    assert first == "ValueError: my bug"
+    assert second.startswith("RankFailedError: Rank 1 ended because rank 0")
+    assert second.endswith("ValueError: my bug")
