@@ -60,7 +60,8 @@ def _unregistered_class(original: type[Module], first: type, attributes: dict[st
 
         def mro(cls) -> list[type]:
             # `original` must be the first base for its object layout, but the methods of `first` must be found first.
-            return [cls, _NoInitSubclass, first, *original.__mro__]
+            of_first = [base for base in first.__mro__ if base not in original.__mro__]
+            return [cls, _NoInitSubclass, *of_first, *original.__mro__]
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
         # `type(module)(...)` creates an ordinary module: slicing a ModuleList needs this.

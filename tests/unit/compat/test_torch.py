@@ -9,7 +9,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -36,6 +36,7 @@ from lightning_paral.compat.torch import (
     fsdp_group,
     fsdp_param,
     fsdp_state,
+    instance_classes,
     iteration,
     module_hooks,
     modules,
@@ -193,6 +194,36 @@ def test_a_copy_for_data_parallel_has_dictionaries_of_its_own() -> None:
     assert type(replica) is nn.Sequential
     assert modules.own_children(replica) is not modules.own_children(module), "replicas would change the master"
     assert modules.own_parameters(replica) == {}
+
+
+class Registering(nn.Linear):
+    registered: ClassVar[list[type]] = []
+
+    def __init_subclass__(cls) -> None:
+        Registering.registered.append(cls)
+
+
+class Named:
+    def name(self) -> str:
+        return "of a base"
+
+
+class Scaled(Named):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("original", [nn.Linear, Registering])
+def test_classes_of_single_modules_have_all_methods_of_a_mixin(original: type[nn.Linear]) -> None:
+    module, x = original(2, 3), torch.ones(1, 2)
+    expected = 2 * module(x)
+
+    module.__class__ = instance_classes.subclass_of(original, Scaled, {"bias_name": "bias"})
+
+    assert torch.equal(module(x), expected)
+    assert (module.name(), module.bias_name) == ("of a base", "bias")
+    assert isinstance(module, original)
+    assert Registering.registered == []
 
 
 def test_hook_tables_hold_the_hooks_that_are_registered() -> None:
