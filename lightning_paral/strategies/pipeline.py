@@ -30,6 +30,7 @@ from lightning_paral.engines.pipeline.elsewhere import is_elsewhere
 from lightning_paral.engines.pipeline.ended_state import EndedPipelineState
 from lightning_paral.engines.pipeline.gradients import StageGradients
 from lightning_paral.engines.pipeline.keywords import PipelineKeywords, takes_pipeline_options
+from lightning_paral.engines.pipeline.optimizer_state import watch_state
 from lightning_paral.engines.pipeline.optimizers import check_separable
 from lightning_paral.engines.pipeline.options import PipelineOptions
 from lightning_paral.engines.pipeline.parameters import without_elsewhere
@@ -187,6 +188,7 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
         if self.dims.pipeline > 1:
             for optimizer in self.optimizers:
                 check_separable(optimizer)
+                watch_state(optimizer)
 
     def _set_clipped(self, gradients: StageGradients | None) -> None:
         assert isinstance(self.precision_plugin, StageClipping)

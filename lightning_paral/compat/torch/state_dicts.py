@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 from torch.nn import Module
@@ -56,6 +57,11 @@ NAMES = (
         seen=_SEEN,
     ),
 )
+
+
+def is_of_load_state_dict(frame: FrameType) -> bool:
+    """Return whether `frame` is that of the method with which `Module.load_state_dict` loads one submodule."""
+    return frame.f_code is Module._load_from_state_dict.__code__
 
 
 def versions_in(state_dict: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:

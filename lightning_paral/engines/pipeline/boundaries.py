@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_paral.comm.channel import Channel, TensorSpec, with_tensors
 from lightning_paral.compat.torch.pytree import tree_flatten, tree_map_only
 from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.engines.pipeline.derivatives import THROUGH_STAGES
 from lightning_paral.engines.pipeline.groups import PipelineGroups
 from lightning_paral.errors import ConfigurationError
 
@@ -151,11 +152,7 @@ class ReceivedTensors:
             ConfigurationError: the code of the user computes them, inside a step.
         """
         if not self._may_send():
-            raise ConfigurationError(
-                "The code of a step computes gradients itself, such as by torch.autograd.grad or backward(), also for "
-                "tensors of an earlier stage. In a pipeline, the backward passes run after training_step. Train with "
-                "paral_fsdp."
-            )
+            raise ConfigurationError(THROUGH_STAGES)
         self._is_answered = True
         self._channel.send_tensors(gradients)
 

@@ -8,10 +8,12 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from lightning_paral.compat.torch.derivatives import is_in_transform
 from lightning_paral.compat.torch.instance_classes import subclass_of
 from lightning_paral.engines.pipeline.boundaries import Boundaries
+from lightning_paral.engines.pipeline.derivatives import PassedOn, refuse_gradients_through_stages
 from lightning_paral.engines.pipeline.ends import NotCopied
-from lightning_paral.errors import ConfigurationError
+from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.model.units import Unit
 
 Call = Callable[..., Any]
@@ -66,6 +68,7 @@ class UnitCalls:
         self._received: Any = None
         self._observer: Observer | None = None
         self._has_grad = False
+        self._passed_on = PassedOn()
         self.is_in_backward = False
         """Set it during backward passes, in which activation checkpointing calls units again."""
 
@@ -75,6 +78,9 @@ class UnitCalls:
             original = type(unit.module)
             unit.module.__class__ = subclass_of(original, _unit_class(self, number), {})
             undo.callback(setattr, unit.module, "__class__", original)
+        undo.callback(
+            refuse_gradients_through_stages(lambda: self.is_in_pass and not self.is_in_backward, self._passed_on)
+        )
 
     @contextmanager
     def forward_pass(self, observer: Observer | None = None) -> Iterator[None]:
@@ -85,6 +91,7 @@ class UnitCalls:
             yield
         finally:
             self._expected = self._observer = self._received = None
+            self._passed_on.clear()
 
     @property
     def is_in_pass(self) -> bool:
@@ -112,6 +119,21 @@ class UnitCalls:
                 f"of the units {self._name(0)} ... {self._name(len(self._units) - 1)} once, in this order."
             )
 
+    def explain(self, step: str, error: Exception) -> str | None:
+        """Return why code between units of earlier stages, whose outputs this stage lacks, may have raised `error`.
+
+        `None` if it was raised elsewhere, or if its message says why. Call this inside `forward_pass`.
+        """
+        if isinstance(error, ParalError) or self._expected is None or not 0 < self._expected < self._own.start:
+            return None
+        before, after, received = map(self._name, (self._expected - 1, self._expected, self._own.start - 1))
+        return (
+            f"{step} failed between {before} and {after}: {type(error).__name__}: {error}. These units are on an "
+            f"earlier stage, so the code between them got the output of {received} on this stage, the only one that it "
+            "receives. If the step works in one process, move this code into a unit, or choose units of which each is "
+            "called with what the one before returns: units=[...]."
+        )
+
     def call(self, number: int, run: Call, args: Any, kwargs: Any) -> Any:
         """Do what calling unit `number` does on this stage; `run` runs the unit."""
         if self.is_in_backward:
@@ -130,12 +152,20 @@ class UnitCalls:
                 "computes without gradients at first, so they could not be sent between stages. Set "
                 "use_reentrant=False, or give ParalPipelineStrategy(activation_checkpointing=...)."
             )
+        if is_in_transform():
+            raise ConfigurationError(
+                f"{self._name(number)} was called inside a transform of torch.func, or with forward-mode AD. In a "
+                "pipeline, each stage runs its own units only, so derivatives cannot pass through all of them. Train "
+                "with paral_ddp."
+            )
         self._expected += 1
         if number == 0:
             self._on_first()
         if number < self._own.start:
+            self._passed_on.enter((args, kwargs))
             if number == 0:
                 self._received = self._boundaries.receive()
+                self._passed_on.leave(self._received)
             return self._observed(number, self._received)
         if self._observer is not None:
             self._observer.before(number)

@@ -153,4 +153,12 @@ def _address(tensor: Tensor) -> int:
 def _tensors_in(values: Any) -> list[Tensor]:
     """Return the tensors in `values` that have values, which parameters of other stages have not."""
     tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and not isinstance(leaf, FlatShard)]
-    return [tensor for tensor in tensors if tensor.numel() and not tensor.is_meta]
+    return [tensor for tensor in tensors if tensor.numel() and not tensor.is_meta and _has_memory(tensor)]
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    try:
+        _address(tensor)
+    except (NotImplementedError, RuntimeError):  # a transform of torch.func, which the next unit refuses
+        return False
+    return True

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.shards import FlatShard
+from lightning_paral.compat.torch.state_dicts import is_of_load_state_dict
 from lightning_paral.errors import ConfigurationError
 
 _DATA: Any = Tensor.data
@@ -33,7 +34,12 @@ class ElsewhereParameter(FlatShard):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Tell Lightning whether two parameters are the same, which `BaseFinetuning` asks by their values."""
+        """Tell Lightning whether two parameters are the same, which `BaseFinetuning` asks by their values.
+
+        Let `load_state_dict` pass: the stage that has the parameter loads its values.
+        """
+        if func is torch.ops.aten.copy_.default and is_of_load_state_dict(sys._getframe(1)):
+            return args[0]
         if func is torch.ops.aten.equal.default and _module_of(_caller(sys._getframe(1))) == _FINETUNING:
             return args[0] is args[1]
         return super().__torch_dispatch__(func, types, args, kwargs)

@@ -113,7 +113,9 @@ class StageGradients:
                 parameter.grad.add_(gradient)
 
     def finish(self) -> None:
-        """Give shards the gradients that `deposit` has kept, and average gradients unless they accumulate.
+        """Give shards the gradients that `deposit` has kept, and average them over the stages.
+
+        Average them over the data ranks as well, unless gradients accumulate.
 
         *Collective* over the world. Call it after the backward pass of the step's loss: shards get gradients only then,
         because ranks with different numbers of samples have different factors.
@@ -122,6 +124,8 @@ class StageGradients:
             self._shards.scatter(self._to_scatter)
         if not self.accumulates:
             self._reduce()
+        elif self._groups is not None:  # code that reads gradients during accumulation gets those of all stages
+            _average(self._outside, self._dims.pipeline, self._groups.values)
 
     @torch.no_grad()
     def _reduce(self) -> None:

@@ -273,9 +273,11 @@ class StageSteps:
                 return done.sent
             except Exception as error:
                 message = None if observer is None else observer.explain(error)
+                message = message or self._calls.explain(name, error)
                 if message is None:
                     raise
-                self._boundaries.send_failure(message)
+                if observer is not None:
+                    self._boundaries.send_failure(message)
                 raise ConfigurationError(message) from error
             if observer is not None:
                 observer.check_result(output)

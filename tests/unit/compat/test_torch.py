@@ -28,6 +28,7 @@ from lightning_paral.compat.torch import (
     backward,
     compiled,
     ddp_ignored,
+    derivatives,
     dispatch,
     distributed_checkpoint,
     dtensor,
@@ -129,6 +130,41 @@ def test_callback_queued_in_a_hook_runs_once_after_the_backward_pass() -> None:
 
     assert len(seen) == 1, "the callback at the end of a backward pass did not run: gradients would not be averaged"
     assert None not in seen[0], "the callback ran before all gradients were there"
+
+
+def test_backward_passes_are_checked_with_their_outputs_and_inputs() -> None:
+    x = torch.ones(2, requires_grad=True)
+    seen: list[Any] = []
+    undo = derivatives.check_backward_passes(lambda outputs, inputs: seen.append((tuple(outputs), tuple(inputs))))
+
+    total = (2 * x).sum()
+    (slope,) = torch.autograd.grad(total, x, retain_graph=True)
+    total.backward(retain_graph=True)
+    undo()
+    total.backward()
+
+    assert torch.equal(slope, torch.full((2,), 2.0))
+    assert [(len(outputs), len(inputs)) for outputs, inputs in seen] == [(1, 1), (1, 0)]
+    assert seen[0][0][0] is total
+    assert seen[0][1][0] is x
+
+
+def test_transforms_are_noticed() -> None:
+    seen: list[bool] = []
+
+    def noting(x: Tensor) -> Tensor:
+        seen.append(derivatives.is_in_transform())
+        return x.sum()
+
+    noting(torch.ones(2))
+    torch.func.grad(noting)(torch.ones(2))
+    torch.func.vmap(noting)(torch.ones(2, 2))
+    torch.func.jvp(noting, (torch.ones(2),), (torch.ones(2),))
+    with torch.autograd.forward_ad.dual_level():
+        noting(torch.ones(2))
+    noting(torch.ones(2))
+
+    assert seen == [False, True, True, True, True, False]
 
 
 def test_torch_function_is_disabled_and_restored() -> None:
