@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,11 +19,16 @@ from lightning_paral.engines.dp.metrics import MetricCopies
 from lightning_paral.engines.dp.rendezvous import Rendezvous
 from lightning_paral.engines.dp.replicate import Replicas
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.model.forward_mode import refuse_forward_mode
 
 _NO_GRADIENT = (
     "A step seems to have read parameter.grad. Under paral_dp it runs in replicas, and only the module itself, which "
     "is replica 0, has gradients: in the other replicas parameter.grad is None. Clip with "
     "self.clip_gradients(optimizer, ...), leave out parameters whose grad is None, or use paral_ddp."
+)
+_FORWARD_MODE = (
+    "Under paral_dp, replicas run in threads, which would share its state. Use torch.autograd.grad, or train with "
+    "paral_ddp."
 )
 _FROZEN = (
     "A step froze or unfroze a parameter. Under paral_dp it runs in replicas, whose parameters are copies. Do so in a "
@@ -104,7 +109,12 @@ class ParallelStep:
         ]
         self.num_running = len(parts)
         try:
-            with _overriding(self._master, overrides[0]), rejecting_replica_steps(rendezvous):
+            with (
+                _overriding(self._master, overrides[0]),
+                rejecting_replica_steps(rendezvous),
+                ExitStack() as undo,
+            ):
+                undo.callback(refuse_forward_mode(_FORWARD_MODE))
                 outputs = run_replicas(self._executor, calls, devices, rendezvous)
             replicas.check_frozen()
         except BaseException as error:

@@ -7,6 +7,8 @@ _NO_RULE = ("sharding strategy", "placement changes", "unevenly sharded", "as_st
             "along the sharded dimension", "Sharding propagation failed")  # fmt: skip
 _IN_PLACE = ("RegisterPostBackwardFunction", "is a view and is being modified inplace")
 _DEEPCOPY = ("FSDP does not support deepcopy", "copy_() on an invalid python storage")
+_FORWARD_MODE = ("returning a view (or an input as-is) but the jvp", "must implement the jvp function")
+_TRANSFORM = "Cannot access storage of TensorWrapper"
 _TWICE = "storage of size 0"
 
 
@@ -46,6 +48,16 @@ def explanation(error: BaseException, *, units: Units, in_step: bool) -> str | N
             "A weight was used after it had been resharded. FSDP unshards the weights of a unit for its forward pass "
             "and for one backward pass, but a gradient penalty with torch.autograd.grad(create_graph=True) needs a "
             "second backward pass. Train with paral_ddp or paral_zero2."
+        )
+    if any(pattern in message for pattern in _FORWARD_MODE):
+        return (
+            f"A unit got a dual tensor of forward-mode automatic differentiation (units: {listed}). FSDP passes inputs "
+            "through a function of its own, which has no forward-mode derivative. Train with paral_ddp."
+        )
+    if _TRANSFORM in message:
+        return (
+            f"A unit ran inside a transform of torch.func (units: {listed}), where FSDP of older versions of torch cannot "
+            "unshard weights. Update torch to 2.13, use torch.autograd.grad, or train with paral_ddp."
         )
     if any(pattern in message for pattern in _DEEPCOPY):
         return (

@@ -21,6 +21,7 @@ from lightning_paral.engines.fsdp.explain_errors import explanation
 from lightning_paral.engines.fsdp.guards import check_pruning, check_user_hooks
 from lightning_paral.engines.fsdp.optimizers import check_optimizers
 from lightning_paral.engines.fsdp.options import FSDPOptions
+from lightning_paral.engines.fsdp.own_gradients import refuse_gradients_by_shards
 from lightning_paral.engines.fsdp.precision import DTYPES, sharding_policy
 from lightning_paral.engines.fsdp.requires_grad import TrainedShards
 from lightning_paral.engines.fsdp.shard import ShardedModule, Sharding
@@ -122,6 +123,7 @@ class FSDPRun:
     def start_fit(self, timeout: timedelta) -> None:
         """Start watching which parameters are trained. `timeout` limits how long checks wait for other ranks."""
         self._trained = TrainedShards(self.module, self.dims, timeout, self._undo)
+        self._undo.callback(refuse_gradients_by_shards(self.module))
 
     def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Check `optimizers`, and make `module.zero_grad()` zero the gradients of their shards as well.

@@ -42,7 +42,13 @@ from lightning_paral.engines.zero.training.users_optimizer import (
     make_engine_optimizer,
 )
 from lightning_paral.model.buffers import buffers_to_broadcast
+from lightning_paral.model.forward_mode import refuse_forward_mode
 from lightning_paral.model.host_memory_check import host_memory_shortage
+
+_FORWARD_MODE = (
+    "Under ZeRO stage 3, DeepSpeed gathers weights by functions of its own, which have no forward-mode derivative. Use "
+    "torch.autograd.grad, or train with paral_zero2."
+)
 
 
 class ZeroRun(ZeroState):
@@ -104,6 +110,7 @@ class ZeroRun(ZeroState):
             return self.evaluate()
         self.optimizers = found
         self._users = [UsersOptimizer(optimizer, self.module) for optimizer in found]
+        self._refuse_forward_mode()
         forward, engines = self._build_engines()
         self._built = [forward, *engines]
         shards = [EngineShards(engine, self.module, users) for engine, users in zip(engines, self._users, strict=True)]
@@ -130,6 +137,10 @@ class ZeroRun(ZeroState):
             self._saved_weights = SavedWeights(self.module, num_steps, self._undo)
         return forward
 
+    def _refuse_forward_mode(self) -> None:
+        if self._settings.options.stage == 3:
+            self._undo.callback(refuse_forward_mode(_FORWARD_MODE))
+
     def saving_views(self) -> AbstractContextManager[None]:
         """Return a context in which autograd does not keep gathered parameters in memory; see `SavedWeights`."""
         return nullcontext() if self._saved_weights is None else self._saved_weights.saving_views()
@@ -148,6 +159,7 @@ class ZeroRun(ZeroState):
         forward: Any
         if options.stage == 3 and next(self.module.parameters(), None) is not None:
             load_async_io(options)
+            self._refuse_forward_mode()
             forward = build_inference_engine(self.module, self._sized_config(self.module), self.device)
             self._built = [forward]
             self.start_evaluation()

@@ -70,7 +70,7 @@ _columns.sort(key=lambda column: (not column.always, "offload" in column.label))
 COLUMNS = {column.label: column for column in _columns}
 
 PIPELINE = Column("paral_pp", partial(ParalPipelineStrategy, micro_batches=2), ranks_per_sample=2)
-"""Has no column on the page: tests/distributed/pipeline/test_user_code.py runs the rows, and names the open ones."""
+"""Has no column on the page: tests/distributed/pipeline/test_user_code.py runs the rows."""
 RUNNABLE = COLUMNS | {PIPELINE.label: PIPELINE}
 
 RANKS = tuple(column.label for column in COLUMNS.values() if column.always and column.on_ranks)

@@ -48,6 +48,8 @@ class Row:
     """Whether only one rank raises the error, and the launcher ends the others, as for any exception."""
     only: tuple[str, ...] = ()
     """The only columns in which the row runs; if empty, it runs in all."""
+    since: str = ""
+    """The first version of torch with the outcomes of the page. With earlier ones, cells need only be allowed."""
     apart: tuple[str, ...] = ()
     """Patterns of names in the `state_dict` and metrics that are not compared, such as those drawn at random."""
 

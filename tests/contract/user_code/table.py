@@ -12,6 +12,7 @@ TITLES = {
     "updates": "Target networks and averages",
     "trained": "Trained parameters written by hand",
     "gradients": "Gradients",
+    "derivatives": "Derivatives that a step computes",
     "optimizers": "Optimizers",
     "buffers": "Buffers and attributes",
     "freezing": "Freezing, unfreezing, replacing",

@@ -2,6 +2,7 @@
 
 from tests.contract.user_code import (  # noqa: F401
     buffers,
+    derivatives,
     freezing,
     gradients,
     logs,

@@ -1,12 +1,15 @@
 """Explain errors that torch and DeepSpeed raise because parameters are partitioned."""
 
 import re
+from traceback import walk_tb
 
 _EMPTY = re.compile(
     r"size of tensor \w \(0\)|mat2 must be a matrix|weight' must be 2-D|of size 0\b|size mismatch.* \(0\)"
 )
 _CHANGED = ("tracing error at step",)
 _REPLACED = ("has no attribute 'ds_status'", "has no attribute 'ds_id'")
+_SAVED_TENSORS = "don't yet support saved tensor hooks"
+_SECOND_GRADIENT = "Multiple gradient reductions are currently not supported"
 _PARAMETER_FROM_PARAMETER = "Creating a Parameter from an instance of type"
 
 
@@ -19,8 +22,20 @@ def explanation(error: BaseException, *, stage: int) -> str | None:
             "nn.Parameter(parameter) do. It would be neither sharded nor trained. Create it in __init__ or "
             "configure_model, or train with paral_ddp."
         )
+    if _SECOND_GRADIENT in message or (stage == 3 and _has_lost_gradient(error)):
+        return (
+            "loss.backward() was called in a step and reached weights. DeepSpeed then reduces their gradients as those "
+            "of the training loss. For gradients by inputs, call torch.autograd.grad(loss, inputs); in manual "
+            "optimization, call self.manual_backward(loss)."
+        )
     if stage < 3:
         return None
+    if _SAVED_TENSORS in message:
+        return (
+            "A module ran inside a transform of torch.func, such as grad or jacrev. Under ZeRO stage 3 weights are "
+            "gathered by hooks, which these transforms do not support. Use torch.autograd.grad, or train with "
+            "paral_zero2."
+        )
     if any(pattern in message for pattern in _REPLACED):
         return (
             "A parameter was replaced by a tensor, as torch.func.functional_call does. Under ZeRO stage 3 a module "
@@ -40,3 +55,11 @@ def explanation(error: BaseException, *, stage: int) -> str | None:
             "finds only the shard. Train with paral_zero2, or paral_ddp."
         )
     return None
+
+
+def _has_lost_gradient(error: BaseException) -> bool:
+    """Return whether DeepSpeed has found no gradient, because another backward pass has taken it."""
+    if not isinstance(error, AttributeError) or error.obj is not None or error.__traceback__ is None:
+        return False
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__", "")).startswith("deepspeed.runtime.zero")

@@ -1,0 +1,26 @@
+"""Refuse forward-mode automatic differentiation, where it would fail or compute something else."""
+
+from collections.abc import Callable
+from typing import NoReturn
+
+from torch.autograd import forward_ad
+
+from lightning_paral.compat.torch.patches import replace_attributes
+from lightning_paral.errors import ConfigurationError
+
+
+def refuse_forward_mode(reason: str) -> Callable[[], None]:
+    """Raise a `ConfigurationError` when code begins forward-mode AD; return a function that undoes this.
+
+    This is the case in `torch.func.jvp`, `jacfwd` and `hessian`, and in `torch.autograd.forward_ad.dual_level`.
+
+    Args:
+        reason: a sentence that says why it is refused, and what to do instead.
+    """
+
+    def enter_dual_level() -> NoReturn:
+        raise ConfigurationError(
+            f"A step uses forward-mode automatic differentiation, as torch.func.jvp does. {reason}"
+        )
+
+    return replace_attributes(forward_ad, {"enter_dual_level": enter_dual_level})
