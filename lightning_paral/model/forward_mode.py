@@ -1,7 +1,7 @@
 """Refuse forward-mode automatic differentiation, where it would fail or compute something else."""
 
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch.autograd import forward_ad
 
@@ -18,9 +18,9 @@ def refuse_forward_mode(reason: str) -> Callable[[], None]:
         reason: a sentence that says why it is refused, and what to do instead.
     """
 
-    def enter_dual_level() -> NoReturn:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
         raise ConfigurationError(
-            f"A step uses forward-mode automatic differentiation, as torch.func.jvp does. {reason}"
+            f"Code in the run uses forward-mode automatic differentiation, as torch.func.jvp does. {reason}"
         )
 
-    return replace_attributes(forward_ad, {"enter_dual_level": enter_dual_level})
+    return replace_attributes(forward_ad, {"enter_dual_level": refuse, "make_dual": refuse})

@@ -8,8 +8,18 @@ from torch.autograd.graph import get_gradient_edge
 
 
 def node_of(value: Any) -> Any:
-    """Return the node of `value`, a tensor that requires gradients or a `GradientEdge`."""
-    return get_gradient_edge(value).node if isinstance(value, Tensor) else value.node
+    """Return the node of `value`: a tensor that requires gradients, a `GradientEdge`, or a node.
+
+    Inside a transform of `torch.func`, a leaf from outside of it has none: return `None`.
+    """
+    if not isinstance(value, Tensor):
+        return getattr(value, "node", value)
+    if value.grad_fn is not None:
+        return value.grad_fn
+    try:
+        return get_gradient_edge(value).node
+    except AttributeError:
+        return None
 
 
 def nodes_of(values: Iterable[Any]) -> set[Any]:

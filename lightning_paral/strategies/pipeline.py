@@ -188,7 +188,7 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
         if self.dims.pipeline > 1:
             for optimizer in self.optimizers:
                 check_separable(optimizer)
-                watch_state(optimizer)
+                self._engine.undo_at_end(watch_state(optimizer))
 
     def _set_clipped(self, gradients: StageGradients | None) -> None:
         assert isinstance(self.precision_plugin, StageClipping)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from lightning_paral.compat.private_name import PrivateName
@@ -21,6 +22,18 @@ NAMES = (
         name="torch._C._functorch.peek_interpreter_stack",
         purpose="to refuse transforms of torch.func around the layers of a pipeline",
         reason="torch has no public function that tells whether code runs inside a transform",
+        seen="torch 2.11 to 2.13",
+    ),
+    PrivateName(
+        name="torch._C._functorch.is_functorch_wrapped_tensor",
+        purpose="to leave out tensors without memory where others are found by their memory",
+        reason="torch has no public function that recognizes tensors inside transforms",
+        seen="torch 2.11 to 2.13",
+    ),
+    PrivateName(
+        name="torch.Tensor._is_zerotensor",
+        purpose="to leave out tangents without memory where tensors are found by their memory",
+        reason="torch has no public function that recognizes the zeros of forward-mode AD",
         seen="torch 2.11 to 2.13",
     ),
     PrivateName(
@@ -51,3 +64,8 @@ def check_backward_passes(check: Callable[[Sequence[Any], Sequence[Any]], None])
 def is_in_transform() -> bool:
     """Return whether the running code is inside a transform of `torch.func`, or a level of forward-mode AD."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def is_of_transform(tensor: Tensor) -> bool:
+    """Return whether `tensor` is one without memory, which a transform or forward-mode AD has created."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor) or bool(tensor._is_zerotensor())

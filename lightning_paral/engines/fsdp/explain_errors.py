@@ -56,8 +56,8 @@ def explanation(error: BaseException, *, units: Units, in_step: bool) -> str | N
         )
     if _TRANSFORM in message:
         return (
-            f"A unit ran inside a transform of torch.func (units: {listed}), where FSDP of older versions of torch cannot "
-            "unshard weights. Update torch to 2.13, use torch.autograd.grad, or train with paral_ddp."
+            f"A unit ran inside a transform of torch.func (units: {listed}), where FSDP of older versions of torch "
+            "cannot unshard weights. Update torch to 2.13, use torch.autograd.grad, or train with paral_ddp."
         )
     if any(pattern in message for pattern in _DEEPCOPY):
         return (

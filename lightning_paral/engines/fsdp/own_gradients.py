@@ -6,7 +6,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from lightning_paral.compat.torch.derivatives import check_backward_passes, is_in_transform
+from lightning_paral.compat.torch.derivatives import check_backward_passes
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.gradient_graph import node_of, nodes_of
 
@@ -23,15 +23,15 @@ def refuse_gradients_by_shards(module: Module) -> Callable[[], None]:
 
     def check(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         shards = {id(each) for each in inputs if isinstance(each, DTensor) and each.requires_grad}
-        if not shards or is_in_transform():
+        if not shards:
             return
         nodes = nodes_of(outputs)
         for name, parameter in module.named_parameters():
             if id(parameter) in shards and node_of(parameter) not in nodes:
                 raise ConfigurationError(
-                    f"torch.autograd.grad was called for {name}, which is sharded: the step computes with the "
-                    "unsharded weight of its unit. Only gradients by inputs and by weights outside of units can be "
-                    "computed in a step. Read others after the backward pass, with "
+                    f"The gradient by {name} was computed, as by torch.autograd.grad, but this weight is sharded: the "
+                    "step computes with the unsharded weight of its unit. Only gradients by inputs and by weights "
+                    "outside of units can be computed in a step. Read others after the backward pass, with "
                     "trainer.strategy.full_gradient(parameter), or train with paral_ddp."
                 )
 

@@ -114,6 +114,7 @@ class FSDPRun:
         Raises:
             ConfigurationError: the trained parameters of a unit have different dtypes.
         """
+        self._undo.callback(refuse_gradients_by_shards(self.module))
         self.sharded.shard()
         name, num_bytes = type(self.module).__name__, self.sharded.num_bytes
         log.info("module sharded: %s, %d units, %d bytes unsharded", name, self._num_units, num_bytes)
@@ -123,7 +124,6 @@ class FSDPRun:
     def start_fit(self, timeout: timedelta) -> None:
         """Start watching which parameters are trained. `timeout` limits how long checks wait for other ranks."""
         self._trained = TrainedShards(self.module, self.dims, timeout, self._undo)
-        self._undo.callback(refuse_gradients_by_shards(self.module))
 
     def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Check `optimizers`, and make `module.zero_grad()` zero the gradients of their shards as well.

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_paral.compat.torch.derivatives import is_in_transform
 from lightning_paral.compat.torch.instance_classes import subclass_of
 from lightning_paral.engines.pipeline.boundaries import Boundaries
-from lightning_paral.engines.pipeline.derivatives import PassedOn, refuse_gradients_through_stages
+from lightning_paral.engines.pipeline.derivatives import EarlierStages, refuse_gradients_through_stages
 from lightning_paral.engines.pipeline.ends import NotCopied
 from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.model.units import Unit
@@ -68,7 +68,7 @@ class UnitCalls:
         self._received: Any = None
         self._observer: Observer | None = None
         self._has_grad = False
-        self._passed_on = PassedOn()
+        self._earlier = EarlierStages(units[: own.start])
         self.is_in_backward = False
         """Set it during backward passes, in which activation checkpointing calls units again."""
 
@@ -79,7 +79,7 @@ class UnitCalls:
             unit.module.__class__ = subclass_of(original, _unit_class(self, number), {})
             undo.callback(setattr, unit.module, "__class__", original)
         undo.callback(
-            refuse_gradients_through_stages(lambda: self.is_in_pass and not self.is_in_backward, self._passed_on)
+            refuse_gradients_through_stages(lambda: self.is_in_pass and not self.is_in_backward, self._earlier)
         )
 
     @contextmanager
@@ -91,7 +91,7 @@ class UnitCalls:
             yield
         finally:
             self._expected = self._observer = self._received = None
-            self._passed_on.clear()
+            self._earlier.clear()
 
     @property
     def is_in_pass(self) -> bool:
@@ -102,6 +102,10 @@ class UnitCalls:
     def next_unit(self) -> int | None:
         """The position of the unit that is called next; `None` outside of a forward pass."""
         return self._expected
+
+    def given_to_end(self, arguments: Any) -> None:
+        """Note what a module of `first_stage`, which this stage lacks, is called with."""
+        self._earlier.enter(arguments)
 
     def returned_by_end(self, output: Any) -> Any:
         """Return what the call of a module of `first_stage`, which this stage lacks, returns instead of `output`."""
@@ -155,18 +159,19 @@ class UnitCalls:
         if is_in_transform():
             raise ConfigurationError(
                 f"{self._name(number)} was called inside a transform of torch.func, or with forward-mode AD. In a "
-                "pipeline, each stage runs its own units only, so derivatives cannot pass through all of them. Train "
+                "pipeline, each stage runs its own units only, so a transform cannot pass through all of them. Train "
                 "with paral_ddp."
             )
-        self._expected += 1
         if number == 0:
             self._on_first()
         if number < self._own.start:
-            self._passed_on.enter((args, kwargs))
+            self._earlier.enter((args, kwargs))
             if number == 0:
                 self._received = self._boundaries.receive()
-                self._passed_on.leave(self._received)
+                self._earlier.leave(self._received)
+            self._expected += 1
             return self._observed(number, self._received)
+        self._expected += 1
         if self._observer is not None:
             self._observer.before(number)
         output = self._observed(number, run(*args, **kwargs))

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, UntypedStorage
 
 from lightning_paral.checkpoint.shards import FlatShard
+from lightning_paral.compat.torch.derivatives import is_of_transform
 from lightning_paral.compat.torch.dispatch import TorchDispatchMode
 from lightning_paral.compat.torch.pytree import tree_leaves, tree_map_only
 from lightning_paral.engines.pipeline.calls import BEFORE_UNITS
@@ -153,12 +154,5 @@ def _address(tensor: Tensor) -> int:
 def _tensors_in(values: Any) -> list[Tensor]:
     """Return the tensors in `values` that have values, which parameters of other stages have not."""
     tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and not isinstance(leaf, FlatShard)]
-    return [tensor for tensor in tensors if tensor.numel() and not tensor.is_meta and _has_memory(tensor)]
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    try:
-        _address(tensor)
-    except (NotImplementedError, RuntimeError):  # a transform of torch.func, which the next unit refuses
-        return False
-    return True
+    # The next unit refuses transforms, whose tensors have no memory.
+    return [each for each in tensors if each.numel() and not each.is_meta and not is_of_transform(each)]

@@ -38,7 +38,7 @@ class ElsewhereParameter(FlatShard):
 
         Let `load_state_dict` pass: the stage that has the parameter loads its values.
         """
-        if func is torch.ops.aten.copy_.default and is_of_load_state_dict(sys._getframe(1)):
+        if func is torch.ops.aten.copy_.default and is_elsewhere(args[0]) and is_of_load_state_dict(sys._getframe(1)):
             return args[0]
         if func is torch.ops.aten.equal.default and _module_of(_caller(sys._getframe(1))) == _FINETUNING:
             return args[0] is args[1]
@@ -47,7 +47,7 @@ class ElsewhereParameter(FlatShard):
     @property
     def grad(self) -> Tensor | None:
         """`None` for libraries and optimizers; for other code an error."""
-        if _is_refused(sys._getframe(1)):
+        if is_of_user(sys._getframe(1)):
             raise ConfigurationError(
                 f"The gradient of {self.description} was read, but it is on that stage only. On all ranks, "
                 "trainer.strategy.full_gradient(parameter) returns whole gradients, and "
@@ -67,7 +67,7 @@ class ElsewhereParameter(FlatShard):
     @property
     def data(self) -> Tensor:
         """A tensor of the same shape without values, for libraries; for other code an error."""
-        if _is_refused(sys._getframe(1)):
+        if is_of_user(sys._getframe(1)):
             raise ConfigurationError(
                 f"The values of {self.description} were read, but they are on that stage only. On all ranks, "
                 "trainer.strategy.full_parameter(parameter) returns whole parameters. To change parameters in hooks, "
@@ -119,7 +119,7 @@ class _Nothing:
         return torch.empty(0, dtype=self._dtype)
 
 
-def _is_refused(frame: FrameType | None) -> bool:
+def is_of_user(frame: FrameType | None) -> bool:
     """Return whether the code of `frame` is neither of a library nor called by the `step` of an optimizer."""
     name = _module_of(frame)
     if (name.partition(".")[0] in _LIBRARIES and name != _OF_USERS) or f"{name}.".startswith(_OF_TORCH):

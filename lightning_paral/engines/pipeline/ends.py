@@ -116,14 +116,20 @@ class EndCalls:
     Args:
         ends: those that this stage does not hold.
         next_unit: returns the position of the unit that is called next; `None` outside of a forward pass.
+        given: is given the arguments of each call of a module of `first_stage` in a forward pass.
         returned: is given what a module of `first_stage` has returned in a forward pass, and returns what to use.
     """
 
     def __init__(
-        self, ends: Sequence[End], next_unit: Callable[[], int | None], returned: Callable[[Any], Any]
+        self,
+        ends: Sequence[End],
+        next_unit: Callable[[], int | None],
+        given: Callable[[Any], None],
+        returned: Callable[[Any], Any],
     ) -> None:
         self._ends = ends
         self._next_unit = next_unit
+        self._given = given
         self._returned = returned
 
     def install(self, undo: ExitStack) -> None:
@@ -151,6 +157,7 @@ class EndCalls:
                 f"{end.name} was called {where} do not have it. Leave {end.name!r} out of {end.option}, so that all "
                 "stages have it."
             )
+        self._given((args, kwargs))
         with torch.no_grad(), _nan_parameters(end.module):
             return self._returned(run(*args, **kwargs))
 

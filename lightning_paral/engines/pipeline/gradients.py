@@ -56,7 +56,9 @@ class StageGradients:
         self._to_scatter: list[tuple[Parameter, Tensor]] = []
         """Shards, with the full gradients that this rank has computed."""
         self.accumulates = False
-        """Whether `finish` leaves averaging to that of a later backward pass."""
+        """Whether `finish` leaves averaging over the data ranks to that of a later backward pass."""
+        self.are_read_while_accumulating = False
+        """Whether hooks may read them then. `finish` averages them over the stages in that case."""
 
     def set_aside(self, *, begins_window: bool) -> None:
         """Remove all gradients, so that a step begins without any. In a step, shards get none.
@@ -113,9 +115,9 @@ class StageGradients:
                 parameter.grad.add_(gradient)
 
     def finish(self) -> None:
-        """Give shards the gradients that `deposit` has kept, and average them over the stages.
+        """Give shards the gradients that `deposit` has kept, and average gradients.
 
-        Average them over the data ranks as well, unless gradients accumulate.
+        While gradients accumulate, average them over the stages only, if hooks may read them.
 
         *Collective* over the world. Call it after the backward pass of the step's loss: shards get gradients only then,
         because ranks with different numbers of samples have different factors.
@@ -124,10 +126,9 @@ class StageGradients:
             self._shards.scatter(self._to_scatter)
         if not self.accumulates:
             self._reduce()
-        elif self._groups is not None:  # code that reads gradients during accumulation gets those of all stages
+        elif self.are_read_while_accumulating and self._groups is not None:
             _average(self._outside, self._dims.pipeline, self._groups.values)
 
-    @torch.no_grad()
     def _reduce(self) -> None:
         """Average the gradients over the data ranks, and those outside of the chain also over the stages. *Collective*.
 
@@ -170,6 +171,7 @@ class _Attached(torch.autograd.Function):
         return None, None, None
 
 
+@torch.no_grad()
 def _average(parameters: list[Parameter], num_ranks: int, group: dist.ProcessGroup | None) -> None:
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     if not parameters:

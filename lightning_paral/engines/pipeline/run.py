@@ -19,8 +19,15 @@ from lightning_paral.engines.pipeline.parameters import StageParameters, share_b
 from lightning_paral.engines.pipeline.shards import Shards
 from lightning_paral.engines.pipeline.steps import StageSteps, Step
 from lightning_paral.model.deferred.construction import DeferredConstruction
+from lightning_paral.model.user_hooks import has_hook
 
 log = logging.getLogger(__name__)
+
+_READING_HOOKS = (
+    *("on_before_backward", "on_after_backward", "on_train_batch_start", "on_train_batch_end"),
+    *("on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end"),
+)
+"""Hooks between the batches of an accumulation window, whose gradients they may read."""
 
 
 class PipelineRun:
@@ -74,12 +81,17 @@ class PipelineRun:
         self.is_fit = True
         inside, outside = self.parameters.inside, self.parameters.outside
         self.gradients = StageGradients(inside, outside, self.dims, self._groups, self._shards)
+        self.gradients.are_read_while_accumulating = has_hook(self.module, _READING_HOOKS)
         self._steps.start_fit(self.gradients)
         self._undo.callback(self.gradients.zero_grad.install())
         self._undo.callback(refuse_new_parameters(self.parameters.own, lambda: self.module.trainer.optimizers))
 
+    def undo_at_end(self, undo: Callable[[], None]) -> None:
+        """Call `undo` when the run stops."""
+        self._undo.callback(undo)
+
     def stop(self) -> None:
-        """Restore the calls of the units."""
+        """Restore the calls of the units, and what else was replaced for the run."""
         self._undo.close()
 
     def destroy_groups(self) -> None:

@@ -84,7 +84,8 @@ class StageSteps:
         """Replace the calls of the module's units until `undo` is closed."""
         self._calls.install(undo)
         lacking = [end for end in self._division.ends if end.stage(self._dims.pipeline) != self._dims.stage]
-        EndCalls(lacking, lambda: self._calls.next_unit, self._calls.returned_by_end).install(undo)
+        calls = self._calls
+        EndCalls(lacking, lambda: calls.next_unit, calls.given_to_end, calls.returned_by_end).install(undo)
         roots = self._module, *vars(self._module.trainer)["callbacks"]
         share_values(roots, self._results, lambda: self._calls.is_in_pass, undo)
         SharedAttributes(self._module, self._results, undo)

@@ -139,13 +139,37 @@ class FunctionalJacobian(Skipping):
         self.zero_grad()
 
 
-@row("derivatives by the head's weight, for a weight of the loss")
+@row("derivatives by the head's weight")
 class Balanced(Supervised):
-    """Two losses, weighted by the norms of their torch.autograd.grad by the head's weight (GradNorm)."""
+    """torch.autograd.grad of two losses by the head's weight, of which values are logged (GradNorm)."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         inputs, targets = batch
         outputs = self(inputs)
         losses = [nn.functional.mse_loss(outputs, targets), nn.functional.l1_loss(outputs, targets)]
-        norms = [torch.autograd.grad(each, self.head.weight, retain_graph=True)[0].detach().norm() for each in losses]
-        return losses[0] + losses[1] + 0 * (norms[0] + norms[1])
+        for name, loss in zip("ab", losses, strict=True):
+            (slope,) = torch.autograd.grad(loss, self.head.weight, retain_graph=True)
+            self.log(f"slope of loss {name}", slope.sum(), sync_dist=True)
+        return losses[0] + losses[1]
+
+
+@row("derivatives after the backbone, by torch.func")
+class OfHead(Supervised):
+    """torch.func.vmap(torch.func.grad(...)) of the head alone, by the features."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, targets = batch
+        features = self.backbone(inputs)
+        slopes = torch.func.vmap(torch.func.grad(lambda h: self.head(h).sum()))(features)
+        return nn.functional.mse_loss(self.head(features), targets) + 0.1 * slopes.pow(2).mean()
+
+
+@row("derivatives by all parameters, of unused ones none")
+class AllowingUnused(Supervised):
+    """torch.autograd.grad(loss, self.parameters(), allow_unused=True), of which those that are not None are logged."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        slopes = torch.autograd.grad(loss, list(self.parameters()), retain_graph=True, allow_unused=True)
+        self.log("slopes", sum(each.sum() for each in slopes if each is not None), sync_dist=True)
+        return loss

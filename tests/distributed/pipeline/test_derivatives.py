@@ -1,6 +1,7 @@
 """Gradients that code reads or computes itself in a pipeline equal those of one process, or are refused."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from lightning_paral import ConfigurationError, ParalPipelineStrategy, RankFailedError
 from lightning_paral.engines.pipeline.derivatives import THROUGH_STAGES
 from tests.distributed.pipeline.test_shards import assert_close, weights_of
-from tests.models.chain import FEATURES, WIDTH, Chain, fit_chain
+from tests.models.chain import FEATURES, WIDTH, Block, Chain, fit_chain
 
 
 class Derives(Chain):
@@ -62,6 +63,32 @@ class Apart(Derives):
         return self.slopes(x).square().mean()
 
 
+class OfHead(Derives):
+    """A derivative of each sample of the code after the chain, by torch.func."""
+
+    def of_loss(self, x: Tensor, outputs: Tensor, loss: Tensor) -> Tensor:
+        slopes = torch.func.vmap(torch.func.grad(lambda y: (y @ self.out.weight).square().sum()))(outputs)
+        return slopes.square().mean()
+
+
+class Energy(Block):
+    """A block that follows the gradient of an energy by its own input."""
+
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        (force,) = torch.autograd.grad(torch.tanh(self.inner(x)).sum(), x, create_graph=True)
+        return x - 0.1 * force
+
+
+class Energies(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Energy() for _ in range(4))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.enable_grad():
+            super().validation_step(batch, batch_idx)
+
+
 def fit_derived(make: Callable[[], Chain], options: dict[str, Any] | None, world_size: int) -> Any:
     torch.manual_seed(3)
     strategy = "auto" if options is None else ParalPipelineStrategy(split="global", **options)
@@ -69,7 +96,7 @@ def fit_derived(make: Callable[[], Chain], options: dict[str, Any] | None, world
     return losses, weights_of(module)
 
 
-@pytest.mark.parametrize("make", [ByHead, ByOutputs, Apart])
+@pytest.mark.parametrize("make", [ByHead, ByOutputs, Apart, OfHead, Energies])
 def test_gradients_that_pass_through_no_other_stage_equal_one_process(on_ranks: Any, make: Any) -> None:
     losses, weights = fit_derived(make, None, 1)
 
@@ -91,6 +118,42 @@ class ByInputs(Derives):
     def of_loss(self, x: Tensor, outputs: Tensor, loss: Tensor) -> Tensor:
         (slopes,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
         return slopes.square().mean()
+
+
+class ByInputsOfFirst(ByInputs):
+    """The first stage alone has the embedding through which the inputs reach the chain."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.out(hidden) + torch.tanh(self.skip(x))
+
+
+@dataclass
+class Graph:
+    nodes: Tensor
+    positions: Tensor
+
+
+class GraphBlock(Block):
+    def forward(self, x: Any, shift: Tensor | None = None) -> Tensor:
+        graph = x if isinstance(x, Graph) else Graph(x, torch.zeros(()))
+        return super().forward(graph.nodes + graph.positions.sum(), shift)
+
+
+class ByInputsInObject(ByInputs):
+    """The inputs reach the first unit in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(GraphBlock() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Any = Graph(torch.tanh(self.first(x.detach())), x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.out(hidden) + torch.tanh(self.skip(x))
 
 
 class AllowsUnused(Derives):
@@ -131,14 +194,18 @@ class InValidation(ByInputs):
 
 def refusal(make: Callable[[], Chain], check_steps: bool) -> str:
     torch.manual_seed(3)
-    strategy = ParalPipelineStrategy(split="global", micro_batches=1, check_steps=check_steps)
+    first = ["first"] if make is ByInputsOfFirst else []
+    strategy = ParalPipelineStrategy(split="global", micro_batches=1, check_steps=check_steps, first_stage=first)
     with pytest.raises((ConfigurationError, RankFailedError)) as error:
         fit_chain(strategy, 2, module=make(), num_batches=2, num_sanity_val_steps=0)
     return str(error.value)
 
 
 @pytest.mark.parametrize("check_steps", [True, False])
-@pytest.mark.parametrize("make", [ByInputs, AllowsUnused, BySharedWeight, ByWeightOfBlock, InValidation])
+@pytest.mark.parametrize(
+    "make",
+    [ByInputs, ByInputsOfFirst, ByInputsInObject, AllowsUnused, BySharedWeight, ByWeightOfBlock, InValidation],
+)
 def test_gradients_that_would_pass_through_other_stages_are_refused(
     on_ranks: Any, rank_pool: Any, make: Any, check_steps: bool
 ) -> None:
@@ -227,3 +294,49 @@ def test_code_between_units_of_an_earlier_stage_that_fails_is_named(on_ranks: An
     for message in messages:
         assert "validation_step failed between blocks.0 and blocks.1: RuntimeError: shape '[12, 6]'" in message
         assert "the code between them got the output of blocks.1 on this stage" in message
+
+
+class Copies(Chain):
+    """Gives a block the weights of one on another stage."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.blocks[3].load_state_dict(dict(self.blocks[0].named_parameters()), strict=False)
+
+
+class IteratesOverState(Chain):
+    """Adds up the states of the optimizer."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        sum(state["exp_avg"].norm() for state in self.optimizers().state.values() if state)
+
+
+class GetsState(Chain):
+    """Gets the state of each parameter, or nothing."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        state = self.optimizers().state
+        [state[parameter].get("exp_avg") for parameter in self.parameters()]
+
+
+def refused(make: Callable[[], Chain]) -> str:
+    torch.manual_seed(3)
+    with pytest.raises((ConfigurationError, RankFailedError, RuntimeError)) as error:
+        fit_chain(ParalPipelineStrategy(split="global"), 2, module=make(), num_batches=4, num_sanity_val_steps=0)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Copies, "copy_.default was called on blocks.0.inner.weight of stage 0"),
+        (IteratesOverState, "Code has iterated over optimizer.state"),
+        (GetsState, "The optimizer's state of blocks."),
+    ],
+)
+def test_values_of_other_stages_that_hooks_read_are_refused(on_ranks, rank_pool, make: Any, message: str) -> None:
+    try:
+        messages = on_ranks(2, refused, make)
+    finally:
+        rank_pool.renew_world()
+
+    assert any(message in each for each in messages), messages

@@ -9,7 +9,7 @@ _EMPTY = re.compile(
 _CHANGED = ("tracing error at step",)
 _REPLACED = ("has no attribute 'ds_status'", "has no attribute 'ds_id'")
 _SAVED_TENSORS = "don't yet support saved tensor hooks"
-_SECOND_GRADIENT = "Multiple gradient reductions are currently not supported"
+_SECOND_GRADIENT = re.compile("Multiple gradient reductions? (is|are) currently not supported")
 _PARAMETER_FROM_PARAMETER = "Creating a Parameter from an instance of type"
 
 
@@ -22,11 +22,11 @@ def explanation(error: BaseException, *, stage: int) -> str | None:
             "nn.Parameter(parameter) do. It would be neither sharded nor trained. Create it in __init__ or "
             "configure_model, or train with paral_ddp."
         )
-    if _SECOND_GRADIENT in message or (stage == 3 and _has_lost_gradient(error)):
+    if _SECOND_GRADIENT.search(message) or (stage == 3 and _has_lost_gradient(error)):
         return (
-            "loss.backward() was called in a step and reached weights. DeepSpeed then reduces their gradients as those "
-            "of the training loss. For gradients by inputs, call torch.autograd.grad(loss, inputs); in manual "
-            "optimization, call self.manual_backward(loss)."
+            "Weights got gradients from a second backward pass, of which DeepSpeed supports one per step: from "
+            "loss.backward() in a step, or from torch.utils.checkpoint with use_reentrant=True. For gradients by "
+            "inputs, call torch.autograd.grad(loss, inputs); in manual optimization, self.manual_backward(loss)."
         )
     if stage < 3:
         return None
@@ -59,7 +59,7 @@ def explanation(error: BaseException, *, stage: int) -> str | None:
 
 def _has_lost_gradient(error: BaseException) -> bool:
     """Return whether DeepSpeed has found no gradient, because another backward pass has taken it."""
-    if not isinstance(error, AttributeError) or error.obj is not None or error.__traceback__ is None:
+    if not isinstance(error, AttributeError) or error.name != "numel" or error.__traceback__ is None:
         return False
     *_, (frame, _) = walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__", "")).startswith("deepspeed.runtime.zero")
