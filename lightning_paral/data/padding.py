@@ -14,6 +14,7 @@ from torch.nn import Module, Parameter
 from lightning_paral.compat.torch.modules import own_buffers
 from lightning_paral.compat.torch.wrapper_tensors import WithoutMemory
 from lightning_paral.distributed.rng_state import global_states, set_global_states
+from lightning_paral.model.clipping import local_part
 from lightning_paral.model.engine_attributes import describes_shards
 
 # Attributes that `Module.__init__` creates. Except for buffers, only torch and the engines change them, not a step.
@@ -146,8 +147,10 @@ def _restore(value: Any, kept: Any) -> None:
     if kept is None:
         return
     if isinstance(value, Tensor):
-        if not torch.equal(value, kept):
-            value.detach().copy_(kept)
+        # Of a DTensor this rank's part: comparing the whole is a collective, which other ranks may not join.
+        ours, before = local_part(value.detach()), local_part(kept)
+        if not torch.equal(ours, before):
+            ours.copy_(before)
     elif isinstance(value, dict):
         states, items = kept
         value.clear()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.compat.torch.fsdp_group import keep_unsharded
@@ -29,6 +30,7 @@ from lightning_paral.engines.fsdp.snapshot import LEFT_SHARDED, ModuleSnapshot
 from lightning_paral.engines.fsdp.step_gradients import scatter_gradients
 from lightning_paral.engines.fsdp.unit_dtypes import check_dtypes
 from lightning_paral.engines.fsdp.unsharded_writes import WatchedGroup
+from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.explain_errors import explain
 from lightning_paral.model.units import Units
 
@@ -150,8 +152,17 @@ class StepShards:
                     param.sharded_param.requires_grad_(now)
         finally:
             self.is_unsharded = False
+            self._check_nothing_was_loaded()
             for module in self._sharded:
                 module.reshard()
+
+    def _check_nothing_was_loaded(self) -> None:
+        # FSDP2 takes the parameters that a module has after load_state_dict for shards.
+        if not all(isinstance(param.sharded_param, DTensor) for param in self._params()):
+            raise ConfigurationError(
+                "load_state_dict was called in a step, in which the shards of the stage are unsharded. Call it in a "
+                "hook such as on_train_batch_end, or leave out ParalPipelineStrategy(shard=...)."
+            )
 
     def take_gradients(self) -> list[tuple[Parameter, Tensor]]:
         """Remove and return the full gradients of the unsharded parameters, each with the shard that it belongs to."""

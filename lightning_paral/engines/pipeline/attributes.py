@@ -13,11 +13,13 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torchmetrics import Metric
 
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.torch.versions import version_of
+from lightning_paral.compat.torch.wrapper_tensors import WithoutMemory
 from lightning_paral.data.padding import user_attributes
 from lightning_paral.engines.pipeline.results import StepResults
 
@@ -101,15 +103,20 @@ class SharedAttributes:
         if key not in self._warned:
             self._warned.add(key)
             rank_zero_warn(
-                f"{'.'.join(filter(None, key))} has changed in steps, but it is not data that can be sent to the other "
-                "stages of the pipeline, where it keeps its value."
+                f"{'.'.join(filter(None, key))} has changed in the run, but it is not data that can be sent to the "
+                "other stages of the pipeline, where it keeps its value."
             )
 
 
 def fingerprint(value: Any) -> Any:
-    """Return a value that changes with the data in `value`; `None` if `value` holds something other than data."""
+    """Return a value that changes with the data in `value`; `None` if `value` holds something other than data.
+
+    Copies of weights of other stages, and of shards, are no data: each stage has its own.
+    """
     if isinstance(value, Parameter | Module):
         return ("fixed",)
+    if isinstance(value, WithoutMemory | DTensor):
+        return None
     if isinstance(value, Tensor):
         return "tensor", id(value), version_of(value), tuple(value.shape)
     if isinstance(value, _PLAIN):

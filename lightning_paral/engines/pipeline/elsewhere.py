@@ -134,8 +134,8 @@ def is_of_user(frame: FrameType | None) -> bool:
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame from `frame` on that is not torch's."""
-    while frame is not None and _module_of(frame).partition(".")[0] == "torch":
+    """Return the innermost frame from `frame` on that is neither torch's nor ours, which gathers shards."""
+    while frame is not None and _module_of(frame).partition(".")[0] in ("torch", "lightning_paral"):
         frame = frame.f_back
     return frame
 

@@ -92,6 +92,30 @@ def test_collected_outputs_metrics_and_predictions_are_those_of_one_process(
         torch.testing.assert_close(found[3], predicted, rtol=1e-5, atol=1e-6)
 
 
+class Rewinds(Chain):
+    """Keeps its weights after the first epoch, and loads them after the second (Reptile, SAM)."""
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 0:
+            self.kept = {name: value.detach().clone() for name, value in self.state_dict().items()}
+        elif self.current_epoch == 1:
+            self.load_state_dict(self.kept)
+
+
+def fit_rewinding(world_size: int) -> dict[str, Tensor]:
+    _, module, _ = fit_chain(strategy_for(world_size), world_size, module=Rewinds(), num_batches=4, max_epochs=3)
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def test_weights_that_hooks_keep_and_load_are_those_of_one_process(on_ranks) -> None:
+    expected = fit_rewinding(1)
+
+    for weights in on_ranks(2, fit_rewinding, 2):
+        assert weights.keys() == expected.keys()
+        for name, weight in weights.items():
+            assert (weight - expected[name]).abs().max() <= 1e-5, name
+
+
 class Writes(BasePredictionWriter):
     def __init__(self) -> None:
         super().__init__("epoch")

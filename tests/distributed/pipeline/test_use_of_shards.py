@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, WeightAveraging
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -209,6 +209,71 @@ def test_failure_of_a_rank_ends_all() -> None:
 
     assert [each.partition(":")[0] for each in messages] == ["RuntimeError", *["RankFailedError"] * 3]
     assert all("made to fail" in each for each in messages)
+
+
+class KeepsClones(Chain):
+    """Keeps clones of weights in an attribute, which are DTensors on one stage and empty on the other."""
+
+    def on_train_start(self) -> None:
+        self.clones = {name: p.detach().clone() for name, p in self.blocks[3].named_parameters()}
+
+
+class LoadsInStep(Chain):
+    """Loads weights in `training_step`."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.out.load_state_dict(self.out.state_dict())
+        return loss
+
+
+class Finetuned(Chain):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+class Unfreezes(BaseFinetuning):
+    """Trains a block of each stage from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
+        self.freeze([pl_module.blocks[0], pl_module.blocks[3]])  # type: ignore[index]
+
+    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group([pl_module.blocks[0], pl_module.blocks[3]], optimizer, lr=1e-2)  # type: ignore[index]
+
+
+def fit_keeping(sharded: bool, world_size: int) -> list[Any]:
+    weights = []
+    for make, callbacks in ((KeepsClones, []), (Finetuned, [Unfreezes()])):
+        torch.manual_seed(3)
+        strategy: Any = Sharded(**TWO_BY_TWO) if sharded else "auto"
+        trainer = quiet_trainer(devices=world_size, strategy=strategy, max_epochs=2, callbacks=list(callbacks))
+        module = make()
+        trainer.fit(module, loader(4), loader(1))
+        weights.append(weights_of(module))
+    return weights
+
+
+def load_in_step() -> str:
+    with pytest.raises((ConfigurationError, RankFailedError)) as error:
+        quiet_trainer(devices=4, strategy=Sharded(**TWO_BY_TWO), max_steps=1).fit(LoadsInStep(), loader(1))
+    return str(error.value)
+
+
+def test_clones_of_shards_and_finetuning_train_as_in_one_process(on_ranks) -> None:
+    expected = fit_keeping(False, 1)
+
+    for found in on_ranks(4, fit_keeping, True, 4, timeout=60.0):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert_close(ours, theirs)
+
+
+def test_loading_in_a_step_is_refused(on_ranks, rank_pool: RankPool) -> None:
+    messages = on_ranks(4, load_in_step)
+    rank_pool.renew_world()
+
+    assert all("load_state_dict was called in a step" in message for message in messages)
 
 
 class HasTwoDtypes(Chain):
