@@ -1,6 +1,7 @@
 """Refuse forward-mode automatic differentiation, where it would fail or compute something else."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from torch.autograd import forward_ad
@@ -9,8 +10,9 @@ from lightning_paral.compat.torch.patches import replace_attributes
 from lightning_paral.errors import ConfigurationError
 
 
-def refuse_forward_mode(reason: str) -> Callable[[], None]:
-    """Raise a `ConfigurationError` when code begins forward-mode AD; return a function that undoes this.
+@contextmanager
+def refusing_forward_mode(reason: str) -> Iterator[None]:
+    """Raise a `ConfigurationError` when code inside the block begins forward-mode AD.
 
     This is the case in `torch.func.jvp`, `jacfwd` and `hessian`, and in `torch.autograd.forward_ad.dual_level`.
 
@@ -23,4 +25,8 @@ def refuse_forward_mode(reason: str) -> Callable[[], None]:
             f"Code in the run uses forward-mode automatic differentiation, as torch.func.jvp does. {reason}"
         )
 
-    return replace_attributes(forward_ad, {"enter_dual_level": refuse, "make_dual": refuse})
+    undo = replace_attributes(forward_ad, {"enter_dual_level": refuse, "make_dual": refuse})
+    try:
+        yield
+    finally:
+        undo()

@@ -104,8 +104,8 @@ class Collectives(AfterFailure):
     def report_failure(self, error: BaseException) -> BaseException:
         """Tell the other ranks that `error` ends the run on this one, and return the error to raise.
 
-        Call this while `error` is being handled, before anything else. It does nothing outside of a run, except to name
-        the failure of another rank that interrupted the teardown of a run which ended well on this rank.
+        Call this while `error` is being handled, before anything else. Outside of a run, it only names the failure of
+        another rank that interrupted the teardown of the last run.
         """
         trainer = trainer_of(self.lightning_module)
         if self._failures is None or trainer is None:
@@ -160,7 +160,7 @@ class Collectives(AfterFailure):
             self._stacks = None
         if self._failures is not None:
             self._failures.end()
-            self._why_interrupted = self._failures.why_interrupted()
+            self._why_interrupted = self._failures.first.why_interrupted()
             self._failures = None
 
     def _name_hang(self) -> None:

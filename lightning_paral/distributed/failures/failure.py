@@ -145,6 +145,10 @@ class FirstFailure:
             return f"Rank {self.rank} ended: {self._known.error}"
         return f"Rank {self.rank} ended because {self._known}"
 
+    def why_interrupted(self) -> str:
+        """Return the same line if another rank ended the run, or this process died; otherwise an empty string."""
+        return "" if self._known is None or (self.is_own and not self._known.has_died) else self.why_ended()
+
     def report(self, failure: Failure) -> Failure:
         """Record `failure` unless another one was recorded before, and return the recorded one."""
         if self._known is None:

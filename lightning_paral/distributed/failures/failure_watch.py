@@ -119,18 +119,13 @@ class FailureWatch:
         first = self.first.report(failure_of(error, self.rank, where))
         with suppress(dist.DistError, RuntimeError):  # rank 0, which serves the store, may have ended
             self._publish_connections()  # now, because the watcher may end before its next poll
-        raised = as_consequence(error, self.why_interrupted())
+        raised = as_consequence(error, self.first.why_interrupted())
         if raised is error and first.rank == self.rank:
             if self._found is not None and is_interruption(error):
                 raised = self._found.with_traceback(error.__traceback__)
             tell_torchrun(raised)
         remember_first(raised, self.first)
         return self._explain_exit(raised, where)
-
-    def why_interrupted(self) -> str:
-        """Return one line about the failure of another rank that ended the run; empty if there is none."""
-        known = self.first.known
-        return "" if known is None or (self.first.is_own and not known.has_died) else self.first.why_ended()
 
     def _explain_exit(self, error: BaseException, where: str) -> BaseException:
         """Print a line for `sys.exit` and Ctrl-C, for which Python prints nothing, and do not exit with status 0.

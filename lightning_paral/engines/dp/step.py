@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from lightning_paral.engines.dp.metrics import MetricCopies
 from lightning_paral.engines.dp.rendezvous import Rendezvous
 from lightning_paral.engines.dp.replicate import Replicas
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.forward_mode import refuse_forward_mode
+from lightning_paral.model.forward_mode import refusing_forward_mode
 
 _NO_GRADIENT = (
     "A step seems to have read parameter.grad. Under paral_dp it runs in replicas, and only the module itself, which "
@@ -112,9 +112,8 @@ class ParallelStep:
             with (
                 _overriding(self._master, overrides[0]),
                 rejecting_replica_steps(rendezvous),
-                ExitStack() as undo,
+                refusing_forward_mode(_FORWARD_MODE),
             ):
-                undo.callback(refuse_forward_mode(_FORWARD_MODE))
                 outputs = run_replicas(self._executor, calls, devices, rendezvous)
             replicas.check_frozen()
         except BaseException as error:

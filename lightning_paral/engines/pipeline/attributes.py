@@ -111,7 +111,7 @@ class SharedAttributes:
 def fingerprint(value: Any) -> Any:
     """Return a value that changes with the data in `value`; `None` if `value` holds something other than data.
 
-    Copies of weights of other stages, and of shards, are no data: each stage has its own.
+    Copies of shards and of weights of other stages do not count as data, because each stage has its own.
     """
     if isinstance(value, Parameter | Module):
         return ("fixed",)

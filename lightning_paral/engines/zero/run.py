@@ -42,7 +42,7 @@ from lightning_paral.engines.zero.training.users_optimizer import (
     make_engine_optimizer,
 )
 from lightning_paral.model.buffers import buffers_to_broadcast
-from lightning_paral.model.forward_mode import refuse_forward_mode
+from lightning_paral.model.forward_mode import refusing_forward_mode
 from lightning_paral.model.host_memory_check import host_memory_shortage
 
 _FORWARD_MODE = (
@@ -139,7 +139,7 @@ class ZeroRun(ZeroState):
 
     def _refuse_forward_mode(self) -> None:
         if self._settings.options.stage == 3:
-            self._undo.callback(refuse_forward_mode(_FORWARD_MODE))
+            self._undo.enter_context(refusing_forward_mode(_FORWARD_MODE))
 
     def saving_views(self) -> AbstractContextManager[None]:
         """Return a context in which autograd does not keep gathered parameters in memory; see `SavedWeights`."""
