@@ -21,6 +21,7 @@ TITLES = {
     "loops": "Loaders, schedulers, loops",
     "pruning": "Pruning, parametrizations, averaging",
     "saving": "Saving and resuming",
+    "reports": "From public reports",
 }
 INTRODUCTION = """\
 # What may stand in a module or a callback

@@ -10,6 +10,7 @@ from tests.contract.user_code import (  # noqa: F401
     modules,
     optimizers,
     pruning,
+    reports,
     saving,
     trained,
     updates,
