@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, It
 from lightning_paral.compat.lightning.evaluation import set_results_of_fit
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.lightning.samplers import injects_sampler, replace_preparation
-from lightning_paral.data.exact_evaluation import ExactEvaluationLoops, sync_metrics_over_data_ranks
+from lightning_paral.data.exact_evaluation import ExactEvaluationLoops
 from lightning_paral.data.global_order import Seed
 from lightning_paral.data.iterable import distribute_iterable
 from lightning_paral.data.loader import Loader, samplers, seed_workers_by_data_rank, with_iteration
@@ -23,6 +23,7 @@ from lightning_paral.data.resume import DataPosition, Source, num_processed
 from lightning_paral.data.sampler import ShardSpec
 from lightning_paral.data.self_sharded import synchronize_self_sharded
 from lightning_paral.data.training_results import TrainingResults
+from lightning_paral.data.uneven_metrics import gather_over_data_ranks
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.options import Sampling
@@ -68,7 +69,7 @@ class LoaderDistributor:
         if dims.data_size > 1:
             ExactEvaluationLoops(trainer, dims, run_padding, self._undo, self.logged)
             self._replace_training_results()
-        sync_metrics_over_data_ranks(trainer.lightning_module, dims, self._undo)
+        gather_over_data_ranks(dims, self._undo)
 
     def end(self) -> None:
         """Restore the trainer's own methods. `position` can still be read."""

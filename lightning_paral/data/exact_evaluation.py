@@ -8,8 +8,6 @@ from typing import Any
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.nn import Module
-from torchmetrics import Metric
 
 from lightning_paral.compat.lightning.combined_loader import batch_of, items_of, mode_of
 from lightning_paral.compat.lightning.evaluation import (
@@ -166,17 +164,6 @@ class ExactEvaluationLoops:
             )
         with rollback_side_effects(trainer.lightning_module):
             call_step_without_hooks(trainer, loop, hook_name, batch, batch_idx, dataloader_idx)
-
-
-def sync_metrics_over_data_ranks(module: Module, dims: ParallelDims, undo: ExitStack) -> None:
-    """Make metrics that have no process group synchronize over the data ranks, if these are not all ranks."""
-    group = dims.data_group()
-    if group is None:
-        return
-    for part in module.modules():
-        if isinstance(part, Metric) and part.process_group is None:
-            part.process_group = group
-            undo.callback(setattr, part, "process_group", None)
 
 
 @dataclass(frozen=True)

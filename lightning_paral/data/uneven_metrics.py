@@ -1,17 +1,21 @@
-"""Update torchmetrics as one process would, in a step in which ranks have different numbers of samples, or none."""
+"""Update and gather torchmetrics as one process would, where ranks have different numbers of samples, or none."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from io import BytesIO
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import Module
+from torch.serialization import default_restore_location
 from torchmetrics import MeanMetric, Metric, MetricCollection
 
-from lightning_paral.compat.lightning.metrics import set_computed, set_value_of_step
+from lightning_paral.compat.lightning.methods import replace_methods
+from lightning_paral.compat.lightning.metrics import replace_gathering, set_computed, set_value_of_step
 from lightning_paral.data.padding import rollback_side_effects, user_attributes
-from lightning_paral.data.uneven_results import list_states
+from lightning_paral.distributed.mesh import ParallelDims
 
 _Metric = Metric | MetricCollection
 _MOST_ITEMS = 256  # of a list that may contain metrics; longer ones are collected outputs
@@ -46,15 +50,45 @@ def change_updates(metrics: Iterable[_Metric], weight: float, undo: ExitStack) -
             _replace(metric, "forward", _without_effect(metric, metric.forward, running, is_forward=True), undo)
 
 
+def gather_over_data_ranks(dims: ParallelDims, undo: ExitStack) -> None:
+    """Change how all metrics synchronize, until `undo` is closed.
+
+    Metrics that have no process group synchronize over the data ranks. List states become the list that one process
+    would have after the samples of each rank in turn, also if ranks have different numbers of items, or none.
+    torchmetrics gathers a list item by item, so ranks would wait for items that the others do not have.
+    """
+    data_group = dims.data_group()  # on all ranks, because it may have to be created
+
+    def gather(metric: Metric, gather_tensors: Callable[..., None], gather_tensor: Any, process_group: Any) -> None:
+        group = process_group or metric.process_group or data_group
+        lists = {name: state for name, state in metric.metric_state.items() if isinstance(state, list)}
+        by_rank = []
+        if lists:
+            file = BytesIO()
+            torch.save((dims.rank, apply_to_collection(lists, Tensor, Tensor.detach)), file)
+            ours = torch.frombuffer(file.getbuffer(), dtype=torch.uint8).to(metric.device)
+            for each in gather_tensor(ours, group=group):
+                file = BytesIO(each.cpu().numpy())
+                rank, theirs = torch.load(file, map_location=_on_same_type_of_device, weights_only=False)
+                by_rank.append(lists if rank == dims.rank else theirs)  # ours may be part of a graph
+        for name in lists:
+            setattr(metric, name, [])
+        gather_tensors(gather_tensor, process_group=group)
+        for name in lists:
+            setattr(metric, name, [item for states in by_rank for item in states[name]])
+
+    undo.callback(replace_gathering(gather))
+
+
 def keep_steps_local(metrics: Iterable[_Metric], undo: ExitStack) -> None:
-    """Make `forward` of `metrics` return the value of this rank, also with `dist_sync_on_step`, until `undo` is closed.
+    """Make metrics compute the value of this rank, until `undo` is closed; `metrics` then forget it.
 
     Call this in a step in which other ranks may have no batch, so that they would not join the synchronization.
     """
+    undo.callback(replace_methods(Metric, dict.fromkeys(("sync", "unsync"), _do_nothing)))
     for metric in metrics:
-        if isinstance(metric, Metric) and metric.dist_sync_on_step:
-            metric.dist_sync_on_step = False
-            undo.callback(setattr, metric, "dist_sync_on_step", True)
+        if isinstance(metric, Metric):
+            undo.callback(set_computed, metric, None)
 
 
 def _metrics_in(root: object) -> Iterator[_Metric]:
@@ -66,6 +100,14 @@ def _metrics_in(root: object) -> Iterator[_Metric]:
             for item in _items(value):
                 if isinstance(item, _Metric):
                     yield from (each for each in item.modules() if isinstance(each, _Metric))
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _on_same_type_of_device(storage: Any, location: str) -> Any:
+    return default_restore_location(storage, location.partition(":")[0])  # type: ignore[no-untyped-call]
 
 
 def _items(value: object) -> Iterable[object]:
@@ -102,20 +144,15 @@ def _without_effect(
     def call_and_restore(*args: Any, **kwargs: Any) -> Any:
         if running:  # another metric, whose states are restored, calls this one
             return call(*args, **kwargs)
-        parts = [part for part in metric.modules() if isinstance(part, Metric)]
         running.append(metric)
         try:
             with rollback_side_effects(metric):
                 value = call(*args, **kwargs)
-                item_types = [list_states(part) for part in parts]
         finally:
             running.clear()
-        for part, types in zip(parts, item_types, strict=True):
-            set_computed(part, None)  # other ranks have updated theirs, and will compute again
-            for state, (dtype, shape) in types.items():
-                if getattr(part, state) == []:
-                    # torchmetrics gathers an empty list as a 1-d fp32 tensor.
-                    setattr(part, state, [torch.empty(0, *shape, dtype=dtype, device=part.device)])
+        for part in metric.modules():
+            if isinstance(part, Metric):
+                set_computed(part, None)  # other ranks have updated theirs, and will compute again
         if is_forward and isinstance(metric, Metric):
             set_value_of_step(metric, value)
         return value

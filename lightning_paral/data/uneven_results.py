@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torchmetrics import Metric
 
 from lightning_paral.compat.lightning.metrics import mark_updated, set_computed
 from lightning_paral.compat.lightning.results import Metadata, ResultMetric, make_sync
@@ -94,10 +93,7 @@ class UnevenResults(CheckedResults):
         ]
         self._batch_sizes.clear()
         self.found_metrics = None
-        states = {name: list_states(each) for name, each in module.named_modules() if isinstance(each, Metric)}
-        gathered = self.dims.data_rank_group().gather((entries, states))
-        _set_type_of_empty_states(module, [rank_states for _, rank_states in gathered])
-        by_rank = [{entry.key: entry for entry in rank_entries} for rank_entries, _ in gathered]
+        by_rank = [{entry.key: entry for entry in theirs} for theirs in self.dims.data_rank_group().gather(entries)]
         for key in dict.fromkeys(key for by_key in by_rank for key in by_key):
             self._join(key, [by_key.get(key) for by_key in by_rank], module)
 
@@ -172,20 +168,3 @@ def _reduce(entries: list[_Entry]) -> Tensor:
             num_samples += sum(entry.missing_size for entry in entries)
         total = total / num_samples
     return total.to(values.dtype)
-
-
-def list_states(metric: Metric) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return the dtype of an item, and its shape without the first dimension, of each list state that has items."""
-    filled = {name: state[0] for name, state in metric.metric_state.items() if isinstance(state, list) and state}
-    return {name: (item.dtype, tuple(item.shape[1:])) for name, item in filled.items() if isinstance(item, Tensor)}
-
-
-def _set_type_of_empty_states(module: LightningModule, by_rank: list[dict[str, Any]]) -> None:
-    """Give empty list states the dtype and shape of other ranks' items. torchmetrics would gather them as 1-d fp32."""
-    for name, metric in module.named_modules():
-        if not isinstance(metric, Metric):
-            continue
-        for list_states in by_rank:
-            for state, (dtype, shape) in list_states.get(name, {}).items():
-                if getattr(metric, state) == []:
-                    setattr(metric, state, [torch.empty(0, *shape, dtype=dtype, device=metric.device)])

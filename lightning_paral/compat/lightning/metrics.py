@@ -1,10 +1,14 @@
-"""Caches of torchmetrics' metrics: the value of the last step, the computed value, and the number of updates."""
+"""Caches of torchmetrics' metrics, and how metrics gather their states."""
 
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_paral.compat.lightning.methods import replace_methods, shadow_method
 from lightning_paral.compat.private_name import PrivateName
 
 _SEEN = "torchmetrics 1.7 to 1.9"
@@ -29,7 +33,32 @@ _UPDATE_COUNT = PrivateName(
     reason="the public property update_count has no setter",
     seen=_SEEN,
 )
-NAMES = (_FORWARD_CACHE, _COMPUTED, _UPDATE_COUNT)
+_SYNC_DIST = PrivateName(
+    name="torchmetrics.Metric._sync_dist",
+    purpose="to gather list states of which ranks have different numbers of items",
+    reason="the public dist_sync_fn gets single tensors, and is not called for an empty list",
+    seen=_SEEN,
+    parameters=("dist_sync_fn", "process_group"),
+)
+NAMES = (_FORWARD_CACHE, _COMPUTED, _UPDATE_COUNT, _SYNC_DIST)
+
+
+def replace_gathering(gather: Callable[..., None]) -> Callable[[], None]:
+    """Make metrics gather their states with `gather`; return a function that restores how they did.
+
+    Args:
+        gather: called with the metric, its own method for that, and the two arguments of this method, which are the
+            function that gathers a tensor, and, as `process_group`, a process group or `None`.
+    """
+    sync = Metric.sync
+
+    def sync_with_gather(self: Metric, *args: Any, **kwargs: Any) -> None:
+        # Set on the instance and only here, because subclasses have methods of their own, and copies would share it.
+        with ExitStack() as undo:
+            shadow_method(self, "_sync_dist", partial(gather, self, self._sync_dist), undo)
+            sync(self, *args, **kwargs)
+
+    return replace_methods(Metric, {"sync": sync_with_gather})
 
 
 def value_of_step(metric: Metric) -> Any:

@@ -1,4 +1,4 @@
-"""Metrics with `dist_sync_on_step=True` where only some ranks have a batch: a step counts what this rank has."""
+"""Metrics that steps synchronize where only some ranks have a batch: a step counts what this rank has."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from torchmetrics import MetricCollection, SumMetric
+from torchmetrics import CatMetric, MetricCollection, SumMetric
 
 from tests.contract.cases import strategy_of
 from tests.running import quiet_trainer
@@ -74,3 +74,40 @@ def test_ranks_with_different_parts_of_a_stream_synchronize_no_step(on_ranks) ->
 
     assert len(first) + len(second) == 3
     assert values["sum_epoch"] == others["sum_epoch"] == 21.0
+
+
+class Computing(LightningModule):
+    """Computes a metric in each step, and again at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.metrics = MetricCollection([CatMetric(), SumMetric()])
+        self.of_steps: list[float] = []
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.layer(batch)
+        self.metrics.update(batch)
+        self._compute()
+
+    def on_validation_epoch_end(self) -> None:
+        self._compute()
+
+    def _compute(self) -> None:
+        values = self.metrics.compute()
+        self.of_steps.append(float(values["SumMetric"]))
+        assert self.of_steps[-1] == float(values["CatMetric"].sum())
+
+
+def computed_in_steps(label: str) -> list[float]:
+    module = Computing()
+    trainer = quiet_trainer(devices=2, strategy=strategy_of(label, timeout=30.0))
+    trainer.validate(module, DataLoader(samples(), batch_size=2), verbose=False)
+    return module.of_steps
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_metric_that_steps_compute_counts_all_ranks_that_have_a_batch(on_ranks, label: str) -> None:
+    of_all, of_rank_0 = 10.0, 1.0 + 2.0 + 5.0 + 6.0
+
+    assert on_ranks(2, computed_in_steps, label, timeout=60.0) == [[of_all, of_rank_0, 21.0], [of_all, 21.0]]

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Linear, Module, Sequential
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_paral import ConfigurationError, ParalDDPStrategy
 from lightning_paral.compat.lightning import averaging, evaluation, loops, metrics, strategies
@@ -290,6 +291,16 @@ def test_precision_plugin_runs_hook_and_clipping_between_closure_and_step() -> N
     trainer(gradient_clip_val=0.5, limit_train_batches=1).fit(Clipped(), loader())
 
     assert clipped == [None, 0.5] * 2
+
+
+def test_metrics_gather_with_the_replaced_function() -> None:
+    metric, called = MeanMetric(), []
+
+    undo = metrics.replace_gathering(lambda *args, process_group: called.append((*args, process_group)))
+    metric.sync(process_group="group", distributed_available=lambda: True)
+    undo()
+
+    assert called == [(metric, metric._sync_dist, gather_all_tensors, "group")]
 
 
 def test_caches_of_metrics_can_be_set() -> None:
