@@ -17,7 +17,7 @@ _REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"
 _GATHERS = ("all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_object", "gather", "gather_object")
 _REPEATABLE = (dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.AVG, dist.ReduceOp.BAND, dist.ReduceOp.BOR)
 """Reductions whose result does not change if each value is there equally often."""
-_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "lightning_paral")
+_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "transformers", "lightning_paral")
 """Packages that call collectives over all ranks for other purposes than samples, or to which we give groups."""
 _OF_LIBRARIES = ("lightning_paral", "mesh_")
 """How the descriptions of our groups, and of those of device meshes, begin."""

@@ -29,6 +29,7 @@ from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.explain_errors import explain, explain_errors
 from lightning_paral.model.foreign_parameters import check_optimizer_parameters
+from lightning_paral.model.generation import generate_together
 from lightning_paral.model.units import as_tree, choose_units, explain_single_unit
 
 log = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ class FSDPRun:
         Raises:
             ConfigurationError: the trained parameters of a unit have different dtypes.
         """
+        generate_together(self.module, self._undo)
         self._undo.callback(refuse_gradients_by_shards(self.module))
         self.sharded.shard()
         name, num_bytes = type(self.module).__name__, self.sharded.num_bytes

@@ -42,6 +42,7 @@ from lightning_paral.engines.zero.training.users_optimizer import (
     make_engine_optimizer,
 )
 from lightning_paral.model.buffers import buffers_to_broadcast
+from lightning_paral.model.generation import generate_together
 from lightning_paral.model.forward_mode import refusing_forward_mode
 from lightning_paral.model.host_memory_check import host_memory_shortage
 
@@ -110,7 +111,7 @@ class ZeroRun(ZeroState):
             return self.evaluate()
         self.optimizers = found
         self._users = [UsersOptimizer(optimizer, self.module) for optimizer in found]
-        self._refuse_forward_mode()
+        self._begin_stage3()
         forward, engines = self._build_engines()
         self._built = [forward, *engines]
         shards = [EngineShards(engine, self.module, users) for engine, users in zip(engines, self._users, strict=True)]
@@ -137,7 +138,8 @@ class ZeroRun(ZeroState):
             self._saved_weights = SavedWeights(self.module, num_steps, self._undo)
         return forward
 
-    def _refuse_forward_mode(self) -> None:
+    def _begin_stage3(self) -> None:
+            generate_together(self.module, self._undo)
         if self._settings.options.stage == 3:
             self._undo.enter_context(refusing_forward_mode(_FORWARD_MODE))
 
@@ -159,7 +161,7 @@ class ZeroRun(ZeroState):
         forward: Any
         if options.stage == 3 and next(self.module.parameters(), None) is not None:
             load_async_io(options)
-            self._refuse_forward_mode()
+            self._begin_stage3()
             forward = build_inference_engine(self.module, self._sized_config(self.module), self.device)
             self._built = [forward]
             self.start_evaluation()

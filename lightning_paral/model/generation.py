@@ -1,0 +1,23 @@
+"""Keep ranks together while models of transformers generate text: each forward pass is collective."""
+
+import inspect
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from torch.nn import Module
+
+from lightning_paral.compat.lightning.methods import shadow_method
+
+
+def generate_together(module: Module, undo: ExitStack) -> None:
+    """Make `generate` of submodules go on until all ranks are done, until `undo` is closed.
+
+    This is the option `synced_gpus` of transformers. Its default asks for marks that only transformers' own trainers
+    set under ZeRO, and is `False` for some models, such as Whisper.
+    """
+    part: Any
+    for part in module.modules():
+        generate = getattr(type(part), "generate", None)
+        if callable(generate) and "synced_gpus" in inspect.signature(generate).parameters:
+            shadow_method(part, "generate", partial(part.generate, synced_gpus=True), undo)
