@@ -33,19 +33,24 @@ class Sharded(Protocol):
 def check_optimizers(optimizers: Iterable[Optimizer], module: Module, sharded: Sharded, device: torch.device) -> None:
     """Check `optimizers`, and name the optimizer in errors that DTensors cause in its step.
 
+    An optimizer that was created before `module` was sharded, as by LightningCLI's `--optimizer`, gets the shards.
+
     Raises:
-        ConfigurationError: an optimizer was created before `module` was sharded, or cannot update all its parameters.
+        ConfigurationError: an optimizer has states from before `module` was sharded, or cannot update all its
+            parameters.
     """
-    current = set(module.parameters())
+    current = dict(module.named_parameters())
+    shard_of: dict[Any, Any] = {original: current[name] for name, original in sharded.original_parameters()}
     for optimizer in optimizers:
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        lost = [name for name, parameter in sharded.original_parameters() if parameter in set(held) - current]
-        if lost:
+        if any(shard_of.get(parameter, parameter) is not parameter for parameter in optimizer.state):
             raise ConfigurationError(
-                f"{type(optimizer).__name__} was created before {type(module).__name__} was sharded: it holds "
-                f"{', '.join(lost[:3])}{' and others' if len(lost) > 3 else ''}, which are no longer trained. Create "
-                "it in `configure_optimizers`, from `self.parameters()`."
+                f"{type(optimizer).__name__} was created before {type(module).__name__} was sharded, and already has "
+                "states, which are not sharded. Create it in `configure_optimizers`, from `self.parameters()`, and "
+                "not by LightningCLI's `--optimizer`, or train with paral_ddp."
             )
+        for group in optimizer.param_groups:
+            group["params"] = [shard_of.get(parameter, parameter) for parameter in group["params"]]
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         _check_one_call(optimizer, held, sharded.replicated)
         _check_supported(optimizer, held, device)
         _name_optimizer_in_errors(optimizer, sharded)
