@@ -41,7 +41,7 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
 
     Raises:
         ConfigurationError: `all_reduce`, `wire_dtype` or an option is unknown, or `all_reduce` or `wire_dtype` is
-            given together with a hook.
+            given together with a hook, or `model_averaging_period` without post-local SGD.
     """
 
     strategy_name = "paral_ddp"

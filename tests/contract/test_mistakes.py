@@ -14,6 +14,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 import lightning_paral
 from lightning_paral import (
@@ -151,6 +152,12 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (ParalDDPStrategy, {"timeout": timedelta(0)}, "has to be longer than zero"),
     (ParalDDPStrategy, {"bucket_cap_mb": -5}, "bucket_cap_mb=-5): buckets must be larger than 0 MiB."),
     (ParalDDPStrategy, {"model_averaging_period": 0}, "model_averaging_period has to be at least 1."),
+    (ParalDDPStrategy, {"model_averaging_period": 4}, "Leave it out, or train with post-local SGD: ddp_comm_state="),
+    (
+        ParalDDPStrategy,
+        {"model_averaging_period": 4, "ddp_comm_state": PostLocalSGDState(None, None, 2)},
+        "ddp_comm_hook=None) would average weights that never differ",
+    ),
     (ParalDDPStrategy, {"split": "globl"}, "split='globl' is not known. Choose from: 'batch', 'global'."),
     (ParalDDPStrategy, {"remainder": "pad"}, "remainder='pad' is not known. Choose from: 'drop', 'wrap'."),
     (ParalDDPStrategy, {"checkpoint": "shard"}, "form='shard') is not known. Choose 'full' or 'sharded'."),

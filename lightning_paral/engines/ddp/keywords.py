@@ -3,9 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+
 from lightning_paral.comm import WireDtype
 from lightning_paral.engines.ddp.gradient_reduction import AllReduceName
 from lightning_paral.engines.ddp.options import DDPOptions
+from lightning_paral.errors import ConfigurationError
 from lightning_paral.option_types import check_at_least
 from lightning_paral.options import takes_options
 
@@ -28,7 +31,8 @@ class DDPKeywords(DDPOptions, total=False):
             because torch's reducer does not notice.
         ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: your own communication hook, as in Lightning's `DDPStrategy`,
             but also used on CPU. Cannot be combined with `all_reduce` or `wire_dtype`.
-        model_averaging_period: as in Lightning's `DDPStrategy`, for post-local SGD.
+        model_averaging_period: as in Lightning's `DDPStrategy`, for post-local SGD: needs
+            `ddp_comm_state=PostLocalSGDState(...)` and `ddp_comm_hook=post_localSGD_hook`.
     """
 
     all_reduce: AllReduceName
@@ -57,8 +61,15 @@ def pop_own_keywords(keywords: Any) -> dict[str, Any]:
     """Remove the strategy's own keywords from `keywords`, and return them with their defaults.
 
     Raises:
-        ConfigurationError: a value is unknown or out of range.
+        ConfigurationError: a value is unknown or out of range, or a period of averaging would do nothing.
     """
     own = {name: keywords.pop(name, default) for name, default in _DEFAULTS.items()}
-    check_at_least("ParalDDPStrategy", "model_averaging_period", own["model_averaging_period"], 1)
+    period, state, hook = own["model_averaging_period"], own["ddp_comm_state"], own["ddp_comm_hook"]
+    check_at_least("ParalDDPStrategy", "model_averaging_period", period, 1)
+    if period is not None and (hook is None or not isinstance(state, PostLocalSGDState)):
+        raise ConfigurationError(
+            f"ParalDDPStrategy(model_averaging_period={period}, ddp_comm_state={state!r}, ddp_comm_hook={hook!r}) "
+            "would average weights that never differ, because gradients are averaged in every step. Leave it out, or "
+            "train with post-local SGD: ddp_comm_state=PostLocalSGDState(...) and ddp_comm_hook=post_localSGD_hook."
+        )
     return own

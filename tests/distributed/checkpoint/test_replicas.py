@@ -98,18 +98,24 @@ class OneNodePerRank(Callback):
         self.state.subgroup, _ = dist.new_subgroups(group_size=1)
 
 
-def fit_with_local_sgd(path: str) -> tuple[list[str], dict[str, Tensor]]:
+def fit_with_local_sgd(path: str, period: int) -> tuple[list[str], dict[str, Tensor]]:
     state = PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=1)
-    strategy = ParalDDPStrategy(ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook, model_averaging_period=100)
+    strategy = ParalDDPStrategy(ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook, model_averaging_period=period)
     return fit(path, strategy, None, OneNodePerRank(state))
 
 
 def test_rank_zeros_replica_is_saved_between_averagings_of_local_sgd(on_ranks, tmp_path: Path) -> None:
     path = str(tmp_path / "saved.ckpt")
 
-    (said, first), (_, second) = on_ranks(2, fit_with_local_sgd, path)
+    (said, first), (_, second) = on_ranks(2, fit_with_local_sgd, path, 100)
 
     assert any("between two averagings, so it contains" in line for line in said)
     saved = torch.load(path, weights_only=False)
     assert not torch.equal(first["hidden.weight"], second["hidden.weight"])
     assert all(torch.equal(saved["state_dict"][name], value) for name, value in first.items())
+
+
+def test_local_sgd_averages_weights_after_each_period(on_ranks, tmp_path: Path) -> None:
+    (_, first), (_, second) = on_ranks(2, fit_with_local_sgd, str(tmp_path / "saved.ckpt"), 1)
+
+    assert all(torch.equal(second[name], value) for name, value in first.items())

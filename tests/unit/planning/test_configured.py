@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 from lightning_paral import (
     STRATEGIES,
@@ -41,7 +42,14 @@ def test_objects_of_registered_strategies_have_their_layouts(monkeypatch: pytest
         (lambda: ParalFSDPStrategy(prefetch=2, reduce_dtype="bf16"), ("prefetch=2", "reduce_dtype='bf16'")),
         (lambda: ParalFSDPStrategy(accumulate="unsharded"), ("accumulate='unsharded'",)),
         (lambda: ParalFSDPStrategy(reshard_after_forward=2), ("reshard_after_forward=2",)),
-        (lambda: ParalDDPStrategy(model_averaging_period=2), ("model_averaging_period=2",)),
+        (
+            lambda: ParalDDPStrategy(
+                ddp_comm_state=PostLocalSGDState(None, None, 1),
+                ddp_comm_hook=post_localSGD_hook,
+                model_averaging_period=2,
+            ),
+            ("ddp_comm_hook", "model_averaging_period=2"),
+        ),
         (
             lambda: ParalZeROStrategy(stage=3, offload_optimizer=Offload("cpu", ratio=0.5), deepspeed_config={}),
             ("offload_optimizer with ratio=0.5",),
