@@ -8,6 +8,7 @@ from torch.nn import Module, ModuleDict, ModuleList, Parameter, Sequential
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.options import UnitChoice, check_unit_choice
+from lightning_paral.quantities import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,7 +274,7 @@ def _are_equal(one: Unit, other: Unit) -> bool:
 
 
 def _size(unit: Unit) -> str:
-    return f"{unit.num_params:,} parameters, {unit.num_bytes / 1e6:,.1f} MB"
+    return f"{unit.num_params:,} parameters, {format_bytes(unit.num_bytes)}"
 
 
 def explain_single_unit(units: Units) -> str:

@@ -57,8 +57,8 @@ class _StateElsewhere(MutableMapping[str, Any]):
     def _refuse(self, *_: Any) -> NoReturn:
         raise ConfigurationError(
             f"The optimizer's state of {self._description} was used, but it is on that stage only. On all ranks, "
-            "trainer.strategy.full_optimizer_state(parameter, key) returns whole states, such as of key='exp_avg'. To "
-            "change states in hooks, train with paral_fsdp."
+            "trainer.strategy.full_optimizer_state(parameter, key) returns whole states. To change states in hooks, "
+            "train with paral_fsdp."
         )
 
     __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = _refuse

@@ -1,6 +1,5 @@
 """One run under ZeRO, from `setup` to `teardown`: build DeepSpeed's engines around a module, and restore the module."""
 
-import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -42,8 +41,8 @@ from lightning_paral.engines.zero.training.users_optimizer import (
     make_engine_optimizer,
 )
 from lightning_paral.model.buffers import buffers_to_broadcast
-from lightning_paral.model.generation import generate_together
 from lightning_paral.model.forward_mode import refusing_forward_mode
+from lightning_paral.model.generation import generate_together
 from lightning_paral.model.host_memory_check import host_memory_shortage
 
 _FORWARD_MODE = (
@@ -139,8 +138,8 @@ class ZeroRun(ZeroState):
         return forward
 
     def _begin_stage3(self) -> None:
-            generate_together(self.module, self._undo)
         if self._settings.options.stage == 3:
+            generate_together(self.module, self._undo)
             self._undo.enter_context(refusing_forward_mode(_FORWARD_MODE))
 
     def saving_views(self) -> AbstractContextManager[None]:
@@ -226,7 +225,7 @@ class ZeroRun(ZeroState):
         found: Any = LightningModule.optimizers(self._root)
         wrappers = found if isinstance(found, list) else [found]
         for users, wrapper, users_gradients in zip(self._users, wrappers, gradients, strict=True):
-            users.hide_state(users_gradients.zero_grad)
+            users.hide_state(users_gradients.zero_grad, users_gradients.engine.optimizer.optimizer.state)
             vars(wrapper)["zero_grad"] = users_gradients.zero_grad  # the wrapper would inherit torch's
             self._undo.callback(vars(wrapper).pop, "zero_grad", None)
         vars(self.module)["zero_grad"] = self.gradients.zero_grad
@@ -277,11 +276,10 @@ class ZeroRun(ZeroState):
         name = type(self.module).__name__
         if failed:
             if any(is_partitioned(parameter) for parameter in self.module.parameters()):
-                warnings.warn(
+                rank_zero_warn(
                     f"{name} stays partitioned, because the run failed: its parameters are empty on every rank, even "
                     "in state_dict() and in copies. Load a checkpoint into a new module, or fit this one again under "
-                    "ZeRO stage 3, which can use it as it is.",
-                    stacklevel=2,
+                    "ZeRO stage 3, which can use it as it is."
                 )
             return False
         if self._snapshot.was_full:

@@ -335,8 +335,8 @@ def test_units_are_printed_once_with_their_sizes(on_ranks) -> None:
     assert nothing == []
     assert tree == (
         "FSDP: 4 units over 2 ranks\n"
-        "Tied (the root): 320 parameters, 0.0 MB\n"
-        "└─ blocks.0 ... blocks.2 (Block): 3 x 1,632 parameters, 0.0 MB"
+        "Tied (the root): 320 parameters, 1.25 KiB\n"
+        "└─ blocks.0 ... blocks.2 (Block): 3 x 1,632 parameters, 6.38 KiB"
     )
 
 

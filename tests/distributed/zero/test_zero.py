@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -389,25 +390,54 @@ def test_fit_after_a_failed_one(on_ranks, strategy: str) -> None:
         assert list(nvme_folder().iterdir()) == []
 
 
+class FollowsTheHint(Regression):
+    """Reads the state of the optimizer as the error about `optimizer.state` says."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        weight = self.hidden.weight
+        with pytest.raises(RuntimeError) as refused:
+            self.trainer.optimizers[0].state[weight]
+        hint = str(refused.value).split("`")[1]
+        assert hint == 'self.trainer.strategy.full_optimizer_state(parameter, "momentum_buffer")'
+        self.read = eval(hint, {"self": self, "parameter": weight})
+
+
+def follow_the_hint(strategy: str) -> bool:
+    model = FollowsTheHint()
+    quiet_trainer(max_steps=2, devices=2, strategy=strategy).fit(model, regression_data(5, 2))
+    return bool(model.read.shape == model.hidden.weight.shape and model.read.any())
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_error_about_the_optimizers_state_names_a_state_that_it_has(on_ranks, strategy: str) -> None:
+    assert on_ranks(2, follow_the_hint, strategy) == [True, True]
+
+
 class FailingBetweenSteps(Regression):
     def on_train_epoch_start(self) -> None:
         raise ZeroDivisionError("on purpose")
 
 
-def fail_between_steps() -> int:
+def fail_between_steps() -> tuple[int, int]:
     module = FailingBetweenSteps()
-    with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match="stays partitioned, because the run failed"):
-        quiet_trainer(max_epochs=1, devices=2, strategy="paral_zero3").fit(module, regression_data(5, 2))
-    return sum(value.numel() for value in module.state_dict().values())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(ZeroDivisionError):
+            quiet_trainer(max_epochs=1, devices=2, strategy="paral_zero3").fit(module, regression_data(5, 2))
+    said = sum("stays partitioned, because the run failed" in str(warning.message) for warning in caught)
+    return sum(value.numel() for value in module.state_dict().values()), said
 
 
-def test_module_without_weights_after_a_failure_is_reported(on_ranks) -> None:
-    assert on_ranks(2, fail_between_steps) == [0, 0]
+def test_module_without_weights_after_a_failure_is_reported_once(on_ranks) -> None:
+    assert on_ranks(2, fail_between_steps) == [(0, 1), (0, 0)]
 
 
 def restores_after_setup_of_fsdp() -> bool:
     module = FailingBetweenSteps()
-    with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match="stays partitioned, because the run failed"):
+    with pytest.raises(ZeroDivisionError):
         quiet_trainer(max_epochs=1, devices=2, strategy="paral_zero3").fit(module, regression_data(5, 2))
     strategy = quiet_trainer(devices=2, strategy="paral_fsdp").strategy
     strategy.connect(module)

@@ -114,12 +114,12 @@ def test_tree_shows_equal_siblings_in_one_line() -> None:
     model.blocks.append(nn.Linear(16, 16))
 
     assert as_tree(choose_units(model, [Block, "Linear"])).splitlines()[:2] == [
-        "Tied (the root): 320 parameters, 0.0 MB",
-        "├─ blocks.0 (Block): 32 parameters, 0.0 MB",
+        "Tied (the root): 320 parameters, 1.25 KiB",
+        "├─ blocks.0 (Block): 32 parameters, 128 B",
     ]
     assert as_tree(choose_units(model)).splitlines() == [
-        "Tied (the root): 592 parameters, 0.0 MB",
-        "└─ blocks.0 ... blocks.2 (Block): 3 x 1,632 parameters, 0.0 MB",
+        "Tied (the root): 592 parameters, 2.31 KiB",
+        "└─ blocks.0 ... blocks.2 (Block): 3 x 1,632 parameters, 6.38 KiB",
     ]
 
 

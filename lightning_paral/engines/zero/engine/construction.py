@@ -23,6 +23,7 @@ from lightning_paral.engines.zero.parameters.partition import (
     view_scalars_as_bytes,
 )
 from lightning_paral.model.pretrained import is_loading_pretrained, is_pretrained
+from lightning_paral.quantities import format_bytes
 
 
 @contextmanager
@@ -142,10 +143,10 @@ def warn_about_full_parameters(module: Module) -> None:
     """Warn if `module` has parameters that were built in full on every rank."""
     full = [parameter for parameter in module.parameters() if not is_stage3_parameter(parameter)]
     if full:
-        size_mb = sum(parameter.numel() * parameter.element_size() for parameter in full) / 1e6
+        size = format_bytes(sum(parameter.numel() * parameter.element_size() for parameter in full))
         rank_zero_warn(
             f"{type(module).__name__} was built outside `configure_model`: every rank holds all parameters "
-            f"({size_mb:,.1f} MB) in host memory until they are partitioned, and again at the end of the fit. Build "
+            f"({size}) in host memory until they are partitioned, and again at the end of the fit. Build "
             "them in `configure_model`, where they are partitioned one by one."
         )
 

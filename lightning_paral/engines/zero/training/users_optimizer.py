@@ -6,7 +6,7 @@ hyper-parameters are copied before each step.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -67,9 +67,12 @@ class UsersOptimizer:
             )
         return [twins for _, twins in self._pairs]
 
-    def hide_state(self, zero_grad: Callable[..., None]) -> None:
-        """Replace the state by one that raises when it is used, and the method `zero_grad` by the given function."""
-        vars(self.optimizer).update(state=HiddenState(), zero_grad=zero_grad)
+    def hide_state(self, zero_grad: Callable[..., None], sharded: Mapping[Any, dict[str, Any]]) -> None:
+        """Replace the state by one that raises when it is used, and the method `zero_grad` by the given function.
+
+        `sharded` is the state of the twin, from which the error takes the name of a state.
+        """
+        vars(self.optimizer).update(state=HiddenState(sharded), zero_grad=zero_grad)
 
     def show_state(self) -> None:
         """Undo `hide_state`."""
@@ -233,11 +236,15 @@ class HiddenStateError(ParalError, RuntimeError):
 class HiddenState(MutableMapping[Any, Any]):
     """Replaces `optimizer.state`, and raises when it is used."""
 
+    def __init__(self, sharded: Mapping[Any, dict[str, Any]]) -> None:
+        self._sharded = sharded
+
     def _refuse(self, *_: Any) -> NoReturn:
+        keys = [f'"{k}"' for each in self._sharded.values() for k, v in each.items() if torch.is_tensor(v) and v.dim()]
         raise HiddenStateError(
-            "optimizer.state was accessed, but under ZeRO it does not contain the state, which is sharded. "
-            'Read it with `self.trainer.strategy.full_optimizer_state(parameter, "exp_avg")`; checkpoints contain all '
-            "of it. To reset or change it, train with paral_ddp or paral_fsdp."
+            "optimizer.state was accessed, but under ZeRO it does not contain the state, which is sharded. Read it "
+            f"with `self.trainer.strategy.full_optimizer_state(parameter, {keys[0] if keys else 'key'})`; checkpoints "
+            "contain all of it. To reset or change it, train with paral_ddp or paral_fsdp."
         )
 
     def __getitem__(self, key: Any) -> Any:

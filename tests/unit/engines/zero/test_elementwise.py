@@ -127,9 +127,13 @@ def test_state_of_the_users_optimizer_raises_while_it_is_elsewhere() -> None:
     module = Regression()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
     users = UsersOptimizer(optimizer, module)
-    users.hide_state(lambda set_to_none=True: None)
     weight: Tensor = module.out.weight
-    with pytest.raises(RuntimeError, match="full_optimizer_state"):
+    sharded: dict[Any, dict[str, Any]] = {}
+    users.hide_state(lambda set_to_none=True: None, sharded)
+    with pytest.raises(RuntimeError, match=r"full_optimizer_state\(parameter, key\)"):
+        optimizer.state[weight]
+    sharded[weight] = {"step": torch.tensor(1.0), "z": torch.ones(4)}
+    with pytest.raises(RuntimeError, match=r'full_optimizer_state\(parameter, "z"\)'):
         optimizer.state[weight]
     users.show_state()
     assert not optimizer.state[weight]
