@@ -1,6 +1,7 @@
 """Replace Lightning's sampler injection: distribute every loader of a run among the data ranks."""
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -18,6 +19,7 @@ from lightning_paral.data.iterable import distribute_iterable
 from lightning_paral.data.loader import Loader, samplers, seed_workers_by_data_rank, with_iteration
 from lightning_paral.data.logged_steps import LoggedSteps
 from lightning_paral.data.map_style import distribute_map_style
+from lightning_paral.data.own_draws import OwnDraws
 from lightning_paral.data.padding import strip_padding
 from lightning_paral.data.resume import DataPosition, Source, num_processed
 from lightning_paral.data.sampler import ShardSpec
@@ -66,7 +68,9 @@ class LoaderDistributor:
         self._has_warned = False
         self._undo = ExitStack()
         self._prepare_with_lightning = replace_preparation(trainer, self.prepare, self._undo)
+        self._own_draws: OwnDraws | None = None
         if dims.data_size > 1:
+            self._own_draws = OwnDraws(trainer, dims.data_rank, self._undo, in_steps=sampling.split == "batch")
             ExactEvaluationLoops(trainer, dims, run_padding, self._undo, self.logged)
             self._replace_training_results()
         gather_over_data_ranks(dims, self._undo)
@@ -127,14 +131,22 @@ class LoaderDistributor:
         else:
             self._check_data_pipe(loader)
             group = self._dims.data_rank_group().group
-            return self._strip_padding(synchronize_self_sharded(loader, shard, group), mode)
+            distributed = synchronize_self_sharded(loader, shard, group)
+            return self._strip_padding(self._drawing_own(distributed, index), mode)
         if training:
             source.rejects_repeated_samples = self._draws_itself("training_step")
-        seed_workers_by_data_rank(distributed, self._dims)
+        distributed = self._drawing_own(distributed, index)
         source.set_epoch(self._epoch)
         if training and not _resumes_itself(loader):
             self.position.sources.append(source)
         return self._strip_padding(distributed, mode)
+
+    def _drawing_own(self, loader: Loader, index: int) -> Loader:
+        """Let the dataset draw random numbers of the data rank, in workers or in this process."""
+        seed_workers_by_data_rank(loader, self._dims)
+        if self._own_draws is None or loader.num_workers:
+            return loader
+        return with_iteration(loader, partial(self._own_draws.reading, index))
 
     def _check_data_pipe(self, loader: Loader) -> None:
         """Raise a `ConfigurationError` for a data pipe if ranks share a data rank: torch shards by global rank."""

@@ -14,9 +14,9 @@ from lightning_paral.data.order_rng import (
     SeededRNG,
     SharedRNG,
     States,
-    derive_seed,
     match_generators,
 )
+from lightning_paral.distributed.rng_state import derive_seed
 
 _CHUNK = 256  # batches drawn at a time, because exchanging random states takes as long as drawing about ten batches
 _MIN_STEPS = 16  # the minimum number of steps per chunk, for the same reason

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
 from lightning_paral.compat.torch.loaders import copy_without_workers
 from lightning_paral.data.global_order import Seed
 from lightning_paral.data.loader import Loader, with_iteration
-from lightning_paral.data.order_rng import SeededRNG, derive_seed
+from lightning_paral.data.order_rng import SeededRNG
 from lightning_paral.data.padding import (
     CollatePadding,
     CollateUneven,
@@ -21,6 +21,7 @@ from lightning_paral.data.padding import (
     mark_maybe_uneven,
 )
 from lightning_paral.data.sampler import ShardSpec, reject_or_warn_about_repeated_sample, too_few_batches
+from lightning_paral.distributed.rng_state import derive_seed
 from lightning_paral.errors import ConfigurationError
 
 

@@ -21,13 +21,20 @@ def samplers(loader: Loader) -> tuple[Any, ...]:
 
 
 def seed_workers_by_data_rank(loader: Loader, dims: ParallelDims) -> None:
-    """Make loader workers draw the same random numbers on ranks that draw the same samples.
+    """Make loader workers draw random numbers of their data rank. Those of the first one are those of one process.
 
     After `seed_everything(workers=True)`, Lightning seeds workers by the global rank if the loader has no
     `worker_init_fn`.
     """
-    if dims.data_rank != dims.rank and loader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
-        loader.worker_init_fn = partial(pl_worker_init_function, rank=dims.data_rank)
+    users = loader.worker_init_fn
+    if dims.data_rank or (users is None and int(os.environ.get("PL_SEED_WORKERS", 0))):
+        loader.worker_init_fn = partial(_seed_worker, dims.data_rank, users)
+
+
+def _seed_worker(data_rank: int, users: Callable[[int], None] | None, worker_id: int) -> None:
+    pl_worker_init_function(worker_id, data_rank)
+    if users is not None:
+        users(worker_id)
 
 
 def with_iteration(

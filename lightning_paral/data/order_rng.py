@@ -1,6 +1,5 @@
 """Random streams from which the order of samples is drawn, the same on every rank."""
 
-import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -9,16 +8,15 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from lightning_paral.distributed.rng_state import global_states, set_global_states
+from lightning_paral.distributed.rng_state import (
+    MAX_NUMPY_SEED,
+    derive_seed,
+    global_states,
+    set_global_states,
+    shared_numbers,
+)
 
-_MAX_NUMPY_SEED = 2**32
 _NUM_GLOBAL = 3  # the number of global generators in `States`
-
-
-def derive_seed(*parts: int) -> int:
-    """Return a seed below 2**63 that is a hash of all `parts`, the same in every process."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 class OrderRNG(Protocol):
@@ -60,7 +58,7 @@ class SeededRNG:
 
     def _start(self) -> None:
         torch.default_generator.manual_seed(self._seed)
-        np.random.seed(self._seed % _MAX_NUMPY_SEED)
+        np.random.seed(self._seed % MAX_NUMPY_SEED)
         random.seed(self._seed)
         for generator in self._generators:
             # Not from `seed` alone: generators that a user seeded differently must give different orders. `manual_seed`
@@ -122,21 +120,22 @@ class SharedRNG:
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Continue this stream inside the block. *Collective* at the first call, if `broadcast` is not `None`."""
-        callers = states_of(self._generators)
-        if self.start is None:
-            self.start = callers if self._broadcast is None else self._broadcast(callers)
-        before = self.start if self._stream is None else self._stream
-        restored = callers
-        set_states(before, self._generators)
-        try:
-            yield
-            self._stream = states_of(self._generators)
-            restored = tuple(
-                after if _same(caller, earlier) else caller
-                for caller, earlier, after in zip(callers, before, self._stream, strict=True)
-            )
-        finally:
-            set_states(restored, self._generators)
+        with shared_numbers():
+            callers = states_of(self._generators)
+            if self.start is None:
+                self.start = callers if self._broadcast is None else self._broadcast(callers)
+            before = self.start if self._stream is None else self._stream
+            restored = callers
+            set_states(before, self._generators)
+            try:
+                yield
+                self._stream = states_of(self._generators)
+                restored = tuple(
+                    after if _same(caller, earlier) else caller
+                    for caller, earlier, after in zip(callers, before, self._stream, strict=True)
+                )
+            finally:
+                set_states(restored, self._generators)
 
 
 def _same(first: Any, second: Any) -> bool:

@@ -1,7 +1,9 @@
-"""Capture and restore the states of the global random number generators."""
+"""Capture and restore the states of the global random number generators, and draw a rank's own numbers from them."""
 
+import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,13 @@ _ALL_VISIBLE = "torch.cuda"
 
 GlobalStates = tuple[Any, Any, Any]
 """States of the global generators of torch (CPU), numpy and `random`, in types that can be loaded safely."""
+
+MAX_NUMPY_SEED = 2**32
+_NUMPY: Any = np.random
+_OWN_OF_NUMPY = np.random.MT19937()
+"""Takes the place of numpy's global generator, because getting its state takes longer than the rest."""
+_shared: list[Callable[[], None]] = []
+"""While `own_numbers` are drawn, what returns to those before."""
 
 
 def global_states() -> GlobalStates:
@@ -42,6 +51,85 @@ def _set_numpy_state(state: Any) -> None:
 def _set_python_state(state: Any) -> None:
     version, internal, gauss = state
     random.setstate((version, tuple(internal), gauss))  # loading may turn tuples into lists
+
+
+def derive_seed(*parts: int | str | bytes) -> int:
+    """Return a seed below 2**63 that is a hash of all `parts`, the same in every process."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def digest_of_torch_state() -> bytes:
+    """Return a digest of the state of torch's global generator: on CUDA that of the device."""
+    return hashlib.blake2b(torch_states()[-1].numpy().tobytes(), digest_size=8).digest()
+
+
+def torch_states() -> list[torch.Tensor]:
+    """Return the state of torch's global generator of the CPU and, if CUDA is in use, that of the current device."""
+    of_device = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return [torch.get_rng_state(), *of_device]
+
+
+def set_torch_states(states: Sequence[torch.Tensor]) -> None:
+    """Set the generators to the states that `torch_states` returned."""
+    torch.set_rng_state(states[0])
+    for each in states[1:]:
+        torch.cuda.set_rng_state(each)
+
+
+def seed_torch(seed: int) -> None:
+    """Seed the generators whose states `torch_states` returns."""
+    # torch.manual_seed takes milliseconds where other devices are not initialized: it keeps a traceback for each.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed(seed)
+
+
+@contextmanager
+def own_numbers(seed: int) -> Iterator[None]:
+    """Draw from `seed` inside the block. Afterwards the generators continue where they were before.
+
+    Inside another such block, do nothing.
+    """
+    if _shared:
+        yield
+        return
+    _shared.append(_returning())
+    _NUMPY.set_bit_generator(_OWN_OF_NUMPY)
+    seed_torch(seed)
+    np.random.seed(seed % MAX_NUMPY_SEED)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        _shared.pop()()
+
+
+@contextmanager
+def shared_numbers() -> Iterator[None]:
+    """Inside a block of `own_numbers`, draw what is drawn outside of it, and continue that."""
+    if not _shared:
+        yield
+        return
+    return_to_own = _returning()
+    _shared.pop()()
+    try:
+        yield
+    finally:
+        _shared.append(_returning())
+        return_to_own()
+
+
+def _returning() -> Callable[[], None]:
+    """Return a function that sets the generators to their states of now."""
+    on_torch, on_python, of_numpy = torch_states(), random.getstate(), _NUMPY.get_bit_generator()
+
+    def set_states() -> None:
+        set_torch_states(on_torch)
+        random.setstate(on_python)
+        _NUMPY.set_bit_generator(of_numpy)
+
+    return set_states
 
 
 def current_states(devices: Sequence[torch.device]) -> dict[str, Any]:

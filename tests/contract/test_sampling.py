@@ -52,8 +52,9 @@ def test_evaluation_equals_one_process(on_ranks, label: str, split: str, world_s
 @pytest.mark.parametrize(
     ("label", "world_size"), [parameter(case, case.sizes_among(3, 4, 2)[0]) for case in with_ranks(PER_PLACEMENT, 2)]
 )
-def test_padding_batches_leave_no_trace(on_ranks, label: str, world_size: int) -> None:
-    for rank in on_ranks(world_size, evaluate, label, world_size, "batch"):
+@pytest.mark.parametrize("split", ["batch", "global"])
+def test_padding_batches_leave_no_trace(on_ranks, label: str, world_size: int, split: str) -> None:
+    for rank in on_ranks(world_size, evaluate, label, world_size, split):
         num_steps, num_hooks, num_calls = rank["steps"]
         assert num_steps == num_hooks == num_calls
         drawn, expected = rank["generators"]

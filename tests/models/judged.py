@@ -99,7 +99,7 @@ def evaluate(label: str, num_ranks: int, split: str) -> dict[str, Any]:
     torch.manual_seed(11), np.random.seed(11), random.seed(11)
     for num_steps in model.num_steps:
         torch.empty((), dtype=torch.int64).random_()  # a DataLoader draws its workers' seed
-        for _ in range(num_steps):
+        for _ in range(num_steps if split == "global" else 0):  # others draw numbers of their rank
             torch.rand(3), np.random.rand(), random.random()
     return {
         "logged": logged,

@@ -72,7 +72,7 @@ class StageSteps:
         self._idle_time = IdleTime(dims.pipeline, device)
         waiting = self._idle_time.waiting
         self._boundaries = Boundaries(dims, groups, device, waiting)
-        self._streams = RandomStreams(module, dims.stage, device)
+        self._streams = RandomStreams(module, dims.stage)
         self._calls = UnitCalls(division.units.inner, self._own, self._boundaries, self._streams.enter_units)
         self._results = StepResults(module, dims, groups, device, waiting)
         self._checked_steps: set[int] = set()

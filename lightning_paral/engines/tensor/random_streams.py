@@ -1,11 +1,18 @@
 """Random numbers on split activations: each rank draws its own, and all ranks continue with equal ones."""
 
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from lightning_paral.distributed.rng_state import (
+    derive_seed,
+    digest_of_torch_state,
+    seed_torch,
+    set_torch_states,
+    torch_states,
+)
 
 _MODULUS = 2**63 - 1
 
@@ -20,16 +27,12 @@ class SplitStreams:
 
     Args:
         rank: the tensor rank.
-        device: the device of this rank.
         batch_number: returns the number of the batch, which differs from step to step.
         is_active: returns whether numbers may be drawn: in training, if there is any dropout.
     """
 
-    def __init__(
-        self, rank: int, device: torch.device, batch_number: Callable[[], int], is_active: Callable[[], bool]
-    ) -> None:
+    def __init__(self, rank: int, batch_number: Callable[[], int], is_active: Callable[[], bool]) -> None:
         self._rank = rank
-        self._device = device
         self._batch_number = batch_number
         self._is_active = is_active
         self._shared: list[Tensor] | None = None
@@ -45,9 +48,8 @@ class SplitStreams:
         """
         if self._shared is not None or not self._is_active():
             return
-        self._shared = self._states()
-        key = f" {self._batch_number()} {layer} {self._rank}".encode()
-        self._seed(self._shared[-1].numpy().tobytes() + key)
+        self._shared = torch_states()
+        seed_torch(derive_seed(digest_of_torch_state(), self._batch_number(), layer, self._rank))
 
     def leave(self) -> None:
         """Continue with the numbers that all tensor ranks draw.
@@ -56,10 +58,7 @@ class SplitStreams:
         """
         if self._shared is None:
             return
-        state, *of_device = self._shared
-        torch.set_rng_state(state)
-        for each in of_device:
-            torch.cuda.set_rng_state(each, self._device)
+        set_torch_states(self._shared)
         self._shared = None
 
     @contextmanager
@@ -69,21 +68,9 @@ class SplitStreams:
             yield
             return
         seed = int(torch.randint(_MODULUS, (), device="cpu"))
-        self._shared = self._states()
-        self._seed(f"{seed} {self._rank}".encode())
+        self._shared = torch_states()
+        seed_torch(derive_seed(seed, self._rank))
         try:
             yield
         finally:
             self.leave()
-
-    def _seed(self, key: bytes) -> None:
-        seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") % _MODULUS
-        # torch.manual_seed takes milliseconds where other devices are not initialized: it keeps a traceback for each.
-        torch.default_generator.manual_seed(seed)
-        if self._device.type == "cuda":
-            with torch.cuda.device(self._device):
-                torch.cuda.manual_seed(seed)
-
-    def _states(self) -> list[Tensor]:
-        of_device = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
-        return [torch.get_rng_state(), *of_device]

@@ -53,7 +53,7 @@ class TensorSplit:
         self._layers = {layers[name]: split for name, split in plan.splits.items()}
         self.may_draw = may_draw or any(_may_drop(part) for part in module.modules())
         """Whether steps may draw random numbers for activations."""
-        self.streams = SplitStreams(mesh.get_local_rank(), device, self._batch_number, self._draws)
+        self.streams = SplitStreams(mesh.get_local_rank(), self._batch_number, self._draws)
         self.copies = SharedCopies(self.group)
 
     def install(self) -> None:

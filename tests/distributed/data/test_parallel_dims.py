@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 from torchmetrics import SumMetric
 
@@ -115,15 +115,39 @@ def test_data_pipes_are_refused_because_torch_shards_them_over_all_ranks(on_rank
         assert "among all 2 ranks, but only 1 of them" in message
 
 
-def test_workers_are_seeded_by_the_data_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = DataLoader(torch.ones(4), num_workers=1)
+class Draws(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 4
 
-    seed_workers_by_data_rank(loader, ParallelDims(rank=3, replicate=2, tensor=2))
-    assert loader.worker_init_fn is None, "seed_everything(workers=True) was not called"
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.rand(())
 
-    monkeypatch.setenv("PL_SEED_WORKERS", "1")
-    seed_workers_by_data_rank(loader, ParallelDims(rank=3, replicate=2, tensor=2))
-    assert loader.worker_init_fn.keywords == {"rank": 1}  # type: ignore[union-attr]
+
+def drawn_by_rank(init: Any) -> list[list[float]]:
+    """Return what workers draw on four ranks, of which two neighboring ones have the same data rank."""
+    found = []
+    for rank in range(4):
+        torch.manual_seed(1)
+        loader = DataLoader(Draws(), num_workers=1, worker_init_fn=init)
+        seed_workers_by_data_rank(loader, ParallelDims(rank=rank, replicate=2, tensor=2))
+        found.append(torch.cat(list(loader)).tolist())
+    return found
+
+
+def shift_seed(worker_id: int) -> None:
+    torch.manual_seed(torch.initial_seed() + 1)
+
+
+@pytest.mark.parametrize("seeds_workers", ["0", "1"])
+@pytest.mark.parametrize("init", [None, shift_seed])
+def test_workers_are_seeded_by_the_data_rank(monkeypatch: pytest.MonkeyPatch, seeds_workers: str, init: Any) -> None:
+    monkeypatch.setenv("PL_SEED_WORKERS", seeds_workers)
+
+    first, second, third, fourth = drawn_by_rank(init)
+
+    assert first == second
+    assert third == fourth
+    assert not set(first) & set(third)
 
 
 def in_pairs(run: Any, *args: Any) -> Any:

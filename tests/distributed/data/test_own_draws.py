@@ -1,0 +1,153 @@
+"""Data ranks draw their own random numbers where they read samples and, with `split="batch"`, in steps."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_paral import ParalDDPStrategy
+from tests.running import SaveAt, quiet_trainer
+
+NUM_SAMPLES = 16
+
+
+def draw() -> list[float]:
+    return [torch.rand(()).item(), float(np.random.rand()), random.random()]
+
+
+class Augmented(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index, *draw()], dtype=torch.double)
+
+
+class Noisy(LightningModule):
+    """Draws in the dataset, in steps, in hooks, and in the optimizer."""
+
+    def __init__(self, manual: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = not manual
+        self.layer = nn.Linear(1, 1)
+        self.read: list[list[float]] = []
+        self.in_steps: list[list[float]] = []
+        self.outside: list[list[float]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.read += batch.tolist()
+        self.in_steps.append(draw())
+        loss = self.layer(batch[:, :1].float() / NUM_SAMPLES).mean()
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.in_steps.append(draw())
+            return None
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if not self.trainer.sanity_checking:
+            self.read += batch.tolist()
+            self.in_steps.append(draw())
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.outside.append(draw())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return NoisySGD(self.parameters(), lr=0.01)
+
+
+class NoisySGD(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter += 0.01 * torch.randn_like(parameter)
+        return loss
+
+
+def fit(split: str, workers: bool, num_workers: int, manual: bool = False, resumes: bool = False, **more: Any) -> Any:
+    seed_everything(99 if resumes else 1, workers=workers)
+    module, ckpt_path, save_at = Noisy(manual), more.pop("ckpt_path", None), more.pop("save_at", None)
+    batch_size = 2 if split == "batch" else 4
+    loaders = [DataLoader(Augmented(), batch_size, num_workers=num_workers, shuffle=not each) for each in range(2)]
+    trainer = quiet_trainer(
+        strategy=ParalDDPStrategy(split=split),
+        devices=2,
+        max_epochs=2,
+        callbacks=[SaveAt(*save_at)] if save_at else [],
+        **more,
+    )
+    trainer.fit(module, *loaders, ckpt_path=ckpt_path)
+    return module.read, module.in_steps, module.outside, [each.tolist() for each in module.parameters()]
+
+
+@pytest.mark.parametrize("split", ["batch", "global"])
+@pytest.mark.parametrize(("workers", "num_workers"), [(False, 0), (False, 2), (True, 2)])
+@pytest.mark.parametrize("manual", [False, True])
+def test_draws_of_a_rank_differ_and_others_are_equal(
+    on_ranks, split: str, workers: bool, num_workers: int, manual: bool
+) -> None:
+    (read, in_steps, outside, weights), other = on_ranks(2, fit, split, workers, num_workers, manual)
+
+    assert outside == other[2]
+    assert weights == other[3]
+    for generator in range(3):
+        drawn = [row[generator + 1] for row in read + other[0]]
+        assert len(drawn) == 4 * NUM_SAMPLES
+        assert len(set(drawn)) == len(drawn)
+        drawn = [row[generator] for row in in_steps + (other[1] if split == "batch" else [])]
+        assert len(set(drawn)) == len(drawn)
+    assert split == "batch" or in_steps == other[1]
+    assert len({tuple(row) for row in outside}) == len(outside)
+
+
+@pytest.mark.parametrize("split", ["batch", "global"])
+def test_a_resumed_run_draws_the_same_numbers(on_ranks, tmp_path, split: str) -> None:
+    path = str(tmp_path / "x.ckpt")
+    whole = on_ranks(2, fit_and_save, split, path)
+    resumed = on_ranks(2, fit_resumed, split, path)
+
+    for ours, expected in zip(resumed, whole, strict=True):
+        for found, all_drawn in zip(ours[:3], expected[:3], strict=True):
+            assert found == all_drawn[-len(found) :]
+        assert ours[3] == expected[3]
+
+
+def fit_and_save(split: str, path: str) -> Any:
+    return fit(split, False, 0, save_at=(6, path))
+
+
+def fit_resumed(split: str, path: str) -> Any:
+    return fit(split, False, 0, resumes=True, ckpt_path=path)
+
+
+def masks() -> list[float]:
+    seed_everything(1)
+    module = Noisy()
+    kept: list[float] = []
+    dropout = nn.Dropout(0.5)
+
+    def step(batch: Tensor, batch_idx: int) -> Tensor:
+        kept.extend(dropout(torch.ones(32)).tolist())
+        return module.layer(batch[:, :1].float()).mean()
+
+    module.training_step = step  # type: ignore[method-assign]
+    trainer = quiet_trainer(strategy="paral_fsdp", devices=2, max_epochs=1, limit_val_batches=0)
+    trainer.fit(module, DataLoader(Augmented(), 4))
+    return kept
+
+
+def test_dropout_masks_differ(on_ranks) -> None:
+    first, second = on_ranks(2, masks)
+
+    assert len(first) == len(second) == 64
+    assert first[:32] != second[:32] != first[32:] != second[32:]
