@@ -1,7 +1,6 @@
 """The order in which a single process draws batches. Every rank draws this order."""
 
 import copy
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -9,13 +8,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_paral.data.batch_slices import BatchTaker
-from lightning_paral.data.order_rng import (
-    OrderRNG,
-    SeededRNG,
-    SharedRNG,
-    States,
-    match_generators,
-)
+from lightning_paral.data.order_rng import OrderRNG, SeededRNG, SharedRNG, States, match_generators
 from lightning_paral.distributed.rng_state import derive_seed
 
 _CHUNK = 256  # batches drawn at a time, because exchanging random states takes as long as drawing about ten batches
@@ -47,8 +40,8 @@ class GlobalOrder:
     batched: bool = True
     """Whether `batches` yields lists of indices rather than single indices."""
 
-    compare: Callable[[int], None] | None = None
-    """Raises if ranks pass different checksums of their first batches. *Collective*."""
+    compare: Callable[[str], None] | None = None
+    """Raises if ranks pass different texts, which have their first batches. *Collective*."""
 
     shared: bool = False
     """Whether to start from the current states of the global generators, as a single process does, not from `seed`."""
@@ -109,7 +102,7 @@ class GlobalOrder:
         if on_start is not None:
             on_start(rng.start if isinstance(rng, SharedRNG) else None)
         if self.compare is not None:
-            self.compare(checksum(chunk))
+            self.compare(_text_of_first(chunk))
         while len(chunk) == num_batches:
             yield chunk
             with rng.drawing():
@@ -159,7 +152,7 @@ class GlobalOrder:
         return 0 if num_samples >= length else max(0, num_batches - num_samples // batch_size)
 
 
-def checksum(batches: Sequence[Any]) -> int:
-    """Return a checksum of the first indices of the first batches, the same in every process."""
-    beginning = [batch[:_CHECKED_INDICES] if isinstance(batch, list) else batch for batch in batches[:_CHECKED_BATCHES]]
-    return zlib.crc32(repr(beginning).encode())
+def _text_of_first(batches: Sequence[Any]) -> str:
+    """Return a text with the first indices of the first batches, the same in every process."""
+    beginning = batches[:_CHECKED_BATCHES]
+    return str([batch[:_CHECKED_INDICES] if isinstance(batch, list) else batch for batch in beginning])

@@ -3,10 +3,12 @@
 import copy
 import dataclasses
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
+from zlib import crc32
 
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, Dataset, Subset
 
 from lightning_paral.compat.lightning.samplers import IndexBatchSampler
 from lightning_paral.compat.torch.loaders import copy_without_workers
@@ -14,8 +16,16 @@ from lightning_paral.data.global_order import GlobalOrder, Seed
 from lightning_paral.data.loader import Loader, samplers, with_iteration
 from lightning_paral.data.padding import MaybeUneven, PaddingBatch
 from lightning_paral.data.sampler import RankBatchSampler, ShardSpec, too_few_batches
-from lightning_paral.distributed.host_exchange import broadcast_from_first_rank, gather_ints
+from lightning_paral.distributed.differences.same_on_ranks import Facts, check_same
+from lightning_paral.distributed.host_exchange import broadcast_from_first_rank
 from lightning_paral.errors import ConfigurationError
+
+_SAME_DATA = (
+    "Every rank must have the same dataset and draw the same batches, and keeps its part of them. What is random must "
+    "be the same on all ranks: call seed_everything() first, or give it a generator with a seed, as in "
+    "random_split(..., generator=torch.Generator().manual_seed(0)). If ranks are meant to have different data, or the "
+    "sampler divides it itself, set Trainer(use_distributed_sampler=False)."
+)
 
 
 def distribute_map_style(
@@ -51,12 +61,13 @@ def distribute_map_style(
     if predicting and getattr(batches, "drop_last", False):
         batches = copy.copy(batches)
         batches.drop_last = False  # as Lightning does
+    facts = _facts_of(loader.dataset, f"The loader's {type(loader.dataset).__name__}") if several_ranks else {}
     order = GlobalOrder(
         batches=batches,
         seed=seed,
         loader_index=loader_index,
         batched=loader.batch_sampler is not None,
-        compare=partial(_check_same_order, batches.sampler if type(batches) is BatchSampler else batches)
+        compare=partial(_check_same_data, facts, batches.sampler if type(batches) is BatchSampler else batches)
         if several_ranks
         else None,
         shared=shared_rng,
@@ -98,17 +109,25 @@ def _mark_padding(sampler: RankBatchSampler, batches: Iterator[Any], restart: ob
             yield batch
 
 
-def _check_same_order(sampler: object, checksum: int) -> None:
-    """Raise a `ConfigurationError` if the checksums of the ranks' orders differ. *Collective* over all ranks."""
-    checksums = gather_ints(checksum)
-    if len(set(checksums)) > 1:
-        different = [rank for rank, each in enumerate(checksums) if each != checksums[0]]
-        raise ConfigurationError(
-            f"The {type(sampler).__name__} draws different batches on rank {different[0]} than on rank 0. Every rank "
-            "must draw the same batches, and keeps its part of them. Let the sampler ignore the rank and draw from the "
-            "global generator of torch, numpy or random, or from one that has the same seed on all ranks. If the "
-            "sampler distributes the samples itself, set Trainer(use_distributed_sampler=False)."
-        )
+def _check_same_data(facts: Facts, sampler: object, first_batches: str) -> None:
+    """Raise a `ConfigurationError` if the ranks have other data or another order. *Collective* over all ranks."""
+    check_same({**facts, (f"The {type(sampler).__name__}", "first draws"): first_batches}, _SAME_DATA)
+
+
+def _facts_of(dataset: Any, subject: str) -> dict[tuple[str, str], str]:
+    """Return the lengths of a dataset and of those that it holds, and the indices of a `Subset`."""
+    facts = {}
+    with suppress(TypeError, NotImplementedError):
+        facts[subject, "has length"] = str(len(dataset))
+    if isinstance(dataset, Subset):
+        indices: Any = dataset.indices
+        text = str(indices.tolist() if hasattr(indices, "tolist") else list(indices))
+        facts[subject, "has indices"] = f"{text[:40]}... (checksum {crc32(text.encode())})"
+    held = getattr(dataset, "datasets", [getattr(dataset, "dataset", None)])
+    for number, each in enumerate(held if isinstance(held, list | tuple) else ()):
+        if isinstance(each, Dataset):
+            facts |= _facts_of(each, f"{subject}, its {type(each).__name__} {number}")
+    return facts
 
 
 def _check_training(order: GlobalOrder, shard: ShardSpec, batch_size: int | None) -> None:

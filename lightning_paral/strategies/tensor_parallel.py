@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_paral.compat.torch.compiled import is_compiled
 from lightning_paral.compat.torch.pytree import tree_map_only
 from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.differences.same_batch import check_same_batch
 from lightning_paral.distributed.host_exchange import broadcast_from_first_rank, every_rank
 from lightning_paral.distributed.mesh import TENSOR, ParallelDims
 from lightning_paral.distributed.rng_state import current_states, restore_states
@@ -67,6 +68,7 @@ class TensorParallel:
         self._dims = dims
         self._mesh = mesh[TENSOR]
         self._ranks_per_node = ranks_per_node
+        self._awaits_batch = True
         self._awaits_check = options.check_plan and module.automatic_optimization
         observed = _observe(trainer, module, dims.tensor)
         plan = make_plan(module, dims.tensor, observed, options.plan)
@@ -94,6 +96,9 @@ class TensorParallel:
             ConfigurationError: splitting the layers changes the loss or a gradient.
         """
         self.split.streams.leave()
+        if self._awaits_batch:
+            check_same_batch("training_step", args[0], "The tensor ranks", self._mesh.get_group())
+            self._awaits_batch = False
         if self.split.may_draw:
             self.share_random_states()
         if not self._awaits_check:

@@ -1,14 +1,11 @@
 """Check before the first training step that dividing the module and its batches does not change the loss."""
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_paral.compat.torch.pytree import tree_leaves
 from lightning_paral.data.padding import rollback_side_effects
 from lightning_paral.data.parts.split import first_samples
 from lightning_paral.distributed.host_exchange import gather_objects
@@ -114,33 +111,6 @@ def check_observed(groups: PipelineGroups | None, *failures: str | None) -> None
         for message in of_each_kind:
             if message is not None:
                 raise ConfigurationError(message)
-
-
-def check_same_batch(step: str, batch: Any, groups: PipelineGroups | None) -> None:
-    """Check that all stages have the same batch. *Collective* over the pipeline.
-
-    Args:
-        step: the name of the step that runs on it.
-        batch: the batch of this rank.
-        groups: the process groups of the run; `None` if there is one stage.
-
-    Raises:
-        ConfigurationError: they do not. Raised on all stages.
-    """
-    tensors = [leaf.detach().cpu() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
-    dense = [tensor.contiguous() for tensor in tensors if tensor.layout is torch.strided and tensor.numel()]
-    digest = hashlib.blake2b()
-    for tensor in dense:
-        digest.update(tensor.view(-1).view(torch.uint8).numpy().tobytes())
-    found = _of_all(groups, (shapes, digest.hexdigest()))
-    if any(other != found[0] for other in found):
-        raise ConfigurationError(
-            f"The stages of the pipeline have different batches in the first {step}, but they compute it together. "
-            "Leave out samplers that divide the samples by rank, such as DistributedSampler: the strategy divides them "
-            "among the ranks that draw different samples. Data that is random must be the same on all ranks: call "
-            "seed_everything() first, or give it a generator with a seed."
-        )
 
 
 def _of_all(groups: PipelineGroups | None, value: Any) -> list[Any]:

@@ -13,6 +13,7 @@ from lightning_paral.data.padding import user_attributes
 from lightning_paral.data.parts.join import join_training_output
 from lightning_paral.data.parts.logs import LogRecord
 from lightning_paral.data.parts.split import has_samples, split_batch
+from lightning_paral.distributed.differences.same_batch import check_same_batch
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.pipeline.attributes import SharedAttributes
 from lightning_paral.engines.pipeline.boundaries import Boundaries, ReceivedTensors
@@ -28,7 +29,7 @@ from lightning_paral.engines.pipeline.hidden_attributes import with_attribute
 from lightning_paral.engines.pipeline.idle_time import IdleTime
 from lightning_paral.engines.pipeline.metrics import share_values
 from lightning_paral.engines.pipeline.options import PipelineOptions
-from lightning_paral.engines.pipeline.rehearsal import check_observed, check_same_batch, rehearse
+from lightning_paral.engines.pipeline.rehearsal import check_observed, rehearse
 from lightning_paral.engines.pipeline.results import StepResults, loss_of
 from lightning_paral.engines.pipeline.schedule import passes_of_step
 from lightning_paral.engines.pipeline.streams import RandomStreams
@@ -170,7 +171,7 @@ class StageSteps:
 
     def _check_first_batch(self, batch: Any) -> None:
         """Check the first batch, and what hooks before it have done to parameters. *Collective* over the pipeline."""
-        check_same_batch("training_step", batch, self._groups)
+        self._check_same_batch("training_step", batch)
         check_observed(self._groups, hook_on_parameter(self._module))
         if self._num_micro_batches > 1 and not has_samples(batch):
             raise ConfigurationError(
@@ -183,7 +184,8 @@ class StageSteps:
         """Check in the first call of each step that all stages have the same batch. *Collective* then."""
         if step not in self._checked_batches:
             self._checked_batches.add(step)
-            check_same_batch(step, batch, self._groups)
+            if self._groups is not None:
+                check_same_batch(step, batch, "The stages of the pipeline", self._groups.values)
 
     def _rehearse(self, step: Step, batch: Any, others: Sequence[Any], kwargs: dict[str, Any]) -> None:
         def forward(part: Any, observer: Dependencies | None) -> Tensor | None:

@@ -487,7 +487,7 @@ def fail_in_every_way() -> list[str]:
 def test_invalid_loaders_are_named_on_every_rank(on_ranks) -> None:
     for messages in on_ranks(2, fail_in_every_way):
         different, *too_few, small, unbatched, indivisible = messages
-        assert "LooksAtTheRank draws different batches on rank 1 than on rank 0" in different
+        assert "The LooksAtTheRank first draws [[0, 1], [2, 3], [4, 5], [6, 7]] on rank 0 and [[1, 2]," in different
         assert all("has fewer batches than there are ranks, 2" in message for message in too_few)
         assert "batch_size=1" in small
         assert "batch_size=None" in unbatched
