@@ -1,14 +1,15 @@
 """Distribute the loader of an iterable dataset: every rank reads the full stream and keeps its own batches."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
-from itertools import count, islice
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, count, islice
 from typing import Any, cast
 
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
 
-from lightning_paral.compat.torch.loaders import copy_without_workers
+from lightning_paral.compat.private_name import is_named_by
+from lightning_paral.compat.torch.loaders import copy_without_workers, set_worker_info
 from lightning_paral.data.global_order import Seed
 from lightning_paral.data.loader import Loader, with_iteration
 from lightning_paral.data.order_rng import SeededRNG
@@ -51,8 +52,8 @@ def distribute_iterable(
     if shard.data_size > 1:
         rank_zero_info(
             f"{name} is an iterable dataset: each of {shard.data_size} ranks x {max(1, loader.num_workers)} "
-            "workers reads all of it and keeps its part. If the dataset shards itself by rank or worker, set "
-            "shard_iterable=False."
+            "workers reads all of it, or the part that it yields by get_worker_info(), and keeps its share. If the "
+            "dataset shards itself by rank, set shard_iterable=False."
         )
     dataset = cast(Iterable[Any], loader.dataset)
     stream = ShardedIterable(dataset, shard, batch_size, loader.drop_last, seed, loader_index)
@@ -61,7 +62,7 @@ def distribute_iterable(
 
 def with_stream(loader: Loader, stream: "ShardedIterable") -> Loader:
     """Return a copy of `loader` that reads `stream` instead of its dataset."""
-    forwarder = _EpochForwarder(stream)
+    forwarder, stream.num_workers = _EpochForwarder(stream), loader.num_workers
     changes: dict[str, Any] = {"dataset": stream, "sampler": forwarder, "drop_last": False}
     if loader.batch_size is not None:
         changes["batch_size"] = stream.local_batch_size
@@ -113,6 +114,9 @@ class ShardedIterable(IterableDataset[Any]):
         self._epoch = 0
         self._num_iterations = 0  # of this epoch, but of all epochs in persistent workers, which do not see `set_epoch`
         self._skip = 0
+        self._saved: Mapping[str, int] = {}
+        self.num_workers = 0
+        """The number of workers of the loader."""
 
     @property
     def epoch(self) -> int:
@@ -127,10 +131,16 @@ class ShardedIterable(IterableDataset[Any]):
             self.shares.clear()
         self._num_iterations = 0
 
-    def resume(self, epoch: int, num_samples: int) -> None:
-        """Make the next iteration an iteration of `epoch` that skips the first `num_samples` of the stream."""
+    def resume(self, epoch: int, num_samples: int, saved: Mapping[str, int] | None = None) -> None:
+        """Make the next iteration an iteration of `epoch` that skips the first `num_samples` of the stream.
+
+        Args:
+            epoch: the epoch.
+            num_samples: the number of samples to skip.
+            saved: the `"step_size"` and `"num_workers"` of the run that used them; `None` for those of this run.
+        """
         self.set_epoch(epoch)
-        self._skip = num_samples
+        self._skip, self._saved = num_samples, saved or {}
 
     def record_uneven(self, batches: Iterator[Any], restart: object = None) -> Iterator[Any]:
         """Yield `batches` without marks. Record how those of uneven steps are divided among the ranks."""
@@ -178,25 +188,44 @@ class ShardedIterable(IterableDataset[Any]):
         return self.global_batch_size // self.shard.data_size
 
     def __len__(self) -> int:
+        divides_itself = self.num_workers > 1 and is_named_by(type(self.dataset), "get_worker_info")
+        if divides_itself and self.shard.split == "batch" and self.shard.data_size > 1:
+            raise TypeError("The ranks divide the part of each worker, and may take more steps than for the whole.")
         length = len(self.dataset)  # type: ignore[arg-type]
         num_batches = length // self.batch_size if self.drop_last else -(-length // self.batch_size)
         return self.shard.num_steps(num_batches) * self.local_batch_size
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
+        worker = getattr(worker, "worker", worker)  # in a later epoch of a persistent worker
         worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
         rng = SeededRNG(derive_seed(self._seed.value, self._loader_index, self._epoch, self._num_iterations))
         num_samples_to_skip = self._skip if not self._num_iterations else 0
         self._num_iterations += 1
         beginning: list[Any] = []
+        step_size = self._saved.get("step_size", self.global_batch_size)
+        num_steps_to_skip = num_samples_to_skip // step_size
+        info = _PartInfo(worker, (worker_id + num_steps_to_skip) % num_workers, self.dataset)
+        if worker is not None:
+            set_worker_info(info)
         with rng.drawing():
             stream = iter(self.dataset)
+            stream = chain(list(islice(stream, 1)), stream)
+            if info.was_asked:  # and so the stream is this worker's part, of which each batch counts
+                num_samples_to_skip = len(range(info.id, num_steps_to_skip, num_workers)) * step_size
+                worker_id, num_workers = 0, 1
             if num_samples_to_skip >= self.global_batch_size:
                 first, local, size = self._read_global_batch(stream, keep=True)
                 beginning = local or first
                 num_samples_to_skip -= size
-            for _ in islice(stream, num_samples_to_skip):
-                pass
+            num_missing = num_samples_to_skip - sum(1 for _ in islice(stream, num_samples_to_skip))
+        had = self._saved.get("num_workers", self.num_workers)
+        if info.was_asked and num_steps_to_skip and (had != self.num_workers or num_missing >= step_size):
+            raise ConfigurationError(
+                f"{type(self.dataset).__name__} divides itself by get_worker_info(). A run can continue inside an "
+                f"epoch only with as many workers as before, num_workers={had} instead of {self.num_workers}, and only if "
+                "none had come to its end. Resume from a checkpoint saved at the end of an epoch."
+            )
         for step in count():
             mine = step % num_workers == worker_id
             with rng.drawing():
@@ -251,6 +280,20 @@ class ShardedIterable(IterableDataset[Any]):
         if not step and not self._skip:
             raise too_few_batches(self.dataset, self.shard.data_size)
         return []
+
+
+class _PartInfo:
+    """What `get_worker_info()` returns to a dataset. It notes whether the dataset asks for its part."""
+
+    def __init__(self, worker: Any, part: int, dataset: Iterable[Any]) -> None:
+        self.worker = worker
+        self.dataset = dataset
+        self.was_asked = False
+        self._part = part
+
+    def __getattr__(self, name: str) -> Any:
+        self.was_asked = self.was_asked or name in ("id", "num_workers")
+        return self._part if name == "id" else getattr(self.worker, name)
 
 
 class _EpochForwarder:

@@ -95,7 +95,8 @@ def _position(source: Source, num_steps: int) -> dict[str, Any]:
     if isinstance(source, RankBatchSampler):
         generators = [generator.get_state() for generator in source.order.generators()] if source.order.shared else []
         return source.position(num_steps) | ({"generators": generators} if generators else {})
-    return {"repetition": 0, "samples": num_steps * source.global_batch_size}
+    size, num_workers = source.global_batch_size, source.num_workers
+    return {"repetition": 0, "samples": num_steps * size, "step_size": size, "num_workers": num_workers}
 
 
 def _restore_generators(source: Source, position: dict[str, Any]) -> None:
@@ -109,5 +110,5 @@ def _resume(source: Source, epoch: int, position: dict[str, Any], num_steps: int
     """Move `source` to `position`. Return the number of steps before it."""
     if isinstance(source, RankBatchSampler):
         return source.resume(epoch, position, num_steps)
-    source.resume(epoch, position["samples"])
+    source.resume(epoch, position["samples"], position)
     return int(position["samples"]) // source.global_batch_size

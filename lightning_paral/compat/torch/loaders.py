@@ -1,9 +1,10 @@
-"""Copies of a `DataLoader` that do not share its workers."""
+"""Copies of a `DataLoader` that do not share its workers, and what its workers tell datasets."""
 
 import copy
 from typing import Any
 
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import worker
 
 from lightning_paral.compat.private_name import PrivateName
 
@@ -14,7 +15,13 @@ _ITERATOR = PrivateName(
     reason="a copy or pickle of a loader includes its workers, and no public method removes them",
     seen="torch 2.11 to 2.13",
 )
-NAMES = (_ITERATOR,)
+_INFO = PrivateName(
+    name="torch.utils.data._utils.worker._worker_info",
+    purpose="to tell an iterable dataset which part of its samples to yield",
+    reason="torch.utils.data.get_worker_info returns it, and nothing public sets it",
+    seen="torch 2.11 to 2.13",
+)
+NAMES = (_ITERATOR, _INFO)
 
 
 def copy_without_workers(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
@@ -32,3 +39,8 @@ def copy_without_workers(loader: DataLoader[Any], **attributes: Any) -> DataLoad
 def without_workers(state: dict[str, Any]) -> dict[str, Any]:
     """Return the attributes of a loader for pickling, without its workers."""
     return state | {"_iterator": None}
+
+
+def set_worker_info(info: object) -> None:
+    """Let `torch.utils.data.get_worker_info()` return `info` in this worker."""
+    worker._worker_info = info  # type: ignore[assignment]

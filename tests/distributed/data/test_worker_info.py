@@ -1,0 +1,155 @@
+"""Iterable datasets that divide themselves by `get_worker_info()` give what they give in one process."""
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lightning_paral import ParalDDPStrategy
+from lightning_paral.errors import ConfigurationError
+from tests.running import SaveAt, quiet_trainer
+
+NUM_SAMPLES = 26
+
+
+class Divides(IterableDataset[float]):
+    """Yields this worker's samples, of which the first worker has more. Asks when the first one is drawn."""
+
+    def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
+        self.num_samples = num_samples
+
+    def __iter__(self) -> Iterator[float]:
+        worker = get_worker_info()
+        part, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        yield from (float(i) for i in range(self.num_samples) if min(i % (num_workers + 1), num_workers - 1) == part)
+
+
+class Sized(Divides):
+    def __len__(self) -> int:
+        return self.num_samples
+
+
+class Ignores(Divides):
+    def __iter__(self) -> Iterator[float]:
+        assert get_worker_info() is not None
+        yield from map(float, range(self.num_samples))
+
+
+class Listening(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.trained: list[list[float]] = []
+        self.validated: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch = torch.cat(batch) if isinstance(batch, list) else batch
+        self.trained.append(batch.tolist())
+        return self.layer(batch[:, None].float() / NUM_SAMPLES).mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.validated += batch.tolist()
+        self.log("mean", batch.mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+Seen = tuple[list[list[float]], list[float], float]
+
+
+def fit(
+    split: str | None, dataset: Any, num_workers: int, epochs: int = 1, combined: bool = False, **more: Any
+) -> Seen:
+    """Return the training batches, the validated samples and their mean. Without `split`, fit in one process."""
+    torch.manual_seed(1)
+    persistent = {"persistent_workers": True} if epochs > 1 else {}
+    loader: Any = DataLoader(dataset, 2, num_workers=num_workers, **persistent)
+    if combined:
+        loader = CombinedLoader([loader, DataLoader(dataset, 2, num_workers=num_workers)], "max_size")
+    module, ckpt_path, save_at = Listening(), more.pop("ckpt_path", None), more.pop("save_at", None)
+    strategy = {"strategy": ParalDDPStrategy(split=split), "devices": 2} if split else {"devices": 1}
+    callbacks = [SaveAt(*save_at)] if save_at else []
+    trainer = quiet_trainer(max_epochs=epochs, callbacks=callbacks, num_sanity_val_steps=0, **strategy, **more)
+    trainer.fit(module, loader, DataLoader(dataset, 2, num_workers=num_workers), ckpt_path=ckpt_path)
+    return module.trained, module.validated, float(trainer.callback_metrics.get("mean", 0.0))
+
+
+def fit_all(split: str | None) -> list[Seen]:
+    return [
+        *(fit(split, Divides(), num_workers) for num_workers in (0, 1, 2)),
+        fit(split, Divides(), 2, epochs=2),
+        fit(split, Divides(), 2, combined=True),
+        fit(split, Sized(24), 2),
+        fit(split, Ignores(), 2),
+    ]
+
+
+def joined(ranks: Any) -> list[list[float]]:
+    return [sorted(set(chain.from_iterable(parts))) for parts in zip(*ranks, strict=True)]
+
+
+def test_global_batches_equal_those_of_one_process(on_ranks) -> None:
+    (expected,) = on_ranks(1, fit_all, None, timeout=300)
+    ranks = on_ranks(2, fit_all, "global", timeout=300)
+
+    *divided, ignored = range(len(expected))
+    for number in divided:
+        assert joined([rank[number][0] for rank in ranks]) == joined([expected[number][0]])
+        assert sorted(ranks[0][number][1] + ranks[1][number][1]) == sorted(expected[number][1])
+        for rank in ranks:
+            assert rank[number][2] == pytest.approx(expected[number][2])
+    assert joined([rank[ignored][0] for rank in ranks]) == [[i, i + 1.0] for i in range(0, NUM_SAMPLES, 2)]
+
+
+def test_each_sample_is_used_once_with_whole_batches(on_ranks) -> None:
+    (expected,) = on_ranks(1, fit_all, None, timeout=300)
+    ranks = on_ranks(2, fit_all, "batch", timeout=300)
+
+    *divided, ignored = range(len(expected))
+    for number in divided:
+        assert set(chain.from_iterable(joined([rank[number][0] for rank in ranks]))) == set(chain(*expected[number][0]))
+        assert sorted(ranks[0][number][1] + ranks[1][number][1]) == sorted(expected[number][1])
+        for rank in ranks:
+            assert rank[number][2] == pytest.approx(expected[number][2])
+    assert joined([rank[ignored][0] for rank in ranks])[0] == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("split", ["batch", "global"])
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_run_continues_inside_an_epoch(on_ranks, tmp_path, split: str, step: int) -> None:
+    path = str(tmp_path / "x.ckpt")
+    whole = on_ranks(2, fit_and_save, split, 2, (step, path))
+    resumed = on_ranks(2, fit_resumed, split, 2, path)
+
+    for rank, uninterrupted in zip(resumed, whole, strict=True):
+        assert rank[0] == uninterrupted[0][step:]
+
+
+def fit_and_save(split: str, num_workers: int, save_at: tuple[int, str]) -> Seen:
+    return fit(split, Divides(), num_workers, save_at=save_at)
+
+
+def fit_resumed(split: str, num_workers: int, path: str) -> Seen:
+    return fit(split, Divides(), num_workers, ckpt_path=path)
+
+
+def error_of_resumed(num_workers: int, path: str) -> str:
+    with pytest.raises(ConfigurationError) as raised:
+        fit_resumed("global", num_workers, path)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("step", "num_workers"), [(2, 3), (11, 2)])
+def test_positions_in_parts_that_are_not_known_are_refused(on_ranks, tmp_path, step: int, num_workers: int) -> None:
+    path = str(tmp_path / "x.ckpt")
+    on_ranks(2, fit_and_save, "global", 2, (step, path))
+
+    for message in on_ranks(2, error_of_resumed, num_workers, path):
+        assert "Divides divides itself by get_worker_info()" in message
