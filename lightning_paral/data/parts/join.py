@@ -24,29 +24,38 @@ def weighted_mean(values: Sequence[Any], weights: Sequence[float], device: torch
     total = sum(weights)
     if len(values) == 1 or total == 0:
         return _tensor_to(values[0], device)
-    mean = _tensor_to(values[0], device) * (weights[0] / total)
-    for value, weight in zip(values[1:], weights[1:], strict=True):
-        mean = mean + _tensor_to(value, device) * (weight / total)
-    return mean
+    # Without those of weight 0: the mean of a part without targets is NaN.
+    first, *others = [
+        _tensor_to(value, device) * (each / total) for value, each in zip(values, weights, strict=True) if each
+    ]
+    return sum(others, start=first)
 
 
-def join_training_output(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:
+def join_training_output(
+    outputs: Sequence[Any], sizes: Sequence[int], device: torch.device, weights: Sequence[float] | None = None
+) -> Any:
     """Return what `training_step` would return for the full batch: the weighted mean of the losses, the rest gathered.
 
     A replica that returns `None` skips the step, and is left out of the mean.
 
+    Args:
+        outputs: what the replicas returned.
+        sizes: the numbers of samples of the replicas.
+        device: the device of the result.
+        weights: the weights of the losses; by default `sizes`.
+
     Raises:
         ConfigurationError: the replicas returned values of different types.
     """
-    kept = [(output, size) for output, size in zip(outputs, sizes, strict=True) if output is not None]
+    kept = [each for each in zip(outputs, sizes, weights or sizes, strict=True) if each[0] is not None]
     if not kept:
         return None
-    values, sizes = [output for output, _ in kept], [size for _, size in kept]
+    values, sizes, weights = zip(*kept, strict=True)
     if all(isinstance(value, Tensor) for value in values):
-        return weighted_mean(values, sizes, device)
+        return weighted_mean(values, weights, device)
     gathered = gather(values, sizes, device)
     if isinstance(gathered, Mapping) and all(isinstance(value.get("loss"), Tensor) for value in values):
-        gathered["loss"] = weighted_mean([value["loss"] for value in values], sizes, device)  # type: ignore[index]
+        gathered["loss"] = weighted_mean([value["loss"] for value in values], weights, device)  # type: ignore[index]
     return gathered
 
 

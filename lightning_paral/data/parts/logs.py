@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,10 +31,10 @@ class LogRecord:
 
     Args:
         num_samples: the size of the replica's sub-batch.
-        original_of: maps a replica's copy of a metric to the master's metric.
+        original_of: maps a replica's copy of a metric to the master's metric; by default, they are the same.
     """
 
-    def __init__(self, num_samples: int, original_of: Callable[[object], object]) -> None:
+    def __init__(self, num_samples: int, original_of: Callable[[object], object] = lambda metric: metric) -> None:
         self.calls: list[LogCall] = []
         self._num_samples = num_samples
         self._original_of = original_of
@@ -52,6 +52,13 @@ class LogRecord:
         given = arguments.get("batch_size")
         self.calls.append(LogCall(arguments, self._num_samples if given is None else given))
 
+    def weigh(self, loss: float, weight: float) -> None:
+        """Let values that are equal to `loss` count with `weight` in means."""
+        for number, call in enumerate(self.calls):
+            value = call.arguments["value"]
+            if isinstance(value, Tensor | float) and str(float(value)) == str(loss):  # NaN equals NaN
+                self.calls[number] = replace(call, num_samples=weight)
+
 
 def merge_logs(records: Sequence[LogRecord], device: torch.device) -> Iterator[dict[str, Any]]:
     """Merge matching calls of the replicas, and yield the arguments of each merged call, with values on `device`.
@@ -64,7 +71,7 @@ def merge_logs(records: Sequence[LogRecord], device: torch.device) -> Iterator[d
         first = calls[0].arguments
         merged = dict(first)
         if first.get("batch_size") is not None:
-            merged["batch_size"] = sum(call.num_samples for call in calls)
+            merged["batch_size"] = sum(call.arguments["batch_size"] for call in calls)
         if isinstance(first["value"], Metric):
             _merge_batch_value(first["value"], records, calls, device)
         elif len(calls) > 1:

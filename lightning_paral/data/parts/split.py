@@ -31,7 +31,7 @@ def split_batch(batch: Any, devices: Sequence[torch.device]) -> tuple[list[Any],
     Raises:
         ConfigurationError: tensors differ in their first dimension, so the number of samples is ambiguous.
     """
-    num_samples = _num_samples(batch)
+    num_samples = num_samples_of(batch)
     if num_samples is None:
         return [batch], [1]
     num_parts = max(1, min(len(devices), num_samples))
@@ -46,23 +46,14 @@ def split_batch(batch: Any, devices: Sequence[torch.device]) -> tuple[list[Any],
     return parts, [end - start for start, end in zip(starts, ends, strict=True)]
 
 
-def first_samples(batch: Any, start: int, stop: int) -> Any:
-    """Return the samples `start` to `stop - 1` of `batch`, or `None` if it does not have `start + 1` samples."""
-    num_samples = _num_samples(batch)
+def first_samples(batch: Any, start: int, stop: int, step: int = 1) -> Any:
+    """Return the samples of `batch` from `start` to `stop - 1`, or `None` if it does not have `start + 1` samples."""
+    num_samples = num_samples_of(batch)
     if num_samples is None:
         return batch if start == 0 else None
     if start >= num_samples and num_samples > 0:
         return None
-    return _take(batch, slice(start, min(stop, num_samples)), num_samples, None)
-
-
-def has_samples(batch: Any) -> bool:
-    """Return whether `batch` has a tensor with a dimension, along which it can be divided.
-
-    Raises:
-        ConfigurationError: tensors differ in their first dimension, so the number of samples is ambiguous.
-    """
-    return _num_samples(batch) is not None
+    return _take(batch, slice(start, min(stop, num_samples), step), num_samples, None)
 
 
 def is_named_tuple(value: object) -> bool:
@@ -75,8 +66,12 @@ def has_tensors(value: Any) -> bool:
     return next(_tensors(value, ""), None) is not None
 
 
-def _num_samples(batch: Any) -> int | None:
-    """Return the size of the first dimension, which all tensors share; `None` if no tensor has a dimension."""
+def num_samples_of(batch: Any) -> int | None:
+    """Return the size of the first dimension, which all tensors share; `None` if no tensor has a dimension.
+
+    Raises:
+        ConfigurationError: tensors differ in their first dimension, so the number of samples is ambiguous.
+    """
     sizes = {path: size for path, size in _tensors(batch, "batch") if size is not None}
     if len(set(sizes.values())) > 1:
         first_of_size: dict[int, str] = {}
@@ -122,8 +117,8 @@ def _take(value: Any, samples: slice, num_samples: int, device: torch.device | N
     if isinstance(value, Tensor):
         part = value[samples] if value.dim() else value
         # Copy even on CPU: views share a version counter, so autograd would take an in-place operation of one replica
-        # for a change to the input of another.
-        return part.to(device, non_blocking=True, copy=samples.start > 0)
+        # for a change to the input of another. A view with steps is not contiguous, which code may rely on.
+        return part.to(device, non_blocking=True, copy=bool(samples.start or samples.step))
     if isinstance(value, Mapping):
         items = {key: take(item) for key, item in value.items()}
         if not isinstance(value, MutableMapping):

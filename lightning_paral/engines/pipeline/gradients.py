@@ -83,10 +83,15 @@ class StageGradients:
             parameter.grad = gradient
         self._before = []
 
-    def attached_to(self, loss: Tensor) -> Tensor:
-        """Return a copy of `loss`, the same on all stages, whose backward pass deposits the gradients of the step."""
+    def attached_to(self, loss: Tensor, correction: float) -> Tensor:
+        """Return a copy of `loss`, the same on all stages, whose backward pass deposits the gradients of the step.
+
+        Args:
+            loss: the loss of the step.
+            correction: by what the gradients have to be multiplied.
+        """
         anchor = torch.zeros((), device=loss.device, requires_grad=True)
-        attached: Tensor = _Attached.apply(anchor, loss, self)  # type: ignore[no-untyped-call]
+        attached: Tensor = _Attached.apply(anchor, loss, self, correction)  # type: ignore[no-untyped-call]
         return attached
 
     @torch.no_grad()
@@ -161,14 +166,14 @@ class StageGradients:
 
 class _Attached(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loss: Tensor, gradients: StageGradients) -> Tensor:
-        ctx.gradients = gradients
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, gradients: StageGradients, correction: float) -> Tensor:
+        ctx.gradients, ctx.correction = gradients, correction
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> Any:
-        ctx.gradients.deposit(factor)
-        return None, None, None
+        ctx.gradients.deposit(factor * ctx.correction)
+        return None, None, None, None
 
 
 @torch.no_grad()

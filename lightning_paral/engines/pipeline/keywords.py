@@ -26,8 +26,8 @@ class PipelineKeywords(RankOptions, total=False):
             function that takes a submodule's dotted name and the submodule, and returns whether to choose it. All other
             parameters are on every rank, except those of `first_stage` and `last_stage`.
         min_params: instead of `units`, the smallest submodules with at least this number of parameters.
-        check_steps: before the first training step, and after 1, 2 and 4 optimizer steps, run `training_step` on two
-            samples, and check that dividing the module and the batch does not change what it computes.
+        check_steps: before the first training step, and after 1, 2 and 4 optimizer steps, run `training_step` on
+            samples of the batch, and check that dividing the module and the batch does not change what it computes.
         broadcast_buffers: give all ranks of a stage the buffers of the first of them, as DDP does: before the training
             step that begins an accumulation window, and at the start of validation.
         shard: the number of ranks of a stage over which its parameters, gradients and optimizer state are sharded with

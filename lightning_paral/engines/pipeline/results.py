@@ -63,10 +63,6 @@ class StepResults:
             peers = ranks[:-1] if self.is_last else ranks[-1:]
             self._channels = [Channel(groups.results, peer, device, waiting) for peer in peers]
 
-    def record(self, num_samples: int) -> LogRecord:
-        """Return a record for the `self.log` calls of a part of the batch with `num_samples` samples."""
-        return LogRecord(num_samples, lambda metric: metric)
-
     def share(self, output: Any, records: Sequence[LogRecord]) -> Any:
         """Log on all stages what the last stage has logged, and return its `output`. *Collective* over the pipeline.
 

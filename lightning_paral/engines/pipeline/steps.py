@@ -12,7 +12,7 @@ from lightning_paral.compat.torch.pytree import tree_map_only
 from lightning_paral.data.padding import user_attributes
 from lightning_paral.data.parts.join import join_training_output
 from lightning_paral.data.parts.logs import LogRecord
-from lightning_paral.data.parts.split import has_samples, split_batch
+from lightning_paral.data.parts.split import num_samples_of, split_batch
 from lightning_paral.distributed.differences.same_batch import check_same_batch
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.pipeline.attributes import SharedAttributes
@@ -33,11 +33,13 @@ from lightning_paral.engines.pipeline.rehearsal import check_observed, rehearse
 from lightning_paral.engines.pipeline.results import StepResults, loss_of
 from lightning_paral.engines.pipeline.schedule import passes_of_step
 from lightning_paral.engines.pipeline.streams import RandomStreams
+from lightning_paral.engines.pipeline.weights import MicroBatchWeights
 from lightning_paral.errors import ConfigurationError
 
 Step = Callable[..., Any]
 _CHECKED_STEPS = (0, 1, 2, 4)
 """Numbers of optimizer steps after which a training step is rehearsed."""
+_NUM_COMPARED = 8
 
 
 class StageSteps:
@@ -135,18 +137,16 @@ class StageSteps:
             if hook is not None:
                 raise ConfigurationError(hook)
 
-    def _begins_window(self) -> bool:
-        trainer = self._module.trainer
-        return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
-
     def _train_on(
         self, parts: Sequence[Any], sizes: Sequence[int], step: Step, others: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        records = [self._results.record(size) for size in sizes]
+        records = [LogRecord(size) for size in sizes]
         outputs: list[Any] = [None] * len(parts)
         graphs: dict[int, tuple[Tensor, ReceivedTensors | None]] = {}
+        weights = MicroBatchWeights(sizes)
         try:
-            self._gradients.set_aside(begins_window=self._begins_window())
+            trainer = self._module.trainer
+            self._gradients.set_aside(begins_window=trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0)
             self._boundaries.expect(len(parts))
             for each in passes_of_step(self._options.schedule, self._dims.stage, self._dims.pipeline, len(parts)):
                 number = each.micro_batch
@@ -157,23 +157,27 @@ class StageSteps:
                     result = self._forward("training_step", step, (parts[number], *others), kwargs, number)
                 if self._is_last_stage:
                     outputs[number] = tree_map_only(Tensor, Tensor.detach, result)
-                    result = loss_of(result) * (sizes[number] / max(1, sum(sizes)))
+                    result = weights.weighted(number, loss_of(result))
                 graphs[number] = result, self._boundaries.take_received()
         finally:
             self._gradients.take()
-        joined = join_training_output(outputs, sizes, self._device) if self._is_last_stage else None
-        output = self._results.share(joined, records)
+        known, correction = weights.known()
+        joined = join_training_output(outputs, sizes, self._device, known) if self._is_last_stage else None
+        if known != sizes:
+            for record, output, weight in zip(records, outputs, known, strict=True):
+                record.weigh(float(loss_of(output)), weight)
+        output, correction = self._results.share((joined, correction), records)
         self._boundaries.finish()
         if isinstance(output, Tensor):
-            return self._gradients.attached_to(output)
-        output["loss"] = self._gradients.attached_to(output["loss"])
+            return self._gradients.attached_to(output, correction)
+        output["loss"] = self._gradients.attached_to(output["loss"], correction)
         return output
 
     def _check_first_batch(self, batch: Any) -> None:
         """Check the first batch, and what hooks before it have done to parameters. *Collective* over the pipeline."""
         self._check_same_batch("training_step", batch)
         check_observed(self._groups, hook_on_parameter(self._module))
-        if self._num_micro_batches > 1 and not has_samples(batch):
+        if self._num_micro_batches > 1 and num_samples_of(batch) is None:
             raise ConfigurationError(
                 "The first training batch has no tensor with a dimension, so there is nothing to divide into "
                 "micro-batches. Return batches whose tensors have the samples in their first dimension, or set "
@@ -181,29 +185,19 @@ class StageSteps:
             )
 
     def _check_same_batch(self, step: str, batch: Any) -> None:
-        """Check in the first call of each step that all stages have the same batch. *Collective* then."""
-        if step not in self._checked_batches:
-            self._checked_batches.add(step)
-            if self._groups is not None:
-                check_same_batch(step, batch, "The stages of the pipeline", self._groups.values)
+        """Check that all stages have the same batch. *Collective* over the pipeline."""
+        if self._groups is not None:
+            check_same_batch(step, batch, "The stages of the pipeline", self._groups.values)
 
     def _rehearse(self, step: Step, batch: Any, others: Sequence[Any], kwargs: dict[str, Any]) -> None:
         def forward(part: Any, observer: Dependencies | None) -> Tensor | None:
-            result = self._observed_forward(
-                "training_step", step, (part, *others), kwargs, observer, self._results.record(1)
-            )
+            result = self._observed_forward("training_step", step, (part, *others), kwargs, observer, LogRecord(1))
             self._boundaries.take_received()  # no backward pass follows
-            return loss_of(result).detach() if self._is_last_stage else None
+            return loss_of(result) if self._is_last_stage else None
 
-        rehearse(
-            self._module,
-            batch,
-            forward,
-            self._groups,
-            self._streams,
-            self._dependencies("training_step"),
-            divides_batches=self._num_micro_batches > 1,
-        )
+        # Two samples may have equally many tokens by chance, so the first time more of them are compared.
+        num_samples = min(self._num_micro_batches, 2 if len(self._checked_steps) > 1 else _NUM_COMPARED)
+        rehearse(self._module, batch, forward, self._groups, self._dependencies("training_step"), num_samples)
 
     def _dependencies(self, step: str) -> Dependencies:
         first = [end.name for end in self._division.ends if end.is_first and self._dims.stage > 0]
@@ -230,28 +224,22 @@ class StageSteps:
 
     def evaluate(self, name: str, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what `step`, the step `name` of the module, returns, on all stages. *Collective* over the pipeline."""
-        is_observed = name not in self._checked_batches and any(end.is_first for end in self._division.ends)
-        self._check_same_batch(name, args[0])
-        record = self._results.record(1)
-        if is_observed:
-            output = self._evaluate_observed(name, step, args, kwargs, record)
-        else:
-            with self._logging_to(record):
-                output = self._forward(name, step, args, kwargs, 0)
-        output = self._results.share(output if self._is_last_stage else None, [record])
-        self._boundaries.finish()
-        return output
-
-    def _evaluate_observed(
-        self, name: str, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], record: LogRecord
-    ) -> Any:
-        """Return what `step` returns, after checking that it uses no outputs that this stage does not have."""
-        observer, output, failure = self._dependencies(name), None, None
+        observer, output, failure, record = None, None, None, LogRecord(1)
+        if name not in self._checked_batches:
+            self._checked_batches.add(name)
+            self._check_same_batch(name, args[0])
+            if any(end.is_first for end in self._division.ends):
+                observer = self._dependencies(name)
         try:
             output = self._observed_forward(name, step, args, kwargs, observer, record)
         except ConfigurationError as error:
+            if observer is None:
+                raise
             failure = str(error)
-        check_observed(self._groups, failure, observer.explain())
+        if observer is not None:
+            check_observed(self._groups, failure, observer.explain())
+        output = self._results.share(output if self._is_last_stage else None, [record])
+        self._boundaries.finish()
         return output
 
     # Passes
