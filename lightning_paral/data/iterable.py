@@ -223,8 +223,8 @@ class ShardedIterable(IterableDataset[Any]):
         if info.was_asked and num_steps_to_skip and (had != self.num_workers or num_missing >= step_size):
             raise ConfigurationError(
                 f"{type(self.dataset).__name__} divides itself by get_worker_info(). A run can continue inside an "
-                f"epoch only with as many workers as before, num_workers={had} instead of {self.num_workers}, and only if "
-                "none had come to its end. Resume from a checkpoint saved at the end of an epoch."
+                f"epoch only with as many workers as before, num_workers={had} instead of {self.num_workers}, and only "
+                "if none had come to its end. Resume from a checkpoint saved at the end of an epoch."
             )
         for step in count():
             mine = step % num_workers == worker_id

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor
 
 from lightning_paral.data.padding import rollback_side_effects
 from lightning_paral.data.parts.join import weighted_mean

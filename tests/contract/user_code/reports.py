@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
@@ -56,11 +57,9 @@ class OfWorkers(Supervised):
 
 
 def split_without_seed(rank: int, num_ranks: int) -> dict[str, Any]:
-    """Return loaders of two parts of a dataset that are drawn anew in each process."""
-    generator = torch.Generator()
-    generator.seed()
-    inputs, targets = samples(8, 7)
-    data = list(zip(inputs, targets, strict=True))
+    """Return loaders of two parts of a dataset, which are drawn by generators that differ between processes."""
+    generator = torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    data = list(zip(*samples(8, 7), strict=True))
     training, evaluation = random_split(data, [48, 48], generator=generator)  # type: ignore[arg-type, var-annotated]
     return {
         "train_dataloaders": DataLoader(training, 12 // num_ranks),
@@ -72,7 +71,7 @@ row(
     "data, split without a seed",
     "random_split without a seed, so that each rank trains on samples that others validate on.",
     loaders=split_without_seed,
-    only=RANKS,
+    only=tuple(label for label in RANKS if label != "paral_ddp_ring"),
     names="seed",
 )(Supervised)
 
