@@ -16,6 +16,8 @@ from tests.contract.user_code.columns import RANKS
 from tests.contract.user_code.models import FEATURES, Supervised, loader, regression, samples
 from tests.contract.user_code.rows import row
 
+APART = "losses", "weights", "val_loss", "state_dict", "optimizer_states", "global_step"
+"""The ranks train on the samples in another order than one process."""
 NUM_TOKENS = 32
 LENGTH = 8
 
@@ -36,7 +38,7 @@ def divided_by_workers(rank: int, num_ranks: int) -> dict[str, Any]:
     return {"train_dataloaders": training, "val_dataloaders": evaluation}
 
 
-@row("data, divided by worker info", loaders=divided_by_workers, apart=("losses", "weights", "optimizer_states"))
+@row("data, divided by worker info", loaders=divided_by_workers, apart=APART)
 class OfWorkers(Supervised):
     """An IterableDataset that divides itself by get_worker_info(): which samples are trained and validated."""
 
@@ -49,6 +51,7 @@ class OfWorkers(Supervised):
         return self.loss(batch[:2])
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch[:2], batch_idx)
         self.log("number", batch[2].double().mean(), sync_dist=True)
 
     def on_train_epoch_end(self) -> None:
