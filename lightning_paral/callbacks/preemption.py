@@ -6,12 +6,14 @@ import threading
 import time
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_paral.callbacks import slurm
 from lightning_paral.compat.lightning import preemption as lightning_preemption
@@ -21,6 +23,7 @@ from lightning_paral.distributed.stop_agreement import StopAgreement
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.option_types import check_at_least, checked_options
 
+_HANG_SECONDS = 20.0  # 10 seconds before schedulers kill
 _SAME_SIGNAL_SECONDS = 3.0
 """Signals that follow the first one within this time are copies of it: torchrun and launchers forward signals."""
 
@@ -43,8 +46,9 @@ class Preemption(Callback):
         max_time: how long the job may take, from the beginning of the fit, as `"DD:HH:MM:SS"` or a timedelta. In a job
             of SLURM, its end time is known from `SLURM_JOB_END_TIME`.
         margin: the number of seconds before the deadline at which to stop. `None` ignores `SLURM_JOB_END_TIME`.
-        grace: the number of seconds after which the process ends even if the checkpoint is not saved. By default, the
-            scheduler decides: torchrun kills after 30 seconds, and SLURM 30 seconds after its SIGTERM.
+        grace: the number of seconds after which the run ends even if the batch hangs or the checkpoint is not saved.
+            By default, it ends if no batch ends for 20 seconds after SIGTERM; otherwise the scheduler decides: torchrun
+            kills after 30 seconds, and SLURM 30 seconds after its SIGTERM.
         exit_status: the status with which the process exits. `"signal"` means 128 + the number of the signal, such as
             143, and 143 after a deadline. `"return"` lets `trainer.fit` return instead; see `was_preempted`.
         requeue: whether to requeue jobs of SLURM, unless `SLURMEnvironment(auto_requeue=False)` is used.
@@ -52,6 +56,8 @@ class Preemption(Callback):
     Raises:
         ConfigurationError: an option has a value that cannot work.
     """
+
+    _saves = True
 
     @checked_options
     def __init__(
@@ -82,6 +88,7 @@ class Preemption(Callback):
         self._signum: int | None = None
         self._signaled_at = 0.0
         self._is_requeueing = False
+        self._is_saving = False
         self._num_batches = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -96,7 +103,7 @@ class Preemption(Callback):
         if stage != "fit":
             return
         self.was_preempted, self.checkpoint_path = False, None
-        self._signum, self._num_batches, self._is_requeueing = None, 0, False
+        self._signum, self._num_batches, self._is_requeueing, self._is_saving = None, 0, False, False
         watcher = getattr(trainer.strategy, "_watcher", None)
         if watcher is None and trainer.world_size > 1:
             raise ConfigurationError(
@@ -104,9 +111,9 @@ class Preemption(Callback):
                 "ranks. Several ranks need a strategy of lightning_paral, such as "
                 "strategy='paral_ddp'."
             )
-        self._agreement = StopAgreement(watcher, self._on_request)
+        self._agreement = StopAgreement(watcher, partial(self._on_request, trainer))
         self._undo.callback(self._agreement.end)
-        for signum in {signal.SIGTERM, slurm.requeue_signal(trainer)}:
+        for signum in {signal.SIGTERM, slurm.requeue_signal(trainer) if self._saves else signal.SIGTERM}:
             self._undo.callback(call_on_signal(signum, lambda signum=signum: self._on_signal(signum)))  # type: ignore[misc]
         self._set_deadline()
 
@@ -126,7 +133,12 @@ class Preemption(Callback):
     def _save(self, trainer: Trainer) -> None:
         """Save a checkpoint, and requeue a job of SLURM. *Collective* over the world."""
         assert self._agreement is not None
-        rank_zero_info(f"{self._agreement.reason}. Saving after optimizer step {trainer.global_step}, then stopping.")
+        self._is_saving = self._saves
+        what = "Saving and stopping" if self._saves else "Stopping"
+        rank_zero_info(f"{self._agreement.reason}. {what} after optimizer step {trainer.global_step}.")
+        if not self._saves:
+            lightning_preemption.set_received_sigterm(trainer)
+            raise SIGTERMException  # as Lightning's loop does
         path = self._path(trainer)
         trainer.save_checkpoint(path)
         finish = getattr(trainer.strategy, "finish_saving", None)
@@ -188,11 +200,20 @@ class Preemption(Callback):
         elif now - self._signaled_at > _SAME_SIGNAL_SECONDS and not self._is_requeueing:
             _exit_now(f"A second signal, {signal.Signals(signum).name}, ends the process", 128 + signum)
 
-    def _on_request(self, reason: str) -> None:
-        if self.grace is not None:
-            status = self._status(reason)
-            message = f"{reason}, and the checkpoint was not complete after grace={self.grace:g} seconds"
-            self._start_timer(self.grace, lambda: _exit_now(message, status))
+    def _on_request(self, trainer: Trainer, reason: str) -> None:
+        seconds = _HANG_SECONDS if self.grace is None and reason == _reason(signal.SIGTERM) else self.grace
+        if seconds is not None:
+            self._start_timer(seconds, partial(self._end_late, trainer, reason, seconds, _num_ended(trainer)))
+
+    def _end_late(self, trainer: Trainer, reason: str, seconds: float, num_ended: int) -> None:
+        """End the run after the grace period; without one, if no batch has ended since there were `num_ended`."""
+        if self.grace is None and (self._is_saving or _num_ended(trainer) > num_ended):
+            self._on_request(trainer, reason)
+        elif self._is_saving or trainer.world_size == 1:
+            late = f"and the checkpoint was not complete after grace={seconds:g} seconds"
+            _exit_now(f"{reason}, {late}", self._status(reason))
+        else:
+            getattr(trainer.strategy, "end_hung_run")(f"{reason}, but no batch ended for {seconds:g} s.")  # noqa: B009
 
     def _set_deadline(self) -> None:
         left = self.max_seconds
@@ -250,11 +271,24 @@ def _seconds(max_time: str | timedelta) -> float:
     return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()
 
 
-def add_for_requeueing(trainer: Trainer) -> None:
-    """Add a `Preemption` to the Trainer's callbacks if SLURM requeues the job and there is none.
+def _num_ended(trainer: Trainer) -> int:
+    """Return how many batches of training and validation have ended."""
+    epoch = trainer.fit_loop.epoch_loop
+    return epoch.batch_progress.total.completed + epoch.val_loop.batch_progress.total.completed
 
-    Lightning's own handler saves at any line of a step, which ranks that save together cannot do.
+
+class _StopOnSigterm(Preemption):
+    """Stops all ranks after the same batch, as Lightning does after SIGTERM, and saves nothing."""
+
+    _saves = False
+
+
+def add_for_signals(trainer: Trainer) -> None:
+    """Add a `Preemption` to the Trainer's callbacks if there is none. It saves only if SLURM requeues the job.
+
+    Lightning's own handlers save, and call collectives, at any line of a step, which several ranks cannot do.
     """
     callbacks: list[Callback] = vars(trainer)["callbacks"]
-    if slurm.requeues(trainer) and not any(isinstance(callback, Preemption) for callback in callbacks):
-        callbacks.insert(0, Preemption(margin=None))
+    requeues = slurm.requeues(trainer)
+    if (requeues or trainer.world_size > 1) and not any(isinstance(callback, Preemption) for callback in callbacks):
+        callbacks.insert(0, (Preemption if requeues else _StopOnSigterm)(margin=None))

@@ -37,7 +37,20 @@ def call_on_signal(signum: int, call: Callable[[], None], previous: Handler = No
     return _ROUTES.add(signum, call, signal.getsignal(signum) if previous is None else previous)
 
 
-class Ignored:
+class _Replacement:
+    """A handler of a signal that takes the place of another one."""
+
+    def __init__(self, signum: int, previous: Handler) -> None:
+        self.signum, self.previous = signum, previous
+
+    def restore(self) -> None:
+        """Set the previous handler, unless someone has replaced this one."""
+        current: object = signal.getsignal(self.signum)
+        if current is self:
+            signal.signal(self.signum, signal.SIG_DFL if self.previous is None else self.previous)
+
+
+class Ignored(_Replacement):
     """Ignores a signal until `restore` is called. Unlike with `SIG_IGN`, programs started meanwhile do not inherit it.
 
     Create it, and call `restore`, in the main thread.
@@ -47,8 +60,7 @@ class Ignored:
     """
 
     def __init__(self, signum: int) -> None:
-        self.signum = signum
-        self.previous: Handler = signal.getsignal(signum)
+        super().__init__(signum, signal.getsignal(signum))
         self._process = os.getpid()
         signal.signal(signum, self)
 
@@ -58,18 +70,12 @@ class Ignored:
             self.restore()
             os.kill(os.getpid(), signum)
 
-    def restore(self) -> None:
-        """Set the previous handler, unless someone has replaced this one."""
-        current: object = signal.getsignal(self.signum)
-        if current is self:
-            signal.signal(self.signum, signal.SIG_DFL if self.previous is None else self.previous)
 
-
-class _Handler:
+class _Handler(_Replacement):
     """The Python part of the handler of one signal, which runs in the main thread."""
 
     def __init__(self, signum: int, previous: Handler) -> None:
-        self.signum, self.previous = signum, previous
+        super().__init__(signum, previous)
         self.calls: list[Callable[[], None]] = []
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
@@ -79,12 +85,6 @@ class _Handler:
             # Someone restored this handler after it was undone.
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
-
-    def restore(self) -> None:
-        """Set the previous handler, unless someone has replaced this one."""
-        current: object = signal.getsignal(self.signum)
-        if current is self:
-            signal.signal(self.signum, signal.SIG_DFL if self.previous is None else self.previous)
 
 
 class _Routes:

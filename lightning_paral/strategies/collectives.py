@@ -1,5 +1,6 @@
 """The collectives of a run. After an exception they do not wait for ranks that may never join."""
 
+import atexit
 import logging
 from contextlib import ExitStack
 from typing import Any
@@ -9,19 +10,22 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 
 from lightning_paral.comm.rows import gather_rows
-from lightning_paral.compat.torch.aborting import abort_nccl, nccl_backends
+from lightning_paral.compat.torch.aborting import abort_nccl, call_on_mismatch, nccl_backends
 from lightning_paral.compat.torch.group_timeouts import use_default_timeout
 from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.failures.departures import end_with_error
 from lightning_paral.distributed.failures.failure import as_consequence, remember_first
 from lightning_paral.distributed.failures.failure_watch import FailureWatch
 from lightning_paral.distributed.failures.liveness import LivenessOfOthers, LivenessOfRankZero
 from lightning_paral.distributed.failures.reachable import new_run_name
 from lightning_paral.distributed.hangs.stacks import StackRequests
+from lightning_paral.distributed.hangs.summary import DIFFERENT
 from lightning_paral.distributed.hangs.timeout_watch import TimeoutWatch
 from lightning_paral.distributed.launching.launcher import CheckedSubprocessLauncher
 from lightning_paral.distributed.process_group import explain_timeout, group_for, owned_group, release_process_group
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.distributed.world_collectives import refuse_repeated_samples
+from lightning_paral.errors import ProcessGroupError
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.strategies.after_failure import AfterFailure
 from lightning_paral.strategies.exception_hooks import end_run_if_hooks_fail
@@ -115,6 +119,8 @@ class Collectives(AfterFailure):
             self._stacks.freeze()
         if isinstance(error, Exception) and explain_timeout(error, self.timeout, self._timeout_option):
             self._name_hang()
+            if self._stacks is not None and self._stacks.summary:
+                error.add_note(self._stacks.summary)
         reported = self._failures.report(error, describe_position(trainer, error))
         if self._undo_guard is None:
             self._undo_guard = end_run_if_hooks_fail(trainer, self._end_after_hook)
@@ -152,6 +158,7 @@ class Collectives(AfterFailure):
         self._run, self._reached, self._logged_group = "", None, None
 
     def _end_watching(self) -> None:
+        call_on_mismatch(None)
         if self._watcher is not None:
             self._watcher.end()
             self._watcher = None
@@ -168,11 +175,29 @@ class Collectives(AfterFailure):
         if self._stacks is not None:
             self._stacks.name_timeout()
 
+    def end_hung_run(self, why: str, remedy: str = "") -> None:
+        """End the run on all ranks, wherever they wait, with an error that says where. Call this in a thread.
+
+        Args:
+            why: a sentence about why the run ends, which comes before where the ranks are.
+            remedy: what to do, which comes after it.
+        """
+        stacks, failures, trainer = self._stacks, self._failures, trainer_of(self.lightning_module)
+        if stacks is not None and failures is not None and trainer is not None:
+            where = stacks.where_all_are(why)
+            error = ProcessGroupError(where if remedy in where else f"{where} {remedy}")
+            failures.end_with(error, describe_position(trainer))
+
+    def _end_after_mismatch(self) -> None:
+        atexit.register(end_with_error)  # otherwise Python would wait for gloo's thread when it exits
+        self.end_hung_run("A rank sent more to another one than its collective takes.", DIFFERENT)
+
     def _begin_naming_hangs(self, watcher: RankWatcher) -> None:
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         self._stacks = hang_requests(trainer, self.timeout, self._timeout_option, self.cluster_environment)
         watcher.add(self._stacks)
+        call_on_mismatch(self._end_after_mismatch)
 
     @property
     def is_in_run(self) -> bool:

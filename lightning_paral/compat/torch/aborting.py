@@ -1,6 +1,10 @@
-"""Abort NCCL communicators without the other ranks, and read the errors that they have found."""
+"""Abort NCCL communicators without the other ranks, read the errors that they have found, and survive those of gloo."""
 
+import ctypes
+import threading
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,6 +35,8 @@ NAMES = (
         seen="torch 2.11 to 2.13",
     ),
 )
+
+_on_mismatch: Callable[[], None] | None = None
 
 
 def nccl_backends() -> list[Any]:
@@ -73,3 +79,35 @@ def abort_nccl() -> None:
 def abort_all() -> None:
     """Abort the default process group and all others, without waiting for other ranks."""
     _abort_process_group()
+
+
+def call_on_mismatch(call: Callable[[], None] | None) -> None:
+    """Call `call` when another rank sends more than the collective of this one takes; if `None`, end this process.
+
+    gloo then throws an exception in a thread of its own, in which nothing can catch it, so that C++ calls the function
+    that `std::set_terminate` has set. Here it calls `call` and never returns, because gloo's thread must not go on.
+    Collectives of this process do not end from then on, so `call` has to end its part in the run.
+    """
+    global _on_mismatch
+    _on_mismatch = call
+    with suppress(OSError, AttributeError):  # another C++ library than that of GCC
+        _set_terminate()
+
+
+@cache
+def _set_terminate() -> Any:
+    library = ctypes.CDLL("libstdc++.so.6")
+    set_terminate, exception_type = library["_ZSt13set_terminatePFvvE"], library["__cxa_current_exception_type"]
+    set_terminate.restype = function = ctypes.CFUNCTYPE(None)
+    exception_type.restype = ctypes.POINTER(ctypes.c_char_p)  # to a `std::type_info`, whose second word is the name
+
+    def terminate() -> None:
+        found = exception_type()
+        if _on_mismatch is not None and found and b"gloo" in (found[1] or b""):
+            _on_mismatch()
+            threading.Event().wait()
+        previous()
+
+    handler = function(terminate)
+    previous = set_terminate(handler)
+    return handler  # which must live as long as the process

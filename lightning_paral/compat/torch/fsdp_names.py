@@ -15,6 +15,7 @@ NAMES = (
 )
 
 
-def unit_name(group: Any) -> str:
-    """Return the FQN of the unit that an `FSDPParamGroup` gathers; empty if it has none, or for another object."""
-    return getattr(group, "_module_fqn", None) or ""
+def unit_name(group: Any) -> str | None:
+    """Return the FQN of the unit that an `FSDPParamGroup` gathers, empty for the root; `None` for another object."""
+    name: str | None = getattr(group, "_module_fqn", None)
+    return name

@@ -128,7 +128,12 @@ def _end_with_error_if_one_died() -> None:
             f"Rank {dead[0]} died after the run, in its teardown: its process ended without an exception. The exit "
             f"status of rank {_last.first.rank} is 1 because of it.\n"
         )
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        end_with_error()
+
+
+def end_with_error() -> None:
+    """End this process with status 1, without functions that are registered for its exit."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

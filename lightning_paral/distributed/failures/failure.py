@@ -52,7 +52,7 @@ class Failure:
     where: str = ""
     """The part of the run, such as `training step 3 of fit`; empty if it is unknown."""
     traceback: str = ""
-    """The formatted traceback; empty if the process ended without an exception."""
+    """The formatted traceback; empty if no exception was raised."""
     has_died: bool = False
     """Whether the process ended without an exception, so that it can neither print nor save."""
 
@@ -70,7 +70,7 @@ def failure_of(error: BaseException, rank: int, where: str) -> Failure:
         node=socket.gethostname(),
         error=_one_line(_without_traceback("".join(traceback.format_exception_only(error)))),
         where=where,
-        traceback="".join(traceback.format_exception(error)),
+        traceback="".join(traceback.format_exception(error)) if error.__traceback__ is not None else "",
     )
 
 

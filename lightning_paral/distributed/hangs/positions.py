@@ -108,8 +108,9 @@ def _with_name(wait: _Wait, frame: FrameType) -> _Wait:
     """Return `wait` with the name of the FSDP unit, if the frame knows it."""
     if wait.rank == 3:
         unit = unit_name(frame.f_locals.get("self"))
-        if unit:
-            return _Wait(wait.rank, f"{wait.what.replace('an FSDP unit', 'FSDP unit')} `{unit}`")
+        if unit is not None:
+            name = f"FSDP unit `{unit}`" if unit else "the root FSDP unit"
+            return _Wait(wait.rank, wait.what.replace("an FSDP unit", name))
     return wait
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch.distributed.distributed_c10d import Store
 from lightning_paral.distributed.hangs.frames import frames_of
 from lightning_paral.distributed.hangs.position_sampler import PositionSampler
 from lightning_paral.distributed.hangs.positions import fold_stack
-from lightning_paral.distributed.hangs.stack_signal import StackSignal
+from lightning_paral.distributed.hangs.stack_signal import call_on_stack_signal
 from lightning_paral.distributed.hangs.store_guard import StoreGuard
 from lightning_paral.distributed.hangs.summary import Answer, summarize
 
@@ -58,12 +59,13 @@ class StackRequests:
         before = min(5.0, 0.4 * seconds)
         self._ask_after = seconds - before
         self._patience = min(ANSWER_SECONDS, max(1.5, before - 1.0))
-        self._signal = StackSignal() if takes_signal else None
         self._sampler = PositionSampler(progress)
         self._reason = ""
         self._round = 0
         """The number of the last request that this rank has answered."""
         self._answered_at = 0.0
+        self.summary = ""
+        """Why that request was made, and where the ranks are."""
         self._asked_since: float | None = None
         """The beginning of the wait for which this rank has asked."""
         self._summarized = threading.Event()
@@ -72,10 +74,22 @@ class StackRequests:
         self._is_lost = False
         """Whether the process that serves the store has ended."""
         self._guard = StoreGuard(lambda: self._num_polls, self._patience_of_guard, self._describe)
+        asks = partial(self.ask, f"SIGUSR2 reached rank {self._rank}.")
+        self._release_signal = call_on_stack_signal(asks) if takes_signal else lambda: None
 
     def ask(self, reason: str) -> None:
         """Ask all ranks at the next poll. `reason` is the first line of the summary."""
-        self._reason = reason
+        self._summarized.clear()
+        self.summary, self._reason = "", reason
+
+    def where_all_are(self, reason: str) -> str:
+        """Ask all ranks where they are, and return `reason` with the answer. Do not call this in the watcher's thread.
+
+        Waits for the answers, for some seconds.
+        """
+        self.ask(reason)
+        self._summarized.wait(ANSWER_SECONDS)
+        return self.summary or reason
 
     def name_timeout(self) -> None:
         """Ask where the ranks were before a collective failed, unless they have just answered.
@@ -84,7 +98,6 @@ class StackRequests:
         """
         self._sampler.freeze()
         if not self._has_just_answered:
-            self._summarized.clear()
             self.ask(f"A collective of rank {self._rank} did not finish within {self._describe_timeout()}.")
         self._summarized.wait(_SUMMARY_SECONDS)
 
@@ -98,8 +111,7 @@ class StackRequests:
         self._sampler.end()
         if self._sampler.is_frozen:
             self._guard.end_stopped_launcher()
-        if self._signal is not None:
-            self._signal.release()
+        self._release_signal()
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle as `None`, because a thread belongs to one process."""
@@ -163,8 +175,6 @@ class StackRequests:
                 self._guard.launcher = parent
 
     def _find_reason(self) -> None:
-        if self._signal is not None and self._signal.has_arrived():
-            self.ask(f"SIGUSR2 reached rank {self._rank}.")
         sample = self._sampler.sample
         if sample is None or not sample.position.waits_for_ranks:
             return
@@ -187,8 +197,7 @@ class StackRequests:
     def _answer(self, store: Any, asked: int) -> None:
         self._round, self._answered_at = asked, time.monotonic()
         self._summarized.clear()
-        if self._sampler.sample is None:
-            self._sampler.take()
+        self._sampler.take()
         answer = Answer.of(self._sampler.sample)
         store.set(f"stacks/{asked}/{self._rank}", answer.as_text())
         frames = frames_of(self._sampler.thread)
@@ -205,13 +214,14 @@ class StackRequests:
         present = [rank for rank in range(self._world_size) if store.check([f"{prefix}/{rank}"])]
         if len(present) < self._world_size and waited < self._patience:
             return
+        answers = {rank: Answer.from_text(store.get(f"{prefix}/{rank}").decode()) for rank in present}
+        reason = store.get(f"{prefix}/reason").decode()
+        self.summary = f"{reason} {summarize(answers, self._world_size)}"
         if self._rank != min(present, default=self._rank) and waited < self._patience + 1.0:
             if store.check([f"{prefix}/logged"]):
                 self._summarized.set()
             return
         number = str(self._rank)
         if store.compare_set(f"{prefix}/logged", "", number) == number.encode():
-            answers = {rank: Answer.from_text(store.get(f"{prefix}/{rank}").decode()) for rank in present}
-            reason = store.get(f"{prefix}/reason").decode()
-            log.warning("%s %s", reason, summarize(answers, self._world_size))
+            log.warning("%s", self.summary)
         self._summarized.set()

@@ -7,6 +7,12 @@ from dataclasses import asdict, dataclass
 from lightning_paral.distributed.hangs.position_sampler import Sample
 from lightning_paral.distributed.rank_names import name_ranks
 
+DIFFERENT = (
+    "The collectives of the ranks do not match. Every rank must run the same units equally often, and use the same "
+    "parameters, whatever its samples are. Run a unit without samples on a dummy input, adding 0 * its output to the "
+    "loss, and continue a loop of generation until all ranks are done, as synced_gpus=True does."
+)
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -69,4 +75,6 @@ def summarize(answers: Mapping[int, Answer], world_size: int) -> str:
     absent = [rank for rank in range(world_size) if rank not in answers]
     if absent:
         parts.append(f"{name_ranks(absent)} {'has' if len(absent) == 1 else 'have'} not answered")
-    return f"{parts[0][0].upper()}{parts[0][1:]}" + "".join(f"; {part}" for part in parts[1:]) + "."
+    text = f"{parts[0][0].upper()}{parts[0][1:]}" + "".join(f"; {part}" for part in parts[1:]) + "."
+    are_stuck = all(answer.waits_for_ranks and answer.seconds >= 2.0 for answer in answers.values())
+    return f"{text} {DIFFERENT}" if are_stuck and not absent and len(groups) > 1 else text

@@ -19,6 +19,7 @@ from lightning_paral.distributed.failures.departures import (
     agreed_status,
     begin_launch,
     end_launch,
+    end_with_error,
     explain_exit_after_run,
 )
 from lightning_paral.distributed.launching.children import Children, describe_status
@@ -201,10 +202,7 @@ def _finish() -> None:
         rank, status = next(iter(failed.items()))
         if status < 0 or not has_failed or agreed_status() is not None:  # else its error is that of the run
             sys.stderr.write(f"Rank {rank} failed after the run: {describe_status(status)}. Its error is above.\n")
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        end_with_error()
 
 
 def _on_end(rank: int, status: int) -> None:

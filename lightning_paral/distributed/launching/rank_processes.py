@@ -11,6 +11,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
+from lightning_paral.distributed.launching.children import describe_status
 from lightning_paral.distributed.launching.rank_main import FORWARDED, RankError, run_in_rank
 from lightning_paral.errors import ConfigurationError, RankFailedError
 
@@ -175,15 +176,11 @@ class RankProcesses:
                 'is imported. Put the code that starts it under `if __name__ == "__main__":`, or set '
                 "start_method='popen', or 'fork'."
             )
-        if status is not None and status < 0:
-            name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-            memory = ", which Linux sends if memory runs out" if name == "SIGKILL" else ""
-            return RankFailedError(f"Rank {rank} died: its process was killed by {name}{memory}.")
-        hint = "" if self.method == "fork" else (
+        hint = "" if self.method == "fork" or (status or 0) < 0 else (
             f" If an error about an attribute of '__main__' is above: start_method={self.method!r} cannot send classes "
             "that are defined in a notebook. Put them into a file, or set start_method='fork'."
         )  # fmt: skip
-        return RankFailedError(f"Rank {rank} died: its process exited with status {status}.{hint}")
+        return RankFailedError(f"Rank {rank} died without an error: {describe_status(status or 0)}.{hint}")
 
     def _first_cause(self) -> BaseException:
         """Return the error of the rank that failed first."""

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lightning_paral.distributed.process_group import release_process_group
@@ -65,7 +66,16 @@ class Logged(logging.Handler):
             self._found.touch()
 
 
-def fit_with_own_group(label: str, model: Regression, logged: Logged, port: int, folder: str, timeout: float) -> str:
+def fit_with_own_group(
+    label: str,
+    model: Regression,
+    logged: Logged,
+    port: int,
+    folder: str,
+    timeout: float,
+    *callbacks: Callback,
+    num_batches: int = 3,
+) -> str:
     """Fit in a process group that the strategy creates; return the error, or an empty string."""
     dist.barrier()  # otherwise the other rank could still be connecting
     dist.destroy_process_group()
@@ -75,14 +85,14 @@ def fit_with_own_group(label: str, model: Regression, logged: Logged, port: int,
         devices=2,
         max_epochs=1,
         strategy=strategy_of(label, timeout=timeout),
-        callbacks=[ModelCheckpoint(folder)],
+        callbacks=[ModelCheckpoint(folder), *callbacks],
         enable_checkpointing=True,
     )
     try:
-        trainer.fit(model, regression_data(3, 2), regression_data(2, 2))
+        trainer.fit(model, regression_data(num_batches, 2), regression_data(2, 2))
         return ""
-    except Exception as error:
-        return str(error)
+    except (Exception, SIGTERMException) as error:
+        return str(error) or type(error).__name__
     finally:
         logging.getLogger("lightning_paral").removeHandler(logged)
         release_process_group(after_failure=True)

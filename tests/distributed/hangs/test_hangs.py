@@ -6,7 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
+from lightning_paral import Preemption
 from tests.distributed.hangs.sleeping import Logged, Sleeper, fit_with_own_group, free_port
 
 SECONDS = 5.0
@@ -90,3 +92,55 @@ def test_signal_shows_where_all_ranks_are_and_the_run_continues(on_ranks, rank_p
     assert "; rank 0 has waited" in summary
     (stack,) = told[1][0]
     assert "time.sleep(0.1)" in stack
+
+
+def terminate(port: int, folder: str, label: str, callbacks: list[Preemption], hangs: bool) -> tuple[str, int]:
+    """Send SIGTERM to rank 0, from rank 1 in batch 1, and return the error and the number of steps of this rank."""
+    logged, model = Logged(), Terminating(Path(folder), hangs)
+    error = fit_with_own_group(label, model, logged, port, folder, 60.0, *callbacks, num_batches=20_000)
+    return error, model.num_steps
+
+
+class Terminating(Sleeper):
+    """Rank 1 sends SIGTERM to rank 0, which waits for it, and then sleeps if `hangs`."""
+
+    def __init__(self, folder: Path, hangs: bool) -> None:
+        super().__init__("training_step" if hangs else "", 1, folder / "awake")
+        self.process, self.num_steps = folder / "process", 0
+
+    def on_train_start(self) -> None:
+        if self.global_rank == 0:
+            self.process.write_text(str(os.getpid()))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 1 and self.global_rank == 1:
+            os.kill(int(self.process.read_text()), signal.SIGTERM)
+        loss = super().training_step(batch, batch_idx)
+        self.num_steps += 1
+        return loss
+
+
+def test_sigterm_ends_a_run_that_hangs_and_names_where_the_ranks_are(on_ranks, rank_pool, tmp_path) -> None:
+    rank_pool.renew_world()
+    try:
+        arguments = (free_port(), str(tmp_path), "paral_fsdp", [Preemption(grace=1.0)], True)
+        told = on_ranks(2, terminate, *arguments, timeout=90.0)
+    finally:
+        rank_pool.renew_world()
+
+    for error, num_steps in told:
+        assert "The job received SIGTERM, but no batch ended for 1 s. Rank 1 has been in `sleep_at` (" in error
+        assert "; rank 0 has waited " in error
+        assert "of the root FSDP unit (" in error
+        assert num_steps <= 2
+
+
+def test_sigterm_stops_all_ranks_after_the_same_step_without_a_callback(on_ranks, rank_pool, tmp_path) -> None:
+    rank_pool.renew_world()
+    try:
+        told = on_ranks(2, terminate, free_port(), str(tmp_path), "paral_fsdp", [], False, timeout=90.0)
+    finally:
+        rank_pool.renew_world()
+
+    assert told[0] == told[1]
+    assert told[0][0] == "SIGTERMException"

@@ -26,7 +26,8 @@ class Slow(LightningModule):
         self.layer = torch.nn.Linear(4, 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        time.sleep(0.1)
+        hangs = CALLBACK == "hang" and batch_idx == 3 and self.global_rank == 1
+        time.sleep(600 if hangs else 0.1)
         loss = self.layer(batch[0]).pow(2).mean()
         with (FOLDER / f"losses-{self.trainer.global_rank}").open("a") as file:
             file.write(f"{self.trainer.current_epoch} {batch_idx} {loss.item()!r}\n")
@@ -43,7 +44,7 @@ if __name__ == "__main__":
         devices=2,
         strategy=STRATEGY,
         max_epochs=3,
-        callbacks=[] if CALLBACK == "none" else [preemption],
+        callbacks=[] if CALLBACK in ("none", "hang") else [preemption],
         default_root_dir=FOLDER,
     )
     data = torch.utils.data.TensorDataset(torch.randn(40, 4))

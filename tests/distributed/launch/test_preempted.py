@@ -119,6 +119,17 @@ def test_sigterm_to_lightnings_launcher_ends_all_ranks(tmp_path: Path) -> None:
     assert verify(saved[0]) == []
 
 
+def test_sigterm_ends_a_run_that_hangs_without_the_callback(tmp_path: Path) -> None:
+    launcher = start(tmp_path, "all", [sys.executable, *script(tmp_path, "paral_ddp", "hang")])
+    wait_until_trained(tmp_path, 4, [launcher])
+    launcher.send_signal(signal.SIGTERM)
+
+    assert statuses(tmp_path, [launcher]) == [1], logs(tmp_path)
+    last = logs(tmp_path).splitlines()[-1]
+    assert "The job received SIGTERM, but no batch ended for 20 s. Rank 1 has been in `training_step` (" in last
+    assert "; rank 0 has waited" in last
+
+
 def test_sigterm_to_torchrun_saves_and_the_fit_may_return(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     agent = start(tmp_path, "all", [*command, *script(tmp_path, "paral_ddp", "return")])

@@ -1,0 +1,37 @@
+"""Real processes whose collectives do not match, for which gloo would end one of them without a word."""
+
+import sys
+
+import pytest
+
+from tests.distributed.hangs import mismatched
+from tests.distributed.launch.test_launch import outputs, start
+
+LAUNCHERS = {
+    "python": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+}
+UNITS = {
+    "paral_fsdp": (
+        "the all-gather of FSDP unit `experts.0` (`training_step`, mismatched.py:",
+        "FSDP unit `experts.1` (",
+    ),
+    "paral_zero3": ("the all-gather of ZeRO-3 parameters (`forward`, mismatched.py:",),
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("strategy", ["paral_fsdp", pytest.param("paral_zero3", marks=pytest.mark.deepspeed)])
+def test_ranks_that_run_other_units_are_named_with_the_remedy(strategy: str, launcher: str) -> None:
+    process = start([*LAUNCHERS[launcher], "-m", mismatched.__name__, strategy])
+
+    (printed,) = outputs(process)
+
+    assert process.returncode == 1, printed
+    last = next(line for line in reversed(printed.splitlines()) if "ProcessGroupError" in line)
+    assert "A rank sent more to another one than its collective takes." in last
+    for rank in (0, 1):
+        assert f"ank {rank} has waited" in last, last
+    assert all(unit in last for unit in UNITS[strategy]), last
+    assert "Run a unit without samples on a dummy input" in last
+    assert "terminate called" not in printed
