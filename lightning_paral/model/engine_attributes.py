@@ -11,6 +11,7 @@ from torch.nn import Module
 from lightning_paral.compat.deepspeed.modules import is_zero_attribute
 from lightning_paral.compat.torch import module_hooks
 from lightning_paral.compat.torch.fsdp_state import is_fsdp_attribute
+from lightning_paral.compat.torch.instance_classes import is_for_instance
 
 _ENGINES = ("torch.distributed", "deepspeed", "lightning_paral")
 
@@ -26,8 +27,9 @@ def is_left_partitioned(parameter: Tensor) -> bool:
 
 
 def class_without_engine(cls: type) -> type:
-    """Return the class that a module of class `cls` had before `fully_shard` replaced it with a subclass."""
-    return next(base for base in cls.__mro__ if issubclass(base, Module) and not issubclass(base, FSDPModule))
+    """Return the class that a module of class `cls` had before an engine replaced it with a subclass."""
+    bases = [base for base in cls.__mro__ if issubclass(base, Module) and not is_for_instance(base)]
+    return next(base for base in bases if not issubclass(base, FSDPModule))
 
 
 def attributes_without_engine(attributes: dict[str, Any], cls: type) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from lightning_paral.checkpoint.async_save import BackgroundSaver
 from lightning_paral.checkpoint.io.storage import remove_at
 from lightning_paral.checkpoint.io.urls import without_scheme
 from lightning_paral.checkpoint.shards import is_sharded
-from lightning_paral.checkpoint.state.hyper_parameters import unshard_hyper_parameters
 from lightning_paral.checkpoint.state.loss_scale import add_loss_scale_of_ddp
+from lightning_paral.checkpoint.state.saved_modules import without_engines
 from lightning_paral.checkpoint.state.weights import (
     PACKAGE_STATE_KEY,
     package_state,
@@ -188,7 +188,7 @@ class CheckpointSaving(FullTensorReaders, StrategyDescription):
             added["random_states"] = [known.get(rank, first) for rank in range(self.dims.num_ranks)]
         checkpoint[PACKAGE_STATE_KEY] = added
         if self._default_form == "sharded":
-            unshard_hyper_parameters(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
+            without_engines(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, after the background save if one is running; keep any other folder, with a warning.

@@ -1,1 +1,1 @@
-"""The state in a checkpoint: weights, optimizer state and hyper-parameters."""
+"""The state in a checkpoint: weights, optimizer state and modules."""

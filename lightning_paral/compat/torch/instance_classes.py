@@ -5,6 +5,12 @@ from typing import Any
 from torch.nn import Module
 
 NAMES = ()
+_MARK = "_lightning_paral_for_instance"
+
+
+def is_for_instance(cls: type) -> bool:
+    """Return whether `subclass_of` has made `cls`."""
+    return _MARK in vars(cls)
 
 
 def subclass_of(original: type[Module], first: type, attributes: dict[str, Any]) -> type:
@@ -22,6 +28,7 @@ def subclass_of(original: type[Module], first: type, attributes: dict[str, Any])
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
+        _MARK: True,
         **attributes,
     }
     return _simple_class(original, first, attributes) or _unregistered_class(original, first, attributes)
