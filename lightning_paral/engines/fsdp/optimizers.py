@@ -61,9 +61,9 @@ def _check_one_call(optimizer: Optimizer, held: list[Parameter], replicated: lis
     full = set(replicated) & set(held)
     if together and full and len(held) > len(full):
         raise ConfigurationError(
-            f"{type(optimizer).__name__}({together[0]}=True) would update shards and the {len(full)} 0-dimensional "
-            "or empty parameter(s), which are not sharded, in one call, which torch does not support. Leave the option "
-            "out, or give the parameters that have `dim() == 0` the shape [1]."
+            f"{type(optimizer).__name__}({together[0]}=True) would update shards and the {len(full)} "
+            "0-dimensional, empty or complex parameter(s) that are not sharded in one call, which torch does not "
+            "support. Leave the option out, or give the parameters that have `dim() == 0` the shape [1]."
         )
 
 

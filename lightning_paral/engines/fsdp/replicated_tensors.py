@@ -19,15 +19,17 @@ from lightning_paral.distributed.differences.same_on_ranks import digest_of
 _DATA: Any = Tensor.data
 
 
-def unshardable_parameters(module: Module) -> list[Parameter]:
-    """Return the parameters of `module` that cannot be sharded: 0-dimensional and empty ones.
+def unshardable_parameters(module: Module, num_shards: int) -> list[Parameter]:
+    """Return the parameters of `module` that cannot be sharded: 0-dimensional and empty ones, and uneven complex ones.
 
     Before torch 2.12, integer parameters cannot be sharded either.
     """
 
     def cannot_be_sharded(parameter: Parameter) -> bool:
         is_empty = parameter.dim() == 0 or parameter.numel() == 0
-        return is_empty or not (isinstance(parameter, DTensor) or can_be_sharded(parameter))
+        # torch's Adam steps on `view_as_real`, which is a copy of a DTensor with uneven shards (torch 2.13).
+        is_uneven = parameter.is_complex() and not is_empty and parameter.shape[0] % num_shards > 0
+        return is_empty or not (isinstance(parameter, DTensor) or (can_be_sharded(parameter) and not is_uneven))
 
     return [parameter for parameter in module.parameters() if cannot_be_sharded(parameter)]
 

@@ -116,7 +116,7 @@ class ShardedModule:
                 self._shard(unit)
         if sharding.policy.param_dtype is not None and sharding.device.type == "cpu":
             match_inputs(self.root)
-        self.replicated = unshardable_parameters(self.root)
+        self.replicated = unshardable_parameters(self.root, sharding.mesh.size(-1))
         group = sharding.dims.data_group() if sharding.dims.num_ranks > 1 else None
         self._undo.callback(AveragedGradients(self.replicated, sharding.dims.data_size, group).remove)
         _move_metrics(self.root, sharding.device)
@@ -203,7 +203,7 @@ class ShardedModule:
         if dims.data_size * dims.tensor > 1:
             group = dims.data_group() if dims.tensor == 1 else dims.stage_group()
             broadcast_on(self._sharding.device, _own_tensors(parts), group)
-        replicated = set(unshardable_parameters(module))
+        replicated = set(unshardable_parameters(module, self._sharding.mesh.size(-1)))
         for each in replicated:
             each.data = each.data.to(self._sharding.device)
         for part in parts:

@@ -91,7 +91,7 @@ class StepShards:
             parts: the unit and those of its submodules whose parameters are sharded with it.
         """
         own = dict.fromkeys(each for part in parts for each in own_parameters(part).values() if each is not None)
-        unshardable = set(unshardable_parameters(module))
+        unshardable = set(unshardable_parameters(module, self._mesh.size(-1)))
         self.replicated += [each for each in own if each in unshardable]
         for each in own:
             if not each.is_contiguous():

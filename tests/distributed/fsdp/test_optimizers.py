@@ -198,3 +198,45 @@ def test_optimizer_of_the_command_line_trains_as_in_one_process(on_ranks, strate
 def test_optimizer_with_states_from_before_sharding_is_refused(on_ranks) -> None:
     with pytest.raises(RankError, match=r"Adagrad was created before Two was sharded, and already has states"):
         on_ranks(2, fit_by_cli, "paral_fsdp", 2, 4, "Adagrad")
+
+
+class Filter(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size, dtype=torch.cfloat) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x, n=2 * len(self.weight) - 2) * self.weight, n=4)
+
+
+class Filters(LightningModule):
+    """Complex weights whose sizes 2 ranks divide, and do not divide."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__()
+        self.optimizer, self.filters = optimizer, nn.Sequential(Filter(5), Filter(4), Filter(3))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(batch + self.filters(batch), batch.sin())
+
+    def configure_optimizers(self) -> optim.Optimizer:
+        return self.optimizer(self.parameters(), lr=0.1)
+
+
+def fit_filters(optimizer: Any, **options: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    module = Filters(optimizer)
+    data = DataLoader(torch.randn(24, 4, generator=torch.Generator().manual_seed(1)), 8)  # type: ignore[arg-type]
+    quiet_trainer(max_epochs=1, **options).fit(module, data)
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+def fit_sharded_filters(optimizer: Any) -> dict[str, Tensor]:
+    return fit_filters(optimizer, strategy=ParalFSDPStrategy(units=["Filter"], split="global"), devices=2)
+
+
+@pytest.mark.parametrize("optimizer", [optim.SGD, optim.AdamW])
+def test_complex_weights_are_updated_as_in_one_process(on_ranks, optimizer: Any) -> None:
+    expected = fit_filters(optimizer, devices=1)
+    for found in on_ranks(2, fit_sharded_filters, optimizer):
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
