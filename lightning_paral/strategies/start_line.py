@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from lightning_paral.checkpoint.shards import FlatShard
 from lightning_paral.compat.lightning.loops import call_once_after_setup_of_data
 from lightning_paral.data.sampler import RankBatchSampler
+from lightning_paral.quantities import format_bytes
 
 
 def print_start_line(trainer: Trainer, strategy: Any) -> None:
@@ -34,7 +35,7 @@ def print_start_line(trainer: Trainer, strategy: Any) -> None:
 def start_line(trainer: Trainer, strategy: Any, loaders: list[Any]) -> str:
     """Return the line.
 
-    For example, `paral_fsdp: 4 ranks (4 shards) on 2 nodes, gloo, 32-true, split="batch", global batch size 64, 1.5 GB
+    For example, `paral_fsdp: 4 ranks (4 shards) on 2 nodes, gloo, 32-true, split="batch", global batch size 64, 1.4 GiB
     of parameters per rank`.
 
     The parameters are those that a rank holds between steps. Gradients and optimizer states come on top of them.
@@ -57,7 +58,7 @@ def start_line(trainer: Trainer, strategy: Any, loaders: list[Any]) -> str:
     if sizes and None not in sizes:
         parts.append(f"global batch size {_batch_sizes(sizes, trainer.accumulate_grad_batches)}")
     each = "rank" if dims.num_ranks > 1 else "device"
-    parts.append(f"{_size(_held_bytes(strategy))} of parameters per {each}")
+    parts.append(f"{format_bytes(_held_bytes(strategy))} of parameters per {each}")
     return f"{getattr(strategy, 'strategy_name', type(strategy).__name__)}: {', '.join(map(str, parts))}"
 
 
@@ -81,14 +82,6 @@ def _held_bytes(strategy: Any) -> int:
             numel = parameter.numel()
         held += numel * parameter.element_size()
     return held
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000 or unit == "GB":
-            break
-        num_bytes /= 1000
-    return f"{num_bytes:.{0 if unit == 'B' else 1}f} {unit}"
 
 
 def _batch_sizes(sizes: list[int | None], num_accumulated: int) -> str:

@@ -78,7 +78,7 @@ def test_start_line_describes_the_run(on_ranks) -> None:
     first, second = on_ranks(2, on_rank)
 
     replicas, shards = "2 ranks (2 replicas) on 1 node, gloo", "2 ranks (2 shards) on 1 node, gloo"
-    full, half = "1.4 kB of parameters per rank", "708 B of parameters per rank"
+    full, half = "1.38 KiB of parameters per rank", "708 B of parameters per rank"
     lines = {case: set(said) for case, said in first.items()}
     assert lines == {
         "ddp": {f'paral_ddp: {replicas}, 32-true, split="batch", global batch size 8, {full}'},
@@ -100,5 +100,5 @@ def test_start_line_describes_the_run(on_ranks) -> None:
 
 def test_start_line_of_one_process() -> None:
     assert set(printed(ParalDPStrategy, batches())) == {
-        "paral_dp: 2 devices, cpu, 32-true, global batch size 4, 1.4 kB of parameters per device"
+        "paral_dp: 2 devices, cpu, 32-true, global batch size 4, 1.38 KiB of parameters per device"
     }
