@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 from torch.utils.data import BatchSampler, Dataset, Subset
 
 from lightning_paral.compat.lightning.samplers import IndexBatchSampler
@@ -120,9 +121,8 @@ def _facts_of(dataset: Any, subject: str) -> dict[tuple[str, str], str]:
     with suppress(TypeError, NotImplementedError):
         facts[subject, "has length"] = str(len(dataset))
     if isinstance(dataset, Subset):
-        indices: Any = dataset.indices
-        text = str(indices.tolist() if hasattr(indices, "tolist") else list(indices))
-        facts[subject, "has indices"] = f"{text[:40]}... (checksum {crc32(text.encode())})"
+        indices = np.asarray(dataset.indices)
+        facts[subject, "has indices"] = f"{indices[:8].tolist()}... (checksum {crc32(indices.tobytes())})"
     held = getattr(dataset, "datasets", [getattr(dataset, "dataset", None)])
     for number, each in enumerate(held if isinstance(held, list | tuple) else ()):
         if isinstance(each, Dataset):
