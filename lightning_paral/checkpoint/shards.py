@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -99,7 +99,13 @@ class FlatShard(WithoutMemory):
         local = f"[{self.start}, {stop})" if self.local_chunk is None else str(self.local_chunk.index)
         return f"FlatShard(shape={tuple(self.shape)}, dtype={self.dtype}, local={local})"
 
+    def untyped_storage(self) -> Any:
+        """Raise a `CheckpointError`."""
+        refuse_export()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.description:
+            refuse_export()
         values = partial(identity, self.read().detach().cpu().clone())
         place = (self.start, self.local_numel, values, self.read_order, None, self.local_chunk)
         return FlatShard, (tuple(self.shape), self.dtype, *place)
@@ -147,6 +153,17 @@ class FlatShard(WithoutMemory):
         if self.local_chunk is not None:
             return (self.local_chunk,) if self.local_numel else ()
         return tuple(chunks_of_flat_range(self.shape, self.start, self.start + self.local_numel))
+
+
+def refuse_export(*_: Any) -> NoReturn:
+    """Raise the error for user code that writes a shard to a file."""
+    raise CheckpointError(
+        "A tensor of which this rank holds only a shard was pickled, as by torch.save, or its memory was read, as by "
+        "save_pretrained and safetensors. The file would contain only a part of it. Call "
+        "`state = self.trainer.strategy.full_state_dict(part)` on all ranks, where `part` is the module or one of its "
+        "submodules, and save `state` on one rank: torch.save(state, path) or part.save_pretrained(path, "
+        "state_dict=state)."
+    )
 
 
 def _cannot(operation: str, described: str) -> CheckpointError:

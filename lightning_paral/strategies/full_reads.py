@@ -4,10 +4,11 @@ from typing import Any, ClassVar
 
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
+from lightning_paral.checkpoint.state.weights import sharded_state_dict
 from lightning_paral.checkpoint.tensor_state import TensorState
 
 
@@ -56,6 +57,19 @@ class FullTensorReaders(ParallelStrategy):
         *Collective* over the world if parameters or master weights are sharded.
         """
         return self._sharded_state.full_parameter(parameter)
+
+    def full_state_dict(self, module: Module | None = None) -> dict[str, Any]:
+        """Return `module.state_dict()` with full copies of parameters in host memory, on every rank.
+
+        Parameters are gathered one after the other, and are those that `full_parameter` returns. *Collective* over the
+        world: call it on all ranks, and write a file on one of them.
+
+        Args:
+            module: the LightningModule, which is the default, or a part of it.
+        """
+        self.lightning_module_state_dict()  # collects what user code has written, and buffers of other stages
+        assert self.lightning_module is not None
+        return sharded_state_dict(module or self.lightning_module, lambda p: self.full_parameter(p).cpu(), True)
 
     def full_optimizer_state(self, parameter: Parameter, key: str) -> Tensor:
         """Return a full copy of the optimizer's state `key` of `parameter`, such as `"exp_avg"`.

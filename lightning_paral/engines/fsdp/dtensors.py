@@ -6,6 +6,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from lightning_paral.checkpoint.shards import refuse_export
 from lightning_paral.compat.torch.dtensor import operation_handlers
 from lightning_paral.compat.torch.fsdp_param import name_of
 from lightning_paral.compat.torch.patches import replace_attributes
@@ -43,6 +44,7 @@ class DTensorSemantics:
     - Outside steps, operations accept full tensors together with DTensors.
     - Hooks on sharded parameters are called as under DDP, or refused.
     - Muon orthogonalizes full matrices.
+    - Writing a DTensor to a file, which would have only this rank's part, is an error.
 
     Args:
         params: the `FSDPParam`s of the module.
@@ -62,6 +64,8 @@ class DTensorSemantics:
             "data": DataDescriptor(self._param_of),
             "__setitem__": set_items,
             "__deepcopy__": _deepcopy,
+            "__reduce_ex__": refuse_export,
+            "untyped_storage": refuse_export,
         }
         attributes |= CONVERSIONS
         attributes["register_hook"] = self._keep_hooks_of_parameters(DTensor.register_hook)
