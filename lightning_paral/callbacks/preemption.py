@@ -121,10 +121,6 @@ class Preemption(Callback):
         """Check after each batch from now on whether to stop."""
         lightning_preemption.stop_between_batches(trainer, self._is_stop, lambda: self._save(trainer), self._undo)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Wait until no rank waits for this rank's answer to a request. *Collective* over the world."""
-        trainer.strategy.barrier("Preemption.on_train_end")
-
     def _is_stop(self) -> bool:
         self._num_batches += 1
         assert self._agreement is not None
@@ -283,12 +279,18 @@ class _StopOnSigterm(Preemption):
     _saves = False
 
 
-def add_for_signals(trainer: Trainer) -> None:
-    """Add a `Preemption` to the Trainer's callbacks if there is none. It saves only if SLURM requeues the job.
+def handle_signals(trainer: Trainer) -> None:
+    """Handle signals without the user's `Preemption`: add one if SLURM requeues the job, otherwise stop on SIGTERM.
 
     Lightning's own handlers save, and call collectives, at any line of a step, which several ranks cannot do.
     """
     callbacks: list[Callback] = vars(trainer)["callbacks"]
-    requeues = slurm.requeues(trainer)
-    if (requeues or trainer.world_size > 1) and not any(isinstance(callback, Preemption) for callback in callbacks):
-        callbacks.insert(0, (Preemption if requeues else _StopOnSigterm)(margin=None))
+    if any(isinstance(callback, Preemption) for callback in callbacks):
+        return
+    if slurm.requeues(trainer):
+        callbacks.insert(0, Preemption(margin=None))
+    elif trainer.world_size > 1:
+        stop = _StopOnSigterm(margin=None)  # not among the callbacks, which profilers list
+        stop.setup(trainer, trainer.lightning_module, trainer.state.fn or "")
+        if trainer.state.fn == "fit":
+            stop.on_train_start(trainer, trainer.lightning_module)

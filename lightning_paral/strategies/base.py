@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_paral.averaging.callbacks import forget_ended
 from lightning_paral.averaging.run import RunAverages
-from lightning_paral.callbacks.preemption import add_for_signals
+from lightning_paral.callbacks.preemption import handle_signals
 from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.data.distribute import draws_as_one_process
 from lightning_paral.distributed.host_allocator import RETURNED_WHILE_BUILDING, FreedInPieces, return_large_tensors
@@ -113,7 +113,7 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, Ch
         join_process_group(self.cluster_environment, self.root_device, self.process_group_backend, self.timeout)
         self._begin_run()
         self._check_same_settings(trainer)
-        add_for_signals(trainer)
+        handle_signals(trainer)
         seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
         self._data.begin(trainer, self.dims, self.sampling, seed, forward_has_collectives=self.forward_has_collectives)
         self._begin_agreement(trainer)

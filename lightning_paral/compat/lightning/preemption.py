@@ -94,6 +94,8 @@ NAMES = (
 def stop_between_batches(trainer: Trainer, is_stop: Callable[[], bool], on_stop: Callable[[], None], undo: Any) -> None:
     """Call `is_stop` after each training batch and its validation; if it returns true, call `on_stop` and end the fit.
 
+    *Collective* over the world at the end of the training.
+
     The hooks of the end of an epoch and of the training are not called. A checkpoint that `on_stop` saves resumes with
     the next batch.
 
@@ -128,6 +130,7 @@ def stop_between_batches(trainer: Trainer, is_stop: Callable[[], bool], on_stop:
 
     def end_run() -> None:
         if not has_stopped:
+            trainer.strategy.barrier("no rank waits for this rank's answer to `is_stop`")
             on_run_end()
 
     shadow_method(epoch_loop, "on_advance_end", end_batch, undo)
