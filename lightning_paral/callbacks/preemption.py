@@ -206,8 +206,7 @@ class Preemption(Callback):
         if self.grace is None and (self._is_saving or _num_ended(trainer) > num_ended):
             self._on_request(trainer, reason)
         elif self._is_saving or trainer.world_size == 1:
-            late = f"and the checkpoint was not complete after grace={seconds:g} seconds"
-            _exit_now(f"{reason}, {late}", self._status(reason))
+            _exit_now(f"{reason}, and no checkpoint is complete after grace={seconds:g} s", self._status(reason))
         else:
             getattr(trainer.strategy, "end_hung_run")(f"{reason}, but no batch ended for {seconds:g} s.")  # noqa: B009
 
@@ -292,5 +291,4 @@ def handle_signals(trainer: Trainer) -> None:
     elif trainer.world_size > 1:
         stop = _StopOnSigterm(margin=None)  # not among the callbacks, which profilers list
         stop.setup(trainer, trainer.lightning_module, trainer.state.fn or "")
-        if trainer.state.fn == "fit":
-            stop.on_train_start(trainer, trainer.lightning_module)
+        stop.on_train_start(trainer, trainer.lightning_module)

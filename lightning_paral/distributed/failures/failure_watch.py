@@ -277,8 +277,7 @@ class FailureWatch:
         was_leaving = self._is_leaving
         if self.first.is_own:
             must_print = not self.first.is_printed
-            if self._found is not None:
-                tell_torchrun(self._found)
+            tell_torchrun(self._found)
         else:
             told = tell_parent(self.rank, self.first.why_ended(), first.traceback)
             must_print = not told and self.first.wait_until_printed(PRINT_SECONDS)

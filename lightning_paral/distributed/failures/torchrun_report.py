@@ -6,8 +6,8 @@ from contextlib import suppress
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 
-def tell_torchrun(error: BaseException) -> None:
-    """Write `error` to the file from which torchrun reads it, to show its traceback in the summary. Do so only once."""
+def tell_torchrun(error: BaseException | None) -> None:
+    """Write an `Exception` to the file from which torchrun reads it, to show its traceback in the summary; once."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and isinstance(error, Exception) and not os.path.exists(path):
         trace = error.__traceback__
