@@ -10,14 +10,20 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_paral import ParalDDPStrategy, ParalFSDPStrategy, ParalPipelineStrategy, ParalZeROStrategy
+from lightning_paral import (
+    CheckpointOptions,
+    ParalDDPStrategy,
+    ParalFSDPStrategy,
+    ParalPipelineStrategy,
+    ParalZeROStrategy,
+)
 from lightning_paral.checkpoint.load_from_checkpoint import read_folder
 from tests.models.chain import Block, Chain, fit_chain
 
 STRATEGIES: dict[str, Any] = {
     "ddp": partial(ParalDDPStrategy, find_unused_parameters=True),
     "fsdp": partial(ParalFSDPStrategy, units=["Block"]),
-    "fsdp, full": partial(ParalFSDPStrategy, checkpoint="full"),
+    "fsdp, async": partial(ParalFSDPStrategy, checkpoint=CheckpointOptions("full", async_save=True)),
     "tp": partial(ParalFSDPStrategy, tensor_parallel=2),
     "zero2": partial(ParalZeROStrategy, stage=2),
     "zero3": partial(ParalZeROStrategy, stage=3),
