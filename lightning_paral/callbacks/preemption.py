@@ -2,8 +2,10 @@
 
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
@@ -47,8 +49,9 @@ class Preemption(Callback):
             of SLURM, its end time is known from `SLURM_JOB_END_TIME`.
         margin: the number of seconds before the deadline at which to stop. `None` ignores `SLURM_JOB_END_TIME`.
         grace: the number of seconds after which the run ends even if the batch hangs or the checkpoint is not saved.
-            By default, it ends if no batch ends for 20 seconds after SIGTERM; otherwise the scheduler decides: torchrun
-            kills after 30 seconds, and SLURM 30 seconds after its SIGTERM.
+            By default, a run of several ranks ends if, for 20 seconds after SIGTERM, no batch ends and nothing is
+            saved; otherwise the scheduler decides: torchrun kills after 30 seconds, and SLURM 30 seconds after its
+            SIGTERM.
         exit_status: the status with which the process exits. `"signal"` means 128 + the number of the signal, such as
             143, and 143 after a deadline. `"return"` lets `trainer.fit` return instead; see `was_preempted`.
         requeue: whether to requeue jobs of SLURM, unless `SLURMEnvironment(auto_requeue=False)` is used.
@@ -129,7 +132,7 @@ class Preemption(Callback):
     def _save(self, trainer: Trainer) -> None:
         """Save a checkpoint, and requeue a job of SLURM. *Collective* over the world."""
         assert self._agreement is not None
-        self._is_saving = self._saves
+        self._is_saving = True
         what = "Saving and stopping" if self._saves else "Stopping"
         rank_zero_info(f"{self._agreement.reason}. {what} after optimizer step {trainer.global_step}.")
         if not self._saves:
@@ -197,13 +200,14 @@ class Preemption(Callback):
             _exit_now(f"A second signal, {signal.Signals(signum).name}, ends the process", 128 + signum)
 
     def _on_request(self, trainer: Trainer, reason: str) -> None:
-        seconds = _HANG_SECONDS if self.grace is None and reason == _reason(signal.SIGTERM) else self.grace
+        may_hang = trainer.world_size > 1 and reason == _reason(signal.SIGTERM)
+        seconds = _HANG_SECONDS if self.grace is None and may_hang else self.grace
         if seconds is not None:
             self._start_timer(seconds, partial(self._end_late, trainer, reason, seconds, _num_ended(trainer)))
 
     def _end_late(self, trainer: Trainer, reason: str, seconds: float, num_ended: int) -> None:
         """End the run after the grace period; without one, if no batch has ended since there were `num_ended`."""
-        if self.grace is None and (self._is_saving or _num_ended(trainer) > num_ended):
+        if self.grace is None and (self._is_saving or _num_ended(trainer) > num_ended or _is_in("save_checkpoint")):
             self._on_request(trainer, reason)
         elif self._is_saving or trainer.world_size == 1:
             _exit_now(f"{reason}, and no checkpoint is complete after grace={seconds:g} s", self._status(reason))
@@ -270,6 +274,12 @@ def _num_ended(trainer: Trainer) -> int:
     """Return how many batches of training and validation have ended."""
     epoch = trainer.fit_loop.epoch_loop
     return epoch.batch_progress.total.completed + epoch.val_loop.batch_progress.total.completed
+
+
+def _is_in(function: str) -> bool:
+    """Return whether the main thread is in a function of this name."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return any(each.f_code.co_name == function for each, _ in traceback.walk_stack(frame))
 
 
 class _StopOnSigterm(Preemption):

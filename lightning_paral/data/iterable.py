@@ -292,6 +292,8 @@ class _PartInfo:
         self._part = part
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # as copies are made, before there is a worker
+            raise AttributeError(name)
         self.was_asked = self.was_asked or name in ("id", "num_workers")
         return self._part if name == "id" else getattr(self.worker, name)
 

@@ -115,18 +115,19 @@ def _check_same_data(facts: Facts, sampler: object, first_batches: str) -> None:
     check_same({**facts, (f"The {type(sampler).__name__}", "first draws"): first_batches}, _SAME_DATA)
 
 
-def _facts_of(dataset: Any, subject: str) -> dict[tuple[str, str], str]:
-    """Return the lengths of a dataset and of those that it holds, and the indices of a `Subset`."""
+def _facts_of(dataset: Any, subject: str, depth: int = 4) -> dict[tuple[str, str], str]:
+    """Return the lengths of a dataset and of those that it holds, and the indices of a `Subset` if they are numbers."""
     facts = {}
     with suppress(TypeError, NotImplementedError):
         facts[subject, "has length"] = str(len(dataset))
-    if isinstance(dataset, Subset):
-        indices = np.asarray(dataset.indices)
-        facts[subject, "has indices"] = f"{indices[:8].tolist()}... (checksum {crc32(indices.tobytes())})"
+    with suppress(ValueError):
+        indices = np.asarray(dataset.indices if isinstance(dataset, Subset) else None)
+        if indices.dtype.kind in "iu":
+            facts[subject, "has indices"] = f"{indices[:8].tolist()}... (checksum {crc32(indices.tobytes())})"
     held = getattr(dataset, "datasets", [getattr(dataset, "dataset", None)])
     for number, each in enumerate(held if isinstance(held, list | tuple) else ()):
-        if isinstance(each, Dataset):
-            facts |= _facts_of(each, f"{subject}, its {type(each).__name__} {number}")
+        if isinstance(each, Dataset) and depth:
+            facts |= _facts_of(each, f"{subject}, its {type(each).__name__} {number}", depth - 1)
     return facts
 
 

@@ -89,7 +89,8 @@ def seed_torch(seed: int) -> None:
 def own_numbers(seed: int) -> Iterator[None]:
     """Draw from `seed` inside the block. Afterwards the generators continue where they were before.
 
-    Inside another such block, do nothing.
+    Only the second number of a pair that `numpy.random.randn` has drawn is forgotten. Inside another such block, do
+    nothing.
     """
     if _shared:
         yield

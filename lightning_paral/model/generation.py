@@ -1,8 +1,9 @@
 """Keep ranks together while models of transformers generate text: each forward pass is collective."""
 
 import inspect
+from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
+from functools import wraps
 from typing import Any
 
 from torch.nn import Module
@@ -18,6 +19,15 @@ def generate_together(module: Module, undo: ExitStack) -> None:
     """
     part: Any
     for part in module.modules():
-        generate = getattr(type(part), "generate", None)
+        generate = getattr(part, "generate", None)
         if callable(generate) and "synced_gpus" in inspect.signature(generate).parameters:
-            shadow_method(part, "generate", partial(part.generate, synced_gpus=True), undo)
+            shadow_method(part, "generate", _together(generate), undo)
+
+
+def _together(generate: Callable[..., Any]) -> Callable[..., Any]:
+    # A function of this package, unlike a `partial`, is left out if the module is saved in a checkpoint.
+    @wraps(generate)
+    def generate_together(*args: Any, **kwargs: Any) -> Any:
+        return generate(*args, **({"synced_gpus": True} | kwargs))
+
+    return generate_together

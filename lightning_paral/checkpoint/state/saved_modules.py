@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, TypedStorage, UntypedStorage
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
@@ -80,7 +80,12 @@ class _Pickled:
         """Pickle `given`, the entries."""
         buffer = io.BytesIO()
         pickler = _Pickler(buffer)
-        pickler.dump(given)
+        try:
+            pickler.dump(given)
+        except Exception:
+            if pickler.differs:
+                raise
+            return  # the save raises the error, unless it can write the entry
         self._data, self._objects, self.differs = buffer.getvalue(), pickler.objects, pickler.differs
         self.tensors = self._objects if self.differs else ()
 
@@ -103,7 +108,7 @@ class _Pickler(pickle.Pickler):
         self.differs = False
 
     def persistent_id(self, obj: Any) -> Any:
-        if not isinstance(obj, Tensor | numpy.ndarray):
+        if not isinstance(obj, Tensor | numpy.ndarray | UntypedStorage | TypedStorage):
             return None
         self.objects[id(obj)] = obj
         self.differs |= getattr(obj, "grad_fn", None) is not None

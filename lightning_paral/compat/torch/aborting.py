@@ -91,15 +91,19 @@ def call_on_mismatch(call: Callable[[], None] | None) -> None:
     global _on_mismatch
     _on_mismatch = call
     with suppress(OSError, AttributeError):  # another C++ library than that of GCC
-        _set_terminate()
+        set_terminate, handler, previous = _terminate_handlers()
+        set_terminate(previous if call is None else handler)  # Python code cannot run when the process exits
 
 
 @cache
-def _set_terminate() -> Any:
+def _terminate_handlers() -> tuple[Any, Any, Any]:
+    """Return `std::set_terminate`, a handler, and the handler before. The first two live as long as the process."""
     library = ctypes.CDLL("libstdc++.so.6")
-    set_terminate, exception_type = library["_ZSt13set_terminatePFvvE"], library["__cxa_current_exception_type"]
-    set_terminate.restype = function = ctypes.CFUNCTYPE(None)
+    set_terminate, get_terminate = library["_ZSt13set_terminatePFvvE"], library["_ZSt13get_terminatev"]
+    exception_type = library["__cxa_current_exception_type"]
+    get_terminate.restype = function = ctypes.CFUNCTYPE(None)
     exception_type.restype = ctypes.POINTER(ctypes.c_char_p)  # to a `std::type_info`, whose second word is the name
+    previous = get_terminate()
 
     def terminate() -> None:
         found = exception_type()
@@ -108,6 +112,4 @@ def _set_terminate() -> Any:
             threading.Event().wait()
         previous()
 
-    handler = function(terminate)
-    previous = set_terminate(handler)
-    return handler  # which must live as long as the process
+    return set_terminate, function(terminate), previous

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_paral.compat.lightning.metrics import set_value_of_step, value_of_step
+from lightning_paral.compat.torch.cross_entropy import divisor_of
 from lightning_paral.data.parts.join import weighted_mean
 
 _SIGNATURE = inspect.signature(LightningModule.log)
@@ -24,6 +25,8 @@ class LogCall:
     arguments: dict[str, Any]
     num_samples: float
     """The weight of the value in a mean: the `batch_size` argument if given, otherwise the size of the sub-batch."""
+    divisor: Any = None
+    """What the value has been divided by, if it comes from a cross entropy."""
 
 
 class LogRecord:
@@ -50,14 +53,16 @@ class LogRecord:
             arguments["value"] = original = self._original_of(value)
             self.batch_values[id(original)] = value_of_step(value)
         given = arguments.get("batch_size")
-        self.calls.append(LogCall(arguments, self._num_samples if given is None else given))
+        divisor = divisor_of(value) if isinstance(value, Tensor) else None  # now: the backward pass frees it
+        self.calls.append(LogCall(arguments, self._num_samples if given is None else given, divisor))
 
     def weigh(self, loss: float, weight: float) -> None:
-        """Let values that are equal to `loss` count with `weight` in means."""
+        """Let cross entropies count with what they divide by in means, and values that equal `loss` with `weight`."""
         for number, call in enumerate(self.calls):
             value = call.arguments["value"]
-            if isinstance(value, Tensor | float) and str(float(value)) == str(loss):  # NaN equals NaN
-                self.calls[number] = replace(call, num_samples=weight)
+            is_loss = isinstance(value, Tensor | float) and str(float(value)) == str(loss)  # NaN equals NaN
+            if is_loss or call.divisor is not None:
+                self.calls[number] = replace(call, num_samples=weight if is_loss else float(call.divisor))
 
 
 def merge_logs(records: Sequence[LogRecord], device: torch.device) -> Iterator[dict[str, Any]]:

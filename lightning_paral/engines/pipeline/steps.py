@@ -196,7 +196,8 @@ class StageSteps:
             return loss_of(result) if self._is_last_stage else None
 
         # Two samples may have equally many tokens by chance, so the first time more of them are compared.
-        num_samples = min(self._num_micro_batches, 2 if len(self._checked_steps) > 1 else _NUM_COMPARED)
+        num_compared = 2 if len(self._checked_steps) > 1 else _NUM_COMPARED
+        num_samples = num_compared if self._num_micro_batches > 1 else 1
         rehearse(self._module, batch, forward, self._groups, self._dependencies("training_step"), num_samples)
 
     def _dependencies(self, step: str) -> Dependencies:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from lightning_paral.compat.torch.cross_entropy import divisor_of
@@ -26,16 +27,18 @@ class MicroBatchWeights:
         divisor = divisor_of(loss)
         if divisor is None:
             return loss * (self._sizes[number] / self._total)
-        self._divisors[number] = divisor
-        return loss.mul(divisor / self._estimate())
+        self._divisors[number] = divisor.float()
+        return loss * (self._divisors[number] / self._estimate())
 
     def known(self) -> tuple[list[float], float]:
         """Return the weights of all micro-batches, and by what their gradients have to be multiplied."""
         if not self._divisors:
             return list(self._sizes), 1.0
         # A step may leave the cross entropy out if a micro-batch has no targets.
-        weights = [float(self._divisors.get(number, 0.0)) for number in range(len(self._sizes))]
-        return weights, float(self._estimate()) / sum(weights) if any(weights) else 1.0
+        none = torch.zeros_like(self._estimate())
+        divisors = [self._divisors.get(number, none) for number in range(len(self._sizes))]
+        *weights, estimate = torch.stack([*divisors, self._estimate()]).tolist()
+        return weights, estimate / sum(weights) if any(weights) else 1.0
 
     def _estimate(self) -> Tensor:
         first, divisor = next(iter(self._divisors.items()))
