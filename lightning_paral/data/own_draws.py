@@ -3,14 +3,17 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.distributed.rng_state import derive_seed, digest_of_torch_state, own_numbers, shared_numbers
 
-_OF_SAMPLES = "batch_to_device", "training_step", "validation_step", "test_step", "predict_step"
+_STEPS = "training_step", "validation_step", "test_step", "predict_step"
+_TRANSFERS = "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"
 _OF_ALL_RANKS = "optimizer_step", "save_checkpoint"  # which a step calls in manual optimization
 
 
@@ -33,7 +36,9 @@ class OwnDraws:
         self._place: object = None
         self._counts: Counter[str] = Counter()
         strategy = trainer.strategy
-        for name in _OF_SAMPLES if in_steps else ():
+        users = [each for each in (trainer.lightning_module, vars(trainer).get("datamodule")) if each is not None]
+        transfers = any(is_overridden(name, user) for name, user in product(_TRANSFERS, users))
+        for name in (*_STEPS, *["batch_to_device"] * transfers) if in_steps else ():
             shadow_method(strategy, name, self._drawing(name)(getattr(strategy, name)), undo)
         for name in _OF_ALL_RANKS:
             shadow_method(strategy, name, shared_numbers()(getattr(strategy, name)), undo)

@@ -57,6 +57,11 @@ class Noisy(LightningModule):
             self.read += batch.tolist()
             self.in_steps.append(draw())
 
+    def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+        if not self.trainer.sanity_checking:
+            self.in_steps.append(draw())
+        return batch
+
     def on_train_batch_start(self, *args: Any) -> None:
         self.outside.append(draw())
 
