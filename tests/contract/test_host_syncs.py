@@ -19,7 +19,11 @@ from tests.running import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
-ON_THE_HOST = {"distributed/host_exchange.py: _reduce: __bool__", "data/async_scalar.py: read: item"}
+ON_THE_HOST = {
+    "distributed/host_exchange.py: _reduce: __bool__",
+    "data/async_scalar.py: read: item",
+    "distributed/rng_state.py: digest_of_torch_state: numpy",  # torch returns the states of generators on the host
+}
 """Reads of tensors that are in host memory even if there is a GPU."""
 
 LABELS = (

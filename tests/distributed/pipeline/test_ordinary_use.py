@@ -173,18 +173,25 @@ class Held(Callback):
             for name, p in pl_module.named_parameters()
             if any(isinstance(v, Tensor) and v.dim() for v in trainer.optimizers[0].state.get(p, {}).values())
         }
-        self.bytes_of_blocks = sum(
-            each.untyped_storage().nbytes()
-            for each in gc.get_objects()
-            if isinstance(each, Tensor) and not isinstance(each, FlatShard) and each.shape == (WIDTH, WIDTH)
-        )
+        self.bytes_of_blocks = bytes_of_blocks()
+
+
+def bytes_of_blocks() -> int:
+    return sum(
+        each.untyped_storage().nbytes()
+        for each in gc.get_objects()
+        if isinstance(each, Tensor) and not isinstance(each, FlatShard) and each.shape == (WIDTH, WIDTH)
+    )
 
 
 def held_of(make: Any) -> Any:
     held = Held()
     trainer = quiet_trainer(devices=2, strategy=ParalPipelineStrategy(split="global"), max_steps=2, callbacks=[held])
+    gc.collect()
+    of_earlier_tests = bytes_of_blocks()
     module = make()
     trainer.fit(module, loader(3))
+    held.bytes_of_blocks -= of_earlier_tests
     weights = {name: value.clone() for name, value in module.state_dict().items()}
     return trainer.global_rank, held.names, held.states, held.bytes_of_blocks, weights
 
