@@ -132,21 +132,21 @@ class LoaderDistributor:
             self._check_data_pipe(loader)
             group = self._dims.data_rank_group().group
             distributed = synchronize_self_sharded(loader, shard, group)
-            return self._strip_padding(self._drawing_own(distributed, index), mode)
+            return self._strip_padding(self._drawing_own(distributed, f"{mode.value} {index}"), mode)
         if training:
             source.rejects_repeated_samples = self._draws_itself("training_step")
-        distributed = self._drawing_own(distributed, index)
+        distributed = self._drawing_own(distributed, f"{mode.value} {index}")
         source.set_epoch(self._epoch)
         if training and not _resumes_itself(loader):
             self.position.sources.append(source)
         return self._strip_padding(distributed, mode)
 
-    def _drawing_own(self, loader: Loader, index: int) -> Loader:
+    def _drawing_own(self, loader: Loader, name: str) -> Loader:
         """Let the dataset draw random numbers of the data rank, in workers or in this process."""
         seed_workers_by_data_rank(loader, self._dims)
         if self._own_draws is None or loader.num_workers:
             return loader
-        return with_iteration(loader, partial(self._own_draws.reading, index))
+        return with_iteration(loader, partial(self._own_draws.reading, name))
 
     def _check_data_pipe(self, loader: Loader) -> None:
         """Raise a `ConfigurationError` for a data pipe if ranks share a data rank: torch shards by global rank."""

@@ -52,10 +52,10 @@ class OwnDraws:
         with own_numbers(derive_seed(*place, name, self._counts[name], self._data_rank)):
             yield
 
-    def reading(self, loader_index: int, batches: Iterator[Any], restart: object) -> Iterator[Any]:
-        """Yield `batches`, which this process reads from the dataset itself."""
+    def reading(self, loader: str, batches: Iterator[Any], restart: object) -> Iterator[Any]:
+        """Yield `batches` of the loader of this name, which this process reads from the dataset itself."""
         while True:
-            with self._drawing(f"loader {loader_index}"):
+            with self._drawing(loader):
                 try:
                     batch = next(batches)
                 except StopIteration:
