@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_paral import ConfigurationError, ParalDDPStrategy, Preemption
 from lightning_paral.callbacks import preemption as preemption_module
@@ -51,6 +51,19 @@ class Noisy(LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+
+
+class Drawn(Dataset[Tensor]):
+    """Samples that draw from the global generator."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.arange(4.0) / 4 + index / 24 + 0.1 * torch.rand(4)
 
 
 class SignalAt(Callback):
@@ -100,8 +113,7 @@ def run(
     defaults = {"max_epochs": 2, "val_check_interval": 0.5, "num_sanity_val_steps": 1}
     made = strategy_of(strategy) if isinstance(strategy, str) else strategy
     trainer = quiet_trainer(devices=devices, strategy=made, callbacks=callbacks, **(defaults | options))
-    data = torch.arange(96.0).reshape(24, 4) / 96
-    trainer.fit(module, DataLoader(data, 2, shuffle=True), DataLoader(data[:8], 2), ckpt_path=resume)
+    trainer.fit(module, DataLoader(Drawn(24), 2, shuffle=True), DataLoader(Drawn(8), 2), ckpt_path=resume)
     return preemption, module.seen
 
 
