@@ -87,7 +87,7 @@ def test_signal_shows_where_all_ranks_are_and_the_run_continues(on_ranks, rank_p
     assert "Rank 0 of 2 (process" in stack
     assert "has waited" in stack
     assert "in the backward pass (Lightning's `backward`, called at sleeping.py:" in stack
-    assert "trainer.fit(model, regression_data(3, 2), regression_data(2, 2))\n  ... " in stack
+    assert "trainer.fit(model, regression_data(num_batches, 2), regression_data(2, 2))\n  ... " in stack
     assert summary.startswith("SIGUSR2 reached rank 0. Rank 1 has been in `sleep_at` (")
     assert "; rank 0 has waited" in summary
     (stack,) = told[1][0]
