@@ -19,9 +19,10 @@ def generate_together(module: Module, undo: ExitStack) -> None:
     """
     part: Any
     for part in module.modules():
-        generate = getattr(part, "generate", None)
+        # Asked of the class: an adapter of PEFT forwards what it lacks to the model inside.
+        generate = getattr(type(part), "generate", None)
         if callable(generate) and "synced_gpus" in inspect.signature(generate).parameters:
-            shadow_method(part, "generate", _together(generate), undo)
+            shadow_method(part, "generate", _together(part.generate), undo)
 
 
 def _together(generate: Callable[..., Any]) -> Callable[..., Any]:
