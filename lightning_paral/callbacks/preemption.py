@@ -294,7 +294,12 @@ def handle_signals(trainer: Trainer) -> None:
     Lightning's own handlers save, and call collectives, at any line of a step, which several ranks cannot do.
     """
     callbacks: list[Callback] = vars(trainer)["callbacks"]
-    if any(isinstance(callback, Preemption) for callback in callbacks):
+    users = [callback for callback in callbacks if isinstance(callback, Preemption)]
+    begun = [callback for callback in users if callback._agreement is not None]
+    lightning_preemption.end_handling(trainer)  # those that `paral_auto` began, whose watcher has ended
+    for callback in begun:
+        callback.setup(trainer, trainer.lightning_module, trainer.state.fn or "")
+    if users:
         return
     if slurm.requeues(trainer):
         callbacks.insert(0, Preemption(margin=None))

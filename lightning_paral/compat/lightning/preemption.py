@@ -152,6 +152,11 @@ def take_over_signals(trainer: Trainer, at_end: Callable[[], None], undo: ExitSt
     shadow_method(connector, "teardown", at_end, undo)
 
 
+def end_handling(trainer: Trainer) -> None:
+    """Give the signals of this run back, as the end of the run does."""
+    trainer._signal_connector.teardown()
+
+
 def set_received_sigterm(trainer: Trainer) -> None:
     """Make `trainer.received_sigterm` true."""
     trainer._signal_connector.received_sigterm = True

@@ -136,7 +136,7 @@ def check(found: list[tuple[str | None, SEEN, SEEN, SEEN]]) -> None:
     assert len({len(before) for _, before, *_ in found}) == 1
 
 
-@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3"])
+@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3", "paral_auto"])
 def test_signal_to_one_rank_inside_an_accumulation_window(on_ranks, tmp_path: Path, strategy: str) -> None:
     signal_at = SignalAt("batch", 0, 1)
     options = {"strategy": strategy, "signal_at": signal_at, "accumulate_grad_batches": 3}
