@@ -1,7 +1,7 @@
 """Copy a user's `DataLoader` so that it iterates differently, but keeps its class name and worker settings."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -57,8 +57,11 @@ def with_iteration(
 
 def _class_with(original: Any, iterate: Callable[..., Iterator[Any]], num_batches: int | None) -> Any:
     """Return a subclass of `original`, with the same name, whose iterators are made by `iterate`."""
+    users, earlier = getattr(original, "_made_of", (original, ()))
 
     class Changed(original):  # type: ignore[misc]
+        _made_of = users, (*earlier, (iterate, num_batches))
+
         def __iter__(self) -> Iterator[Any]:
             def restart() -> Iterator[Any]:
                 batches: Iterator[Any] = super(Changed, self).__iter__()
@@ -70,9 +73,9 @@ def _class_with(original: Any, iterate: Callable[..., Iterator[Any]], num_batche
             return super().__len__() if num_batches is None else num_batches
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            # pickle looks up classes by name, and would find `original` instead of this class.
+            # pickle looks up classes by name, and would find the user's instead of this class.
             state = without_workers(super().__reduce_ex__(protocol)[2])
-            return _unpickle, (original, iterate, num_batches), state
+            return _unpickle, Changed._made_of, state
 
     Changed.__name__, Changed.__qualname__, Changed.__module__ = (
         original.__name__,
@@ -82,6 +85,8 @@ def _class_with(original: Any, iterate: Callable[..., Iterator[Any]], num_batche
     return Changed
 
 
-def _unpickle(original: Any, iterate: Callable[..., Iterator[Any]], num_batches: int | None) -> Any:
-    changed = _class_with(original, iterate, num_batches)
+def _unpickle(users: Any, layers: Iterable[tuple[Callable[..., Iterator[Any]], int | None]]) -> Any:
+    changed = users
+    for iterate, num_batches in layers:
+        changed = _class_with(changed, iterate, num_batches)
     return changed.__new__(changed)

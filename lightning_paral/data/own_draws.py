@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import product
 from typing import Any
 
@@ -30,6 +30,9 @@ class OwnDraws:
         in_steps: whether steps draw numbers of the data rank, until `undo` is closed.
     """
 
+    _trainer: Trainer | None = None
+    """`None` in a copy, which belongs to no run."""
+
     def __init__(self, trainer: Trainer, data_rank: int, undo: ExitStack, *, in_steps: bool) -> None:
         self._trainer = trainer
         self._data_rank = data_rank
@@ -43,8 +46,12 @@ class OwnDraws:
         for name in _OF_ALL_RANKS:
             shadow_method(strategy, name, shared_numbers()(getattr(strategy, name)), undo)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
     @contextmanager
     def _drawing(self, name: str) -> Iterator[None]:
+        assert self._trainer is not None
         place = digest_of_torch_state(), self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
         if place != self._place:
             self._place, self._counts = place, Counter()
@@ -55,7 +62,7 @@ class OwnDraws:
     def reading(self, loader: str, batches: Iterator[Any], restart: object) -> Iterator[Any]:
         """Yield `batches` of the loader of this name, which this process reads from the dataset itself."""
         while True:
-            with self._drawing(loader):
+            with nullcontext() if self._trainer is None else self._drawing(loader):
                 try:
                     batch = next(batches)
                 except StopIteration:
