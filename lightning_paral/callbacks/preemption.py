@@ -295,12 +295,15 @@ def handle_signals(trainer: Trainer) -> None:
     """
     callbacks: list[Callback] = vars(trainer)["callbacks"]
     users = [callback for callback in callbacks if isinstance(callback, Preemption)]
-    begun = [callback for callback in users if callback._agreement is not None]
-    lightning_preemption.end_handling(trainer)  # those that `paral_auto` began, whose watcher has ended
-    for callback in begun:
-        callback.setup(trainer, trainer.lightning_module, trainer.state.fn or "")
+    for callback in users:
+        if callback._agreement is not None:  # with the watcher of a strategy that `paral_auto` has replaced
+            signum = callback._signum
+            callback.setup(trainer, trainer.lightning_module, trainer.state.fn or "")
+            if signum is not None:
+                callback._on_signal(signum)
     if users:
         return
+    lightning_preemption.end_handling(trainer)  # that `paral_auto` has begun
     if slurm.requeues(trainer):
         callbacks.insert(0, Preemption(margin=None))
     elif trainer.world_size > 1:

@@ -78,6 +78,9 @@ class SignalAt(Callback):
             if trainer.world_size > 1:
                 time.sleep(1.2)  # the other rank runs ahead as far as the collectives let it
 
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        self.send(trainer, "setup")
+
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.send(trainer, "fit_start")
 
@@ -140,6 +143,12 @@ def check(found: list[tuple[str | None, SEEN, SEEN, SEEN]]) -> None:
 def test_signal_to_one_rank_inside_an_accumulation_window(on_ranks, tmp_path: Path, strategy: str) -> None:
     signal_at = SignalAt("batch", 0, 1)
     options = {"strategy": strategy, "signal_at": signal_at, "accumulate_grad_batches": 3}
+
+    check(on_ranks(2, preempt_and_resume_with, str(tmp_path), options))
+
+
+def test_signal_before_auto_has_chosen(on_ranks, tmp_path: Path) -> None:
+    options = {"strategy": "paral_auto", "signal_at": SignalAt("setup")}
 
     check(on_ranks(2, preempt_and_resume_with, str(tmp_path), options))
 
