@@ -110,9 +110,8 @@ def _checksums(values: list[Tensor]) -> list[int]:
 def _sum_on_device(value: Tensor) -> Tensor:
     """Return two sums over the 64-bit words of `value`, modulo 2^64: a plain one, and one weighted by position."""
     data = flat(value).view(torch.uint8)
-    words, rest = data[: data.numel() // 8 * 8].view(torch.int64), data[data.numel() // 8 * 8 :]
-    if data.storage_offset() % 8:  # a view as int64 requires alignment
-        words = data[: data.numel() // 8 * 8].clone().view(torch.int64)
+    words, rest = data[: data.numel() // 8 * 8], data[data.numel() // 8 * 8 :]
+    words = (words.clone() if data.storage_offset() % 8 else words).view(torch.int64)  # the view requires alignment
     plain = rest.sum(dtype=torch.int64) + words.sum()
     weighted = torch.zeros_like(plain)
     weights = torch.arange(1, 2 * min(_SLICE_NUMEL, max(1, words.numel())), 2, device=value.device)

@@ -25,6 +25,7 @@ from typing import Any
 from tests.benchmarks.gpu_loops import contestants
 from tests.benchmarks.gpu_models import SIZES
 from tests.benchmarks.gpu_tables import tables
+from tests.contract.cases import BY_LABEL
 from tests.gpu.crew import Crew, alone
 from tests.gpu.place import needs_operators
 from tests.gpu.report import as_row, write_json
@@ -238,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--only: {', '.join(unknown)} is none of {', '.join(contestants(options.device))}")
         if options.part == "steps":
             if not options.only and not options.offload:
-                names = [name for name in names if not needs_operators(name)]
+                names = [name for name in names if name not in BY_LABEL or not needs_operators(name)]
             measure_steps(session, sizes, names)
         elif options.part == "largest":
             measure_largest(session, names)

@@ -21,7 +21,7 @@ LINEAR = ActivationCheckpointing(units=["Linear"])
 def on_nvme() -> dict[str, Any]:
     folder = Path(tempfile.gettempdir(), "lightning_paral_tests_nvme")
     folder.mkdir(exist_ok=True)
-    offload = Offload("nvme", path=folder, buffer_numel=10_000)
+    offload = Offload("nvme", path=folder, buffer_numel=1_100_000)
     return {"stage": 3, "offload_optimizer": offload, "offload_parameters": offload}
 
 

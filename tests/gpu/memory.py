@@ -1,9 +1,11 @@
 """GPU memory that a run leaves allocated, and that activation offloading saves."""
 
 import gc
+import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -62,6 +64,9 @@ def allocated(device: str) -> int:
     gc.collect()
     if device == "cuda":
         torch.cuda.synchronize()
+        if dist.is_initialized():  # until the next collective, torch keeps what the last ones reduced
+            time.sleep(0.3)
+            dist.all_reduce(torch.zeros(1, device=device))
         torch._C._cuda_clearCublasWorkspaces()  # allocated per stream on first use; no public name frees them
         torch.cuda.empty_cache()
         return torch.cuda.memory_allocated()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
-from lightning_paral import ParalDDPStrategy, ParalZeROStrategy
+from lightning_paral import ParalDDPStrategy, ParalFSDPStrategy, ParalPipelineStrategy, ParalZeROStrategy
 from lightning_paral.distributed.process_group import join_process_group
 from lightning_paral.options import DEFAULT_TIMEOUT
 from tests.contract.cases import BY_LABEL
@@ -19,9 +19,11 @@ from tests.gpu.place import check_installed, largest_difference, options_of, tra
 from tests.gpu.report import write_json
 from tests.gpu.rounding import with_sgd
 from tests.models.blocks import GAN
+from tests.models.chain import Chain, fit_chain
 from tests.models.regression import fit_regression
 from tests.models.resumable import fit as fit_resumable
 from tests.models.resumable import mean_losses
+from tests.models.split_layers import PLAN, SplitLayers
 from tests.models.tokens import fit
 
 NUM_RANKS = 2
@@ -122,6 +124,39 @@ def parity(label: str, device: str, backend: str) -> dict[str, Any]:
                 facts["failures"].append(
                     f"rank {dist.get_rank()}, accumulate={accumulate}: {name} off by {value:.3g}, not {tolerance:g}"
                 )
+    return facts
+
+
+class FrozenStage(Chain):
+    """A chain whose first stage has no gradients, which Lightning's clipping asks for on all stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[:2].requires_grad_(False)
+
+
+def model_parallel(name: str, device: str, backend: str) -> dict[str, Any]:
+    """Train with split layers or stages, and compare with Lightning in one process. *Collective*."""
+    join(device, backend)
+    facts: dict[str, Any] = {"failures": []}
+    make = {"tensor": SplitLayers, "pipeline": Chain, "frozen_stage": FrozenStage}[name]
+    options = {key: value for key, value in trainer_options(device).items() if key != "devices"}
+    for accumulate in (1, 3):
+        split = {
+            "tensor": lambda: ParalFSDPStrategy(tensor_parallel=NUM_RANKS, plan=PLAN),
+        }.get(name, lambda: ParalPipelineStrategy(micro_batches=2))()
+        fits = []
+        for strategy, where in (("auto", options | {"num_nodes": 1}), (split, options)):
+            torch.manual_seed(3)
+            losses, module, _ = fit_chain(strategy, 1, module=make(), accumulate_grad_batches=accumulate, **where)
+            fits.append((list(losses.values()), {key: value.cpu() for key, value in module.state_dict().items()}))
+        (expected_losses, expected), (found_losses, weights) = fits
+        off = max(abs(loss / other - 1) for loss, other in zip(found_losses, expected_losses, strict=True))
+        found = {"weights": largest_difference(weights, expected), "losses": off}
+        for kind, value in found.items():
+            facts[f"{kind}, accumulate={accumulate}"] = value
+            if not value <= 1e-5:
+                facts["failures"].append(f"accumulate={accumulate}: {kind} off by {value:.3g}")
     return facts
 
 

@@ -52,6 +52,10 @@ def checks(device: str, backend: str, folder: str) -> list[Check]:
         Check("cpu_path", "pair:cpu_path", where),
         *(Check(f"reduce:{algorithm}", "pair:reduce", (algorithm, *where, num_bytes)) for algorithm in ALGORITHMS),
         *(Check(f"parity:{x}", "pair:parity", (x, *where), 90, needs_operators(x)) for x in PARITY),
+        *(
+            Check(f"model_parallel:{x}", "pair:model_parallel", (x, *where))
+            for x in ("tensor", "pipeline", "frozen_stage")
+        ),
         Check("manual_optimization", "pair:manual_optimization", where, 90),
         *(Check(f"save:{label}", "pair:save", (label, *where, folder)) for label in SAVED),
         *(Check(f"resume:{label}", "saved:resume", (label, device, folder, list(SAVED))) for label in SAVED),

@@ -34,6 +34,7 @@ class StageGradients:
         outside: the parameters that are on all stages, each of which may compute a part of their gradients.
         dims: the arrangement of the ranks.
         groups: the process groups of the run; `None` if there is one stage.
+        device: the device of this rank.
         shards: the shards of these parameters; `None` if none is sharded.
     """
 
@@ -43,8 +44,10 @@ class StageGradients:
         outside: Sequence[Parameter],
         dims: ParallelDims,
         groups: PipelineGroups | None,
+        device: torch.device,
         shards: Shards | None = None,
     ) -> None:
+        self._device = device
         self._inside = list(inside)
         self._outside = list(outside)
         self._dims = dims
@@ -158,7 +161,7 @@ class StageGradients:
         parameters, outside = list(parameters), set(self._outside)
         of_all = gradient_norm(parameter for parameter in parameters if parameter in outside)
         of_stage = gradient_norm(parameter for parameter in parameters if parameter not in outside)
-        square = of_stage.square().double()
+        square = of_stage.square().double().to(self._device)  # on the host if the stage has no gradients
         if self._groups is not None:
             dist.all_reduce(square, group=self._groups.values)
         return (square + of_all.to(square.device).square()).sqrt().to(of_all.dtype)

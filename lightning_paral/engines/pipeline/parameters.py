@@ -219,10 +219,10 @@ class StageParameters:
         return unsharded | self._originals
 
 
-def share_buffers(division: Division, dims: ParallelDims, groups: PipelineGroups | None) -> None:
+def share_buffers(division: Division, dims: ParallelDims, groups: PipelineGroups | None, device: torch.device) -> None:
     """Give all stages the buffers of the stage that computes them; those that are on all stages are the last stage's.
 
-    *Collective* over the pipeline.
+    On a rank, those of other stages are still on the host, not on its `device`. *Collective* over the pipeline.
     """
     if groups is None:
         return
@@ -234,7 +234,7 @@ def share_buffers(division: Division, dims: ParallelDims, groups: PipelineGroups
     for stage, buffers in enumerate(of_stages):
         for buffer in buffers:
             if buffer.numel():
-                flat = buffer.detach().contiguous().view(-1)
+                flat = buffer.detach().to(device).contiguous().view(-1)
                 dist.broadcast(flat.view(torch.uint8), dims.pipeline_ranks[stage], group=groups.values)
                 if flat.data_ptr() != buffer.data_ptr():
                     buffer.detach().copy_(flat.view(buffer.shape))

@@ -80,7 +80,7 @@ class PipelineRun:
         """Prepare for training; call this before the optimizers are created."""
         self.is_fit = True
         inside, outside = self.parameters.inside, self.parameters.outside
-        self.gradients = StageGradients(inside, outside, self.dims, self._groups, self._shards)
+        self.gradients = StageGradients(inside, outside, self.dims, self._groups, self.device, self._shards)
         self.gradients.are_read_while_accumulating = has_hook(self.module, _READING_HOOKS)
         self._steps.start_fit(self.gradients)
         self._undo.callback(self.gradients.zero_grad.install())
@@ -125,7 +125,7 @@ class PipelineRun:
 
     def share_buffers(self) -> None:
         """Give all stages the buffers of the stage that computes them. *Collective* over the pipeline."""
-        share_buffers(self.division, self.dims, self._groups)
+        share_buffers(self.division, self.dims, self._groups, self.device)
 
     @contextmanager
     def _replacing(self, name: str, run: Callable[[Step, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:

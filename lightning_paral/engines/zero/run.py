@@ -29,7 +29,7 @@ from lightning_paral.engines.zero.parameters.saved_weights import SavedWeights
 from lightning_paral.engines.zero.parameters.snapshot import ModuleSnapshot
 from lightning_paral.engines.zero.run_settings import RunSettings
 from lightning_paral.engines.zero.runtime.config import add_device_defaults
-from lightning_paral.engines.zero.runtime.nvme import check_space, load_async_io
+from lightning_paral.engines.zero.runtime.nvme import check_buffers, check_space, load_async_io
 from lightning_paral.engines.zero.state.engine_shards import EngineShards
 from lightning_paral.engines.zero.state.zero_state import ZeroState
 from lightning_paral.engines.zero.training.gradients import PartitionedGradients
@@ -84,16 +84,18 @@ class ZeroRun(ZeroState):
     # Setup
 
     def check_size(self) -> None:
-        """Warn about parameters that every rank built in full at stage 3, and check the free space for offload to NVMe.
+        """Warn about parameters that every rank built in full at stage 3, and check disk and buffers for NVMe.
 
         Raises:
-            ConfigurationError: a disk has too little free space.
+            ConfigurationError: a disk has too little free space, or a buffer is too small for a parameter.
         """
         options, dims = self._settings.options, self._settings.dims
         if options.stage == 3:
             warn_about_full_parameters(self.module)
         num_elements = count_trained(self.module.parameters())
         check_space(options, num_elements * self._settings.ranks_per_node // dims.shard)
+        threshold = self._settings.config["zero_optimization"].get("stage3_param_persistence_threshold", 100_000)
+        check_buffers(options, self.module, dims.shard, threshold)
 
     def train(self, optimizers: Sequence[Any]) -> Any:
         """Build an engine for each optimizer, and return the module or engine that runs steps. *Collective*.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_paral import Offload, ParalZeROStrategy
+from lightning_paral.errors import ConfigurationError
 from tests.models.regression import FEATURES, Regression, regression_data
 from tests.models.resumable import NUM_BATCHES, SAVED_AFTER, Resumable, fit, mean_losses
 from tests.running import quiet_trainer
@@ -253,3 +254,14 @@ def test_two_runs_in_one_folder_do_not_interfere(tmp_path: Path) -> None:
     for seen in losses:
         torch.testing.assert_close(seen, expected, rtol=1e-4, atol=0.0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_buffers_that_are_too_small_are_named_before_the_run(tmp_path: Path) -> None:
+    offload = Offload("nvme", path=tmp_path, buffer_numel=10_000)
+    trainer = quiet_trainer(devices=1, strategy=ParalZeROStrategy(stage=3, offload_parameters=offload))
+    module = Regression()
+    module.hidden = nn.Linear(FEATURES, 20_000)
+    module.out = nn.Linear(20_000, 2)
+
+    with pytest.raises(ConfigurationError, match=r"hidden\.weight has 160000 elements"):
+        trainer.fit(module, regression_data(1, 1))

@@ -99,6 +99,28 @@ def check_space(options: ZeROOptions, num_elements: int) -> None:
         check_free_space(offload.path, num_elements * bytes_per_element)
 
 
+def check_buffers(options: ZeROOptions, module: Module, num_shards: int, threshold: int) -> None:
+    """Raise a `ConfigurationError` if a shard of a parameter is larger than the buffers of offload to NVMe.
+
+    Args:
+        options: the options of the strategy.
+        module: the module. Parameters that it creates partitioned in `configure_model` are not checked.
+        num_shards: the number of shards of a parameter.
+        threshold: the number of elements up to which parameters are not partitioned.
+    """
+    offload = options.on_nvme.get("offload_parameters")
+    sizes = {name: parameter.numel() for name, parameter in module.named_parameters() if parameter.numel() > threshold}
+    if offload is None or not sizes:
+        return
+    largest = max(sizes, key=sizes.__getitem__)
+    needed = -(-sizes[largest] // num_shards)
+    if needed > offload.buffer_numel:
+        raise ConfigurationError(
+            f"offload_parameters=Offload('nvme', buffer_numel={offload.buffer_numel}) is too small: a rank's shard of "
+            f"{largest} has {needed} elements. Set buffer_numel to at least that."
+        )
+
+
 class RunFolders:
     """Creates the subfolders of a run on NVMe, and removes them after it."""
 
