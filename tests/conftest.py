@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_paral.distributed.process_group import release_process_group
-from tests.lanes import OPERATORS, is_slow, needs_deepspeed, needs_one_set, needs_operators
+from tests.lanes import ENGINES, LANES, OPERATORS, Times, engines_of, needs_operators, select, shard
 from tests.rank_pool import RankPool
 
 OF_RUNS = (
@@ -44,17 +44,36 @@ def on_ranks(rank_pool: RankPool) -> Callable[..., list[Any]]:
 _build = pytest.StashKey["subprocess.Popen[str]"]()
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` selects by marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests, and sort those last that need DeepSpeed's operators, which take minutes to compile."""
-    for item in items:
-        if needs_deepspeed(item):
-            item.add_marker("deepspeed")
-        if is_slow(item):
-            item.add_marker("slow")
-        if needs_one_set(item):
-            item.add_marker("one_set")
-    items.sort(key=needs_operators)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("lanes", "which tests to run")
+    group.addoption(
+        "--lane", choices=(*LANES, "versions"), help="default: 10 minutes; full: what CI runs; all: everything"
+    )
+    group.addoption("--engine", choices=ENGINES, help="what a change to one engine can break; in the lane full")
+    group.addoption("--shard", help="such as 1,2/3: two of three parts that take equally long")
+    group.addoption("--write-times", action="store_true", help="store the times of what runs in tests/times.json")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.write_times:
+        config.pluginmanager.register(TimesWriter())
+
+
+@pytest.hookimpl(trylast=True)  # after `-k` and `-m`
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Select the tests of the lane, the engine and the shard; sort those last that wait for DeepSpeed's operators."""
+    times, option = Times(), config.option
+    # A file or a test that is named runs whole.
+    are_named = all("::" in argument or argument.endswith(".py") for argument in config.args)
+    lane = option.lane or ("full" if option.engine else "all" if are_named else "default")
+    chosen = select(items, lane, times)
+    if option.engine:
+        chosen = [item for item in chosen if option.engine in engines_of(item)]
+    if option.shard:
+        chosen = shard(chosen, times, option.shard)
+    kept = set(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = sorted(chosen, key=needs_operators)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -88,6 +107,20 @@ def deepspeed_operators(request: pytest.FixtureRequest) -> None:
 def _operators_for_marked_parameters(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker(OPERATORS):
         request.getfixturevalue(OPERATORS)
+
+
+class TimesWriter:
+    """Stores the seconds of each function, without fixtures of a wider scope, when the session ends."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, list[float]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.outcome != "skipped":
+            self._seconds.setdefault(report.nodeid.partition("[")[0], []).append(report.duration)
+
+    def pytest_sessionfinish(self) -> None:
+        Times().write(self._seconds)
 
 
 @contextmanager

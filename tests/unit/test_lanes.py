@@ -1,17 +1,113 @@
-"""The lists in tests/lanes.py name tests that exist."""
+"""The rules that put tests into lanes, engines and shards."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.lanes import ONE_SET, SLOW
+from tests.lanes import ENGINES, LANES, Times
 
 ROOT = Path(__file__).parents[2]
+pytest_plugins = "pytester"
+
+TESTS = """
+    import pytest
+
+    @pytest.mark.parametrize("kind", ["a", "b", "c"])
+    @pytest.mark.parametrize("label", ["paral_ddp", "paral_zero2", "paral_zero3"])
+    def test_product(label, kind): pass
+
+    @pytest.mark.parametrize("world_size", [1, 2, 4])
+    def test_sizes(world_size): pass
+
+    @pytest.mark.parametrize("x", [1, pytest.param(2, marks=pytest.mark.lane("full"))])
+    def test_table(x): pass
+
+    def test_slow(): pass
+
+    @pytest.mark.lane("default")
+    def test_slow_promise(): pass
+
+    @pytest.fixture
+    def launch(): pass
+
+    def test_launch(launch): pass
+
+    @pytest.mark.lane("all")
+    def test_kill(): pass
+"""
+LANE_OF = """
+    def pytest_collection_modifyitems(items, config):
+        from tests import lanes
+        from pathlib import Path
+        times = lanes.Times(Path("times.json"))
+        for lane in (*lanes.LANES, "versions"):
+            print(lane, sorted(item.name for item in lanes.select(items, lane, times)))
+        for engine in lanes.ENGINES:
+            print(engine, sorted(item.name for item in items if engine in lanes.engines_of(item)))
+        for part in ("1/2", "2/2", "1,2/2"):
+            print(part, sorted(item.name for item in lanes.shard(items, times, part)))
+"""
 
 
-@pytest.mark.parametrize("prefix", sorted({*SLOW, *ONE_SET}))
-def test_prefix_of_ids_matches_a_test(prefix: str) -> None:
-    path, _, function = prefix.partition("::")
+@pytest.fixture
+def said(pytester: pytest.Pytester) -> dict[str, list[str]]:
+    """The names of the tests of each lane, engine and shard."""
+    pytester.makeconftest(LANE_OF)
+    pytester.makepyfile(test_one=TESTS, test_two="def test_slow(): pass")
+    pytester.makeini("[pytest]\nmarkers = lane(name): lane\nfilterwarnings = ignore::pytest.PytestWarning")
+    times = {"test_one.py::test_slow": 4.0, "test_one.py::test_slow_promise": 4.0, "test_two.py::test_slow": 9.0}
+    Path("times.json").write_text(json.dumps(times | {"test_one.py::test_gone": 2.0}))
+    lines = pytester.runpytest("--collect-only", "-q").outlines
+    found = [line.partition(" ") for line in lines if " [" in line and "]" in line]
+    return {name: eval(names) for name, _, names in found}
 
-    assert (ROOT / path).is_dir() if path.endswith("/") else (ROOT / path).is_file()
-    assert not function or f"def {function}" in (ROOT / path).read_text()
+
+def test_each_value_is_in_the_default_lane_once_and_each_pair_in_the_full_lane(said) -> None:
+    default = [name for name in said["default"] if name.startswith("test_product")]
+
+    assert default == ["test_product[paral_ddp-a]", "test_product[paral_ddp-c]", "test_product[paral_zero3-b]"]
+    assert sum(name.startswith("test_product") for name in said["full"]) == 9
+
+
+def test_default_lane_leaves_out_other_world_sizes_slow_functions_and_launches(said) -> None:
+    others = {name for name in said["default"] if not name.startswith("test_product")}
+
+    assert others == {"test_sizes[2]", "test_table[1]", "test_slow_promise"}
+    assert {"test_sizes[4]", "test_table[2]", "test_slow", "test_launch"} <= set(said["full"])
+    assert set(said["all"]) - set(said["full"]) == {"test_kill"}
+
+
+def test_lane_versions_has_each_value_once_also_of_slow_tests(said) -> None:
+    assert {"test_slow", "test_launch", "test_sizes[2]"} <= set(said["versions"])
+    assert not {"test_kill", "test_sizes[4]"} & set(said["versions"])
+
+
+def test_engine_is_found_by_parameters(said) -> None:
+    assert all("zero" in name for name in said["zero"])
+    assert len(said["zero"]) == 6
+    assert len(said["ddp"]) == 3
+
+
+def test_shards_have_all_tests_and_take_equally_long(said) -> None:
+    assert sorted(said["1/2"] + said["2/2"]) == said["1,2/2"] == said["all"]
+    assert said["1/2"] == ["test_slow"]
+
+
+def test_stale_times_are_a_warning(pytester: pytest.Pytester) -> None:
+    Path("times.json").write_text(json.dumps({"tests/test_a.py::test_gone": 2.0}))
+
+    with pytest.warns(pytest.PytestWarning, match=r"test_gone.*--write-times"):
+        Times(Path("times.json")).warn_if_stale(["tests/test_a.py::test_new"])
+
+
+@pytest.mark.parametrize(("option", "known"), [("--lane", LANES), ("--engine", ENGINES)])
+def test_unknown_value_names_the_known_ones(option: str, known: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "pytest", option, "x", "tests/unit/test_lanes.py"]
+
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+
+    assert found.returncode == pytest.ExitCode.USAGE_ERROR
+    assert all(value in found.stderr for value in known)
