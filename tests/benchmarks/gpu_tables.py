@@ -6,7 +6,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from tests.benchmarks.gpu_loops import counterpart
+from tests.benchmarks.gpu_loops import COUNTERPARTS
 from tests.benchmarks.gpu_models import SIZES
 
 _FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
@@ -63,7 +63,7 @@ def _speed(size: str, name: str, seconds: Mapping[str, list[float]], flops: floa
     step = median(mine)
     tokens = SIZES[size].tokens_per_step / step
     mfu = None if flops is None else f"{100 * tokens * SIZES[size].flops_per_token / flops:.1f} %"
-    by_hand = seconds.get(counterpart(name)) if name.startswith("paral_") else None
+    by_hand = seconds.get(COUNTERPARTS.get(name, ""))
     ratio = step / median(by_hand) if by_hand else None
     return [len(mine), f"{tokens:,.0f}", mfu, step * 1e3, ratio]
 

@@ -1,5 +1,9 @@
-"""Saving and offloading on CUDA: overlapped copies arrive intact, and use no GPU memory."""
+"""Saving and offloading on CUDA: overlapped copies arrive intact, and use no GPU memory.
 
+The checks of this file assert what must hold.
+"""
+
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,51 +20,59 @@ from lightning_paral.checkpoint.save import SaveJob
 from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.model.offloaded_inputs import OffloadedInputs
 from lightning_paral.options import Form
-from tests.gpu.test_ddp import NUM_GPUS
+from tests.gpu.place import check_gpu
 
-pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="no CUDA device")
-MANY_CYCLES = 200_000_000
+_MANY_CYCLES = 200_000_000
 
 
-def busy() -> None:
+def _busy() -> None:
     """Keep the computing stream busy, so that a copy that does not wait for it reads old values."""
-    torch.cuda._sleep(MANY_CYCLES)  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(_MANY_CYCLES)  # type: ignore[no-untyped-call]
 
 
-def test_arena_is_pinned_and_has_the_requested_size() -> None:
-    arena = Arena(pin=True)
-    arena.reserve(100_000_000)
-    taken = arena.take(25_000_000, torch.float32)
+def arena(device: str) -> None:
+    """The arena is pinned, and has the requested size."""
+    check_gpu(device)
+    pinned = Arena(pin=True)
+    pinned.reserve(100_000_000)
+    taken = pinned.take(25_000_000, torch.float32)
     assert taken.is_pinned()
-    assert arena.nbytes == 100_000_000
+    assert pinned.nbytes == 100_000_000
     value = torch.rand(25_000_000, device="cuda")
     taken.copy_(value, non_blocking=True)
     torch.cuda.synchronize()
     assert torch.equal(taken, value.cpu())
-    arena.release()
+    pinned.release()
     assert not taken.is_pinned()
 
 
-def test_memory_that_cannot_be_pinned_is_used_unpinned() -> None:
+def unpinned(device: str) -> None:
+    """Memory that cannot be pinned is used unpinned, and the error is not attributed to the next kernel."""
+    check_gpu(device)
     memory = fresh_bytes(2**21)
     assert _pin(memory)
     with pytest.warns(UserWarning, match="could not be pinned"):
         assert not _pin(memory)  # a second time
-    assert torch.ones(3, device="cuda").sum().item() == 3.0  # the error is not attributed to this kernel
+    assert torch.ones(3, device="cuda").sum().item() == 3.0
     _unpin(memory)
 
 
-@pytest.mark.parametrize("form", ["full", "sharded"])
-@pytest.mark.parametrize("staged", [False, True])
-def test_save_has_the_values_computed_last(tmp_path: Path, form: Form, staged: bool) -> None:
+def save(form: Form, staged: bool, device: str) -> None:
+    """A save has the values computed last, although the stream that computes them is behind."""
+    check_gpu(device)
+    with tempfile.TemporaryDirectory() as folder:
+        _save(form, staged, Path(folder))
+
+
+def _save(form: Form, staged: bool, folder: Path) -> None:
     weight = torch.zeros(30_000_000, device="cuda")  # several buffers
     half = torch.zeros(3000, 1000, device="cuda", dtype=torch.bfloat16)
     seen = torch.zeros(1000, device="cuda")
-    busy()
+    _busy()
     weight += torch.arange(30_000_000, device="cuda")
     half.t().copy_(torch.arange(3000, device="cuda").expand(1000, 3000))
     checkpoint = {"state_dict": {"weight": weight, "half": half.t()}, "callbacks": {"seen": seen}}
-    save = SaveJob.prepare(checkpoint, tmp_path / "saved", form, RankGroup(), set(), "Test")
+    save = SaveJob.prepare(checkpoint, folder / "saved", form, RankGroup(), set(), "Test")
     staging = Staging(pin=True)
     if staged:
         before = torch.cuda.memory_allocated()
@@ -71,14 +83,16 @@ def test_save_has_the_values_computed_last(tmp_path: Path, form: Form, staged: b
             value.fill_(-1.0)
     save.write(RankGroup())
 
-    loaded = load(str(tmp_path / "saved"), RankGroup(), weights_only=True)
+    loaded = load(str(folder / "saved"), RankGroup(), weights_only=True)
     assert torch.equal(loaded["state_dict"]["weight"].clone(), torch.arange(30_000_000).float())
     assert torch.equal(loaded["state_dict"]["half"].clone(), torch.arange(3000).expand(1000, 3000).bfloat16())
     assert not loaded["callbacks"]["seen"].any()
     staging.release()
 
 
-def test_tensors_of_callbacks_are_copied_to_the_host() -> None:
+def state_of_callbacks(device: str) -> None:
+    """Tensors of callbacks are copied to the host, and views stay views."""
+    check_gpu(device)
     value = torch.arange(1000.0, device="cuda")
     parameter = nn.Parameter(torch.ones(5, device="cuda"))
     torch.cuda.reset_peak_memory_stats()
@@ -90,10 +104,13 @@ def test_tensors_of_callbacks_are_copied_to_the_host() -> None:
     assert copy["view"].untyped_storage().data_ptr() == copy["a"].untyped_storage().data_ptr()
 
 
-def test_slices_are_correct_if_tensors_are_freed_meanwhile() -> None:
+def freed_tensors(device: str) -> None:
+    """Slices are correct if tensors are freed meanwhile."""
+    check_gpu(device)
+
     def made_and_freed() -> Any:
         for number in range(8):
-            busy()
+            _busy()
             yield torch.full((HostBytes.buffer_bytes // 2 + number,), number, dtype=torch.uint8, device="cuda")
 
     with HostBytes(made_and_freed()) as source:
@@ -103,7 +120,7 @@ def test_slices_are_correct_if_tensors_are_freed_meanwhile() -> None:
                 assert (torch.frombuffer(view, dtype=torch.uint8) == number).all()
 
 
-class Blocks(nn.Module):
+class _Blocks(nn.Module):
     """Blocks whose inputs are most of the memory kept for backward."""
 
     def __init__(self, offloaded: OffloadedInputs | None) -> None:
@@ -126,22 +143,24 @@ class Blocks(nn.Module):
         return x
 
 
-def gradients(offloaded: OffloadedInputs | None, steps: int) -> tuple[list[Tensor], int]:
-    model = Blocks(offloaded).cuda()
+def _gradients(offloaded: OffloadedInputs | None, steps: int) -> tuple[list[Tensor], int]:
+    model = _Blocks(offloaded).cuda()
     x = torch.randn(2**15, 256, generator=torch.Generator().manual_seed(1)).cuda()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     for step in range(steps):
-        busy()
+        _busy()
         (model(x * (step + 1)).square().mean()).backward()
     torch.cuda.synchronize()
     return [parameter.grad.cpu() for parameter in model.parameters()], torch.cuda.max_memory_allocated()
 
 
-def test_offloaded_inputs_are_restored_and_take_less_memory() -> None:
-    expected, kept = gradients(None, 3)
+def offloaded_inputs(device: str) -> None:
+    """Inputs offloaded to the host are restored for the backward pass, and take less memory."""
+    check_gpu(device)
+    expected, kept = _gradients(None, 3)
     offloaded = OffloadedInputs()
-    found, offloaded_bytes = gradients(offloaded, 3)
+    found, offloaded_bytes = _gradients(offloaded, 3)
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
     assert offloaded_bytes < kept - 5 * 2**15 * 256 * 4  # of twelve inputs
     before = torch.cuda.memory_allocated()
