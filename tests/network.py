@@ -72,9 +72,7 @@ def _run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True)
 
 
-def run_on_nodes(
-    num_nodes: int, command: list[str], rate: str, burst: str = "256kb", *, timeout: float
-) -> list[Ended]:
+def run_on_nodes(num_nodes: int, command: list[str], rate: str, burst: str = "256kb", *, timeout: float) -> list[Ended]:
     """Run a command on each of several new nodes as one rank; return how each ended, without standard error."""
     with joined_nodes(num_nodes, rate, burst) as nodes:
         shared = {"WORLD_SIZE": f"{num_nodes}", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}

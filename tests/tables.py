@@ -9,8 +9,8 @@ from typing import Any
 
 def markdown(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Return a table of Markdown."""
-    lines = [headers, ["---"] * len(headers), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    first, *others = (f"| {' | '.join(map(str, line))} |" for line in (headers, *rows))
+    return "\n".join([first, "|---" * len(headers) + "|", *others])
 
 
 def write_json(path: Path, content: Any) -> None:
