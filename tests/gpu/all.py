@@ -20,7 +20,7 @@ SAVED = ("paral_ddp", "paral_fsdp_offload", "paral_zero3")
 """Strategies whose checkpoints every strategy resumes from, besides its own."""
 MODULES = ("paral_ddp", "paral_fsdp", "paral_fsdp_offload", "paral_zero2", "paral_zero3", "paral_dp")
 OFFLOADED = tuple(label for label in STRATEGIES if "zero" in label and label.endswith("_offload"))
-COPIES = ("arena", "unpinned", "state_of_callbacks", "freed_tensors", "offloaded_inputs")
+COPIES = ("arena", "unpinned", "state_of_callbacks", "freed_tensors")
 
 
 def checks(device: str, folder: str) -> list[Check]:
@@ -55,14 +55,21 @@ def checks(device: str, folder: str) -> list[Check]:
             for overlap in (None, False, True)
         ),
         *of_labels("clamped", "numbers:clamped_on_host", OFFLOADED, device),
-        *(Check(f"copies:{name}", f"copies:{name}", (device,)) for name in COPIES),
+        Check("replicas:logged", "evaluation:of_replicas", (device,)),
+        *of_labels("replicas", "evaluation:precision_of_replicas", ("bf16-mixed", "bf16-true"), device),
+        *(_on_gpu_only(device, folder) if device == "cuda" else ()),
+    ]
+
+
+def _on_gpu_only(device: str, folder: str) -> list[Check]:
+    return [
+        *(Check(f"copies:{name}", f"copies:{name}", ()) for name in COPIES),
         *(
-            Check(f"copies:{form}:{staged}", "copies:save", (form, staged, device))
+            Check(f"copies:{form}:{staged}", "copies:save", (form, staged))
             for form in ("full", "sharded")
             for staged in (False, True)
         ),
-        Check("replicas:logged", "evaluation:of_replicas", (device,)),
-        *of_labels("replicas", "evaluation:precision_of_replicas", ("bf16-mixed", "bf16-true", "16-mixed"), device),
+        *of_labels("replicas", "evaluation:precision_of_replicas", ("16-mixed",), device),
         Check("monitor", "evaluation:monitor", (device,)),
         Check("nvme_without_toolkit", "numbers:nvme_without_toolkit", (device, folder), 300, operators=True),
     ]

@@ -1,4 +1,4 @@
-"""Saving and offloading on CUDA: overlapped copies arrive intact, and use no GPU memory.
+"""Saving on CUDA: overlapped copies arrive intact, and use no GPU memory.
 
 The checks of this file assert what must hold.
 """
@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
 from lightning_paral.checkpoint.io.arena import Arena, _pin, _unpin, fresh_bytes
 from lightning_paral.checkpoint.io.staging import Staging, copy_to_host
@@ -18,21 +17,16 @@ from lightning_paral.checkpoint.io.tensor_bytes import HostBytes
 from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.save import SaveJob
 from lightning_paral.distributed.agreement import RankGroup
-from lightning_paral.model.offloaded_inputs import OffloadedInputs
 from lightning_paral.options import Form
-from tests.gpu.place import check_gpu
-
-_MANY_CYCLES = 200_000_000
 
 
 def _busy() -> None:
     """Keep the computing stream busy, so that a copy that does not wait for it reads old values."""
-    torch.cuda._sleep(_MANY_CYCLES)  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
 
 
-def arena(device: str) -> None:
+def arena() -> None:
     """The arena is pinned, and has the requested size."""
-    check_gpu(device)
     pinned = Arena(pin=True)
     pinned.reserve(100_000_000)
     taken = pinned.take(25_000_000, torch.float32)
@@ -46,9 +40,8 @@ def arena(device: str) -> None:
     assert not taken.is_pinned()
 
 
-def unpinned(device: str) -> None:
+def unpinned() -> None:
     """Memory that cannot be pinned is used unpinned, and the error is not attributed to the next kernel."""
-    check_gpu(device)
     memory = fresh_bytes(2**21)
     assert _pin(memory)
     with pytest.warns(UserWarning, match="could not be pinned"):
@@ -57,14 +50,10 @@ def unpinned(device: str) -> None:
     _unpin(memory)
 
 
-def save(form: Form, staged: bool, device: str) -> None:
+def save(form: Form, staged: bool) -> None:
     """A save has the values computed last, although the stream that computes them is behind."""
-    check_gpu(device)
-    with tempfile.TemporaryDirectory() as folder:
-        _save(form, staged, Path(folder))
-
-
-def _save(form: Form, staged: bool, folder: Path) -> None:
+    folder = tempfile.TemporaryDirectory()
+    path = Path(folder.name, "saved")
     weight = torch.zeros(30_000_000, device="cuda")  # several buffers
     half = torch.zeros(3000, 1000, device="cuda", dtype=torch.bfloat16)
     seen = torch.zeros(1000, device="cuda")
@@ -72,7 +61,7 @@ def _save(form: Form, staged: bool, folder: Path) -> None:
     weight += torch.arange(30_000_000, device="cuda")
     half.t().copy_(torch.arange(3000, device="cuda").expand(1000, 3000))
     checkpoint = {"state_dict": {"weight": weight, "half": half.t()}, "callbacks": {"seen": seen}}
-    save = SaveJob.prepare(checkpoint, folder / "saved", form, RankGroup(), set(), "Test")
+    save = SaveJob.prepare(checkpoint, path, form, RankGroup(), set(), "Test")
     staging = Staging(pin=True)
     if staged:
         before = torch.cuda.memory_allocated()
@@ -83,16 +72,16 @@ def _save(form: Form, staged: bool, folder: Path) -> None:
             value.fill_(-1.0)
     save.write(RankGroup())
 
-    loaded = load(str(folder / "saved"), RankGroup(), weights_only=True)
+    loaded = load(str(path), RankGroup(), weights_only=True)
     assert torch.equal(loaded["state_dict"]["weight"].clone(), torch.arange(30_000_000).float())
     assert torch.equal(loaded["state_dict"]["half"].clone(), torch.arange(3000).expand(1000, 3000).bfloat16())
     assert not loaded["callbacks"]["seen"].any()
     staging.release()
+    folder.cleanup()
 
 
-def state_of_callbacks(device: str) -> None:
+def state_of_callbacks() -> None:
     """Tensors of callbacks are copied to the host, and views stay views."""
-    check_gpu(device)
     value = torch.arange(1000.0, device="cuda")
     parameter = nn.Parameter(torch.ones(5, device="cuda"))
     torch.cuda.reset_peak_memory_stats()
@@ -104,9 +93,8 @@ def state_of_callbacks(device: str) -> None:
     assert copy["view"].untyped_storage().data_ptr() == copy["a"].untyped_storage().data_ptr()
 
 
-def freed_tensors(device: str) -> None:
+def freed_tensors() -> None:
     """Slices are correct if tensors are freed meanwhile."""
-    check_gpu(device)
 
     def made_and_freed() -> Any:
         for number in range(8):
@@ -118,51 +106,3 @@ def freed_tensors(device: str) -> None:
             for view in source.read(HostBytes.buffer_bytes // 2 + number):
                 torch.full((2**24,), 99, dtype=torch.uint8, device="cuda")  # reuses the freed memory
                 assert (torch.frombuffer(view, dtype=torch.uint8) == number).all()
-
-
-class _Blocks(nn.Module):
-    """Blocks whose inputs are most of the memory kept for backward."""
-
-    def __init__(self, offloaded: OffloadedInputs | None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(256, 256) for _ in range(12))
-        self.offloaded = offloaded
-
-    def block(self, number: int, x: Tensor, mask: Tensor) -> Tensor:
-        return torch.tanh(self.blocks[number](x)) * mask
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = (x.detach() > -1.0).float()
-        for number in range(12):
-            if self.offloaded is None:
-                x = checkpoint(self.block, number, x, mask, use_reentrant=False)
-            else:
-                with self.offloaded.saving_inputs():
-                    x = checkpoint(self.block, number, x, mask, use_reentrant=False)
-        return x
-
-
-def _gradients(offloaded: OffloadedInputs | None, steps: int) -> tuple[list[Tensor], int]:
-    model = _Blocks(offloaded).cuda()
-    x = torch.randn(2**15, 256, generator=torch.Generator().manual_seed(1)).cuda()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    for step in range(steps):
-        _busy()
-        (model(x * (step + 1)).square().mean()).backward()
-    torch.cuda.synchronize()
-    return [parameter.grad.cpu() for parameter in model.parameters()], torch.cuda.max_memory_allocated()
-
-
-def offloaded_inputs(device: str) -> None:
-    """Inputs offloaded to the host are restored for the backward pass, and take less memory."""
-    check_gpu(device)
-    expected, kept = _gradients(None, 3)
-    offloaded = OffloadedInputs()
-    found, offloaded_bytes = _gradients(offloaded, 3)
-    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
-    assert offloaded_bytes < kept - 5 * 2**15 * 256 * 4  # of twelve inputs
-    before = torch.cuda.memory_allocated()
-    del offloaded
-    assert torch.cuda.memory_allocated() == before

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_paral import ParalMonitor
-from tests.gpu.place import check_gpu, options_of, trainer_options
+from tests.gpu.place import options_of, trainer_options
 from tests.models.regression import Regression, regression_data
 from tests.running import quiet_trainer
 
@@ -42,8 +42,6 @@ def precision_of_replicas(precision: str, device: str) -> None:
             seen.add((hidden.dtype, hidden.device == self.device == x.device == self.hidden.weight.device))
             return self.out(torch.tanh(hidden))
 
-    if precision.startswith("16"):
-        check_gpu(device)
     trainer = quiet_trainer(max_epochs=1, precision=precision, **options_of("paral_dp", device))
     trainer.fit(Watched(), regression_data(5, 1))
     assert seen == {(dtype, True)}
@@ -65,7 +63,6 @@ def _products() -> Tensor:
 
 def monitor(device: str) -> None:
     """Fit with `ParalMonitor`: its times are those of the device, of which the host needs a fraction."""
-    check_gpu(device)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     _products()  # warms up
     events[0].record()

@@ -82,12 +82,6 @@ def check_installed(label: str) -> None:
         raise Skipped("DeepSpeed is not installed; tests/gpu/carry.py downloads the wheels")
 
 
-def check_gpu(device: str) -> None:
-    """Raise `Skipped` if there is no GPU, without which a check shows nothing."""
-    if device != "cuda":
-        raise Skipped("shows nothing without a GPU")
-
-
 def needs_operators(label: str) -> bool:
     """Return whether the strategy of a case needs DeepSpeed's compiled operators."""
     return label in BY_LABEL and BY_LABEL[label].needs_operators
