@@ -62,14 +62,14 @@ class Case:
 def all_cases() -> list[Case]:
     """Return every case, in an order that does not change."""
     found: set[Case] = set()
-    for (turn, strategy), launcher in product(enumerate(STRATEGIES), LAUNCHERS):
+    for strategy, (turn, launcher) in product(STRATEGIES, enumerate(LAUNCHERS)):
         for number, stage in enumerate(STAGES, turn):
             ranks = (0, 1) if stage in ("setup", "step") else (_rank(stage, number),)
             found |= {Case(strategy, launcher, "exception", stage, rank) for rank in ranks}
-        for number, fault in enumerate(FAULTS, turn):
+        for number, fault in enumerate(FAULTS):
             ranks = (0, 1) if fault in ("exit_0", "sigkill") else (number % 2,)
             found |= {Case(strategy, launcher, fault, "step", rank) for rank in ranks if fault != "launcher_killed"}
-        found |= {Case(strategy, launcher, "launcher_killed"), Case(strategy, launcher, "sigkill", "loader", turn % 2)}
+        found |= {Case(strategy, launcher, "launcher_killed"), Case(strategy, launcher, "sigkill", "loader", turn)}
     for strategy, launcher in product(BY_ENGINE, LAUNCHERS):
         stages = ("import", "configure_model", "setup", "validation", "save", "teardown")
         for fault, (number, stage) in product(("exit_0", "sigkill", "os_exit_0"), enumerate(stages)):
