@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.gpt import GPT
@@ -59,7 +59,8 @@ class CountedGPT(GPT):
     count: SavedBytes
 
     def on_train_start(self) -> None:
-        self.count = SavedBytes([each for each in self.parameters() if each.numel() and type(each.data) is Tensor])
+        # Those of other stages are of a class of their own, and have no storage.
+        self.count = SavedBytes([each for each in self.parameters() if type(each) is nn.Parameter])
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         with torch.autograd.graph.saved_tensors_hooks(self.count.keep, lambda saved: saved.tensor):
