@@ -6,6 +6,8 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tests.processes import Ended, run_together
+
 
 class Nodes:
     """Simulated nodes that can reach each other, and no other machine."""
@@ -68,3 +70,13 @@ def joined_nodes(num_nodes: int, rate: str | None = None, burst: str = "256kb") 
 
 def _run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def run_on_nodes(num_nodes: int, command: list[str], rate: str, burst: str = "256kb", *, timeout: float) -> list[Ended]:
+    """Run a command on each of several new nodes as one rank; return how each ended, without standard error."""
+    with joined_nodes(num_nodes, rate, burst) as nodes:
+        shared = {"WORLD_SIZE": f"{num_nodes}", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
+        shared |= {"MASTER_ADDR": nodes.addresses[0], "MASTER_PORT": "29544", "GLOO_SOCKET_IFNAME": "eth0"}
+        commands = [nodes.command_on(node, command) for node in range(num_nodes)]
+        variables = [shared | {"RANK": f"{node}", "NODE_RANK": f"{node}"} for node in range(num_nodes)]
+        return run_together(commands, variables, timeout=timeout, told_apart=True)

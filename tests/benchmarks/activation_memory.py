@@ -10,7 +10,6 @@ import weakref
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -18,6 +17,7 @@ from torch.utils._pytree import tree_flatten
 from examples.gpt import GPT
 from lightning_paral import ActivationCheckpointing
 from lightning_paral.model.activation_checkpointing import checkpoint_units
+from tests.benchmarks.common import print_table
 
 BATCH_SIZE, CONTEXT = 16, 128
 DEPTHS = (8, 64)
@@ -38,22 +38,17 @@ class LiveBytes(TorchDispatchMode):
             value.untyped_storage()._cdata for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)
         }
         for result in tree_flatten(results)[0]:
-            if isinstance(result, Tensor) and result.untyped_storage()._cdata not in known:
-                self._count(result.untyped_storage())
+            storage = result.untyped_storage() if isinstance(result, Tensor) else None
+            if storage is not None and storage._cdata not in known and storage._cdata not in self._seen:
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                finalizer = weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+                self._seen[storage._cdata] = finalizer
         return results
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, num_bytes = storage._cdata, storage.nbytes()
-        if key in self._seen:
-            return
-
-        def freed() -> None:
-            self.now -= num_bytes
-            self._seen.pop(key, None)
-
-        self.now += num_bytes
-        self.peak = max(self.peak, self.now)
-        self._seen[key] = weakref.finalize(storage, freed)
+    def _freed(self, key: int, num_bytes: int) -> None:
+        self.now -= num_bytes
+        self._seen.pop(key, None)
 
 
 def peak_bytes(num_layers: int, options: ActivationCheckpointing | None) -> int:
@@ -77,9 +72,7 @@ def main() -> None:
         kept, recomputed = peak_bytes(depth, None), peak_bytes(depth, ActivationCheckpointing())
         rows.append([depth, kept / 1e6, recomputed / 1e6, kept / recomputed])
     print(f"GPT of width 128, batch {BATCH_SIZE} x {CONTEXT}, fp32; peaks in MB")
-    print(
-        tabulate(rows, headers=("blocks", "all kept", "inputs of blocks kept", "ratio"), floatfmt=("g", *[".1f"] * 3))
-    )
+    print_table(("blocks", "all kept", "inputs of blocks kept", "ratio"), rows, ("g", *[".1f"] * 3))
 
 
 if __name__ == "__main__":

@@ -9,16 +9,12 @@ the logged losses of training and validation, and the weights of the saved check
 """
 
 import argparse
-import logging
-import os
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from tabulate import tabulate
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
@@ -26,8 +22,7 @@ from examples.gpt import GPT, StandardLibrary
 from lightning_paral import STRATEGIES, Offload
 from lightning_paral.checkpoint.load import load
 from lightning_paral.distributed.agreement import RankGroup
-from tests.benchmarks import results
-from tests.rank_pool import RankPool
+from tests.benchmarks.common import print_table, silent_ranks
 from tests.running import quiet_trainer
 
 NAMES = tuple(entry.name for entry in STRATEGIES if entry.name != "paral_auto")  # it becomes one of the others
@@ -67,8 +62,6 @@ class Losses(Callback):
 
 def fit(name: str, folder: str) -> dict[str, Any]:
     """Train under a strategy; return the logged losses. *Collective* over the ranks."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
     torch.manual_seed(0)
     module, losses = SmallGPT(), Losses()
     divides_samples = name not in (ONE_PROCESS, "paral_dp", "paral_tp", "paral_fsdp_tp", "paral_pp")
@@ -110,22 +103,17 @@ def _weights(name: str, folder: str) -> dict[str, Tensor]:
 def measure() -> dict[str, Any]:
     """Train under every name; return losses and the largest differences from one process."""
     rows: dict[str, Any] = {}
-    pool = RankPool()
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:  # on a disk, which NVMe offload needs
-        try:
-            for name in (ONE_PROCESS, *NAMES):
-                num_ranks = 1 if name in (ONE_PROCESS, "paral_dp") else NUM_RANKS
-                rows[name] = pool.run(num_ranks, fit, name, folder, timeout=600)[0]
-                assert len(rows[name]["training"]) == NUM_STEPS, name
-        finally:
-            pool.close()
-        expected, weights = rows[ONE_PROCESS], _weights(ONE_PROCESS, folder)
-        for name, row in rows.items():
+    # The folder is on a disk, which NVMe offload needs.
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder, silent_ranks() as on_ranks:
+        for name in (ONE_PROCESS, *NAMES):
+            row = on_ranks(1 if name in (ONE_PROCESS, "paral_dp") else NUM_RANKS, fit, name, folder)[0]
+            assert len(row["training"]) == NUM_STEPS, name
+            rows[name] = row
+            expected, weights, found = rows[ONE_PROCESS], _weights(ONE_PROCESS, folder), _weights(name, folder)
+            assert found.keys() == weights.keys(), name
             pairs = zip(row["training"], expected["training"], strict=True)
             row["training_difference"] = max(abs(loss - other) / other for loss, other in pairs)
             row["validation_difference"] = abs(row["validation"] / expected["validation"] - 1.0)
-            found = _weights(name, folder)
-            assert found.keys() == weights.keys(), name
             row["weight_difference"] = max(float((found[key] - weights[key]).abs().max()) for key in weights)
     return {"num_ranks": NUM_RANKS, "num_steps": NUM_STEPS, "global_batch_size": GLOBAL_BATCH_SIZE, "rows": rows}
 
@@ -134,18 +122,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write docs/correctness.md and its plot")
     options = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     record = measure()
     rows = [
         (name, row["training"][0], row["training"][-1], row["validation"], row["training_difference"])
         for name, row in record["rows"].items()
     ]
     headers = ("", "first loss", "last loss", "validation loss", "largest relative difference")
-    print(tabulate(rows, headers=headers, floatfmt=("", ".6f", ".6f", ".6f", ".1e")))
+    print_table(headers, rows, ("", ".6f", ".6f", ".6f", ".1e"))
     if options.write:
+        from tests.benchmarks.measure import store
         from tests.docs.generated import write_all
 
-        results.store("correctness", record)
+        store("correctness", record)
         write_all()
 
 

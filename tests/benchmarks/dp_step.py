@@ -6,64 +6,42 @@ Blocks of steps of each kind alternate: `paral_dp` on two CPU devices in this pr
 device without either. A step lasts from the end of one to the end of the next.
 """
 
-import argparse
 import statistics
-import time
-from itertools import pairwise
 
 import torch
-from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
 import lightning_paral  # noqa: F401  registers the names
 from examples.gpt import GPT, StandardLibrary
-from tests.rank_pool import RankPool
+from tests.benchmarks.common import StepTimes, differences, silent_ranks
 from tests.running import quiet_trainer
 
 GLOBAL_BATCH_SIZE, CONTEXT, NUM_DEVICES = 32, 128, 2
+NUM_BLOCKS, NUM_STEPS = 6, 10
 
 
-class StepTimes(Callback):
-    """Records when each training step ends."""
-
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    def on_train_batch_end(self, *_: object) -> None:
-        self.ends.append(time.perf_counter())
-
-
-def steps(strategy: str, num_devices: int, batch_size: int, num_steps: int) -> list[float]:
+def steps(strategy: str, num_devices: int, batch_size: int) -> list[float]:
+    """Return the seconds of steps; the first one warms up."""
     times = StepTimes()
     trainer = quiet_trainer(
-        strategy=strategy, devices=num_devices, max_steps=num_steps, gradient_clip_val=1.0, callbacks=[times]
+        strategy=strategy, devices=num_devices, max_steps=NUM_STEPS, gradient_clip_val=1.0, callbacks=[times]
     )
     loader = DataLoader(StandardLibrary("train", CONTEXT), batch_size=batch_size, shuffle=True, drop_last=True)
     trainer.fit(GPT(), loader)
-    return [end - start for start, end in pairwise(times.ends[1:])]  # the first step warms up
+    return differences(times.ends, 1)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--blocks", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--threads", type=int, default=NUM_DEVICES, help="of each operation, outside of the ranks")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    pool = RankPool()
+    torch.set_num_threads(NUM_DEVICES)
     seconds: dict[str, list[float]] = {"one device": [], "paral_dp": [], "paral_ddp": []}
-    try:
-        for _ in range(arguments.blocks):
-            seconds["one device"] += steps("auto", 1, GLOBAL_BATCH_SIZE, arguments.steps)
-            seconds["paral_dp"] += steps("paral_dp", NUM_DEVICES, GLOBAL_BATCH_SIZE, arguments.steps)
+    with silent_ranks() as on_ranks:
+        for _ in range(NUM_BLOCKS):
+            seconds["one device"] += steps("auto", 1, GLOBAL_BATCH_SIZE)
+            seconds["paral_dp"] += steps("paral_dp", NUM_DEVICES, GLOBAL_BATCH_SIZE)
             share = GLOBAL_BATCH_SIZE // NUM_DEVICES
-            seconds["paral_ddp"] += pool.run(
-                NUM_DEVICES, steps, "paral_ddp", NUM_DEVICES, share, arguments.steps, timeout=600.0
-            )[0]
-    finally:
-        pool.close()
+            seconds["paral_ddp"] += on_ranks(NUM_DEVICES, steps, "paral_ddp", NUM_DEVICES, share)[0]
     reference = statistics.median(seconds["paral_ddp"])
-    print(f"{GLOBAL_BATCH_SIZE} samples a step, {arguments.threads} threads an operation:")
+    print(f"{GLOBAL_BATCH_SIZE} samples a step, {NUM_DEVICES} threads an operation:")
     for kind, of_kind in seconds.items():
         median = statistics.median(of_kind)
         print(

@@ -9,23 +9,19 @@ files as well: ranks of one machine share them, and the system takes them back w
 
 import ctypes
 import itertools
-import logging
 import os
 import tempfile
-import threading
-import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from tabulate import tabulate
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from tests.benchmarks.common import print_table, silent_ranks
+from tests.benchmarks.peak import Watch
 from tests.contract.cases import strategy_of
 from tests.models.hugging_face import Wrapped, made, tokens
-from tests.rank_pool import RankPool
 from tests.running import quiet_trainer
 
 NUM_RANKS = 2
@@ -40,32 +36,6 @@ def large(width: int = 640) -> Any:
     """Return a model with many tensors of similar size, of about 200 MB at a width of 640."""
     config = transformers.GPT2Config(n_layer=10, n_embd=width, n_head=10, n_positions=64, **IDS)
     return transformers.GPT2LMHeadModel(config)
-
-
-class Watch:
-    """Measures the peak memory of this process in bytes, relative to that at the start."""
-
-    def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-        self._own_before, self._resident_before = _status("RssAnon"), _status("VmRSS")
-        self._own, self._done = 0, threading.Event()
-        self._thread = threading.Thread(target=self._look)
-        self._thread.start()
-
-    def end(self) -> tuple[int, int]:
-        """Return the peaks of anonymous and of all resident memory."""
-        self._done.set()
-        self._thread.join()
-        return self._own - self._own_before, _status("VmHWM") - self._resident_before
-
-    def _look(self) -> None:
-        while not self._done.wait(0.001):
-            self._own = max(self._own, _status("RssAnon"))
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 
 
 class Loaded(Wrapped):
@@ -97,27 +67,20 @@ def peaks_of(label: str, folder: str, precision: Any = "32-true") -> tuple[int, 
 
 
 def main() -> None:
-    """Print the table."""
-    warnings.simplefilter("ignore")
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     model, rows = large(), []
     num_elements = sum(parameter.numel() for parameter in model.parameters())
     with tempfile.TemporaryDirectory() as small, tempfile.TemporaryDirectory() as folder:
         made("GPT2LMHeadModel").save_pretrained(small)
         model.save_pretrained(folder, max_shard_size="50MB")
         for label, (precision, bytes_each) in itertools.product(STRATEGIES, PRECISIONS.items()):
-            pool = RankPool()
-            pool.run(
-                NUM_RANKS, peaks_of, label, small, precision
-            )  # load modules that are imported at first use before measuring
-            own, resident = map(max, zip(*pool.run(NUM_RANKS, peaks_of, label, folder, precision), strict=True))
+            with silent_ranks() as on_ranks:
+                on_ranks(NUM_RANKS, peaks_of, label, small, precision)  # loads modules that are imported at first use
+                own, resident = map(max, zip(*on_ranks(NUM_RANKS, peaks_of, label, folder, precision), strict=True))
             whole = num_elements * bytes_each
             rows.append([label, precision, *(size / 1e6 for size in (whole, whole / NUM_RANKS, own, resident))])
-            pool.close()
     print(f"{num_elements:,} parameters in fp32 files on {NUM_RANKS} ranks; MB on the rank that needs most")
-    headers = ("strategy", "precision", "whole", "its part", "own", "resident")
-    print(tabulate(rows, headers=headers, floatfmt=".1f"))
+    print_table(("strategy", "precision", "whole", "its part", "own", "resident"), rows, ".1f")
 
 
 if __name__ == "__main__":

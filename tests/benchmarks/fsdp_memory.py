@@ -6,20 +6,15 @@ Counted from the live tensors, at the end of a backward pass after the first ste
 gradients and 8 of AdamW's moments per element, divided by the number of ranks; with two replicas, by half of it.
 """
 
-import logging
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
-from tabulate import tabulate
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_paral import ParalFSDPStrategy
-from tests.benchmarks.zero_memory import NUM_ELEMENTS, Deep, count_bytes
+from tests.benchmarks.common import bytes_of
+from tests.benchmarks.zero_memory import NUM_ELEMENTS, Deep, print_bytes
 from tests.models.regression import regression_data
-from tests.rank_pool import RankPool
 from tests.running import quiet_trainer
 
 BYTES_PER_ELEMENT = {"parameters": 4, "gradients": 4, "optimizer": 8}
@@ -35,10 +30,11 @@ class Sharded(Deep):
         if self.trainer.global_step == 1:
             (optimizer,) = self.trainer.strategy.optimizers
             states = [value for state in optimizer.state.values() for value in state.values() if value.dim() > 0]
+            gradients = [parameter.grad for parameter in self.parameters()]
+            kinds = {"parameters": self.parameters(), "gradients": gradients, "optimizer": states}
             self.held = {
-                "parameters": count_bytes(_held(self.parameters())),
-                "gradients": count_bytes(_held(parameter.grad for parameter in self.parameters())),
-                "optimizer": count_bytes(_held(states)),
+                kind: bytes_of(each.to_local() if isinstance(each, DTensor) else each for each in held)
+                for kind, held in kinds.items()
             }
 
 
@@ -51,34 +47,10 @@ def bytes_held(replicate: int) -> dict[str, int]:
     return model.held
 
 
-def bytes_by_formula(num_ranks: int, replicate: int) -> dict[str, float]:
+def bytes_by_formula(replicate: int, num_ranks: int) -> dict[str, float]:
     """Return the bytes on a rank if all tensors are divided evenly."""
     return {kind: NUM_ELEMENTS * size * replicate / num_ranks for kind, size in BYTES_PER_ELEMENT.items()}
 
 
-def _held(tensors: Any) -> Iterator[Tensor]:
-    for tensor in tensors:
-        yield tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def main() -> None:
-    """Print the table."""
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    pool = RankPool()
-    rows = []
-    for num_ranks, replicate in ((1, 1), (2, 1), (4, 1), (4, 2)):
-        ranks = pool.run(num_ranks, bytes_held, replicate)
-        formula = bytes_by_formula(num_ranks, replicate)
-        row: list[Any] = [num_ranks, replicate]
-        for kind in BYTES_PER_ELEMENT:
-            row += [max(held[kind] for held in ranks) / 1e6, formula[kind] / 1e6]
-        rows.append(row)
-    print(f"{NUM_ELEMENTS:,} parameters, 32-true; MB on the rank that holds most, and by the formula")
-    headers = ("ranks", "replicas", "parameters", "formula", "gradients", "formula", "optimizer", "formula")
-    print(tabulate(rows, headers=headers, floatfmt=".3f"))
-    pool.close()
-
-
 if __name__ == "__main__":
-    main()
+    print_bytes("32-true", ("ranks", "replicas"), ((1, 1), (2, 1), (4, 1), (4, 2)), bytes_held, bytes_by_formula)

@@ -19,163 +19,142 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.gpu_loops import contestants
+from tests.benchmarks.gpu_loops import CONTESTANTS
 from tests.benchmarks.gpu_models import SIZES
 from tests.benchmarks.gpu_tables import tables
-from tests.contract.cases import BY_LABEL
 from tests.gpu.crew import Crew, alone
 from tests.gpu.place import needs_operators
-from tests.gpu.report import as_row, write_json
+from tests.gpu.report import as_row
+from tests.tables import write_json
 
 BUDGET_SECONDS = 560.0
 NUM_STEPS = {"tiny": 3, "124M": 20, "1.3B": 8, "7B": 5}
 ROUNDS = {"tiny": 2, "124M": 3, "1.3B": 2, "7B": 1}
 SAVED = ("paral_ddp", "paral_fsdp", "paral_fsdp_offload", "paral_zero2", "paral_zero3")
 LARGEST = ("torch", "paral_ddp", "paral_fsdp", "paral_fsdp_offload", "paral_zero2_offload", "paral_zero3_offload")
-LARGEST_OF = {"cuda": "7B", "cpu": "tiny"}
+LARGEST_OF = {"cuda": ("7B", 24), "cpu": ("tiny", 2)}
+"""The size whose layers are counted, and the number to begin with."""
 _CPU_LIMIT_BYTES = 1_500_000
 """Limit on parameters, gradients and Adam's state where there is no GPU to run out of memory."""
 _STATE_BYTES = 16
 """Bytes per fp32 parameter: the parameter, its gradient, Adam's two moments."""
 
 
-class Results:
-    """Results, saved to a file after every measurement."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-
-    def of(self, part: str, *keys: str) -> Any:
-        """Return the list under these keys; create it if it does not exist."""
-        found = self.content.setdefault(part, {})
-        for key in keys[:-1]:
-            found = found.setdefault(key, {})
-        return found.setdefault(keys[-1], [])
-
-    def save(self) -> None:
-        """Write the file."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self.path, self.content)
+class NoTimeError(Exception):
+    """There is no time left for a measurement."""
 
 
 class Session:
-    """Runs measurements until its time is up."""
+    """Runs measurements until its time is up, and saves the results to a file after every one."""
 
-    def __init__(self, device: str, results: Results, budget: float) -> None:
-        self.device, self.results = device, results
-        self._deadline = time.monotonic() + budget
+    def __init__(self, device: str, path: Path, budget: float) -> None:
+        self.device, self._path = device, path
+        self.content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         self.failed = False
-        self._crew = Crew(alone, results.path.parent, "benchmarks")
+        self._deadline = time.monotonic() + budget
         self._pace = 0.0
+        self._crew = Crew(alone, path.parent, "benchmarks")
 
-    @property
-    def left(self) -> float:
-        """Return the seconds that are left."""
-        return self._deadline - time.monotonic()
+    def found(self, part: str, *keys: str) -> list[dict[str, Any]]:
+        """Return the list of results under these keys, which is created if it does not exist."""
+        place = self.content.setdefault(part, {})
+        for key in keys[:-1]:
+            place = place.setdefault(key, {})
+        results: list[dict[str, Any]] = place.setdefault(keys[-1], [])
+        return results
 
-    def call(self, what: str, function: str, *arguments: Any, most: float) -> dict[str, Any] | None:
-        """Return the result of a measurement, or why it has none; `None` if there was no time for it."""
-        if self.left < min(most, 1.2 * self._pace):
-            print(f"no time left for {what}: run the same command again", flush=True)
-            return None
+    def save(self) -> None:
+        write_json(self._path, self.content)
+
+    def call(self, what: str, function: str, *arguments: Any, most: float) -> dict[str, Any]:
+        """Return the result of a measurement, or why it has none.
+
+        Raises:
+            NoTimeError: there was no time for it.
+        """
         began = time.monotonic()
-        answers = self._crew.call(function, *arguments, budget=min(most, self.left))
+        left = self._deadline - began
+        if left < min(most, 1.2 * self._pace):
+            raise NoTimeError(f"no time left for {what}")
+        answers = self._crew.call(function, *arguments, budget=min(most, left))
         row = as_row(what, time.monotonic() - began, answers)
         if answers[0].status != "lost":
             self._pace = row.seconds
-        found = dict(row.facts) if row.status == "passed" else {row.status: row.reason[-2000:]}
-        if row.status == "failed" and self.left < 1:  # out of time, not a failure
-            print(f"{what} was cut off: run the same command again with more time", flush=True)
-            return None
+        if row.status == "failed" and self._deadline - time.monotonic() < 1:
+            raise NoTimeError(f"{what} was cut off")
         self.failed |= row.status == "failed"
+        found = dict(row.facts) if row.status == "passed" else {row.status: row.reason[-2000:]}
         said = {key: value for key, value in found.items() if key not in ("seconds", "steps")}
         print(f"{what:45} {row.seconds:6.1f} s  {str(said)[-300:]}", flush=True)
         return found
 
     def end(self) -> None:
-        """End the processes."""
         self._crew.end()
 
 
 def measure_steps(session: Session, sizes: Sequence[str], names: Sequence[str]) -> None:
     """Measure blocks of steps, with all contestants in each round."""
     for size in sizes:
-        for round_number in range(ROUNDS[size]):
+        for number in range(ROUNDS[size]):
             for name in names:
-                blocks = session.results.of("steps", size, name)
-                if len(blocks) > round_number or any("seconds" not in block for block in blocks):
+                blocks = session.found("steps", size, name)
+                if len(blocks) > number or any("seconds" not in block for block in blocks):
                     continue
                 if name == "paral_dp" and SIZES[size].recompute:
                     continue
-                arguments = (name, size, session.device, NUM_STEPS[size])
-                function = "tests.benchmarks.gpu_loops:measure"
-                found = session.call(f"{size}, round {round_number + 1}: {name}", function, *arguments, most=200)
-                if found is None:
-                    return
-                blocks.append(found)
-                session.results.save()
+                call = ("tests.benchmarks.gpu_loops:measure", name, size, session.device, NUM_STEPS[size])
+                blocks.append(session.call(f"{size}, round {number + 1}: {name}", *call, most=200))
+                session.save()
 
 
 def measure_largest(session: Session, names: Sequence[str]) -> None:
     """Find the largest number of layers that each contestant can train."""
-    size = LARGEST_OF[session.device]
     for name in names:
-        trials = session.results.of("largest", name)
-
-        def fits(layers: int, name: str = name, trials: list[Any] = trials) -> bool | None:
-            for trial in trials:
-                if trial["layers"] == layers:
-                    return bool(trial["fits"])
-            found = _try(session, name, size, layers)
-            if found is None:
-                return None
-            trials.append({"layers": layers, "fits": "seconds" in found, **found})
-            session.results.save()
-            return "seconds" in found
-
-        if any("skipped" in trial for trial in trials):
-            continue
-        first = 2 if session.device == "cpu" else 24
-        bisect(fits, first)
+        if not any("skipped" in trial for trial in session.found("largest", name)):
+            bisect(partial(_fits, session, name), LARGEST_OF[session.device][1])
 
 
-def _try(session: Session, name: str, size: str, layers: int) -> dict[str, Any] | None:
+def _fits(session: Session, name: str, layers: int) -> bool:
+    trials = session.found("largest", name)
+    for trial in trials:
+        if trial["layers"] == layers:
+            return bool(trial["fits"])
+    size = LARGEST_OF[session.device][0]
     num_bytes = _STATE_BYTES * replace(SIZES[size], num_layers=layers).num_parameters
-    what = f"{name}, {layers} layers, {num_bytes / 1e9:.1f} GB of state"
-    if session.device == "cpu" and num_bytes > _CPU_LIMIT_BYTES:
-        return {"out_of_memory": "as if"}
     room = host_bytes()
-    if "offload" in name and num_bytes > 0.9 * room:
-        print(f"{what}: no room on the host, {room / 1e9:.1f} GB", flush=True)
-        return {"out_of_memory": f"host, {room / 1e9:.1f} GB"}
-    return session.call(what, "tests.benchmarks.gpu_loops:measure", name, size, session.device, 2, layers, most=200)
+    if session.device == "cpu" and num_bytes > _CPU_LIMIT_BYTES:
+        found: dict[str, Any] = {"out_of_memory": "as if"}
+    elif "offload" in name and num_bytes > 0.9 * room:
+        found = {"out_of_memory": f"host, {room / 1e9:.1f} GB"}
+    else:
+        what = f"{name}, {layers} layers, {num_bytes / 1e9:.1f} GB of state"
+        call = ("tests.benchmarks.gpu_loops:measure", name, size, session.device, 2, layers)
+        found = session.call(what, *call, most=200)
+    trials.append({"layers": layers, "fits": "seconds" in found, **found})
+    session.save()
+    return "seconds" in found
 
 
-def bisect(fits: Callable[[int], bool | None], first: int, resolution: float = 0.05) -> int | None:
-    """Return the largest number that fits, to within `resolution`; `None` if `fits` gave up.
+def bisect(fits: Callable[[int], bool], first: int, resolution: float = 0.05) -> int:
+    """Return the largest number that fits, to within `resolution`.
 
     Args:
-        fits: whether a number fits, which all smaller numbers then do; `None` gives up.
+        fits: whether a number fits, which all smaller numbers then do.
         first: the number to start with.
         resolution: the fraction by which the result may be too low.
     """
     low, high = 0, first
-    while fit := fits(high):
-        low, high = high, high * 2 if low == 0 else high + max(1, high - low)
+    while fits(high):
+        low, high = high, 2 * high
         if high > 1000 * first:
             return low
-    if fit is None:
-        return None
     while high - low > max(1, int(resolution * high)):
         middle = (low + high) // 2
-        fit = fits(middle)
-        if fit is None:
-            return None
-        low, high = (middle, high) if fit else (low, middle)
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return low
 
 
@@ -197,16 +176,11 @@ def measure_saves(session: Session, sizes: Sequence[str], names: Sequence[str]) 
     for size in sizes:
         for name in names:
             for how in ("sync", "async", *(["torch.save"] if name == "paral_ddp" else [])):
-                found = session.results.of("saves", size, name, how)
-                if found:
-                    continue
-                function = "tests.benchmarks.gpu_saves:measure_saves"
-                arguments = (name, how, size, session.device)
-                measured = session.call(f"{size}: {name}, {how}", function, *arguments, most=240)
-                if measured is None:
-                    return
-                found.append(measured)
-                session.results.save()
+                found = session.found("saves", size, name, how)
+                if not found:
+                    call = ("tests.benchmarks.gpu_saves:measure_saves", name, how, size, session.device)
+                    found.append(session.call(f"{size}: {name}, {how}", *call, most=240))
+                    session.save()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -214,45 +188,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("steps", "largest", "saves", "table"))
     parser.add_argument("--sizes", default="124M,1.3B,7B", help=f"of {', '.join(SIZES)}")
-    parser.add_argument("--only", default="", help="comma-separated contestants")
-    parser.add_argument(
-        "--offload", action="store_true", help="in `steps`, include contestants with the optimizer on the host"
-    )
+    parser.add_argument("--only", default="", help="comma-separated contestants; by default `steps` has no offload")
     parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, help="seconds")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--out", type=Path, default=Path("gpu-report"))
     options = parser.parse_args(arguments)
+    sizes, names = options.sizes.split(","), [name for name in options.only.split(",") if name]
+    if unknown := [name for name in names if name not in CONTESTANTS]:
+        parser.error(f"--only: {', '.join(unknown)} is none of {', '.join(CONTESTANTS)}")
     # Keep the allocator from fragmenting memory between blocks of different contestants.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("PARAL_NVME_PATH", "/tmp")
     options.out.mkdir(parents=True, exist_ok=True)
-    results = Results(options.out / "benchmarks.json")
-    sizes = options.sizes.split(",")
-    session = Session(options.device, results, options.budget)
+    path = options.out / "benchmarks.json"
+    session = Session(options.device, path, options.budget)
     try:
-        if "versions" not in results.content:
-            found = session.call("versions", "tests.gpu.surroundings:versions", options.device, most=60) or {}
-            results.content |= {"versions": found, "gpu": found.get("GPU", "")}
-        known = {"steps": contestants(options.device), "largest": LARGEST, "saves": SAVED, "table": ()}[options.part]
-        names = options.only.split(",") if options.only else list(known)
-        if unknown := [name for name in names if name not in contestants(options.device)]:
-            parser.error(f"--only: {', '.join(unknown)} is none of {', '.join(contestants(options.device))}")
+        if "versions" not in session.content:
+            found = session.call("versions", "tests.gpu.surroundings:versions", options.device, most=60)
+            session.content |= {"versions": found, "gpu": found.get("GPU", "")}
         if options.part == "steps":
-            if not options.only and not options.offload:
-                names = [name for name in names if name not in BY_LABEL or not needs_operators(name)]
-            measure_steps(session, sizes, names)
+            measure_steps(session, sizes, names or [name for name in CONTESTANTS if not needs_operators(name)])
         elif options.part == "largest":
-            measure_largest(session, names)
+            measure_largest(session, names or LARGEST)
         elif options.part == "saves":
-            measure_saves(session, sizes, names)
+            measure_saves(session, sizes, names or SAVED)
+    except NoTimeError as error:
+        print(f"{error}: run the same command again", flush=True)
     finally:
         session.end()
-    results.content.setdefault("commands", []).append(" ".join(sys.argv))
-    results.save()
-    results.path.with_suffix(".md").write_text(tables(results.content) + "\n")
-    part = {"gpu": results.content["gpu"], options.part: results.content.get(options.part, {})}
-    printed = tables(results.content if options.part == "table" else part)
-    print(f"\n{printed}\n\n{results.path}", flush=True)
+    session.content.setdefault("commands", []).append(" ".join(sys.argv))
+    session.save()
+    path.with_suffix(".md").write_text(tables(session.content) + "\n")
+    shown = session.content
+    if options.part != "table":
+        shown = {name: shown[name] for name in ("gpu", options.part) if name in shown}
+    print(f"\n{tables(shown)}\n\n{path}", flush=True)
     return 1 if session.failed else 0
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from tests.benchmarks.gpu_loops import counterpart
+from tests.benchmarks.gpu_loops import COUNTERPARTS
 from tests.benchmarks.gpu_models import SIZES
 
 _FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
@@ -21,35 +21,37 @@ def tables(content: Mapping[str, Any]) -> str:
         seconds = {name: _all(blocks, "seconds") for name, blocks in found.items()}
         rows = []
         for name, blocks in found.items():
-            rows.append([name, *_speed(size, name, seconds, flops), _peak(blocks), _note(blocks)])
+            peak = max((block["peak_bytes"] / 1e9 for block in blocks if block.get("peak_bytes")), default=None)
+            rows.append([name, *_speed(size, name, seconds, flops), peak, _note(blocks)])
         headers = ("", "blocks", "tokens/s", "MFU", "ms", "to its loop", "peak, GB", "")
-        about = (
-            f"GPT of {SIZES[size].num_parameters / 1e6:,.1f} M parameters, {SIZES[size].tokens_per_step} tokens a step"
-        )
-        parts.append(f"{about}\n\n{tabulate(rows, headers=headers, tablefmt='github', floatfmt='.3f')}")
+        parts.append(_table(f"{_about(size)}, {SIZES[size].tokens_per_step} tokens a step", headers, rows, ".3f"))
     if "largest" in content:
         rows = []
         for name, trials in content["largest"].items():
-            fitting = [trial for trial in trials if trial["fits"]]
-            failing = [trial["layers"] for trial in trials if not trial["fits"]]
-            best = max(fitting, key=lambda trial: trial["layers"], default=None)
-            parameters = None if best is None else best["parameters"] / 1e9
-            rows.append([name, best and best["layers"], parameters, min(failing, default=None), _note(trials)])
-        headers = ("", "layers", "billion parameters", "does not fit", "")
-        parts.append("The largest GPT\n\n" + tabulate(rows, headers=headers, tablefmt="github", floatfmt=".2f"))
+            best = max((trial for trial in trials if trial["fits"]), key=lambda trial: trial["layers"], default={})
+            failing = min((trial["layers"] for trial in trials if not trial["fits"]), default=None)
+            rows.append([name, best.get("layers"), best.get("parameters", 0) / 1e9, failing, _note(trials)])
+        parts.append(_table("The largest GPT", ("", "layers", "billion parameters", "does not fit", ""), rows, ".2f"))
     for size, strategies in content.get("saves", {}).items():
         rows = []
-        for name, ways in strategies.items():
-            for how, found in ways.items():
-                if not found:
-                    continue
-                stalls, steps = _all(found, "stalls"), _all(found, "steps")
-                gigabytes = found[0].get("num_bytes", 0) / 1e9
-                rows.append([name, how, median(stalls) if stalls else None, gigabytes, _between(steps), _note(found)])
+        for name, how, found in (
+            (name, how, found) for name, ways in strategies.items() for how, found in ways.items()
+        ):
+            stalls, steps = _all(found, "stalls"), _all(found, "steps")
+            gigabytes = found[0].get("num_bytes", 0) / 1e9 if found else None
+            between = f"{min(steps):.3f} to {max(steps):.3f}" if steps else ""
+            rows.append([name, how, median(stalls) if stalls else None, gigabytes, between, _note(found)])
         headers = ("", "", "training stops, s", "GB", "fastest and slowest step, s", "")
-        table = tabulate(rows, headers=headers, tablefmt="github", floatfmt=".3f")
-        parts.append(f"Saves, GPT of {SIZES[size].num_parameters / 1e6:,.1f} M parameters\n\n{table}")
+        parts.append(_table(f"Saves, {_about(size)}", headers, rows, ".3f"))
     return "\n\n".join(parts)
+
+
+def _about(size: str) -> str:
+    return f"GPT of {SIZES[size].num_parameters / 1e6:,.1f} M parameters"
+
+
+def _table(title: str, headers: Sequence[str], rows: list[list[Any]], floatfmt: str) -> str:
+    return f"{title}\n\n{tabulate(rows, headers=headers, tablefmt='github', floatfmt=floatfmt)}"
 
 
 def _all(blocks: Sequence[Mapping[str, Any]], key: str) -> list[float]:
@@ -63,20 +65,11 @@ def _speed(size: str, name: str, seconds: Mapping[str, list[float]], flops: floa
     step = median(mine)
     tokens = SIZES[size].tokens_per_step / step
     mfu = None if flops is None else f"{100 * tokens * SIZES[size].flops_per_token / flops:.1f} %"
-    by_hand = seconds.get(counterpart(name)) if name.startswith("paral_") else None
+    by_hand = seconds.get(COUNTERPARTS.get(name, ""))
     ratio = step / median(by_hand) if by_hand else None
     return [len(mine), f"{tokens:,.0f}", mfu, step * 1e3, ratio]
-
-
-def _peak(blocks: Sequence[Mapping[str, Any]]) -> float | None:
-    peaks = [block["peak_bytes"] / 1e9 for block in blocks if block.get("peak_bytes")]
-    return max(peaks, default=None)
 
 
 def _note(found: Sequence[Mapping[str, Any]]) -> str:
     notes = {key: one[key] for one in found for key in ("out_of_memory", "failed", "skipped") if key in one}
     return "; ".join(f"{key}: {(str(value).strip().splitlines() or [''])[-1][:80]}" for key, value in notes.items())
-
-
-def _between(steps: Sequence[float]) -> str:
-    return f"{min(steps):.3f} to {max(steps):.3f}" if steps else ""

@@ -12,12 +12,7 @@ import lightning_paral
 print(time.perf_counter() - start)
 """
 
-
-def main() -> None:
-    run = [sys.executable, "-c", MEASURE]
-    seconds = [float(subprocess.run(run, capture_output=True, text=True, check=True).stdout) for _ in range(9)]
-    print(f"import lightning_paral: {statistics.median(seconds) * 1e3:.0f} ms (median of {len(seconds)})")
-
-
 if __name__ == "__main__":
-    main()
+    command = [sys.executable, "-c", MEASURE]
+    seconds = [float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(9)]
+    print(f"import lightning_paral: {statistics.median(seconds) * 1e3:.0f} ms (median of {len(seconds)})")

@@ -9,58 +9,83 @@ Times are only worth something on a machine that does nothing else.
 
 import argparse
 import json
+import os
+import platform
+import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-from tests.benchmarks import commands, results
-from tests.benchmarks.commands import Commands
+from tests.tables import write_json
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
-
-
-@dataclass(frozen=True)
-class Benchmark:
-    """A benchmark of this folder."""
-
-    module: str
-    options: tuple[str, ...] = ()
-    on_ranks: bool = False
-
-    @property
-    def command(self) -> str:
-        """The command that runs it."""
-        launcher = "torchrun --nproc-per-node 2 -m" if self.on_ranks else "python -m"
-        return " ".join([launcher, f"tests.benchmarks.{self.module}", *self.options])
-
-    def record(self) -> dict[str, Any]:
-        """Run it and return its standard output."""
-        launcher = TORCHRUN if self.on_ranks else ("-m",)
-        command = [sys.executable, *launcher, f"tests.benchmarks.{self.module}", *self.options]
-        process = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=3600)
-        return {"printed": process.stdout.strip("\n").rstrip()}
+RESULTS = Path(__file__).with_name("results.json")
+PROGRAMS = {"paral": [sys.executable, "-m", "lightning_paral"], "python": [sys.executable]}
+COMM_SIZES = "--sizes 4MiB,25MiB"
+"""Sizes between nodes: a layer, and a bucket of DDP."""
 
 
-BENCHMARKS: dict[str, Benchmark | Commands] = {
-    **commands.COMM,
-    **commands.STEPS,
-    **commands.OTHERS,
-    "dp_step": Benchmark("dp_step"),
-    "tensor_step": Benchmark("tensor_step"),
-    "pipeline_step": Benchmark("pipeline_step"),
-    "pipeline_memory": Benchmark("pipeline_memory"),
-    "fsdp_memory": Benchmark("fsdp_memory"),
-    "zero_memory": Benchmark("zero_memory"),
-    "activation_memory": Benchmark("activation_memory"),
-    "from_pretrained": Benchmark("from_pretrained"),
-    "fsdp_traffic": Benchmark("fsdp_traffic"),
-    "zero_traffic": Benchmark("zero_traffic"),
-    "sampling": Benchmark("sampling"),
-    "zero_to_fp32": Benchmark("zero_to_fp32"),
-    "step_time": Benchmark("step_time"),
-    "import_time": Benchmark("import_time"),
+def _step(*strategies: str) -> tuple[str, ...]:
+    return (f"paral bench step --config configs/gpt.yaml --strategies {','.join(strategies)}",)
+
+
+WITH_JSON = {
+    "all_reduce": tuple(f"python -m tests.benchmarks.all_reduce --nodes {n} {COMM_SIZES} --seconds 60" for n in (2, 4)),
+    "all_reduce_loopback": tuple(
+        f"paral bench comm --ranks {n} {COMM_SIZES} --algorithms ring,native --wire fp32" for n in (2, 4)
+    ),
+    "ddp_step": _step("paral_ddp", "raw_ddp"),
+    "fsdp_step": _step("paral_fsdp", "raw_fsdp"),
+    "fsdp_step_direct": _step("paral_fsdp", "raw_fsdp_direct"),
+    **{f"zero{stage}_step": _step(f"paral_zero{stage}", f"raw_zero{stage}") for stage in (1, 2, 3)},
+    "checkpoint": ("paral bench checkpoint --config configs/gpt-200m.yaml --strategies paral_fsdp --rounds 3 --cold",),
+    "memory": ("paral bench memory --model.width 1024 --model.num_layers 12 --data.batch_size 1 --data.context 64",),
+    "adam": ("paral bench adam --sizes 1M,10M,50M,200M --threads 1,2",),
+    "plan_13b": tuple(
+        f"paral plan --config configs/gpt-13b.yaml --world-size 1 --device-memory {memory}GiB --strategies "
+        "paral_zero2_offload,paral_zero3_offload"
+        for memory in (32, 80, 139)
+    ),
 }
+"""Commands of `paral`, or of programs that call it, by benchmark. With `--json`, each prints one JSON object."""
+PRINTING = (
+    *("dp_step", "tensor_step", "pipeline_step", "pipeline_memory", "fsdp_memory", "zero_memory", "activation_memory"),
+    *("from_pretrained", "fsdp_traffic", "zero_traffic", "sampling", "zero_to_fp32", "step_time", "import_time"),
+)
+"""Modules of this folder that print what is shown."""
+BENCHMARKS = WITH_JSON | {name: (f"python -m tests.benchmarks.{name}",) for name in PRINTING}
+"""What a user types to see the tables of each benchmark."""
+
+
+def load() -> dict[str, Any]:
+    """Return all results, by name."""
+    found: dict[str, Any] = json.loads(RESULTS.read_text())
+    return found
+
+
+def store(name: str, record: dict[str, Any]) -> None:
+    """Replace the results called `name`, with today's date, versions and machine."""
+    versions = [f"Python {platform.python_version()}"]
+    versions += [f"{library} {version(library)}" for library in ("torch", "lightning", "deepspeed")]
+    measured_with = f"{', '.join(versions)}; {os.cpu_count()} CPU cores ({platform.machine()})"
+    results = load() | {name: {"date": f"{datetime.now(UTC):%Y-%m-%d}", "with": measured_with, **record}}
+    write_json(RESULTS, dict(sorted(results.items())))
+
+
+def measured(name: str) -> dict[str, Any]:
+    """Run a benchmark, and return what it prints."""
+    if name in WITH_JSON:
+        printed = [_output(f"{line} --json") for line in WITH_JSON[name]]
+        return {"json": [json.loads(text[text.index("{") :]) for text in printed]}
+    return {"printed": _output(BENCHMARKS[name][0]).strip("\n").rstrip()}
+
+
+def _output(line: str) -> str:
+    program, *arguments = shlex.split(line)
+    command = [*PROGRAMS[program], *arguments]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=3600).stdout
 
 
 def main() -> None:
@@ -72,12 +97,12 @@ def main() -> None:
     if unknown:
         parser.error(f"there is no benchmark {', '.join(sorted(unknown))}; --list prints all")
     if options.list:
-        print("\n".join(f"{name:20} {benchmark.command}" for name, benchmark in BENCHMARKS.items()))
+        print("\n".join(f"{name:20} {' && '.join(lines)}" for name, lines in BENCHMARKS.items()))
         return
     for name in options.names or BENCHMARKS:
-        record = BENCHMARKS[name].record()
+        record = measured(name)
         print(f"{name}\n\n{record.get('printed') or json.dumps(record, indent=2)}\n", flush=True)
-        results.store(name, record)
+        store(name, record)
     from tests.docs.generated import write_all
 
     write_all()

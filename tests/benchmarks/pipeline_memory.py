@@ -6,20 +6,17 @@ Counted are the bytes of the tensors that autograd saves, each storage once, wit
 keeps at most as many micro-batches as there are stages; with `"gpipe"`, all.
 """
 
-import logging
-import os
-import warnings
+import itertools
 from collections import Counter
 from typing import Any
 
 import torch
-from tabulate import tabulate
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.gpt import GPT
 from lightning_paral import ParalPipelineStrategy
-from tests.rank_pool import RankPool
+from tests.benchmarks.common import print_table, silent_ranks
 from tests.running import quiet_trainer
 
 CONTEXT, BATCH_SIZE = 64, 16
@@ -62,7 +59,8 @@ class CountedGPT(GPT):
     count: SavedBytes
 
     def on_train_start(self) -> None:
-        self.count = SavedBytes([each for each in self.parameters() if each.numel() and type(each.data) is Tensor])
+        # Those of other stages are of a class of their own, and have no storage.
+        self.count = SavedBytes([each for each in self.parameters() if type(each) is nn.Parameter])
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         with torch.autograd.graph.saved_tensors_hooks(self.count.keep, lambda saved: saved.tensor):
@@ -73,8 +71,6 @@ class CountedGPT(GPT):
 
 
 def peak(num_ranks: int, num_micro_batches: int, schedule: Any) -> int:
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(0)
     module = CountedGPT(width=64, num_layers=8, num_heads=4, context=CONTEXT)
     strategy: Any = "auto"
@@ -88,17 +84,13 @@ def peak(num_ranks: int, num_micro_batches: int, schedule: Any) -> int:
 
 def main() -> None:
     """Print the table."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    alone = peak(1, 1, None)
-    pool = RankPool()
     rows: list[list[Any]] = [["one process", 1, "", 1.0]]
-    for num_ranks in (2, 4):
-        for num_micro_batches in (4, 8):
-            for schedule in ("gpipe", "1f1b"):
-                ranks = pool.run(num_ranks, peak, num_ranks, num_micro_batches, schedule)
-                rows.append([schedule, num_ranks, num_micro_batches, max(ranks) / alone])
-    pool.close()
-    print(tabulate(rows, headers=("", "ranks", "micro-batches", "largest peak"), floatfmt=".3f"))
+    with silent_ranks() as on_ranks:
+        alone = peak(1, 1, None)
+        for num_ranks, num_micro_batches, schedule in itertools.product((2, 4), (4, 8), ("gpipe", "1f1b")):
+            ranks = on_ranks(num_ranks, peak, num_ranks, num_micro_batches, schedule)
+            rows.append([schedule, num_ranks, num_micro_batches, max(ranks) / alone])
+    print_table(("", "ranks", "micro-batches", "largest peak"), rows, ".3f")
 
 
 if __name__ == "__main__":

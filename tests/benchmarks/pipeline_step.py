@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from examples.gpt import GPT
 from lightning_paral import ParalPipelineStrategy
-from tests.benchmarks.alternating import NUM_STEPS, Times, differences, print_table
+from tests.benchmarks.common import NUM_STEPS, StepTimes, compare, times_and_loss
 from tests.running import quiet_trainer
 
 CONTEXT, BATCH_SIZE, NUM_MICRO_BATCHES = 128, 16, 8
@@ -51,11 +51,11 @@ ENDS: dict[str, Any] = {"first_stage": ["byte_embedding", "position_embedding"],
 
 
 def under_paral_pp(**options: Any) -> tuple[list[float], float]:
-    times = Times()
+    times = StepTimes()
     strategy = ParalPipelineStrategy(micro_batches=NUM_MICRO_BATCHES, divergence_check_every=None, **options)
     trainer = quiet_trainer(devices=2, strategy=strategy, max_epochs=1, callbacks=[times])
     trainer.fit(module(), batches())
-    return times.result()
+    return times_and_loss(times.starts, times.losses[-1])
 
 
 class FirstStage(nn.Module):
@@ -66,18 +66,7 @@ class FirstStage(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         positions = torch.arange(inputs.shape[1], device=inputs.device)
-        x: Tensor = self.blocks(self.byte_embedding(inputs) + self.position_embedding(positions))
-        return x
-
-
-class LastStage(nn.Module):
-    def __init__(self, gpt: GPT) -> None:
-        super().__init__()
-        self.blocks, self.norm, self.head = gpt.blocks[4:], gpt.norm, gpt.head
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.norm(self.blocks(x)))
-        return logits
+        return self.blocks(self.byte_embedding(inputs) + self.position_embedding(positions))
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -86,7 +75,8 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 def by_hand() -> tuple[list[float], float]:
     rank = dist.get_rank()
-    part = FirstStage(module()) if rank == 0 else LastStage(module())
+    gpt = module()
+    part = FirstStage(gpt) if rank == 0 else nn.Sequential(gpt.blocks[4:], gpt.norm, gpt.head)
     optimizer = torch.optim.AdamW(part.parameters(), lr=2e-3, weight_decay=0.01)
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     stage = PipelineStage(part, rank, 2, torch.device("cpu"))  # type: ignore[no-untyped-call]
@@ -104,20 +94,9 @@ def by_hand() -> tuple[list[float], float]:
         warmup.step()
     loss = torch.stack(losses).mean() if rank == 1 else torch.zeros(())
     dist.broadcast(loss, 1)
-    return differences(starts), loss.item()
-
-
-def main() -> None:
-    """Print the table."""
-    print_table(
-        {
-            "Schedule1F1B": by_hand,
-            "paral_pp": under_paral_pp,
-            "paral_pp, first_stage and last_stage": partial(under_paral_pp, **ENDS),
-        },
-        "paral_pp",
-    )
+    return times_and_loss(starts, loss.item())
 
 
 if __name__ == "__main__":
-    main()
+    with_ends = {"paral_pp, first_stage and last_stage": partial(under_paral_pp, **ENDS)}
+    compare({"Schedule1F1B": by_hand, "paral_pp": under_paral_pp, **with_ends}, "paral_pp")

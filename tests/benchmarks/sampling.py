@@ -1,12 +1,11 @@
 """Measure what it costs a rank to draw its batches, compared with torch's own samplers in one process.
 
-`python -m tests.benchmarks.sampling [--world-size 256]`
+    python -m tests.benchmarks.sampling
 
 Times are CPU times of the thread, per step of all ranks, after the first batch and before the end of the epoch. They
 exclude building and shuffling the list of indices, which all samplers do.
 """
 
-import argparse
 import statistics
 import time
 from collections import deque
@@ -17,6 +16,8 @@ from torch.utils.data import BatchSampler, RandomSampler
 
 from lightning_paral.data.global_order import GlobalOrder, Seed
 from lightning_paral.data.sampler import RankBatchSampler, ShardSpec
+
+LENGTH, WORLD_SIZE, NUM_ROUNDS = 10_000_000, 8, 5
 
 
 def seconds(batches: Iterable[list[int]], count: int) -> float:
@@ -29,33 +30,28 @@ def seconds(batches: Iterable[list[int]], count: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--length", type=int, default=10_000_000)
-    parser.add_argument("--world-size", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
     for batch_size in (32, 256):
-        indices = RandomSampler(range(options.length))
+        indices = RandomSampler(range(LENGTH))
         batches = BatchSampler(indices, batch_size, drop_last=False)
-        large = BatchSampler(indices, batch_size * options.world_size, drop_last=False)
+        large = BatchSampler(indices, batch_size * WORLD_SIZE, drop_last=False)
 
         def ours(split: str, batches: BatchSampler = batches) -> RankBatchSampler:
-            shard = ShardSpec(data_rank=1, data_size=options.world_size, split=split, remainder="wrap")
+            shard = ShardSpec(data_rank=1, data_size=WORLD_SIZE, split=split, remainder="wrap")
             return RankBatchSampler(GlobalOrder(batches, Seed(0)), shard)
 
-        num_steps = options.length // (batch_size * options.world_size) // 2
+        num_steps = LENGTH // (batch_size * WORLD_SIZE) // 2
         ways: dict[str, tuple[Callable[[], Iterable[list[int]]], int]] = {
-            "all, by torch": (lambda batches=batches: batches, num_steps * options.world_size),
+            "all, by torch": (lambda batches=batches: batches, num_steps * WORLD_SIZE),
             "split='batch'": (lambda ours=ours: ours("batch"), num_steps),
             "split='global'": (lambda ours=ours, large=large: ours("global", large), num_steps),
         }
         taken: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(options.rounds):  # interleaved: other load falls on all of them
+        for _ in range(NUM_ROUNDS):  # interleaved: other load falls on all of them
             for name, (make, count) in ways.items():
                 taken[name].append(seconds(make(), count) / num_steps * 1e6)
         for name, times in taken.items():
             print(
-                f"{options.length:,} indices, batches of {batch_size}, rank 1 of {options.world_size}, {name:15}"
+                f"{LENGTH:,} indices, batches of {batch_size}, rank 1 of {WORLD_SIZE}, {name:15}"
                 f"{statistics.median(times):9.1f} us per step"
             )
 

@@ -12,18 +12,14 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
-from itertools import pairwise
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
-from tabulate import tabulate
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_paral  # noqa: F401  registers the names
 from examples.gpt import GPT
@@ -33,27 +29,17 @@ from lightning_paral.planning.settings import StepSettings
 from lightning_paral.planning.time.machine import Machine
 from lightning_paral.planning.time.passes import StepEvents
 from lightning_paral.planning.time.step_time import step_seconds
-from tests.network import joined_nodes
+from tests.benchmarks.common import StepTimes, differences, print_table
+from tests.network import run_on_nodes
 from tests.running import quiet_trainer
 
-ROOT = Path(__file__).parents[2]
 LINKS = {"100 Mbit/s": ("100mbit", "32kb", 12.5e6), "500 Mbit/s": ("500mbit", "128kb", 62.5e6)}
 """For each link: the rate and the burst of `tc`, about 2 ms of the rate, and bytes per second."""
 PAYLOAD = 1448 / 1514
 """The part of an Ethernet frame that carries data of TCP; the rate of `tc` counts whole frames."""
 STRATEGIES = ("paral_ddp", "paral_fsdp", "paral_zero2")
 WIDTH, LAYERS, BATCH_SIZE, CONTEXT = 256, 2, 16, 128
-NUM_STEPS = 4
-
-
-class StepEnds(Callback):
-    """Records when each training step ends."""
-
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    def on_train_batch_end(self, *_: object) -> None:
-        self.ends.append(time.perf_counter())
+NUM_STEPS, NUM_ROUNDS = 4, 2
 
 
 def make_model() -> GPT:
@@ -61,19 +47,18 @@ def make_model() -> GPT:
     return GPT(width=WIDTH, num_layers=LAYERS, context=CONTEXT)
 
 
-def windows(count: int) -> torch.utils.data.TensorDataset:
+def batches(count: int) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(256, (count, CONTEXT + 1), generator=generator)
-    return torch.utils.data.TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    tokens = torch.randint(256, (BATCH_SIZE * count, CONTEXT + 1), generator=generator)
+    return DataLoader(TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), BATCH_SIZE)
 
 
-def measure_compute(num_steps: int) -> tuple[float, float]:
+def measure_compute() -> tuple[float, float]:
     """Return the seconds of a step without communication, and of its optimizer. All ranks compute meanwhile."""
     model = make_model()
     optimizer = model.configure_optimizers()["optimizer"]
-    loader = DataLoader(windows(BATCH_SIZE * (num_steps + 1)), batch_size=BATCH_SIZE)
     optimizing, start = 0.0, 0.0
-    for number, batch in enumerate(loader):
+    for number, batch in enumerate(batches(NUM_STEPS + 1)):
         if number == 1:  # the first step warms up
             dist.barrier()
             optimizing, start = 0.0, time.perf_counter()
@@ -85,102 +70,61 @@ def measure_compute(num_steps: int) -> tuple[float, float]:
         optimizing += time.perf_counter() - began
     taken = time.perf_counter() - start
     dist.barrier()
-    return taken / num_steps, optimizing / num_steps
+    return taken / NUM_STEPS, optimizing / NUM_STEPS
 
 
-def measure_strategy(name: str, num_steps: int) -> list[float]:
+def measure_strategy(name: str) -> list[float]:
     """Return the seconds from the end of each step to the end of the next."""
-    ends = StepEnds()
-    trainer = quiet_trainer(
-        strategy=name, devices=1, num_nodes=dist.get_world_size(), max_steps=num_steps + 2, callbacks=[ends]
-    )
-    trainer.fit(
-        make_model(), DataLoader(windows(BATCH_SIZE * dist.get_world_size() * (num_steps + 2)), batch_size=BATCH_SIZE)
-    )
-    return [end - start for start, end in pairwise(ends.ends[1:])]  # the first two steps warm up
+    times, num_ranks = StepTimes(), dist.get_world_size()
+    trainer = quiet_trainer(strategy=name, devices=1, num_nodes=num_ranks, max_steps=NUM_STEPS + 2, callbacks=[times])
+    trainer.fit(make_model(), batches(num_ranks * (NUM_STEPS + 2)))
+    return differences(times.ends, 1)  # the first two steps warm up
 
 
-def measure_latency() -> float:
-    """Return the seconds of one step of a ring."""
-    tensor = torch.zeros(1)
+def median_of(num: int, function: Callable[[], Any]) -> float:
+    """Return the median seconds of a function that all ranks call at the same time."""
     taken = []
-    for _ in range(30):
+    for _ in range(num):
         dist.barrier()
         start = time.perf_counter()
-        dist.all_reduce(tensor)
+        function()
         taken.append(time.perf_counter() - start)
-    return statistics.median(taken) / (2 * (dist.get_world_size() - 1))
+    return statistics.median(taken)
 
 
-def measure_copy() -> float:
-    """Return the bytes per second that a rank copies into new memory, while all ranks do."""
-    source = torch.ones(2**20)
-    taken = []
-    for _ in range(10):
-        dist.barrier()
-        start = time.perf_counter()
-        torch.empty_like(source).copy_(source)
-        taken.append(time.perf_counter() - start)
-    return source.nbytes / statistics.median(taken)
-
-
-def run_worker(rounds: int, strategies: list[str]) -> None:
+def run_worker() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    steps: dict[str, list[float]] = {name: [] for name in strategies}
-    compute, optimizer, latency, copy = [], [], [], []
-    for _ in range(rounds):
-        latency.append(measure_latency())
-        copy.append(measure_copy())
-        for name in strategies:
-            whole, part = measure_compute(NUM_STEPS)
-            compute.append(whole)
-            optimizer.append(part)
-            steps[name] += measure_strategy(name, NUM_STEPS)
-    found = {
-        "compute": statistics.median(compute),
-        "optimizer": statistics.median(optimizer),
-        "latency": statistics.median(latency),
-        "copy": statistics.median(copy),
-        "steps": {name: statistics.median(taken) for name, taken in steps.items()},
-    }
+    steps: dict[str, list[float]] = {name: [] for name in STRATEGIES}
+    found: dict[str, list[float]] = {"compute": [], "optimizer": [], "latency": [], "copy": []}
+    small, large = torch.zeros(1), torch.ones(2**20)
+    for _ in range(NUM_ROUNDS):
+        of_ring = median_of(30, lambda: dist.all_reduce(small))
+        found["latency"].append(of_ring / (2 * (dist.get_world_size() - 1)))  # of one step of the ring
+        found["copy"].append(large.nbytes / median_of(10, lambda: torch.empty_like(large).copy_(large)))
+        for name in STRATEGIES:
+            whole, part = measure_compute()
+            found["compute"].append(whole)
+            found["optimizer"].append(part)
+            steps[name] += measure_strategy(name)
+    medians: dict[str, Any] = {key: statistics.median(values) for key, values in found.items()}
+    medians["steps"] = {name: statistics.median(taken) for name, taken in steps.items()}
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
+    dist.all_gather_object(everyone, medians)
     if dist.get_rank() == 0:
         print(json.dumps(everyone))
     dist.destroy_process_group()
 
 
-def run_world(num_hosts: int, link: str, rounds: int, strategies: list[str]) -> list[dict[str, Any]]:
+def run_world(num_hosts: int, link: str) -> list[dict[str, Any]]:
     rate, burst, _ = LINKS[link]
-    with joined_nodes(num_hosts, rate, burst) as nodes:
-        command = [sys.executable, "-m", "tests.benchmarks.step_time", "--worker", "--rounds", str(rounds)]
-        command += ["--strategies", *strategies]
-        processes = [
-            subprocess.Popen(
-                nodes.command_on(host, command),
-                cwd=ROOT,
-                env=os.environ
-                | {"RANK": str(host), "NODE_RANK": str(host), "LOCAL_RANK": "0", "WORLD_SIZE": str(num_hosts)}
-                | {"MASTER_ADDR": nodes.addresses[0], "MASTER_PORT": "29545", "GLOO_SOCKET_IFNAME": "eth0"}
-                | {"OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-            for host in range(num_hosts)
-        ]
-        outputs = [process.communicate(timeout=900)[0] for process in processes]
-    (line,) = [line for line in outputs[0].splitlines() if line.startswith("[{")]
+    command = [sys.executable, "-m", "tests.benchmarks.step_time", "--worker"]
+    ended = run_on_nodes(num_hosts, command, rate, burst, timeout=900)
+    (line,) = [line for line in ended[0].printed.splitlines() if line.startswith("[{")]
     return json.loads(line)
 
 
-def follow() -> FollowedSteps:
-    batch = next(iter(DataLoader(windows(BATCH_SIZE), batch_size=BATCH_SIZE)))
-    return follow_steps(make_model, batch, StepSettings())
-
-
-def rows_of(ranks: list[dict[str, Any]], link: str, followed: FollowedSteps, strategies: list[str]) -> list[list[Any]]:
+def rows_of(ranks: list[dict[str, Any]], link: str, followed: FollowedSteps) -> list[list[Any]]:
     def mean(key: str) -> float:
         return statistics.mean(rank[key] for rank in ranks)
 
@@ -194,40 +138,34 @@ def rows_of(ranks: list[dict[str, Any]], link: str, followed: FollowedSteps, str
         copy_bandwidth=mean("copy"),
     )
     rows = []
-    for layout in layouts_of(strategies):
+    for layout in layouts_of(STRATEGIES):
         events = StepEvents(followed.plain)
         predicted = step_seconds(layout, events, states, len(ranks), StepSettings(), machine, on_cpu=True)
         measured = statistics.mean(rank["steps"][layout.strategy] for rank in ranks)
         assert predicted is not None
-        row = [len(ranks), link, layout.strategy, mean("compute") * 1e3, predicted * 1e3, measured * 1e3]
-        rows.append([*row, predicted / measured])
+        seconds = [1e3 * each for each in (mean("compute"), predicted, measured)]
+        rows.append([len(ranks), link, layout.strategy, *seconds, predicted / measured])
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--links", nargs="+", default=list(LINKS), choices=list(LINKS))
-    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
-    arguments = parser.parse_args()
-    if arguments.worker:
-        run_worker(arguments.rounds, arguments.strategies)
+    if parser.parse_args().worker:
+        run_worker()
         return
-    followed = follow()
+    followed = follow_steps(make_model, next(iter(batches(1))), StepSettings())
     rows = []
-    for num_hosts in arguments.hosts:
-        for link in arguments.links:
-            ranks = run_world(num_hosts, link, arguments.rounds, arguments.strategies)
-            rows += rows_of(ranks, link, followed, arguments.strategies)
-            print(rows[-len(arguments.strategies) :], ranks, file=sys.stderr, flush=True)
+    for num_hosts in (2, 4):
+        for link in LINKS:
+            rows += rows_of(run_world(num_hosts, link), link, followed)
+            print(rows[-len(STRATEGIES) :], file=sys.stderr, flush=True)
     print(
         f"GPT, {followed.states.num_params:,} parameters, batches of {BATCH_SIZE} x {CONTEXT} per rank, fp32, gloo, "
         f"{os.cpu_count()} cores"
     )
-    headers = ["hosts", "link", "strategy", "compute ms", "predicted ms", "measured ms", "ratio"]
-    print(tabulate(rows, headers, floatfmt=("", "", "", ".0f", ".0f", ".0f", ".2f")))
+    headers = ("hosts", "link", "strategy", "compute ms", "predicted ms", "measured ms", "ratio")
+    print_table(headers, rows, ("", "", "", ".0f", ".0f", ".0f", ".2f"))
     print(f"largest deviation {max(abs(row[-1] - 1) for row in rows):.0%}")
 
 

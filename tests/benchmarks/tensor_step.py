@@ -19,26 +19,21 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader
 
 from lightning_paral import ParalFSDPStrategy
-from tests.benchmarks.alternating import NUM_STEPS, Times, differences, print_table
+from tests.benchmarks.common import NUM_STEPS, StepTimes, compare, times_and_loss
 from tests.running import quiet_trainer
 
 VOCABULARY, CONTEXT, BATCH_SIZE = 512, 128, 8
 
 
+SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
+
+
 class Llama(LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.model = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=256,
-                intermediate_size=768,
-                num_hidden_layers=4,
-                num_attention_heads=4,
-                num_key_value_heads=4,
-                max_position_embeddings=CONTEXT,
-            )
-        ).train()
+        config = transformers.LlamaConfig(vocab_size=VOCABULARY, **SHAPE, **HEADS, max_position_embeddings=CONTEXT)
+        self.model = transformers.LlamaForCausalLM(config).train()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss: Tensor = self.model(input_ids=batch, labels=batch).loss
@@ -59,11 +54,11 @@ def batches() -> DataLoader[Tensor]:
 
 
 def under_paral_tp() -> tuple[list[float], float]:
-    times = Times()
+    times = StepTimes()
     strategy = ParalFSDPStrategy(tensor_parallel="node", divergence_check_every=None)
     trainer = quiet_trainer(devices=2, strategy=strategy, max_epochs=1, callbacks=[times])
     trainer.fit(module(), batches())
-    return times.result()
+    return times_and_loss(times.starts, times.losses[-1])
 
 
 def by_hand() -> tuple[list[float], float]:
@@ -86,13 +81,8 @@ def by_hand() -> tuple[list[float], float]:
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     assert not isinstance(loss, DTensor)
-    return differences(starts), loss.item()
-
-
-def main() -> None:
-    """Print the table."""
-    print_table({"parallelize_module": by_hand, "paral_tp": under_paral_tp}, "paral_tp")
+    return times_and_loss(starts, loss.item())
 
 
 if __name__ == "__main__":
-    main()
+    compare({"parallelize_module": by_hand, "paral_tp": under_paral_tp}, "paral_tp")

@@ -6,20 +6,17 @@ Counted from the live tensors, in `precision="bf16-true"`, for which the paper g
 figure 1, K = 12): between two backward passes of an accumulation window, when a rank holds all it has to hold.
 """
 
-import logging
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from torch import Tensor, nn
 
 from lightning_paral import ParalZeROStrategy
 from lightning_paral.engines.zero.parameters.watched import plain_data
+from tests.benchmarks.common import bytes_of, print_table, silent_ranks
 from tests.models.regression import FEATURES, Regression, regression_data
-from tests.rank_pool import RankPool
 from tests.running import quiet_trainer
 
 WIDTH = 64
@@ -39,12 +36,12 @@ class Deep(Regression):
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
         if self.trainer.global_step == 1:  # the first step creates optimizer state
-            self.held.setdefault("optimizer", count_bytes(_optimizer_state(self.trainer.strategy)))
+            self.held.setdefault("optimizer", bytes_of(_optimizer_state(self.trainer.strategy)))
 
     def on_after_backward(self) -> None:
         if self.trainer.global_step == 1 and "gradients" not in self.held:
-            self.held["gradients"] = count_bytes(_gradients(self.trainer.strategy, self))
-            self.held["parameters"] = count_bytes(_parameters(self))
+            self.held["gradients"] = bytes_of(_gradients(self.trainer.strategy, self))
+            self.held["parameters"] = bytes_of(_parameters(self))
 
 
 def bytes_held(stage: int) -> dict[str, int]:
@@ -67,16 +64,6 @@ def bytes_by_formula(stage: int, num_ranks: int) -> dict[str, float]:
     divided = {"optimizer": stage >= 1, "gradients": stage >= 2, "parameters": stage >= 3}
     per_element = {"optimizer": 12, "gradients": 2, "parameters": 2}
     return {kind: NUM_ELEMENTS * per_element[kind] / (num_ranks if divided[kind] else 1) for kind in per_element}
-
-
-def count_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Return the bytes of the storages behind `tensors`, each once."""
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in tensors
-        if tensor is not None
-    }
-    return sum(storages.values())
 
 
 def _parameters(module: nn.Module) -> Iterator[Tensor | None]:
@@ -109,25 +96,35 @@ def _optimizer_state(strategy: Any) -> Iterator[Tensor]:
         yield from (value for value in state.values() if torch.is_tensor(value) and value.numel() > 1)
 
 
-def main() -> None:
-    """Print the table."""
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    pool = RankPool()
+def print_bytes(
+    precision: str,
+    headers: tuple[str, str],
+    cases: Sequence[tuple[int, int]],
+    held_by: Callable[[int], dict[str, int]],
+    formula: Callable[[int, int], dict[str, float]],
+) -> None:
+    """Print the bytes of each case beside the formula.
+
+    Args:
+        precision: the precision, for the heading.
+        headers: what the two numbers of a case are.
+        cases: the number of ranks, and an option of the strategy.
+        held_by: called with the option; returns the bytes on this rank by kind. *Collective*.
+        formula: called with the option and the number of ranks; returns the bytes on a rank by kind.
+    """
     rows = []
-    for num_ranks in (1, 2, 4):
-        for stage in (1, 2, 3):
-            ranks = pool.run(num_ranks, bytes_held, stage)
-            formula = bytes_by_formula(stage, num_ranks)
-            row: list[Any] = [num_ranks, stage]
+    with silent_ranks() as on_ranks:
+        for num_ranks, option in cases:
+            ranks, expected = on_ranks(num_ranks, held_by, option), formula(option, num_ranks)
+            row: list[Any] = [num_ranks, option]
             for kind in ("parameters", "gradients", "optimizer"):
-                row += [max(held[kind] for held in ranks) / 1e6, formula[kind] / 1e6]
+                row += [max(held[kind] for held in ranks) / 1e6, expected[kind] / 1e6]
             rows.append(row)
-    print(f"{NUM_ELEMENTS:,} parameters, bf16-true; MB on the rank that holds most, and by the formula")
-    headers = ("ranks", "stage", "parameters", "formula", "gradients", "formula", "optimizer", "formula")
-    print(tabulate(rows, headers=headers, floatfmt=".3f"))
-    pool.close()
+    print(f"{NUM_ELEMENTS:,} parameters, {precision}; MB on the rank that holds most, and by the formula")
+    kinds = ("parameters", "formula", "gradients", "formula", "optimizer", "formula")
+    print_table((*headers, *kinds), rows, ".3f")
 
 
 if __name__ == "__main__":
-    main()
+    every_stage = [(num_ranks, stage) for num_ranks in (1, 2, 4) for stage in (1, 2, 3)]
+    print_bytes("bf16-true", ("ranks", "stage"), every_stage, bytes_held, bytes_by_formula)

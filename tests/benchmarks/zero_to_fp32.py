@@ -2,23 +2,20 @@
 
     python -m tests.benchmarks.zero_to_fp32
 
-The model has 201 million parameters. Printed are seconds, and the growth of memory or its peak.
+The model has 201 million parameters. Printed are seconds, and the growth of anonymous memory.
 """
 
 import subprocess
 import sys
 import tempfile
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
-from tabulate import tabulate
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.rank_pool import RankPool
+from tests.benchmarks.common import print_table, silent_ranks
 from tests.running import quiet_trainer
 
 WIDTH = 2048
@@ -28,53 +25,15 @@ NUM_LAYERS = 48
 class Wide(LightningModule):
     """A model of 48 square layers with 201 million parameters."""
 
-    def __init__(self, num_layers: int = NUM_LAYERS) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers))
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        x = torch.ones(1, WIDTH)
-        for layer in self.layers:
-            x = layer(x)
-        return x.mean()
+        return self.layers(torch.ones(1, WIDTH)).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-6)
-
-
-CONSOLIDATE = """
-import sys, threading, time
-from lightning_paral.cli.consolidate import consolidate
-
-def anonymous_bytes():
-    for line in open("/proc/self/status"):
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) * 1024
-
-peak = before = anonymous_bytes()
-running = True
-def watch():
-    global peak
-    while running:
-        peak = max(peak, anonymous_bytes())
-        time.sleep(0.005)
-watcher = threading.Thread(target=watch)
-watcher.start()
-begin = time.perf_counter()
-consolidate(sys.argv[1:])
-seconds = time.perf_counter() - begin
-running = False
-watcher.join()
-print("MEASURED", seconds, peak - before)
-"""
-
-
-def consolidated(source: Path, out: Path, *options: str) -> tuple[float, float]:
-    """Return the seconds, and the growth of anonymous memory in MiB."""
-    command = [sys.executable, "-c", CONSOLIDATE, str(source), str(out), *options]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
-    _, seconds, growth_bytes = printed.splitlines()[-1].split()
-    return float(seconds), int(growth_bytes) / 2**20
 
 
 def save_with_deepspeed(folder: str) -> None:
@@ -88,37 +47,45 @@ def save_with_deepspeed(folder: str) -> None:
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(True)
             DeepSpeedStrategy.save_checkpoint(trainer.strategy, checkpoint, folder)
 
-    strategy = ParalZeROStrategy(stage=3, timeout=timedelta(minutes=10))
+    strategy = ParalZeROStrategy(stage=3, timeout=600.0)
     quiet_trainer(max_steps=1, devices=2, strategy=strategy, callbacks=[Saving()]).fit(Wide(), DataLoader(range(2)))  # type: ignore[arg-type]
 
 
+CONSOLIDATE = "from lightning_paral.cli.consolidate import consolidate as run; arguments = [sys.argv[1:]]"
 ZERO_TO_FP32 = """
-import resource, sys, time
+from functools import partial
 from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
-begin = time.perf_counter()
-convert_zero_checkpoint_to_fp32_state_dict(sys.argv[1], sys.argv[2], max_shard_size="100GB")
-print("MEASURED", time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+run, arguments = partial(convert_zero_checkpoint_to_fp32_state_dict, max_shard_size="100GB"), sys.argv[1:]
+"""
+MEASURE = """
+watch, begin = Watch(), time.perf_counter()
+run(*arguments)
+print("MEASURED", time.perf_counter() - begin, *watch.end())
 """
 
 
-def main(folder: Path) -> None:
-    """Print the table."""
-    pool = RankPool()
-    try:
-        pool.run(2, save_with_deepspeed, str(folder / "deepspeed"), timeout=580)
-    finally:
-        pool.close()
-    spent, growth = consolidated(folder / "deepspeed", folder / "weights.ckpt", "--weights-only")
-    command = [sys.executable, "-c", ZERO_TO_FP32, str(folder / "deepspeed"), str(folder / "theirs")]
+def seconds_and_bytes(what: str, *arguments: str) -> tuple[float, int]:
+    """Return the seconds of a conversion in a new process, and the growth of its anonymous memory."""
+    script = f"import sys, time\nfrom tests.benchmarks.peak import Watch\n{what}\n{MEASURE}"
+    command = [sys.executable, "-c", script, *arguments]
     printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
-    _, theirs, peak_bytes = printed.splitlines()[-1].split()
+    _, seconds, own_bytes, _ = printed.splitlines()[-1].split()
+    return float(seconds), int(own_bytes)
+
+
+def main(folder: str) -> None:
+    saved = f"{folder}/deepspeed"
+    with silent_ranks() as on_ranks:
+        on_ranks(2, save_with_deepspeed, saved)
+    ours = seconds_and_bytes(CONSOLIDATE, saved, f"{folder}/weights.ckpt", "--weights-only")
+    theirs = seconds_and_bytes(ZERO_TO_FP32, saved, f"{folder}/theirs")
     rows = [
-        ("paral consolidate --weights-only", spent, f"grows by {growth:.0f}"),
-        ("zero_to_fp32", float(theirs), f"peak {int(peak_bytes) / 2**20:.0f}"),
+        (name, seconds, num_bytes / 2**20)
+        for name, (seconds, num_bytes) in (("paral consolidate --weights-only", ours), ("zero_to_fp32", theirs))
     ]
-    print(tabulate(rows, headers=("", "s", "memory, MiB"), floatfmt=".2f"))
+    print_table(("", "s", "memory grows by, MiB"), rows, ("", ".2f", ".0f"))
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory(prefix="checkpoint-") as temporary:
-        main(Path(temporary))
+        main(temporary)

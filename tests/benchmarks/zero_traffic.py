@@ -6,19 +6,17 @@ Counted by the kernel (gloo's headers included), over the steps of a fit beyond 
 which move the model as well, cancel out.
 """
 
-import logging
-import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from torch import Tensor, nn
 
 from lightning_paral import ParalZeROStrategy
 from lightning_paral.comm import count_traffic
+from tests.benchmarks.common import print_table, silent_ranks
 from tests.models.regression import FEATURES, Regression, regression_data
-from tests.rank_pool import RankPool
 from tests.running import quiet_trainer
 
 WIDTH = 1024
@@ -37,16 +35,12 @@ class Wide(Regression):
         return self.out(self.middle(torch.tanh(self.hidden(x))))
 
 
-def model_sizes_sent_per_step(stage: int) -> float:
+def sent_per_step(make_strategy: Callable[[], Any]) -> float:
     """Return the bytes that this rank sends per step, in sizes of the model. *Collective* over the default group."""
-    num_ranks = dist.get_world_size()
-    model = Wide()
-    persistence = {"zero_optimization": {"stage3_param_persistence_threshold": 10_000}}
-    sent = []
+    num_ranks, model, sent = dist.get_world_size(), Wide(), []
     for num_batches in (2, 4):
-        strategy = ParalZeROStrategy(stage=stage, deepspeed_config=persistence if stage == 3 else None)
         with count_traffic() as traffic:
-            trainer = quiet_trainer(max_epochs=1, devices=num_ranks, strategy=strategy)
+            trainer = quiet_trainer(max_epochs=1, devices=num_ranks, strategy=make_strategy())
             trainer.fit(model, regression_data(num_batches, num_ranks))
             dist.barrier()
         assert traffic.socket_bytes is not None
@@ -54,24 +48,30 @@ def model_sizes_sent_per_step(stage: int) -> float:
     return (sent[1] - sent[0]) / 2 / sum(4 * parameter.numel() for parameter in model.parameters())
 
 
+def model_sizes_sent_per_step(stage: int) -> float:
+    """Return what this rank sends under ZeRO. *Collective* over the default group."""
+    persistence = {"zero_optimization": {"stage3_param_persistence_threshold": 10_000}}
+    options = {"deepspeed_config": persistence} if stage == 3 else {}
+    return sent_per_step(lambda: ParalZeROStrategy(stage=stage, **options))
+
+
 def model_sizes_by_formula(stage: int, num_ranks: int) -> float:
-    """Return the bytes that a rank sends per step according to the paper (arXiv:1910.02054, section 7)."""
+    """Return what a rank sends per step according to the paper (arXiv:1910.02054, section 7), in sizes of the model."""
     return (3 if stage == 3 else 2) * (num_ranks - 1) / num_ranks
 
 
-def main() -> None:
-    """Print the table."""
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    pool = RankPool()
-    rows: list[list[Any]] = []
-    for num_ranks in (2, 4):
-        for stage in (1, 2, 3):
-            ranks = pool.run(num_ranks, model_sizes_sent_per_step, stage)
-            rows.append([num_ranks, stage, sum(ranks) / num_ranks, model_sizes_by_formula(stage, num_ranks)])
-    print(tabulate(rows, headers=("ranks", "stage", "sent", "formula"), floatfmt=".3f"))
-    pool.close()
+def print_sent(
+    header: str, options: Iterable[Any], sent: Callable[[Any], float], formula: Callable[[Any, int], float]
+) -> None:
+    """Print what ranks send with each value of an option, beside the formula."""
+    with silent_ranks() as on_ranks:
+        rows = [
+            (num_ranks, str(option), sum(on_ranks(num_ranks, sent, option)) / num_ranks, formula(option, num_ranks))
+            for num_ranks in (2, 4)
+            for option in options
+        ]
+    print_table(("ranks", header, "sent", "formula"), rows, ".3f")
 
 
 if __name__ == "__main__":
-    main()
+    print_sent("stage", (1, 2, 3), model_sizes_sent_per_step, model_sizes_by_formula)

@@ -3,14 +3,22 @@
 from collections.abc import Callable
 from typing import Any
 
+from tests.tables import markdown
+
 LINK_BYTES_PER_SECOND = 125e6
 """The links of `tests.benchmarks.all_reduce`: 1 Gbit/s."""
 MIB = 2**20
 
 
-def _table(headers: list[str], rows: list[list[str]]) -> str:
-    lines = [headers, ["---"] * len(headers), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def row_of(found: dict[str, Any], **wanted: Any) -> dict[str, Any]:
+    """Return the row of a result that has these values."""
+    row: dict[str, Any] = next(row for row in found["rows"] if all(row[key] == wanted[key] for key in wanted))
+    return row
+
+
+def _values(found: dict[str, Any], *keys: str) -> list[Any]:
+    """Return the values of the rows under the keys, each once: tuples if there are several keys."""
+    return list(dict.fromkeys(row[keys[0]] if len(keys) == 1 else tuple(row[k] for k in keys) for row in found["rows"]))
 
 
 def step_table(results: list[dict[str, Any]]) -> str:
@@ -20,7 +28,7 @@ def step_table(results: list[dict[str, Any]]) -> str:
         for row in found["rows"]:
             ratio = "" if row["ratio_to_raw"] is None else f"{row['ratio_to_raw']:.3f}"
             rows.append([f"`{row['strategy']}`", f"{row['seconds'] * 1e3:.0f}", ratio])
-    return _table(["", "ms", "ratio"], rows)
+    return markdown(["", "ms", "ratio"], rows)
 
 
 def limit_seconds(num_ranks: int, size_bytes: int) -> float:
@@ -30,95 +38,62 @@ def limit_seconds(num_ranks: int, size_bytes: int) -> float:
 
 def nodes_table(results: list[dict[str, Any]]) -> str:
     """Return times between nodes in ms, with the multiple of the limit, and what the busiest rank sends."""
-    columns = [(found, size) for found in results for size in dict.fromkeys(row["size_bytes"] for row in found["rows"])]
+    columns = [(found, size) for found in results for size in _values(found, "size_bytes")]
+    limits = [limit_seconds(found["num_ranks"], size) for found, size in columns]
+    rows = [["limit", *(f"{limit * 1e3:.1f}" for limit in limits), ""]]
+    for algorithm, wire in _values(results[0], "algorithm", "wire"):
+        found = [row_of(found, algorithm=algorithm, wire=wire, size_bytes=size) for found, size in columns]
+        is_all_reduce = not algorithm.startswith(("reduce_scatter", "all_gather", "broadcast"))
+        cells = [
+            f"{row['seconds'] * 1e3:.1f}" + (f" ({row['seconds'] / limit:.2f})" if is_all_reduce else "")
+            for row, limit in zip(found, limits, strict=True)
+        ]
+        label = f"`{algorithm}`" + ("" if wire == "fp32" else f", {wire} on the wire")
+        rows.append([label, *cells, f"{max(found[-1]['sent_bytes']) / found[-1]['size_bytes']:.2f}"])
     headers = [f"{found['num_ranks']} nodes, {size / MIB:g} MiB" for found, size in columns]
-    limits = [f"{limit_seconds(found['num_ranks'], size) * 1e3:.1f}" for found, size in columns]
-    rows = [["limit", *limits, ""]]
-    for case in dict.fromkeys((row["algorithm"], row["wire"]) for row in results[0]["rows"]):
-        cells = []
-        for found, size in columns:
-            seconds = row_of(found, *case, size)["seconds"]
-            beside = "" if not is_all_reduce(case[0]) else f" ({seconds / limit_seconds(found['num_ranks'], size):.2f})"
-            cells.append(f"{seconds * 1e3:.1f}{beside}")
-        sent = row_of(columns[-1][0], *case, columns[-1][1])
-        rows.append([_label(*case), *cells, f"{max(sent['sent_bytes']) / sent['size_bytes']:.2f}"])
-    return _table(["", *headers, f"sent, {columns[-1][0]['num_ranks']} nodes"], rows)
-
-
-def row_of(found: dict[str, Any], algorithm: str, wire: str, size: int) -> dict[str, Any]:
-    """Return the row of a case."""
-    wanted = (algorithm, wire, size)
-    row: dict[str, Any] = next(r for r in found["rows"] if (r["algorithm"], r["wire"], r["size_bytes"]) == wanted)
-    return row
-
-
-def is_all_reduce(algorithm: str) -> bool:
-    """Return whether an algorithm of `paral bench comm` is an all-reduce."""
-    return not algorithm.startswith(("reduce_scatter", "all_gather", "broadcast"))
-
-
-def _label(algorithm: str, wire: str) -> str:
-    return f"`{algorithm}`" + ("" if wire == "fp32" else f", {wire} on the wire")
+    return markdown(["", *headers, f"sent, {columns[-1][0]['num_ranks']} nodes"], rows)
 
 
 def loopback_table(results: list[dict[str, Any]]) -> str:
     """Return the ring's time as a multiple of that of the backend's own all-reduce."""
-    sizes = list(dict.fromkeys(row["size_bytes"] for row in results[0]["rows"]))
-    rows = []
+    sizes, rows = _values(results[0], "size_bytes"), []
     for found in results:
-        ratios = [
-            row_of(found, "ring", "fp32", size)["seconds"] / row_of(found, "native", "fp32", size)["seconds"]
-            for size in sizes
-        ]
-        rows.append([f"{found['num_ranks']} ranks", *(f"{ratio:.2f}" for ratio in ratios)])
-    headers = ["the ring's time as a multiple of gloo's own", *(f"{size / MIB:g} MiB" for size in sizes)]
-    return _table(headers, rows)
+        ring, native = (
+            [row_of(found, algorithm=name, wire="fp32", size_bytes=size)["seconds"] for size in sizes]
+            for name in ("ring", "native")
+        )
+        ratios = (f"{ours / theirs:.2f}" for ours, theirs in zip(ring, native, strict=True))
+        rows.append([f"{found['num_ranks']} ranks", *ratios])
+    return markdown(["the ring's time as a multiple of gloo's own", *(f"{size / MIB:g} MiB" for size in sizes)], rows)
 
 
 def checkpoint_table(results: list[dict[str, Any]]) -> str:
     """Return the times of checkpoints, each beside what it is compared with."""
     rows = []
-    for found in results:
-        for row in found["rows"]:
-            size = f"{row['size_bytes'] / 1e9:.1f} GB"
-            for name, beside, what, other in (
-                ("save", "full", f"save of {size}", '`form="full"`: gathering on rank 0'),
-                ("stall", "save", "`async_save=True`, until training goes on", "the same save, synchronous"),
-                ("save", "write", "save", "one process writing the whole"),
-                ("load", "read", "load, checksums included", "one process reading the whole, and keeping none"),
-                (
-                    "consolidate",
-                    "write",
-                    "`paral consolidate`",
-                    "one process writing the whole",
-                ),
-            ):
-                ratio = row[name] / row[beside]
-                rows.append([what, f"{row[name]:.2f}", other, f"{row[beside]:.2f}", f"{ratio:.2f}"])
-    return _table(["", "s", "against", "s", "ratio"], rows)
+    for row in (row for found in results for row in found["rows"]):
+        whole = "one process writing the whole"
+        for name, beside, what, other in (
+            ("save", "full", f"save of {row['size_bytes'] / 1e9:.1f} GB", '`form="full"`: gathering on rank 0'),
+            ("stall", "save", "`async_save=True`, until training goes on", "the same save, synchronous"),
+            ("save", "write", "save", whole),
+            ("load", "read", "load, checksums included", "one process reading the whole, and keeping none"),
+            ("consolidate", "write", "`paral consolidate`", whole),
+        ):
+            rows.append([what, f"{row[name]:.2f}", other, f"{row[beside]:.2f}", f"{row[name] / row[beside]:.2f}"])
+    return markdown(["", "s", "against", "s", "ratio"], rows)
 
 
 def adam_table(results: list[dict[str, Any]]) -> str:
     """Return the time of a step, and of torch's implementations as multiples."""
     (found,) = results
-    names = list(dict.fromkeys(row["optimizer"] for row in found["rows"]))
-    rows = []
-    for threads, size in dict.fromkeys((row["num_threads"], row["num_params"]) for row in found["rows"]):
-        cells = []
-        for name in names:
-            row = adam_row(found, name, threads, size)
-            cells.append(f"{row['seconds'] * 1e3:.1f}" + ("" if row["ratio"] == 1 else f" ({row['ratio']:.2f})"))
-        rows.append([f"{size / 1e6:g} M", str(threads), *cells])
-    return _table(["parameters", "threads", *(f"`{name}`" for name in names)], rows)
-
-
-def adam_row(found: dict[str, Any], optimizer: str, threads: int, size: int) -> dict[str, Any]:
-    """Return the row of a case."""
-    wanted = (optimizer, threads, size)
-    row: dict[str, Any] = next(
-        r for r in found["rows"] if (r["optimizer"], r["num_threads"], r["num_params"]) == wanted
-    )
-    return row
+    names, rows = _values(found, "optimizer"), []
+    for threads, size in _values(found, "num_threads", "num_params"):
+        cases = [row_of(found, optimizer=name, num_threads=threads, num_params=size) for name in names]
+        cells = [
+            f"{row['seconds'] * 1e3:.1f}" + ("" if row["ratio"] == 1 else f" ({row['ratio']:.2f})") for row in cases
+        ]
+        rows.append([f"{size / 1e6:g} M", threads, *cells])
+    return markdown(["parameters", "threads", *(f"`{name}`" for name in names)], rows)
 
 
 def plan_table(results: list[dict[str, Any]]) -> str:
@@ -129,7 +104,7 @@ def plan_table(results: list[dict[str, Any]]) -> str:
         name = f"`{row['strategy']}`" + (", recomputing activations" if row["recomputes"] else "")
         rows.append([name, f"{row['peak_bytes'] / 2**30:.1f}", f"{row['host_bytes'] / 2**30:.0f}", *fits])
     devices = [f"fits {found['device_memory'] / 2**30:.0f} GiB" for found in results]
-    return _table(["", "device, GiB", "host, GiB", *devices], rows)
+    return markdown(["", "device, GiB", "host, GiB", *devices], rows)
 
 
 def memory_table(results: list[dict[str, Any]]) -> str:
@@ -138,22 +113,11 @@ def memory_table(results: list[dict[str, Any]]) -> str:
     rows = []
     for row in found["rows"]:
         sizes = [f"{row[f'{kind}_bytes'] / 1e6:.0f}" for kind in ("formula", "peak", "planned", "start")]
-        limit = row["peak_bytes"] / row["limit_bytes"]
         # The limit holds for what shards states; the others are compared with DDP.
-        ratio = f"{limit:.2f}" if row["is_sharded"] else ""
-        cells = [str(row["num_ranks"]), f"`{row['strategy']}`", *sizes, ratio, f"{row['start_seconds']:.1f}"]
-        rows.append(cells)
-    headers = [
-        "ranks",
-        "",
-        "formula",
-        "peak",
-        "planned",
-        "before the first step",
-        "peak / limit",
-        "s to the first step",
-    ]
-    return _table(headers, rows)
+        ratio = f"{row['peak_bytes'] / row['limit_bytes']:.2f}" if row["is_sharded"] else ""
+        rows.append([row["num_ranks"], f"`{row['strategy']}`", *sizes, ratio, f"{row['start_seconds']:.1f}"])
+    sizes = ("formula", "peak", "planned", "before the first step")
+    return markdown(["ranks", "", *sizes, "peak / limit", "s to the first step"], rows)
 
 
 TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {

@@ -15,20 +15,15 @@ INK, FAINT, COLOR, PAPER = "#1f2430", "#d5d9e2", "#3949ab", "#ffffff"
 WIDTH, ROW_HEIGHT, MARGIN = 5.6, 0.27, 0.85
 """In inches. The width is that of a phone in landscape, so that the text can be read on narrow pages."""
 STYLE = {
-    "figure.facecolor": PAPER,  # not transparent: the pages also have a dark theme
-    "savefig.facecolor": PAPER,
+    **dict.fromkeys(("figure.facecolor", "savefig.facecolor"), PAPER),  # not transparent: the pages have a dark theme
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+    "axes.edgecolor": FAINT,
     "font.family": "DejaVu Sans",  # comes with matplotlib, so files are the same everywhere
     "font.size": 9,
-    "text.color": INK,
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": INK,
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
-    "xtick.color": INK,
     "xtick.labelsize": 8,
-    "ytick.color": INK,
-    "svg.fonttype": "path",
     "svg.hashsalt": "lightning_paral",  # equal IDs in every run
 }
 
@@ -89,8 +84,7 @@ class Plot:
 
 
 def _draw(panel: Panel, axis: Any) -> None:
-    names = [name for name, _, _ in panel.rows]
-    values = [value for _, value, _ in panel.rows]
+    names, values, texts = zip(*panel.rows, strict=True)
     positions = range(len(names))
     if panel.log:
         axis.set_xscale("log")
@@ -99,7 +93,7 @@ def _draw(panel: Panel, axis: Any) -> None:
     axis.hlines(positions, panel.limits[0], values, color=COLOR, linewidth=2)
     axis.scatter(values, positions, s=36, color=COLOR, zorder=3)
     axis.axvline(panel.reference, color=INK, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-    for position, (_, value, text) in enumerate(panel.rows):
+    for position, value, text in zip(positions, values, texts, strict=True):
         label = axis.annotate(text, (value, position), xytext=(8, 0), textcoords="offset points", va="center")
         label.set_bbox({"facecolor": PAPER, "edgecolor": "none", "pad": 1})
     axis.set_title(panel.title, pad=8)

@@ -1,31 +1,17 @@
-"""docs/claims.md: what papers and documentation claim, beside what the stored results say."""
+"""The figures of docs/claims.md: what the stored results say about what papers and documentation claim."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from tests.benchmarks.measure import BENCHMARKS
-from tests.benchmarks.results import load
-from tests.docs.bench_tables import adam_row, limit_seconds, row_of
+from tests.benchmarks.measure import BENCHMARKS, load
+from tests.docs.bench_tables import MIB, limit_seconds, row_of
 
-LARGEST = 25 * 2**20
 DEEPSPEED = "DeepSpeedCPUAdam"
 NO_GPU = "Not run on a GPU."
 HOLDS, FAILS, PARTLY = "**Holds.**", "**Does not hold here.**", "**Holds in part.**"
 
 Found = dict[str, Any]
 """A stored result."""
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A row of the page."""
-
-    text: str
-    source: str
-    benchmark: str
-    figure: Callable[[Found], str]
-    """Returns our figure, which starts with whether the claim holds."""
 
 
 def verdict(holds: bool) -> str:
@@ -39,30 +25,26 @@ def table_of(found: Found) -> list[list[float]]:
     return [[float(word) for word in line.split()] for line in lines[start + 1 :]]
 
 
-def _four_nodes(found: Found) -> Found:
+def _on_four_nodes(found: Found, algorithm: str) -> tuple[list[float], float]:
+    """Return what each rank sends for 25 MiB, in sizes of the tensor, and the seconds."""
     result: Found = found["json"][1]
     assert result["num_ranks"] == 4
-    return result
-
-
-def _sent(row: Found) -> list[float]:
-    return [number / row["size_bytes"] for number in row["sent_bytes"]]
+    row = row_of(result, algorithm=algorithm, wire="fp32", size_bytes=25 * MIB)
+    return [number / row["size_bytes"] for number in row["sent_bytes"]], row["seconds"]
 
 
 def ring(found: Found) -> str:
-    row = row_of(_four_nodes(found), "ring", "fp32", LARGEST)
-    sent, multiple = _sent(row), row["seconds"] / limit_seconds(4, LARGEST)
+    sent, seconds = _on_four_nodes(found, "ring")
     return (
         f"{verdict(max(sent) < 1.52)} On 4 nodes, each rank sends {max(sent):.2f} sizes of "
-        f"the tensor; the formula gives 1.50. Over links of 1 Gbit/s, 25 MiB take {multiple:.2f} times what the links "
-        "allow."
+        "the tensor; the formula gives 1.50. Over links of 1 Gbit/s, 25 MiB take "
+        f"{seconds / limit_seconds(4, 25 * MIB):.2f} times what the links allow."
     )
 
 
 def master(found: Found) -> str:
-    four = _four_nodes(found)
-    row = row_of(four, "reduce_broadcast", "fp32", LARGEST)
-    sent, multiple = _sent(row), row["seconds"] / row_of(four, "ring", "fp32", LARGEST)["seconds"]
+    sent, seconds = _on_four_nodes(found, "reduce_broadcast")
+    multiple = seconds / _on_four_nodes(found, "ring")[1]
     return (
         f"{verdict(sent[0] > 2.5 and multiple > 1.5)} On 4 nodes, rank 0 sends {sent[0]:.2f} sizes of the tensor, and "
         f"the others {max(sent[1:]):.2f}. Over links of 1 Gbit/s, 25 MiB take {multiple:.2f} times as long as the ring."
@@ -119,11 +101,10 @@ def adam(found: Found) -> str:
     (result,) = found["json"]
     cases = dict.fromkeys((row["num_threads"], row["num_params"]) for row in result["rows"])
 
-    def span(name: str) -> tuple[float, float]:
-        ratios = [adam_row(result, name, *case)["ratio"] for case in cases]
-        return min(ratios), max(ratios)
-
-    spans = {name: span(name) for name in ("loop", "foreach", "fused")}
+    spans = {}
+    for name in ("loop", "foreach", "fused"):
+        rows = [row_of(result, optimizer=name, num_threads=threads, num_params=size) for threads, size in cases]
+        spans[name] = (min(row["ratio"] for row in rows), max(row["ratio"] for row in rows))
     within = [low >= 5 for low, _ in spans.values()]
     said = HOLDS if all(within) else FAILS if max(high for _, high in spans.values()) < 5 else PARTLY
     shown = ", ".join(f"`{name}` {low:.1f} to {high:.1f}" for name, (low, high) in spans.items())
@@ -145,80 +126,34 @@ def activations(found: Found) -> str:
 
 
 def all_gather(found: Found) -> str:
-    four = _four_nodes(found)
-    gathered, cast = (row_of(four, name, "fp32", LARGEST) for name in ("all_gather", "broadcast"))
-    even, uneven = _sent(gathered), _sent(cast)
-    holds = max(even) - min(even) < 0.02 and max(uneven) > max(even) and cast["seconds"] > gathered["seconds"]
+    (even, gathering), (uneven, casting) = (_on_four_nodes(found, name) for name in ("all_gather", "broadcast"))
+    holds = max(even) - min(even) < 0.02 and max(uneven) > max(even) and casting > gathering
     return (
         f"{verdict(holds)} On 4 nodes, every rank sends {max(even):.2f} sizes of the parameter over "
         f"its own link in an all-gather. In a broadcast from the owner, ranks send {min(uneven):.2f} to "
-        f"{max(uneven):.2f}. Over links of 1 Gbit/s, 25 MiB take {gathered['seconds'] * 1e3:.0f} ms and "
-        f"{cast['seconds'] * 1e3:.0f} ms. The paper means links to host memory and NVMe. {NO_GPU}"
+        f"{max(uneven):.2f}. Over links of 1 Gbit/s, 25 MiB take {gathering * 1e3:.0f} ms and "
+        f"{casting * 1e3:.0f} ms. The paper means links to host memory and NVMe. {NO_GPU}"
     )
 
 
-ZERO = "[ZeRO, arXiv:1910.02054](https://arxiv.org/abs/1910.02054)"
-INFINITY = "[ZeRO-Infinity, arXiv:2104.07857](https://arxiv.org/abs/2104.07857)"
-CLAIMS = (
-    Claim(
-        "In a ring all-reduce among N ranks, each sends 2(N-1)/N of the tensor, which is the least possible",
-        "[Patarasuk and Yuan, 2009](https://doi.org/10.1016/j.jpdc.2008.09.002)",
-        "all_reduce",
-        ring,
-    ),
-    Claim(
-        "Reducing to one master and broadcasting from it takes time in proportion to N: the master's link is the "
-        "bottleneck",
-        "[Gibiansky, 2017](https://andrew.gibiansky.com/blog/machine-learning/baidu-allreduce/)",
-        "all_reduce",
-        master,
-    ),
-    Claim(
-        "In mixed precision, a rank holds 4 + 12/N bytes per parameter in ZeRO's stage 1, 2 + 14/N in stage 2, and "
-        "16/N in stage 3",
-        f"{ZERO}, figure 1",
-        "zero_memory",
-        zero_memory,
-    ),
-    Claim(
-        "ZeRO's stages 1 and 2 send as much as data parallelism, and stage 3 sends 1.5 times as much",
-        f"{ZERO}, section 7",
-        "zero_traffic",
-        zero_traffic,
-    ),
-    Claim(
-        "ZeRO-Offload trains models of over 13 B parameters on a single GPU",
-        "[ZeRO-Offload, arXiv:2101.06840](https://arxiv.org/abs/2101.06840)",
-        "plan_13b",
-        offload,
-    ),
-    Claim(
-        "`DeepSpeedCPUAdam` is 5 to 7 times as fast as `torch.optim.Adam` and `AdamW`",
-        "[DeepSpeed's documentation](https://deepspeed.readthedocs.io/en/latest/optimizers.html)",
-        "adam",
-        adam,
-    ),
-    Claim(
-        "With activation checkpointing, what is kept is orders of magnitude smaller than all activations",
-        f"{INFINITY}, section 3",
-        "activation_memory",
-        activations,
-    ),
-    Claim(
-        "Gathering a sharded parameter uses the links of all ranks; broadcasting it from an owner uses one",
-        f"{INFINITY}, section 6.1",
-        "all_reduce",
-        all_gather,
-    ),
-)
+FIGURES: dict[str, tuple[str, Callable[[Found], str]]] = {
+    "ring": ("all_reduce", ring),
+    "master": ("all_reduce", master),
+    "zero_memory": ("zero_memory", zero_memory),
+    "zero_traffic": ("zero_traffic", zero_traffic),
+    "offload": ("plan_13b", offload),
+    "adam": ("adam", adam),
+    "activations": ("activation_memory", activations),
+    "all_gather": ("all_reduce", all_gather),
+}
+"""For each block of the page, the benchmark, and a function that returns our figure and whether the claim holds."""
 
 
 def blocks_of_claims() -> dict[str, str]:
-    """Return the generated block of the page."""
-    found = load()
-    lines = ["| claim | source | our figure | command |", "|---|---|---|---|"]
-    for claim in CLAIMS:
-        record = found[claim.benchmark]
-        commands = "<br>".join(f"`{line}`" for line in BENCHMARKS[claim.benchmark].command.split(" && "))
-        lines.append(f"| {claim.text} | {claim.source} | {claim.figure(record)} | {commands}, {record['date']} |")
-    return {"claims": "\n".join(lines)}
+    """Return the generated blocks of the page."""
+    blocks = {}
+    for name, (benchmark, figure) in FIGURES.items():
+        record = load()[benchmark]
+        commands = "<br>\n".join(f"`{line}`" for line in BENCHMARKS[benchmark])
+        blocks[name] = f"{figure(record)}\n\n{commands}, {record['date']}"
+    return blocks

@@ -9,21 +9,10 @@ from unittest.mock import patch
 from lightning_paral import STRATEGIES
 from lightning_paral.cli import main
 from lightning_paral.cli.train import TRAINER_COMMANDS
+from tests.tables import markdown
 
-COMMANDS = (
-    "strategies",
-    "consolidate",
-    "verify",
-    "inspect",
-    "plan",
-    "doctor",
-    "bench",
-    "bench comm",
-    "bench step",
-    "bench memory",
-    "bench checkpoint",
-    "bench adam",
-)
+COMMANDS = ("strategies", "consolidate", "verify", "inspect", "plan", "doctor", "bench")
+BENCHES = ("bench comm", "bench step", "bench memory", "bench checkpoint", "bench adam")
 INTRODUCTION = """\
 # Commands
 
@@ -59,16 +48,13 @@ def render_commands() -> str:
     """Return the page."""
     assert set(TRAINER_COMMANDS) == {"fit", "validate", "test", "predict"}
     parts = [INTRODUCTION, _block(printed_by("--help")), TRAINER_COMMANDS_SECTION]
-    for command in COMMANDS:
+    for command in (*COMMANDS, *BENCHES):
         parts += [f"## paral {command}\n", _block(printed_by(*command.split(), "--help"))]
         if command == "strategies":
-            parts += ["It prints these names, with the class and the arguments of each:\n", _names()]
+            rows = [(f"`{entry.name}`", entry.description) for entry in STRATEGIES]
+            names = markdown(("name", "what it does"), rows)
+            parts += ["It prints these names, with the class and the arguments of each:\n", f"{names}\n"]
     return "\n".join([*parts, STATUS])
-
-
-def _names() -> str:
-    rows = [f"| `{entry.name}` | {entry.description} |" for entry in STRATEGIES]
-    return "\n".join(["| name | what it does |", "|---|---|", *rows]) + "\n"
 
 
 def printed_by(*arguments: str) -> str:

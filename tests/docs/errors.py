@@ -7,51 +7,30 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import lightning_paral
 from lightning_paral import errors
+from tests.tables import markdown
 
 ROOT = Path(lightning_paral.__file__).parent
-KINDS = {
-    "ParalError": "The base class. `except ParalError` catches every error of this package.",
-    "ConfigurationError": "Wrong input. It is raised before training, or by the step that detects it. Change what "
-    "the message names. It is also a `ValueError`.",
-    "RankFailedError": "Another rank failed first. See [Failures](../guides/failures.md).",
-    "ProcessGroupError": "The ranks could not be joined. See [Clusters](../guides/clusters.md#network).",
-    "UnusedParametersError": "Under DDP, parameters took no part in the loss. See the message for the three remedies.",
-    "CheckpointError": "A checkpoint could not be written, is damaged, or does not fit. A failed save leaves the old "
-    "checkpoint in place; a failed load changes nothing. See [Checkpoints](../guides/checkpoints.md).",
-    "MissingCheckpointError": "There is no checkpoint at the path. It is also a `FileNotFoundError`.",
-    "StorageOptionsError": "`storage_options` were given to a strategy that takes none. It is also a `TypeError`.",
-    "PrivateNameError": "The installed torch, Lightning or DeepSpeed is not a tested version, and lacks a name that "
-    "this package uses. Install a tested version: see [Requirements](../index.md#requirements).",
-}
 TOPICS = {
-    "Names, options, commands": (
-        "options",
-        "option_names",
-        "option_types",
-        "registry",
-        "other_trainers",
-        "cli",
-        "quantities",
-        "plots",
-    ),
-    "Ranks and process groups": ("distributed", "strategies"),
-    "Data and evaluation": ("data",),
-    "Modules": ("model",),
-    "Averages of weights": ("averaging",),
-    "Callbacks": ("callbacks",),
-    "DP": ("engines/dp", "strategies/dp"),
-    "DDP": ("engines/ddp", "strategies/ddp", "comm"),
-    "FSDP": ("engines/fsdp", "strategies/fsdp"),
-    "ZeRO": ("engines/zero", "strategies/zero"),
-    "Pipeline": ("engines/pipeline", "strategies/pipeline"),
-    "Tensor parallelism": ("engines/tensor", "strategies/tensor_parallel"),
-    "Checkpoints": ("checkpoint", "strategies/checkpoint_mixin", "strategies/checkpoint_saving"),
-    "Plans": ("planning",),
-    "Checks of a machine and benchmarks": ("diagnostics",),
-    "Versions": ("compat", "tested_versions", "_version"),
+    "Names, options, commands": "options option_names option_types registry other_trainers cli quantities plots",
+    "Ranks and process groups": "distributed strategies",
+    "Data and evaluation": "data",
+    "Modules": "model",
+    "Averages of weights": "averaging",
+    "Callbacks": "callbacks",
+    "DP": "engines/dp strategies/dp",
+    "DDP": "engines/ddp strategies/ddp comm",
+    "FSDP": "engines/fsdp strategies/fsdp",
+    "ZeRO": "engines/zero strategies/zero",
+    "Pipeline": "engines/pipeline strategies/pipeline",
+    "Tensor parallelism": "engines/tensor strategies/tensor_parallel",
+    "Checkpoints": "checkpoint strategies/checkpoint_mixin strategies/checkpoint_saving",
+    "Plans": "planning",
+    "Checks of a machine and benchmarks": "diagnostics",
+    "Versions": "compat tested_versions _version",
 }
 """Paths of modules and folders by heading. The longest path that contains a module decides."""
 NOTES = {
@@ -91,9 +70,10 @@ class Message:
 
 def render_errors() -> str:
     """Return the page."""
-    parts = [INTRODUCTION, "## Classes\n", "| class | what it means, and what to do |\n|---|---|"]
-    parts += [f"| `{name}` | {meaning} |" for name, meaning in KINDS.items()]
-    parts += [""]
+    kinds = [
+        (f"`{name}`", " ".join((value.__doc__ or "").split())) for name, value in vars(errors).items() if name[0] != "_"
+    ]
+    parts = [INTRODUCTION, "## Classes\n", markdown(("class", "what it means"), kinds), ""]
     by_topic: dict[str, list[Message]] = defaultdict(list)
     for message in messages():
         by_topic[message.topic].append(message)
@@ -126,7 +106,7 @@ def topic_of(path: Path) -> str:
     fitting = [
         (len(start), topic)
         for topic, starts in TOPICS.items()
-        for start in starts
+        for start in starts.split()
         if module == start or module.startswith(f"{start}/")
     ]
     assert fitting, f"{module}: give it a topic in {__file__}"
@@ -134,14 +114,14 @@ def topic_of(path: Path) -> str:
 
 
 @cache
-def error_classes() -> frozenset[str]:
+def _error_classes() -> frozenset[str]:
     """Return the names of all classes that derive from `ParalError`."""
     names, grown = {errors.ParalError.__name__}, True
     while grown:
         more = {
             node.name
-            for node in _nodes_of_package()
-            if isinstance(node, ast.ClassDef) and names & {ast.unparse(base).split(".")[-1] for base in node.bases}
+            for node in _nodes_of_package(ast.ClassDef)
+            if names & {ast.unparse(base).split(".")[-1] for base in node.bases}
         }
         grown = not more <= names
         names |= more
@@ -149,26 +129,17 @@ def error_classes() -> frozenset[str]:
 
 
 def _raised_in(path: Path) -> Iterator[tuple[str, list[str]]]:
-    classes = error_classes()
-    tree = ast.parse(path.read_text())
-    if path.stem == "explain_errors":
-        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-        returned = [(node, function) for function in functions for node in ast.walk(function)]
-        yield (
-            "ConfigurationError",
-            [
-                text
-                for node, function in returned
-                if isinstance(node, ast.Return) and node.value is not None
-                for text in _templates(node.value, function)
-            ],
-        )
-    for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
+    kinds = {*_error_classes(), *WARNINGS}
+    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    for function in functions:
         for node in ast.walk(function):
-            if isinstance(node, ast.Call) and node.args:
-                name = ast.unparse(node.func).split(".")[-1]
-                if name in classes or name in WARNINGS:
-                    yield name, _templates(node.args[0], function)
+            if path.stem == "explain_errors" and isinstance(node, ast.Return) and node.value is not None:
+                yield "ConfigurationError", _templates(node.value, function)
+    for function in functions:
+        for node in ast.walk(function):
+            name = ast.unparse(node.func).split(".")[-1] if isinstance(node, ast.Call) and node.args else ""
+            if name in kinds:
+                yield name, _templates(node.args[0], function)  # type: ignore[attr-defined]
 
 
 def _templates(node: ast.expr, function: ast.FunctionDef, depth: int = 0) -> list[str]:
@@ -196,7 +167,8 @@ def _templates(node: ast.expr, function: ast.FunctionDef, depth: int = 0) -> lis
         called = ast.unparse(node.func).split(".")[-1]
         return [
             text
-            for other in _functions_of_package().get(called, ())
+            for other in _nodes_of_package(ast.FunctionDef)
+            if other.name == called
             for statement in ast.walk(other)
             if isinstance(statement, ast.Return) and statement.value is not None
             for text in _templates(statement.value, other, depth + 1)
@@ -205,17 +177,9 @@ def _templates(node: ast.expr, function: ast.FunctionDef, depth: int = 0) -> lis
 
 
 @cache
-def _nodes_of_package() -> tuple[ast.AST, ...]:
-    return tuple(node for path in sorted(ROOT.rglob("*.py")) for node in ast.walk(ast.parse(path.read_text())))
-
-
-@cache
-def _functions_of_package() -> dict[str, list[ast.FunctionDef]]:
-    found: dict[str, list[ast.FunctionDef]] = defaultdict(list)
-    for node in _nodes_of_package():
-        if isinstance(node, ast.FunctionDef):
-            found[node.name].append(node)
-    return found
+def _nodes_of_package(kind: type[Any]) -> tuple[Any, ...]:
+    paths = sorted(ROOT.rglob("*.py"))
+    return tuple(node for path in paths for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kind))
 
 
 def _entries(found: list[Message]) -> Iterator[str]:

@@ -67,9 +67,8 @@ def render_options() -> str:
         parts += [f"The Trainer sets these, so leave them out: {listed}.\n"]
     for dataclass in DATACLASSES:
         name = dataclass.__name__
-        exported = name in lightning_paral.__all__
         parts += [f"## {name}\n", _markdown(inspect.getdoc(dataclass).split("\n\n")[0]) + "\n"]
-        if not exported:
+        if name not in lightning_paral.__all__:
             parts += ["These are not fields of an object: every strategy with ranks takes them directly.\n"]
         parts += [_entry(option) for option in options_of(dataclass)]
     return "\n".join([*parts, VARIABLES])
@@ -131,37 +130,25 @@ def _attribute_docs(cls: type) -> dict[str, str]:
 
 def _entry(option: Option) -> str:
     default = f", default `{option.default}`" if option.default else ""
-    return f"- **`{option.name}`**: `{option.type}`{default}\n\n    {_markdown(_sentence(option.doc))}\n"
+    text = option.doc[:1].upper() + option.doc[1:]
+    end = "" if text.endswith((".", "?")) else "."
+    return f"- **`{option.name}`**: `{option.type}`{default}\n\n    {_markdown(text + end)}\n"
 
 
 def _ddp_options() -> str:
     taken = set(inspect.signature(lightning_paral.ParalDDPStrategy).parameters)
-    shown = [
+    shown = ", ".join(
         f"`{name}={_value(parameter.default)}`"
         for name, parameter in inspect.signature(DistributedDataParallel.__init__).parameters.items()
         if name not in {"self", "module", "device_ids", *taken}
-    ]
-    return (
-        "- **Options of `torch.nn.parallel.DistributedDataParallel`**, which torch documents:\n\n    "
-        + ", ".join(shown)
-        + "\n"
     )
-
-
-def _sentence(text: str) -> str:
-    text = text[:1].upper() + text[1:]
-    return text if text.endswith((".", "?")) else f"{text}."
+    return f"- **Options of `torch.nn.parallel.DistributedDataParallel`**, which torch documents:\n\n    {shown}\n"
 
 
 def _markdown(text: str) -> str:
     text = " ".join(text.split())
-    text = text.replace('(README, "Measured")', "([Measurements](../measurements.md#all-reduce))")
-    names = [cls.__name__ for cls in DATACLASSES]
-    return re.sub(
-        rf"([Ss]ee) `({'|'.join(names)})`",
-        lambda match: f"{match[1]} [{match[2]}](#{match[2].lower()})",
-        text,
-    )
+    names = "|".join(cls.__name__ for cls in DATACLASSES)
+    return re.sub(rf"([Ss]ee) `({names})`", lambda match: f"{match[1]} [{match[2]}](#{match[2].lower()})", text)
 
 
 def _value(value: object) -> str:

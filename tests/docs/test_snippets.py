@@ -5,8 +5,9 @@ import re
 import runpy
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import chdir, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -20,15 +21,9 @@ from tests.docs.calls import inline_calls, wrong_options
 ROOT = DOCS.parent
 RUN, LANGUAGES = ("python", "bash", "yaml"), {"python", "bash", "yaml", "text"}
 WITH_CODE = [path for path in HAND_WRITTEN if any(block.language in RUN for block in blocks_of(path))]
-SHORT = [
-    "--trainer.max_steps=2",
-    "--trainer.val_check_interval=2",
-    "--trainer.limit_val_batches=1",
-    "--trainer.num_sanity_val_steps=0",
-    "--trainer.accelerator=cpu",
-    "--trainer.enable_progress_bar=false",
-    "--model.init_args.num_layers=1",
-]
+SHORT = [f"--trainer.{name}=2" for name in ("max_steps", "val_check_interval")]
+SHORT += ["--trainer.limit_val_batches=1", "--trainer.num_sanity_val_steps=0", "--trainer.accelerator=cpu"]
+SHORT += ["--trainer.enable_progress_bar=false", "--model.init_args.num_layers=1"]
 NUM_RANKS = 2
 
 
@@ -70,68 +65,52 @@ def test_snippets_and_commands_of_a_page_run(path: Path, on_ranks, files_of_read
 
 def run_python(block: Block, on_ranks, folder: Path) -> None:
     path = folder / (block.title or "snippet.py")
-    if block.title is None:
-        path.write_text(block.text)
-    else:
+    if block.title is not None:
         compile(block.text, block.title, "exec")  # commands run it
         return
+    path.write_text(block.text)
     if '"paral_dp"' in block.text:  # one process
-        run_script(str(folder), str(path), [], {})
+        run_as_reader(str(folder), [str(path)], {})
     else:
-        on_ranks(NUM_RANKS, run_script, str(folder), str(path), [], {})
+        on_ranks(NUM_RANKS, run_as_reader, str(folder), [str(path)], {})
 
 
 def run_command(command: Command, on_ranks, folder: Path) -> None:
-    if command.program == "pip":
-        assert command.arguments[:3] == ["install", "-c", "constraints.txt"]  # CI installs so
-    elif command.program == "python" and command.arguments[0] != "-m":
-        script, *arguments = command.arguments
-        on_ranks(NUM_RANKS, run_script, str(folder), str(folder / script), arguments, command.variables)
-    elif command.program == "python":
-        with arranged(str(ROOT), command.arguments[1:], command.variables):
-            runpy.run_module(command.arguments[1], run_name="__main__")
+    program, arguments, variables = command.program, command.arguments, command.variables
+    if program == "pip":
+        assert arguments[:3] == ["install", "-c", "constraints.txt"]  # CI installs so
+    elif program == "python" and arguments[0] == "-m":
+        with arranged(str(ROOT), arguments[1:], variables):
+            runpy.run_module(arguments[1], run_name="__main__")
+    elif program == "python":
+        on_ranks(NUM_RANKS, run_as_reader, str(folder), [str(folder / arguments[0]), *arguments[1:]], variables)
     elif command.is_training:
-        on_ranks(NUM_RANKS, run_paral, str(folder), [*command.arguments, *SHORT], command.variables)
-    elif command.output is not None:
-        with (folder / command.output).open("w") as file, redirect_stdout(file):
-            run_paral(str(folder), command.arguments, command.variables)
+        on_ranks(NUM_RANKS, run_as_reader, str(folder), ["paral", *arguments, *SHORT], variables)
     else:
-        assert command.program == "paral"
-        run_paral(str(folder), command.arguments, command.variables)
+        assert program == "paral"
+        opened = (folder / command.output).open("w") if command.output else nullcontext(sys.stdout)
+        with opened as file, redirect_stdout(file):
+            run_as_reader(str(folder), ["paral", *arguments], variables)
 
 
-def run_script(folder: str, path: str, arguments: list[str], variables: dict[str, str]) -> None:
-    with arranged(folder, [path, *arguments], variables):
-        runpy.run_path(path, run_name="__main__")
-        wait_for_other_ranks()
-
-
-def run_paral(folder: str, arguments: list[str], variables: dict[str, str]) -> None:
-    with arranged(folder, ["paral", *arguments], variables):
-        main()
-        wait_for_other_ranks()
-
-
-def wait_for_other_ranks() -> None:
-    if dist.is_initialized():
-        dist.barrier()
+def run_as_reader(folder: str, argv: list[str], variables: dict[str, str]) -> None:
+    """Run `paral` or a script in `folder`, and wait for the other ranks."""
+    with arranged(folder, argv, variables):
+        if argv[0] == "paral":
+            main()
+        else:
+            runpy.run_path(argv[0], run_name="__main__")
+        if dist.is_initialized():
+            dist.barrier()
 
 
 @contextmanager
 def arranged(folder: str, argv: list[str], variables: dict[str, str]) -> Iterator[None]:
     """Set up this process as if a reader had started it in `folder`."""
-    before = sys.argv, os.getcwd(), dict(os.environ), list(sys.path)
-    sys.argv, sys.path[:0] = argv, [folder]
-    os.chdir(folder)
-    os.environ.update(variables)
     sys.modules.pop("train", None)
-    try:
+    path = [folder, *sys.path]
+    with chdir(folder), patch.dict(os.environ, variables), patch("sys.argv", argv), patch("sys.path", path):
         yield
-    finally:
-        sys.argv, cwd, environment, sys.path[:] = before
-        os.chdir(cwd)
-        os.environ.clear()
-        os.environ.update(environment)
 
 
 def check_yaml(block: Block, folder: Path) -> None:
@@ -140,7 +119,7 @@ def check_yaml(block: Block, folder: Path) -> None:
     path.write_text(block.text)
     arguments = ["fit", "--config", "configs/gpt.yaml", "--config", str(path), "--print_config"]
     with pytest.raises(SystemExit) as end:
-        run_paral(str(folder), arguments, {})
+        run_as_reader(str(folder), ["paral", *arguments], {})
     assert end.value.code in (None, 0)
 
 

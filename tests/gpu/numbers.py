@@ -1,81 +1,105 @@
-"""Check that a strategy on one rank trains as a hand-written loop on the same device does."""
+"""Check that a strategy, on one rank or on two, trains as a hand-written loop on the same device does."""
 
+import os
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from lightning_paral import ParalDDPStrategy, ParalFSDPStrategy, ParalPipelineStrategy, ParalZeROStrategy
 from lightning_paral.errors import ConfigurationError
 from tests.contract.cases import BY_LABEL
 from tests.gpu import raw_loops
 from tests.gpu.place import (
+    Facts,
+    check_installed,
     largest_difference,
-    mean_over_replicas,
+    mean_losses,
     needs_operators,
+    num_ranks,
     options_of,
+    relative_difference,
     trainer_options,
 )
-from tests.gpu.rounding import with_sgd
+from tests.gpu.raw_loops import with_sgd
 from tests.models.blocks import GAN, MODULES
+from tests.models.chain import Chain, fit_chain
 from tests.models.regression import Regression, fit_regression, regression_data
+from tests.models.split_layers import PLAN, SplitLayers
 from tests.models.tokens import fit
 from tests.running import quiet_trainer
 
 NUM_STEPS = 20
-PRECISIONS = ("64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
-_LOSS_TOLERANCES = {"64-true": 1e-9, "bf16-mixed": 1e-2, "16-mixed": 1e-2, "bf16-true": 5e-2, "16-true": 5e-2}
-"""Relative."""
+LOSS_TOLERANCES = {"64-true": 1e-9, "bf16-mixed": 1e-2, "16-mixed": 1e-2, "bf16-true": 5e-2, "16-true": 5e-2}
+"""Relative, by precision."""
 
 
-def parity(label: str, device: str) -> dict[str, Any]:
-    """Train 20 steps, without accumulation, and with accumulation and a partial window at the end."""
-    facts: dict[str, Any] = {"failures": []}
-    tolerance = BY_LABEL[label].tolerance
+def parity(label: str, device: str) -> Facts:
+    """Train 20 steps, without accumulation, and with accumulation and a partial window at the end. *Collective*."""
+    facts, tolerance = Facts(), BY_LABEL[label].tolerance
     for accumulate in (1, 3):
-        losses, weights = fit_regression(NUM_STEPS, accumulate, 1, **options_of(label, device))
+        losses, weights = fit_regression(NUM_STEPS, accumulate, num_ranks(), **options_of(label, device))
         expected_losses, expected = raw_loops.regression(NUM_STEPS, accumulate, device)
-        off = _relative(mean_over_replicas(losses, label), expected_losses)
-        _note(facts, f"weights, accumulate={accumulate}", largest_difference(weights, expected), tolerance)
-        _note(facts, f"losses, accumulate={accumulate}", off, tolerance)
+        off = relative_difference(mean_losses(losses, label), expected_losses)
+        facts.close(f"weights, accumulate={accumulate}", largest_difference(weights, expected), tolerance)
+        facts.close(f"losses, accumulate={accumulate}", off, tolerance)
     return facts
 
 
-def clipping(label: str, device: str) -> dict[str, Any]:
+def clipping(label: str, device: str) -> Facts:
     """Clip by norm and by value, tightly enough to matter, with accumulation."""
-    facts: dict[str, Any] = {"failures": []}
-    tolerance = BY_LABEL[label].tolerance
+    facts = Facts()
     for algorithm, most in (("norm", 0.05), ("value", 0.002)):
         clip = {"gradient_clip_val": most, "gradient_clip_algorithm": algorithm}
         _, weights = fit_regression(10, 2, 1, **options_of(label, device), **clip)
         _, expected = raw_loops.regression(10, 2, device, clip=(algorithm, most))
         _, unclipped = raw_loops.regression(10, 2, device, clip=(algorithm, 1e6))
-        if largest_difference(expected, unclipped) < 1e-3:
-            facts["failures"].append(f"clipping by {algorithm} makes no difference here: the check shows nothing")
-        _note(facts, algorithm, largest_difference(weights, expected), tolerance)
+        matters = largest_difference(expected, unclipped) >= 1e-3
+        facts.require(matters, f"clipping by {algorithm} makes no difference here: the check shows nothing")
+        facts.close(algorithm, largest_difference(weights, expected), BY_LABEL[label].tolerance)
     return facts
 
 
-def modules(label: str, device: str) -> dict[str, Any]:
-    """Train modules that were not written for a strategy: tied, frozen, shared, 0-dimensional, GPT-2, T5, and so on."""
-    facts: dict[str, Any] = {"failures": []}
+def modules(label: str, device: str) -> Facts:
+    """Train modules not written for a strategy: tied, frozen, shared, 0-dimensional, GPT-2, T5, etc. *Collective*."""
+    facts = Facts()
     for name, module in MODULES.items():
-        if module is GAN:  # manual optimization: has its own loop
+        if module is GAN:  # see `manual_optimization`
             continue
         make = with_sgd(module)
         try:
-            _, weights = fit(make, 5, 1, **options_of(label, device))
+            _, weights = fit(make, 5, num_ranks(), **options_of(label, device))
         except ConfigurationError as refusal:
             facts[name] = f"refused: {str(refusal)[:80]}"
             continue
         _, expected = raw_loops.tokens(make, 5, device)
-        _note(facts, name, largest_difference(weights, expected), 1e-4)
+        facts.close(name, largest_difference(weights, expected), 1e-4)
     return facts
 
 
-def precisions(label: str, device: str) -> dict[str, Any]:
+def manual_optimization(device: str) -> Facts:
+    """Train a GAN under strategies, and compare with Lightning's on one rank, with `paral_ddp` on two. *Collective*."""
+    facts, make = Facts(), with_sgd(GAN)
+    reference = {"strategy": ParalDDPStrategy() if num_ranks() > 1 else "auto"}
+    made: dict[str, Any] = {"fsdp": lambda: {"strategy": ParalFSDPStrategy()}}
+    if num_ranks() == 1:
+        made["dp"] = lambda: options_of("paral_dp", device)
+    for stage, overlap in ((1, True), (1, False), (2, True), (3, True)):
+        options = {"stage": stage, "overlap_comm": overlap}
+        made[f"{options}"] = lambda options=options: {"strategy": ParalZeROStrategy(**options)}
+    check_installed("paral_zero")
+    _, expected = fit(make, 5, num_ranks(), **trainer_options(device) | reference)
+    for name, options in made.items():
+        _, weights = fit(make, 5, num_ranks(), **trainer_options(device) | options())
+        facts.close(name, largest_difference(weights, expected), 1e-5)
+    return facts
+
+
+def precisions(label: str, device: str) -> Facts:
     """Compare losses and weights in every precision with those of the loop in the same precision."""
-    facts: dict[str, Any] = {"failures": []}
+    facts = Facts()
     make = Regression if needs_operators(label) else with_sgd(Regression)  # DeepSpeed offloads Adam only
-    for precision in PRECISIONS:
+    for precision, tolerance in LOSS_TOLERANCES.items():
         if device == "cpu" and precision.startswith("16"):
             continue
         try:
@@ -83,23 +107,22 @@ def precisions(label: str, device: str) -> dict[str, Any]:
         except (ConfigurationError, ValueError) as refusal:
             facts[precision] = f"refused: {str(refusal)[:80]}"
             # Offload may refuse with a reason; ZeRO has no 64-true.
-            if "offload" not in label and ("zero" not in label or precision != "64-true"):
-                facts["failures"].append(f"{precision} is refused: {refusal}")
+            may_refuse = "offload" in label or ("zero" in label and precision == "64-true")
+            facts.require(may_refuse, f"{precision} is refused: {refusal}")
             continue
         # ZeRO's "true" precisions keep fp32 masters, and its fp16 engine searches for a loss scale in the first steps.
         masters = "zero" in label and precision.endswith("-true")
         reference = precision.replace("-true", "-mixed") if masters else precision
         expected_losses, expected = raw_loops.regression(NUM_STEPS, 1, device, make=make, precision=reference)
-        off = _relative(losses, expected_losses)
+        off = relative_difference(losses, expected_losses)
         facts[f"weights in {precision}"] = largest_difference(weights, expected)
         if precision == "16-true" and masters:
+            falls = torch.tensor(losses).isfinite().all() and losses[-1] < losses[0]
             facts["losses in 16-true"] = off
-            if not torch.tensor(losses).isfinite().all() or losses[-1] >= losses[0]:
-                facts["failures"].append(f"losses in 16-true do not fall: {losses[0]} to {losses[-1]}")
+            facts.require(bool(falls), f"losses in 16-true do not fall: {losses[0]} to {losses[-1]}")
         else:
-            _note(facts, f"losses in {precision}", off, _LOSS_TOLERANCES[precision])
-    if not any(name.startswith("losses") for name in facts):
-        facts["failures"].append("every precision was refused")
+            facts.close(f"losses in {precision}", off, tolerance)
+    facts.require(any(name.startswith("losses") for name in facts), "every precision was refused")
     return facts
 
 
@@ -110,40 +133,84 @@ def _fit_in(precision: str, label: str, device: str, make: type[Regression]) -> 
     trainer = quiet_trainer(precision=precision, **options)
     trainer.fit(model, regression_data(NUM_STEPS, 1))
     weights = {name: weight.detach().cpu().clone() for name, weight in model.state_dict().items()}
-    return mean_over_replicas(model.losses, label), weights
+    return mean_losses(model.losses, label), weights
 
 
-def named_backend(device: str) -> dict[str, Any]:
+def named_backend(device: str) -> Facts:
     """Fit with a process group that carries one kind of tensors only: "nccl" on CUDA, "gloo" on CPU."""
-    from lightning_paral import ParalDDPStrategy, ParalFSDPStrategy
-
-    backend = "nccl" if device == "cuda" else "gloo"
-    facts: dict[str, Any] = {"failures": []}
+    backend, facts = "nccl" if device == "cuda" else "gloo", Facts()
     made = {
         "ddp": ParalDDPStrategy(process_group_backend=backend),
         "fsdp": ParalFSDPStrategy(process_group_backend=backend),
         "fsdp, offload": ParalFSDPStrategy(process_group_backend=backend, offload=True),
     }
+    _, expected = raw_loops.regression(5, 1, device)
     for name, strategy in made.items():
-        try:
-            _, weights = fit_regression(5, 1, 1, **trainer_options(device), strategy=strategy)
-        except Exception as error:
-            facts["failures"].append(f"{name} with process_group_backend={backend!r}: {type(error).__name__}: {error}")
-            continue
-        _, expected = raw_loops.regression(5, 1, device)
-        _note(facts, name, largest_difference(weights, expected), 1e-5)
+        _, weights = fit_regression(5, 1, 1, **trainer_options(device), strategy=strategy)
+        facts.close(name, largest_difference(weights, expected), 1e-5)
     return facts
 
 
-def _note(facts: dict[str, Any], name: str, off: float, tolerance: float) -> None:
-    facts[name] = off
-    if not off <= tolerance:
-        facts["failures"].append(f"{name}: off by {off:.3g}, more than {tolerance:g}")
+class FrozenStage(Chain):
+    """A chain whose first stage has no gradients, which Lightning's clipping asks for on all stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[:2].requires_grad_(False)
 
 
-def _relative(found: list[float], expected: list[float]) -> float:
-    if len(found) != len(expected):
-        raise AssertionError(f"{len(found)} losses, not {len(expected)}")
-    both = torch.tensor([found, expected], dtype=torch.float64)
-    worst = ((both[0] - both[1]).abs() / both[1].abs()).max().item()
-    return worst if worst == worst else float("inf")
+def model_parallel(name: str, device: str) -> Facts:
+    """Train with split layers or stages, and compare with Lightning in one process. *Collective*."""
+    facts = Facts()
+    make = {"tensor": SplitLayers, "pipeline": Chain, "frozen_stage": FrozenStage}[name]
+    options = {key: value for key, value in trainer_options(device).items() if key != "devices"}
+    for accumulate in (1, 3):
+        split: Any = ParalPipelineStrategy(micro_batches=2)
+        if name == "tensor":
+            split = ParalFSDPStrategy(tensor_parallel=num_ranks(), plan=PLAN)
+        fits = []
+        for strategy, where in (("auto", options | {"num_nodes": 1}), (split, options)):
+            torch.manual_seed(3)
+            losses, module, _ = fit_chain(strategy, 1, module=make(), accumulate_grad_batches=accumulate, **where)
+            fits.append((list(losses.values()), {key: value.cpu() for key, value in module.state_dict().items()}))
+        (expected_losses, expected), (losses, weights) = fits
+        facts.close(f"weights, accumulate={accumulate}", largest_difference(weights, expected), 1e-5)
+        facts.close(f"losses, accumulate={accumulate}", relative_difference(losses, expected_losses), 1e-5)
+    return facts
+
+
+def windows(stage: int, overlap: bool | None, device: str) -> Facts:
+    """Train under ZeRO with all kinds of accumulation windows, and compare with one process on CPU."""
+    from tests.distributed.zero.test_overlap import fit_all
+
+    check_installed("paral_zero")
+    accelerator = trainer_options(device)["accelerator"]
+    on_device = fit_all(1, accelerator, stage=stage, overlap_comm=overlap, reduce_bucket_numel=200)
+    return _compared(on_device, fit_all(1, "cpu"))
+
+
+def clamped_on_host(label: str, device: str) -> Facts:
+    """Clip offloaded gradients by value, after their copy to the host, and compare with one process on CPU."""
+    from tests.distributed.zero.test_late_copies import WideClipped
+    from tests.distributed.zero.test_late_copies import fit as fit_clipped
+
+    check_installed(label)
+    accelerator = trainer_options(device)["accelerator"]
+    on_device = [fit_clipped(1, label, by_hand, WideClipped, accelerator)[0] for by_hand in (False, True)]
+    return _compared(on_device, [fit_clipped(1, "auto", by_hand, WideClipped)[0] for by_hand in (False, True)])
+
+
+def _compared(fits: list[Any], expected: list[tuple[Any, dict[str, Tensor]]]) -> Facts:
+    facts = Facts()
+    for number, (ours, theirs) in enumerate(zip(fits, expected, strict=True)):
+        facts.close(f"fit {number}", largest_difference(ours[1], theirs[1]), 1e-4)
+    return facts
+
+
+def nvme_without_toolkit(device: str, folder: str) -> Facts:
+    """Train with offload to NVMe without a CUDA toolkit, with operators that are compiled again, into `folder`."""
+    from torch.utils import cpp_extension
+
+    os.environ["TORCH_EXTENSIONS_DIR"] = folder
+    cpp_extension.CUDA_HOME = None
+    return parity("paral_zero3_nvme", device)

@@ -1,7 +1,5 @@
 """The output of the GPU programs: a line per check as it ends, a JSON file that is valid at any time, a table."""
 
-import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.crew import Answer
+from tests.tables import markdown, write_json
 
 _LINE = 160
 
@@ -24,6 +23,11 @@ class Row:
     facts: Mapping[str, Any] = field(default_factory=dict)
     reason: str = ""
     """Why it failed or was skipped."""
+
+    @property
+    def told(self) -> str:
+        """The last line of the reason, or the facts if there is none."""
+        return self.reason.strip().splitlines()[-1] if self.reason.strip() else brief(self.facts)
 
 
 def as_row(name: str, seconds: float, answers: Sequence[Answer]) -> Row:
@@ -57,8 +61,7 @@ class Report:
     def add(self, row: Row) -> None:
         """Print and save a row."""
         self.rows.append(row)
-        said = row.reason.strip().splitlines()[-1] if row.status != "passed" and row.reason else brief(row.facts)
-        print(f"{row.status.upper():7} {row.name:38} {row.seconds:6.1f} s  {said[:_LINE]}", flush=True)
+        print(f"{row.status.upper():7} {row.name:38} {row.seconds:6.1f} s  {row.told[:_LINE]}", flush=True)
         self._write()
 
     def _write(self) -> None:
@@ -77,12 +80,8 @@ class Report:
     def finish(self) -> int:
         """Print the table and what failed; return the exit code."""
         self._write()
-        lines = ["| check | result | s | facts |", "|---|---|---|---|"]
-        for row in self.rows:
-            said = brief(row.facts) if row.status == "passed" else row.reason.strip().splitlines()[-1:] or [""]
-            cell = (said if isinstance(said, str) else said[0]).replace("|", "\\|")
-            lines.append(f"| {row.name} | {row.status} | {row.seconds:.1f} | {cell[:400]} |")
-        table = "\n".join(lines)
+        rows = [(row.name, row.status, f"{row.seconds:.1f}", row.told[:400].replace("|", "\\|")) for row in self.rows]
+        table = markdown(("check", "result", "s", "facts"), rows)
         self.path.with_suffix(".md").write_text(table + "\n")
         print(f"\n{table}\n", flush=True)
         for row in self.rows:
@@ -95,19 +94,11 @@ class Report:
 
 def brief(facts: Mapping[str, Any]) -> str:
     """Return facts as one line."""
-    return ", ".join(f"{name} {_short(value)}" for name, value in facts.items())
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    if isinstance(value, Mapping):
-        return "{" + brief(value) + "}"
-    return str(value)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write `content` to `path` atomically."""
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(json.dumps(content, indent=1, default=str) + "\n")
-    os.replace(draft, path)
+    return ", ".join(
+        f"{name} {value:.3g}"
+        if isinstance(value, float)
+        else f"{name} {{{brief(value)}}}"
+        if isinstance(value, Mapping)
+        else f"{name} {value}"
+        for name, value in facts.items()
+    )

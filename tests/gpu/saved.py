@@ -1,6 +1,7 @@
-"""Checkpoints on one rank: save under one strategy and resume under others; save in the background."""
+"""Checkpoints: save on one rank or on two, resume on one under every strategy; save in the background."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,8 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_paral import CheckpointOptions
 from tests.contract.cases import BY_LABEL, strategy_of
-from tests.gpu.place import check_installed, options_of, trainer_options
-from tests.gpu.report import write_json
-from tests.models.resumable import NUM_BATCHES, SAVED_AFTER, fit
+from tests.gpu.place import Facts, check_installed, num_ranks, of_ranks, options_of, trainer_options
+from tests.models.resumable import NUM_BATCHES, SAVED_AFTER, fit, mean_losses
 
 ASYNC = ("paral_ddp", "paral_fsdp", "paral_fsdp_offload", "paral_zero2", "paral_zero3")
 
@@ -32,45 +32,46 @@ class StateBesideWeights(Callback):
                         self.apart.append(f"{name} on {value.device}, its parameter on {parameter.device}")
 
 
-def _options(label: str, device: str) -> dict[str, Any]:
+def _without_devices(options: dict[str, Any]) -> dict[str, Any]:
     """Return the Trainer's options without `devices`, which `tests.models.resumable.fit` sets."""
-    options = options_of(label, device)
     return {name: value for name, value in options.items() if name != "devices"}
 
 
-def save(label: str, device: str, folder: str) -> dict[str, Any]:
-    """Train and save in the middle of an epoch; record the losses of the rest of the run."""
-    path = Path(folder, label)
-    losses = fit(world_size=1, save_to=path / "x.ckpt", **_options(label, device)).losses
-    write_json(path / "losses.json", {str(number): loss for number, loss in losses.items()})
-    return {"losses": len(losses)}
+def save(label: str, device: str, folder: str) -> Facts:
+    """Train and save in the middle of an epoch; record the losses of the rest of the run. *Collective*."""
+    path, facts = Path(folder, label), Facts()
+    found = of_ranks(fit(world_size=1, save_to=path / "x.ckpt", **_without_devices(options_of(label, device))).losses)
+    losses = mean_losses(found)
+    if os.environ.get("RANK", "0") == "0":
+        (path / "losses.json").write_text(json.dumps(losses))
+    of_ranks(num_ranks())  # until it is written
+    facts["losses"] = len(losses)
+    return facts
 
 
-def resume(label: str, device: str, folder: str, sources: list[str]) -> dict[str, Any]:
+def resume(label: str, device: str, folder: str, sources: list[str]) -> Facts:
     """Resume from the checkpoint of each of `sources`; the losses must be those of the run that saved."""
-    facts: dict[str, Any] = {"failures": []}
+    facts = Facts()
     for source in sources:
         path = Path(folder, source)
         if not (path / "losses.json").exists():
             facts[source] = "not saved"
             continue
-        expected = json.loads((path / "losses.json").read_text())
         beside = StateBesideWeights()
-        options = _options(label, device) | {"callbacks": [beside]}
+        options = _without_devices(options_of(label, device)) | {"callbacks": [beside]}
         losses = fit(world_size=1, resume_from=path / "x.ckpt", **options).losses
-        _compare(facts, source, losses, expected, max(BY_LABEL[source].tolerance, BY_LABEL[label].tolerance))
+        tolerance = max(BY_LABEL[source].tolerance, BY_LABEL[label].tolerance)
+        _compare(facts, source, losses, json.loads((path / "losses.json").read_text()), tolerance)
         facts["failures"] += [f"resumed from {source}: {apart}" for apart in beside.apart[:1]]
-    if all(value == "not saved" for value in facts.values() if not isinstance(value, list)):
-        facts["failures"].append("nothing was saved to resume from")
+    facts.require(any(facts.get(source) != "not saved" for source in sources), "nothing was saved to resume from")
     return facts
 
 
-def async_save(label: str, device: str, folder: str) -> dict[str, Any]:
+def async_save(label: str, device: str, folder: str) -> Facts:
     """Save in the background while training goes on and changes the weights, then resume."""
     check_installed(label)
-    facts: dict[str, Any] = {"failures": []}
-    path = Path(folder, f"async-{label}", "x.ckpt")
-    options = {name: value for name, value in trainer_options(device).items() if name != "devices"}
+    facts, path = Facts(), Path(folder, f"async-{label}", "x.ckpt")
+    options = _without_devices(trainer_options(device))
     in_background = CheckpointOptions(async_save=True)
     saved = fit(strategy_of(label, checkpoint=in_background), 1, save_to=path, **options).losses
     resumed = fit(strategy_of(label), 1, resume_from=path, **options).losses
@@ -78,13 +79,8 @@ def async_save(label: str, device: str, folder: str) -> dict[str, Any]:
     return facts
 
 
-def _compare(
-    facts: dict[str, Any], name: str, losses: dict[int, float], expected: dict[str, float], tolerance: float
-) -> None:
+def _compare(facts: Facts, name: str, losses: dict[int, float], expected: dict[str, float], tolerance: float) -> None:
     if list(losses) != list(range(SAVED_AFTER, NUM_BATCHES)):
-        facts["failures"].append(f"{name}: went on with batches {list(losses)}")
+        facts.require(False, f"{name}: went on with batches {list(losses)}")
         return
-    worst = max(abs(loss / expected[str(number)] - 1) for number, loss in losses.items())
-    facts[name] = worst
-    if not worst <= tolerance:
-        facts["failures"].append(f"{name}: losses off by {worst:.3g}, more than {tolerance:g}")
+    facts.close(name, max(abs(loss / expected[str(number)] - 1) for number, loss in losses.items()), tolerance)

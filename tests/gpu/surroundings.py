@@ -1,6 +1,5 @@
 """Report the hardware and software of this machine, and whether the process groups of the strategies work on it."""
 
-import importlib.util
 import os
 import platform
 import shutil
@@ -14,115 +13,155 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import LambdaCallback
+
+from lightning_paral.comm import ALL_REDUCE
+from tests.gpu.place import Facts, check_installed, join, num_ranks, of_ranks, root_device, synchronize, trainer_options
+from tests.models.regression import Regression, regression_data
+from tests.running import quiet_trainer
 
 PACKAGES = ("torch", "lightning", "torchmetrics", "deepspeed", "transformers", "jsonargparse", "numpy", "xxhash")
+LENGTHS = (1, 5, 1000, 3_000_001)
 _AIO = "#include <libaio.h>\nint main() { io_context_t context = 0; return io_setup(1, &context); }\n"
 
 
-def versions(device: str) -> dict[str, Any]:
+def versions(device: str) -> Facts:
     """Report versions, compilers, devices, memory and disk."""
-    facts: dict[str, Any] = {"failures": [], "python": platform.python_version()}
-    for name in PACKAGES:
-        facts[name] = metadata.version(name) if importlib.util.find_spec(name) else "missing"
-    facts["CUDA of torch"] = torch.version.cuda
-    facts["nvcc"] = _said(["nvcc", "--version"])
-    facts["CUDA_HOME"] = os.environ.get("CUDA_HOME", "unset")
-    facts["g++"] = _said(["g++", "--version"], line=0)
-    facts["libaio"] = _has_libaio()
-    facts["driver"] = _said(["nvidia-smi", "--query-gpu=driver_version,memory.used", "--format=csv,noheader"])
+    facts = Facts()
+    installed = {each.metadata["Name"].lower(): each.version for each in metadata.distributions()}
+    facts |= {"python": platform.python_version()} | {name: installed.get(name, "missing") for name in PACKAGES}
+    facts |= {"CUDA of torch": torch.version.cuda, "CUDA_HOME": os.environ.get("CUDA_HOME", "unset")}
+    facts["nvcc"] = _said(["nvcc", "--version"])[-1]
+    facts["g++"] = _said(["g++", "--version"])[0]
+    facts["libaio"] = _said(["g++", "-x", "c++", "-", "-o", os.devnull, "-laio"], given=_AIO) == ["code 0"]
+    facts["driver"] = _said(["nvidia-smi", "--query-gpu=driver_version,memory.used", "--format=csv,noheader"])[-1]
     facts["cores"] = os.cpu_count()
     facts["host memory, GB"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
     facts["disk free, GB"] = round(shutil.disk_usage(tempfile.gettempdir()).free / 1e9, 1)
     facts["interfaces"] = [name for _, name in socket.if_nameindex()]
-    if device == "cuda":
-        if not torch.cuda.is_available():
-            facts["failures"].append("torch sees no GPU")
-            return facts
+    if device == "cuda" and not torch.cuda.is_available():
+        facts.require(False, "torch sees no GPU")
+    elif device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         facts["GPU"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {torch.cuda.device_count()}"
         facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return facts
 
 
-def process_group(device: str, bound: bool) -> dict[str, Any]:
+def _said(command: list[str], given: str | None = None) -> list[str]:
+    try:
+        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [type(error).__name__]
+    return (done.stdout + done.stderr).strip().splitlines() or [f"code {done.returncode}"]
+
+
+def process_group(device: str, bound: bool) -> Facts:
     """Measure the seconds to make a group of one rank and a subgroup, for a barrier and a reduction, and to end it.
 
     Args:
         device: `"cuda"` or `"cpu"`.
         bound: whether to bind the group to the device, by `init_process_group(device_id=...)`.
     """
-    facts: dict[str, Any] = {"failures": []}
-    place = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
-    store = dist.FileStore(os.path.join(tempfile.mkdtemp(), "store"), 1)
+    facts, place = Facts(), root_device(device)
+    options: dict[str, Any] = {"store": dist.FileStore(os.path.join(tempfile.mkdtemp(), "store"), 1)}
+    options |= {"rank": 0, "world_size": 1, "timeout": timedelta(seconds=40)}
+    if bound and device == "cuda":
+        options["device_id"] = place
     backend = "cuda:nccl,cpu:gloo" if device == "cuda" else "gloo"
-    group: Any = None
-    tensor = torch.ones(1000, device=place)
-
-    def make() -> None:
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=0,
-            world_size=1,
-            timeout=timedelta(seconds=40),
-            device_id=place if bound and device == "cuda" else None,
-        )
-
-    def make_another() -> None:
-        nonlocal group
-        group = dist.new_group([0])
-
+    tensor, groups = torch.ones(1000, device=place), []
     steps = {
-        "init": make,
-        "new_group": make_another,
+        "init": lambda: dist.init_process_group(backend, **options),
+        "new_group": lambda: groups.append(dist.new_group([0])),
         "reduce": lambda: dist.all_reduce(tensor),
-        "reduce in the new group": lambda: dist.all_reduce(tensor, group=group),
+        "reduce in the new group": lambda: dist.all_reduce(tensor, group=groups[0]),
         "barrier": dist.barrier,
         "destroy": dist.destroy_process_group,
     }
     for name, step in steps.items():
         began = time.perf_counter()
         step()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         facts[name] = round(time.perf_counter() - began, 3)
-    if tensor.sum().item() != 1000:
-        facts["failures"].append("a reduction over one rank changed the tensor")
+    facts.require(tensor.sum().item() == 1000, "a reduction over one rank changed the tensor")
     return facts
 
 
-def build_operators(device: str) -> dict[str, Any]:
+def build_operators(device: str) -> Facts:
     """Compile DeepSpeed's operators for offload, or find them compiled."""
-    from tests.gpu.place import check_installed
-
     check_installed("paral_zero")
     from lightning_paral.engines.zero.runtime.deepspeed import choose_accelerator
     from lightning_paral.engines.zero.runtime.operators import load_operator
 
     choose_accelerator(torch.device(device))
-    facts: dict[str, Any] = {"failures": []}
+    facts = Facts()
     for name in ("cpu_adam", "async_io"):
         began = time.perf_counter()
         try:
             load_operator(name, "tests.gpu")  # type: ignore[arg-type]
             facts[name] = f"{time.perf_counter() - began:.1f} s"
         except Exception as error:
-            facts["failures"].append(f"{name}: {type(error).__name__}: {str(error)[-1500:]}")
+            facts.require(False, f"{name}: {type(error).__name__}: {str(error)[-1500:]}")
     return facts
 
 
-def _said(command: list[str], line: int = -1) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{type(error).__name__}"
-    lines = (done.stdout + done.stderr).strip().splitlines()
-    return lines[line] if lines else f"code {done.returncode}"
+def ring_of_two(device: str, num_bytes: int) -> Facts:
+    """Measure the seconds to join, to reduce, and to send around a ring of two. *Collective*."""
+    facts, began = Facts(), time.perf_counter()
+    join(device)
+    tensor = torch.full((num_bytes // 4,), float(dist.get_rank() + 1), device=root_device(device))
+    dist.all_reduce(tensor)
+    facts["s to join and reduce"] = round(time.perf_counter() - began, 3)
+    received, other = torch.empty_like(tensor), 1 - dist.get_rank()
+    for _ in range(2):
+        began = time.perf_counter()
+        operations = [dist.P2POp(dist.isend, tensor, other), dist.P2POp(dist.irecv, received, other)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        total = received.sum().item()
+    facts[f"s to pass {num_bytes / 2**20:.1f} MiB on"] = round(time.perf_counter() - began, 4)
+    facts.require(total == 3.0 * (num_bytes // 4), f"what came around sums to {total}")
+    facts["backend"] = dist.get_backend()
+    return facts
 
 
-def _has_libaio() -> bool:
-    command = ["g++", "-x", "c++", "-", "-o", os.devnull, "-laio"]
-    try:
-        return subprocess.run(command, input=_AIO, text=True, capture_output=True, timeout=60).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        return False
+def reduce(algorithm: str, device: str, num_bytes: int) -> Facts:
+    """Check that an all-reduce algorithm returns the sum, bit-identical on all ranks, and time it. *Collective*."""
+    join(device)
+    facts, worst, identical = Facts(), 0.0, True
+    for length in LENGTHS:
+        terms = [torch.randn(length, generator=torch.Generator().manual_seed(rank)) for rank in range(num_ranks())]
+        tensor = terms[dist.get_rank()].to(root_device(device), copy=True)
+        ALL_REDUCE[algorithm](tensor)
+        exact = torch.stack(terms).double().sum(dim=0)
+        worst = max(worst, (tensor.cpu().double() - exact).abs().max().item())
+        others = [torch.empty_like(tensor) for _ in terms]
+        dist.all_gather(others, tensor)
+        identical &= all(torch.equal(other, tensor) for other in others)
+    facts.close("error", worst, 1e-5)
+    facts["identical"] = identical
+    facts.require(identical, "the ranks hold different bits")
+    tensor = torch.ones(num_bytes // 4, device=root_device(device))
+    for _ in range(2):  # the first one warms up
+        dist.barrier()
+        began = time.perf_counter()
+        ALL_REDUCE[algorithm](tensor)
+        synchronize(device)
+    facts[f"s for {num_bytes / 2**20:.1f} MiB"] = time.perf_counter() - began
+    return facts
+
+
+def cpu_path(device: str) -> Facts:
+    """Exchange CPU tensors and objects, also through a strategy, in a group whose ranks have GPUs. *Collective*."""
+    facts, means = Facts(), []
+
+    def reduce_by_strategy(trainer: Any, pl_module: Any) -> None:
+        means.append(trainer.strategy.reduce(torch.tensor(float(dist.get_rank()))).item())
+
+    options = trainer_options(device) | {"callbacks": [LambdaCallback(on_train_start=reduce_by_strategy)]}
+    quiet_trainer(strategy="paral_ddp", max_steps=1, **options).fit(Regression(), regression_data(1, num_ranks()))
+    tensor = torch.tensor([1.0 + dist.get_rank()])
+    dist.all_reduce(tensor)
+    found = (of_ranks({"rank": dist.get_rank()}), tensor.item(), means)
+    facts.require(found == ([{"rank": 0}, {"rank": 1}], 3.0, [0.5]), f"objects, sum and mean are {found}")
+    return facts

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.gpu.place import options_of, synchronize
+from tests.gpu.place import Facts, options_of, synchronize
 from tests.running import quiet_trainer
 
 FIRST, NUM_STEPS = 4, 8
@@ -55,8 +55,8 @@ class Plain(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-class Window:
-    """Counts waits between `begin` and `end`."""
+class Window(Callback):
+    """Counts waits in a window of steps."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -65,7 +65,16 @@ class Window:
         self.places: Counter[str] = Counter()
         self._undo = ExitStack()
 
-    def begin(self) -> None:
+    def step_ended(self, number: int) -> None:
+        if number == FIRST:
+            self._begin()
+        elif number == FIRST + NUM_STEPS:
+            self._end()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.step_ended(batch_idx)
+
+    def _begin(self) -> None:
         synchronize(self.device)
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.device == "cuda" else [])
         self._profile = profile(activities=activities)
@@ -75,18 +84,15 @@ class Window:
             warnings.simplefilter("always")
             warnings.showwarning = self._warned
             torch.cuda.set_sync_debug_mode("warn")
+            self._undo.callback(torch.cuda.set_sync_debug_mode, "default")
 
-    def end(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
+    def _end(self) -> None:
         self._undo.close()
         self._profile.__exit__(None, None, None)
         for event in self._profile.events():
-            if event.name.startswith(_WAITS) or event.name in _READS:
+            # Names of asynchronous copies begin with those of blocking ones.
+            if (event.name.startswith(_WAITS) and "Async" not in event.name) or event.name in _READS:
                 self.calls[event.name] += 1
-        # Names of asynchronous copies begin with those of blocking ones.
-        for name in [name for name in self.calls if "Async" in name]:
-            del self.calls[name]
 
     def _warned(self, message: Any, *_: Any, **__: Any) -> None:
         if "called a synchronizing" not in str(message):
@@ -96,64 +102,44 @@ class Window:
             owner = next((owner for owner in _OWNERS if owner in parts), None)
             if owner is not None:
                 self.by_owner[owner] += 1
-                where = "/".join(parts[parts.index(owner) :])
-                self.places[f"{where}:{frame.lineno} {frame.name}"] += 1
+                self.places[f"{'/'.join(parts[parts.index(owner) :])}:{frame.lineno} {frame.name}"] += 1
                 return
         self.by_owner["torch"] += 1
 
-    def facts(self) -> dict[str, Any]:
-        """Return counts per step."""
-        calls = {name: count / NUM_STEPS for name, count in self.calls.items()}
-        owners = {owner: count / NUM_STEPS for owner, count in self.by_owner.items()}
-        return {"calls per step": calls, "waits per step": owners, "places": dict(self.places.most_common(8))}
-
-
-class Counting(Callback):
-    """Counts waits in a window of steps of a fit."""
-
-    def __init__(self, window: Window) -> None:
-        self.window = window
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == FIRST:
-            self.window.begin()
-        elif batch_idx == FIRST + NUM_STEPS:
-            self.window.end()
+    def calls_per_step(self) -> dict[str, float]:
+        return {name: count / NUM_STEPS for name, count in self.calls.items()}
 
 
 def by_hand(device: str) -> Window:
     """Count waits in the hand-written loop."""
-    model = Plain().to(device)
+    model, window = Plain().to(device), Window(device)
     optimizer = model.configure_optimizers()
-    window = Window(device)
     for number, batch in enumerate(OnDevice(device)):
         optimizer.zero_grad()
         model.training_step(batch, number).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if number == FIRST:
-            window.begin()
-        elif number == FIRST + NUM_STEPS:
-            window.end()
+        window.step_ended(number)
     return window
 
 
 def under(options: dict[str, Any], device: str) -> Window:
     """Count waits in a fit with these Trainer options."""
     window = Window(device)
-    trainer = quiet_trainer(max_epochs=1, gradient_clip_val=1.0, callbacks=[Counting(window)], **options)
+    trainer = quiet_trainer(max_epochs=1, gradient_clip_val=1.0, callbacks=[window], **options)
     trainer.fit(Plain(), DataLoader(OnDevice(device), batch_size=None))
     return window
 
 
-def waits(label: str, device: str) -> dict[str, Any]:
+def waits(label: str, device: str) -> Facts:
     """Count waits under a strategy, under Lightning's single-device strategy, and in the hand-written loop."""
-    facts: dict[str, Any] = {"failures": []}
-    options = options_of(label, device)
+    facts, options = Facts(), options_of(label, device)
     counted = under(options, device)
-    facts |= counted.facts()
-    facts["by hand"] = by_hand(device).facts()["calls per step"]
-    facts["Lightning's single device"] = under(options | {"strategy": "auto"}, device).facts()["calls per step"]
-    if label in _FREE_OF_WAITS and counted.by_owner["lightning_paral"]:
-        facts["failures"].append(f"lightning_paral waits in the step: {dict(counted.places)}")
+    facts["calls per step"] = counted.calls_per_step()
+    facts["waits per step"] = {owner: count / NUM_STEPS for owner, count in counted.by_owner.items()}
+    facts["places"] = dict(counted.places.most_common(8))
+    facts["by hand"] = by_hand(device).calls_per_step()
+    facts["Lightning's single device"] = under(options | {"strategy": "auto"}, device).calls_per_step()
+    waits_in_step = label in _FREE_OF_WAITS and counted.by_owner["lightning_paral"]
+    facts.require(not waits_in_step, f"lightning_paral waits in the step: {dict(counted.places)}")
     return facts

@@ -14,7 +14,7 @@ from torchmetrics import MeanMetric
 
 from lightning_paral.distributed.process_group import release_process_group
 from tests.contract.cases import strategy_of
-from tests.distributed.hangs.sleeping import free_port
+from tests.processes import free_port
 from tests.running import quiet_trainer
 
 LAST = 3

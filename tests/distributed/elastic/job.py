@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,23 +19,10 @@ from torch import Tensor
 from lightning_paral.checkpoint.lazy_tensor import materialize
 from lightning_paral.checkpoint.load import load
 from lightning_paral.distributed.agreement import RankGroup
+from tests.processes import ROOT, free_port
 
-ROOT = Path(__file__).parents[3]
-LAUNCHERS = (
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "TORCHELASTIC_RUN_ID",
-)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+LAUNCHERS = {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
+LAUNCHERS |= {"TORCHELASTIC_RUN_ID"}
 
 
 class Job:
@@ -44,8 +30,8 @@ class Job:
 
     def __init__(self, folder: Path, strategy: str, num_steps: int, seconds_per_step: float) -> None:
         self.folder = folder
-        self.script = ["-m", "tests.distributed.elastic.trained", str(folder), strategy, str(num_steps)]
-        self.script.append(str(seconds_per_step))
+        arguments = map(str, (folder, strategy, num_steps, seconds_per_step))
+        self.script = ["-m", "tests.distributed.elastic.trained", *arguments]
         self.num_steps = num_steps
         self.port = free_port()
         self.agents: list[subprocess.Popen[str]] = []
@@ -68,12 +54,12 @@ class Job:
         self.agents.append(agent)
         return agent
 
-    def start_node(self, max_restarts: int, nodes: str = "1:2", ranks: int = 2) -> "subprocess.Popen[str]":
-        """Start an agent with `ranks` ranks that finds the other agents by c10d's rendezvous."""
+    def start_node(self, max_restarts: int) -> "subprocess.Popen[str]":
+        """Start an agent with 2 ranks that finds another agent by c10d's rendezvous."""
         # With less patience, an agent on a busy machine counts as dead, and the agents train apart from each other.
         rendezvous = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=10"
         return self.start_agent(
-            *("--nnodes", nodes, "--nproc-per-node", str(ranks), "--max-restarts", str(max_restarts)),
+            *("--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", str(max_restarts)),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "elastic"),
             *("--rdzv-conf", rendezvous, "--local-addr", "127.0.0.1"),
             # Otherwise a node that joins later waits for MASTER_ADDR, which the first agent has set in the first round
@@ -92,11 +78,6 @@ class Job:
                 with suppress(ValueError):
                     found.append(json.loads(line) | {"pid": int(path.stem)})
         return sorted(found, key=lambda each: each["time"])
-
-    def current_ranks(self) -> dict[int, int]:
-        """Return the process ids of the ranks of the newest run, by rank."""
-        lines = self.lines()
-        return {each["rank"]: each["pid"] for each in lines if each["run"] == lines[-1]["run"]}
 
     def wait_for(self, what: str, condition: Callable[[], bool], seconds: float) -> None:
         """Wait until `condition()` is true. Raise an `AssertionError` if it takes too long, or if all agents end."""
@@ -124,7 +105,9 @@ class Job:
 
     def kill_one_rank(self, chance: random.Random) -> int:
         """Kill a random rank of the newest run with SIGKILL, and return its rank."""
-        rank, pid = chance.choice(sorted(self.current_ranks().items()))
+        lines = self.lines()
+        pids = {each["rank"]: each["pid"] for each in lines if each["run"] == lines[-1]["run"]}
+        rank, pid = chance.choice(sorted(pids.items()))
         os.kill(pid, signal.SIGKILL)
         return rank
 

@@ -1,11 +1,11 @@
 """Which runs are broken: strategy, launcher, fault, stage and rank."""
 
-import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
+from itertools import product
 
-PARAL = ("paral_ddp", "paral_fsdp", "paral_zero1", "paral_zero2", "paral_zero3")
-STRATEGIES = (*PARAL, "ddp")
+STRATEGIES = ("paral_ddp", "paral_fsdp", "paral_zero1", "paral_zero2", "paral_zero3")
+BY_ENGINE = ("paral_ddp", "paral_fsdp", "paral_zero2")
 LAUNCHERS = ("python", "torchrun")
 
 FAULTS = {
@@ -21,9 +21,6 @@ FAULTS = {
     "others_in_c": "the rank raises an error while the others are in C code that does not return",
     "launcher_killed": "the process that started the ranks is killed: rank 0, or torchrun's agent",
 }
-EXCEPTIONS = ("exception", "others_sleep", "others_in_c")
-"""Faults with a traceback."""
-
 STAGES = {
     "import": "the script, before the Trainer exists",
     "configure_model": "LightningModule.configure_model",
@@ -53,71 +50,40 @@ class Case:
     nodes: int = 1
     """The number of nodes, with an equal number of ranks each."""
 
+    @property
+    def has_traceback(self) -> bool:
+        """Whether the rank raises an error."""
+        return self.fault in ("exception", "others_sleep", "others_in_c")
+
     def __str__(self) -> str:
         return ",".join(f"{key}={value}" for key, value in asdict(self).items())
 
 
 def all_cases() -> list[Case]:
     """Return every case, in an order that does not change."""
-    return sorted({*_stages(), *_faults(), *_deaths_elsewhere(), *_loaders(), *_three_ranks(), *_two_nodes()})
+    found: set[Case] = set()
+    for strategy, (turn, launcher) in product(STRATEGIES, enumerate(LAUNCHERS)):
+        for number, stage in enumerate(STAGES, turn):
+            ranks = (0, 1) if stage in ("setup", "step") else (_rank(stage, number),)
+            found |= {Case(strategy, launcher, "exception", stage, rank) for rank in ranks}
+        for number, fault in enumerate(FAULTS):
+            ranks = (0, 1) if fault in ("exit_0", "sigkill") else (number % 2,)
+            found |= {Case(strategy, launcher, fault, "step", rank) for rank in ranks if fault != "launcher_killed"}
+        found |= {Case(strategy, launcher, "launcher_killed"), Case(strategy, launcher, "sigkill", "loader", turn)}
+    for strategy, launcher in product(BY_ENGINE, LAUNCHERS):
+        stages = ("import", "configure_model", "setup", "validation", "save", "teardown")
+        for fault, (number, stage) in product(("exit_0", "sigkill", "os_exit_0"), enumerate(stages)):
+            found.add(Case(strategy, launcher, fault, stage, _rank(stage, number)))
+        for fault in ("exception", "sigkill"):
+            found.add(Case(strategy, launcher, fault, "step", 2, ranks=3))
+        for fault, rank in (("exception", 1), ("exception", 0), ("sigkill", 1), ("exit_0", 0)):
+            found.add(Case(strategy, launcher, fault, "step", rank, nodes=2))
+    return sorted(found)
 
 
-def _stages() -> Iterator[Case]:
-    """Errors at every stage."""
-    for strategy in STRATEGIES:
-        for number, stage in enumerate(STAGES):
-            for shift, launcher in enumerate(LAUNCHERS):
-                if strategy in ("paral_zero1", "paral_zero3") and launcher != LAUNCHERS[number % 2]:
-                    continue
-                for rank in _ranks(stage, number + shift):
-                    yield Case(strategy, launcher, "exception", stage, rank)
-
-
-def _ranks(stage: str, number: int) -> tuple[int, ...]:
-    if stage == "import":
-        return (1,)  # rank 0 starts the others
-    if stage == "save":
-        return (0,)  # which writes the file
-    return (0, 1) if stage in ("setup", "step") else (number % 2,)
-
-
-def _faults() -> Iterator[Case]:
-    """Every fault in a training step."""
-    for strategy in STRATEGIES:
-        for launcher in LAUNCHERS:
-            for number, fault in enumerate(FAULTS):
-                ranks = (0, 1) if fault in ("exit_0", "sigkill") else (number % 2,)
-                for rank in ranks if fault != "launcher_killed" else (1,):
-                    yield Case(strategy, launcher, fault, "step", rank)
-
-
-def _deaths_elsewhere() -> Iterator[Case]:
-    """Deaths without an exception at other stages."""
-    for strategy in ("paral_ddp", "paral_fsdp", "paral_zero2", "ddp"):
-        for number, stage in enumerate(("import", "configure_model", "setup", "validation", "save", "teardown")):
-            for shift, fault in enumerate(("exit_0", "sigkill", "os_exit_0")):
-                launcher = LAUNCHERS[(number + shift) % 2]
-                yield Case(strategy, launcher, fault, stage, _ranks(stage, number)[-1])
-
-
-def _loaders() -> Iterator[Case]:
-    for strategy in STRATEGIES:
-        for number, launcher in enumerate(LAUNCHERS):
-            yield Case(strategy, launcher, "sigkill", "loader", number)
-
-
-def _three_ranks() -> Iterator[Case]:
-    for strategy in ("paral_ddp", "paral_fsdp", "paral_zero2"):
-        for launcher in LAUNCHERS:
-            for fault in ("exception", "sigkill"):
-                yield Case(strategy, launcher, fault, "step", 2, ranks=3)
-
-
-def _two_nodes() -> Iterator[Case]:
-    for strategy in ("paral_ddp", "paral_fsdp", "paral_zero2", "ddp"):
-        for launcher in LAUNCHERS:
-            for fault, rank in (("exception", 1), ("exception", 0), ("sigkill", 1), ("exit_0", 0)):
-                yield Case(strategy, launcher, fault, "step", rank, nodes=2)
+def _rank(stage: str, number: int) -> int:
+    """Return the rank that fails: rank 0 starts the others after imports, and writes the file of a save."""
+    return {"import": 1, "save": 0}.get(stage, number % 2)
 
 
 def select(cases: Iterable[Case], wanted: str) -> list[Case]:
@@ -131,8 +97,3 @@ def select(cases: Iterable[Case], wanted: str) -> list[Case]:
     if unknown:
         raise ValueError(f"unknown: {sorted(unknown)}; known: {[field.name for field in fields(Case)]}")
     return [case for case in cases if all(str(getattr(case, key)) == value for key, value in pairs.items())]
-
-
-def sample(cases: list[Case], number: int, seed: int) -> list[Case]:
-    """Return `number` cases drawn at random."""
-    return random.Random(seed).sample(cases, min(number, len(cases)))

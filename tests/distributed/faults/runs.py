@@ -10,14 +10,14 @@ import threading
 import time
 import uuid
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.faults.cases import EXCEPTIONS, Case
+from tests.distributed.faults.cases import Case
 from tests.network import joined_nodes
+from tests.processes import ROOT
 
-ROOT = Path(__file__).parents[3]
 RUN_ID = "PARAL_FAULT_RUN"
 """The environment variable that all processes of a run inherit."""
 
@@ -70,24 +70,16 @@ class Result:
         found = {
             "cause not shown": not self.shown,
             "cause not at the end": self.shown and not self.at_end,
-            f"traceback {self.times} times": self.shown and self.case.fault in EXCEPTIONS and self.times != 1,
+            f"traceback {self.times} times": self.shown and self.case.has_traceback and self.times != 1,
             f"{self.seconds:.1f} s": self.seconds > 10,
             f"{self.orphans} orphans": self.orphans > 0,
             f"status {self.statuses}": not self.is_status_right,
         }
         return [name for name, is_wrong in found.items() if is_wrong]
 
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "case": str(self.case), "faults": self.faults}
 
-
-def run(case: Case, keep: Path | None = None) -> Result:
-    """Run the case and kill whatever it leaves.
-
-    Args:
-        case: the case.
-        keep: a folder for the output of the run; `None` to keep only its last lines.
-    """
+def run(case: Case) -> Result:
+    """Run the case and kill whatever it leaves."""
     with tempfile.TemporaryDirectory(prefix="paral-fault-") as made, ExitStack() as stack:
         folder = Path(made)
         # A file and not a pipe, so that nothing waits for a reader
@@ -100,9 +92,6 @@ def run(case: Case, keep: Path | None = None) -> Result:
         _kill_all(identity)
         statuses = [launcher.wait(timeout=30) for launcher in launchers]
         printed = [(folder / f"output-{node}").read_text(errors="replace") for node in range(case.nodes)]
-    if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
-        (keep / f"{case}.txt").write_text("\n".join(printed))
     return Result(
         case=case,
         has_failed=failed is not None,
@@ -121,36 +110,32 @@ def _start(
 ) -> list["subprocess.Popen[bytes]"]:
     """Start the launcher of each node, in a process group of its own, as a shell with a terminal does."""
     script = [str(Path(__file__).with_name("failing.py")), str(case), str(folder)]
-    per_node = str(case.ranks // case.nodes)
+    rendezvous = ["--standalone"]
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     environment |= {RUN_ID: identity, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    if case.nodes == 1:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", per_node]
-        command = [*(torchrun if case.launcher == "torchrun" else [sys.executable]), *script]
-        return [_popen(command, environment, outputs[0])]
-    nodes = stack.enter_context(joined_nodes(case.nodes))
-    environment |= {"MASTER_ADDR": nodes.addresses[0], "MASTER_PORT": "29533", "GLOO_SOCKET_IFNAME": "eth0"}
+    nodes = stack.enter_context(joined_nodes(case.nodes)) if case.nodes > 1 else None
+    if nodes is not None:
+        environment |= {"MASTER_ADDR": nodes.addresses[0], "MASTER_PORT": "29533", "GLOO_SOCKET_IFNAME": "eth0"}
+        rendezvous = ["--nnodes", str(case.nodes), "--master-addr", nodes.addresses[0], "--master-port", "29533"]
     launchers = []
     for node in range(case.nodes):
-        rendezvous = ["--nnodes", str(case.nodes), "--node-rank", str(node), "--nproc-per-node", per_node]
-        rendezvous += ["--master-addr", nodes.addresses[0], "--master-port", "29533"]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", *rendezvous]
-        command = [*(torchrun if case.launcher == "torchrun" else [sys.executable]), *script]
-        own = environment | {"NODE_RANK": str(node)}
-        launchers.append(_popen(nodes.command_on(node, command), own, outputs[node]))
+        command = [sys.executable, *script]
+        if case.launcher == "torchrun":
+            of_node = ["--nproc-per-node", str(case.ranks // case.nodes)]
+            of_node += ["--node-rank", str(node)] if nodes is not None else []
+            command[1:1] = ["-m", "torch.distributed.run", *rendezvous, *of_node]
+        launchers.append(
+            subprocess.Popen(
+                command if nodes is None else nodes.command_on(node, command),
+                cwd=ROOT,
+                env=environment if nodes is None else environment | {"NODE_RANK": str(node)},
+                stdin=subprocess.DEVNULL,
+                stdout=outputs[node],
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        )
     return launchers
-
-
-def _popen(command: list[str], environment: dict[str, str], output: Any) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
 
 
 def _wait(
@@ -254,7 +239,7 @@ def _shows(case: Case, printed: str, is_end: bool = False) -> bool:
         return re.search(r"KeyboardInterrupt|SIGINT|[Ii]nterrupted by|signal:? 2\b", printed) is not None
     if case.stage == "loader" and case.fault == "sigkill":
         return re.search(r"DataLoader worker .*(killed|exited)", printed) is not None
-    if case.fault in EXCEPTIONS:
+    if case.has_traceback:
         message = f"TypoError: the typo of rank {case.rank}"
         return message in printed and (is_end or "raise TypoError(f" in printed)
     if case.fault == "launcher_killed":

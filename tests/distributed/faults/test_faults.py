@@ -5,7 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from tests.distributed.faults.cases import EXCEPTIONS, FAULTS, STAGES, Case, all_cases, select
+from tests.distributed.faults.cases import FAULTS, STAGES, Case, all_cases, select
 from tests.distributed.faults.runs import Result, count_tracebacks, run, stopping
 
 CASES = (
@@ -44,7 +44,7 @@ def test_end_of_a_run_with_a_fault(results: dict[Case, "Future[Result]"], case: 
     assert result.orphans == 0, result.output
     assert result.is_status_right, result.statuses
     assert result.seconds <= SECONDS, result.output
-    if case.fault in EXCEPTIONS:
+    if case.has_traceback:
         assert result.times == 1, result.output
 
 

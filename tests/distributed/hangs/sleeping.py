@@ -2,7 +2,6 @@
 
 import logging
 import os
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,6 @@ from lightning_paral.distributed.process_group import release_process_group
 from tests.contract.cases import strategy_of
 from tests.models.regression import Regression, regression_data
 from tests.running import quiet_trainer
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 class Sleeper(Regression):

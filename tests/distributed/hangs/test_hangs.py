@@ -9,7 +9,8 @@ import pytest
 from torch import Tensor
 
 from lightning_paral import Preemption
-from tests.distributed.hangs.sleeping import Logged, Sleeper, fit_with_own_group, free_port
+from tests.distributed.hangs.sleeping import Logged, Sleeper, fit_with_own_group
+from tests.processes import free_port
 
 SECONDS = 5.0
 STRATEGIES = (

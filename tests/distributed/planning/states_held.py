@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.benchmarks.zero_memory import Deep, count_bytes
+from tests.benchmarks.common import bytes_of
+from tests.benchmarks.zero_memory import Deep
 from tests.models.regression import regression_data
 from tests.running import quiet_trainer
 
@@ -24,9 +25,9 @@ class Counted(Deep):
             states = self.optimizers().optimizer.state.values()
             moments = [value for state in states for value in state.values() if value.dim()]
             self.held = {
-                "parameters": count_bytes(_local(parameters)),
-                "gradients": count_bytes(_local(parameter.grad for parameter in parameters)),
-                "optimizer": count_bytes(_local(moments)),
+                "parameters": bytes_of(_local(parameters)),
+                "gradients": bytes_of(_local(parameter.grad for parameter in parameters)),
+                "optimizer": bytes_of(_local(moments)),
             }
 
 
