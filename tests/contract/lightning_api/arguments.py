@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 
 from tests.contract.lightning_api.rows import ALL, LIGHT, RANKS, row
-from tests.contract.lightning_api.run import OfRankZero, Run, metrics_of, plain
+from tests.contract.tables.run import OfRankZero, Run, metrics_of, plain
 from tests.contract.user_code.models import WIDTH, Supervised, regression, validated
 
 FITS: dict[str, dict[str, Any]] = {
@@ -79,7 +79,8 @@ for label, options in FITS.items():
 for label, options in EVALUATION_FITS.items():
     row(label)(fitted(options))
 for label, options in OPTIMIZER_FITS.items():
-    row(label, columns=ALL, tolerance=2e-2 if "16-true" in label else 1e-5)(fitted(options))
+    tolerance = 2e-2 if "16-true" in label else 1e-5
+    row(label, columns=ALL, tolerance=tolerance, names=str(options.get("precision", "")))(fitted(options))
 
 
 @row('`precision="bf16-mixed"`', columns=ALL, tolerance=1e-2)

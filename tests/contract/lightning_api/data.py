@@ -8,7 +8,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.contract.lightning_api.rows import ALL, LIGHT, row
-from tests.contract.lightning_api.run import Run, Saving, plain
+from tests.contract.tables.run import Run, Saving, plain
 from tests.contract.user_code.models import Share, Supervised, loader, samples, validated
 
 

@@ -7,7 +7,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.core.hooks import ModelHooks
 
 from tests.contract.lightning_api.rows import ALL, LIGHT, row
-from tests.contract.lightning_api.run import OfRankZero, Run, Saving, plain
+from tests.contract.tables.run import OfRankZero, Run, Saving, plain
 from tests.contract.user_code.models import Supervised, validated
 
 OLD = ("configure_sharded_model",)

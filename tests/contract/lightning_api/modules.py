@@ -8,7 +8,7 @@ from torch import nn
 from torchmetrics import MeanSquaredError
 
 from tests.contract.lightning_api.rows import ALL, RANKS, row
-from tests.contract.lightning_api.run import Run, Saving, plain
+from tests.contract.tables.run import Run, Saving, plain
 from tests.contract.user_code.models import Supervised, validated
 
 
@@ -267,7 +267,7 @@ def plateau(run: Run) -> dict[str, Any]:
     return found | {"lr": run.last.optimizers[0].param_groups[0]["lr"]}
 
 
-@row("an iterator in the step: `training_step(self, dataloader_iter)`")
+@row("an iterator in the step: `training_step(self, dataloader_iter)`", names="dataloader_iter")
 def iterator(run: Run) -> dict[str, Any]:
     class Drawing(Supervised):
         def training_step(self, dataloader_iter: Any) -> Any:

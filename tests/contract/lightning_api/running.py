@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, TQDMProg
 
 from lightning_paral import ParalError
 from tests.contract.lightning_api.rows import ALL, LIGHT, RANKS, row
-from tests.contract.lightning_api.run import Mean, OfRankZero, Run, Saving, plain
+from tests.contract.tables.run import Mean, OfRankZero, Run, Saving, plain
 from tests.contract.user_code.models import Supervised, regression, validated
 
 

@@ -91,7 +91,7 @@ class InPlace(Assigned):
         return loss
 
 
-@row("buffer reduced over ranks by hand", only=RANKS)
+@row("buffer reduced over ranks by hand", only=RANKS, names="all_reduce")
 class Reduced(Assigned):
     """A running mean that is all-reduced by torch.distributed where it is initialized (DINO, VQ-VAE)."""
 
@@ -106,7 +106,7 @@ class Reduced(Assigned):
         return nn.functional.mse_loss(self.head(features - self.mean), targets)
 
 
-@row("buffer reduced by self.all_gather")
+@row("buffer reduced by self.all_gather", names="all_gather")
 class Gathered(Assigned):
     """A running mean over self.all_gather(features) (MoCo's queue)."""
 
@@ -172,7 +172,7 @@ class OfParameter(Supervised):
         self.last = self.backbone.blocks[0].layer.weight.detach().clone()
 
 
-@row("buffer as a codebook, EMA of sums over ranks", only=RANKS)
+@row("buffer as a codebook, EMA of sums over ranks", only=RANKS, names="all_reduce")
 class Codebook(Supervised):
     """VQ-VAE: a codebook in a buffer, EMA of counts and sums, all-reduced where ranks are; straight-through."""
 
@@ -201,7 +201,7 @@ class Codebook(Supervised):
         return loss
 
 
-@row("buffer as a queue")
+@row("buffer as a queue", names="all_gather")
 class Queue(Supervised):
     """MoCo's queue: rows of a buffer overwritten from a pointer in a buffer, by all-gathered features."""
 

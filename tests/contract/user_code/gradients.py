@@ -13,7 +13,7 @@ from tests.contract.user_code.rows import row
 HOOKED = ("on_after_backward", "on_before_optimizer_step")
 
 
-@row("gradient norms logged")
+@row("gradient norms logged", names=r"parameter\.grad")
 class LoggedNorms(Supervised):
     """self.log_dict(grad_norm(self, 2)) in on_before_optimizer_step (Lightning's documentation)."""
 
@@ -21,7 +21,7 @@ class LoggedNorms(Supervised):
         self.log_dict(grad_norm(self, norm_type=2))
 
 
-@row("gradient norms read")
+@row("gradient norms read", names=r"parameter\.grad")
 class ReadNorms(Supervised):
     """p.grad.norm() of every parameter in on_after_backward."""
 
@@ -29,7 +29,7 @@ class ReadNorms(Supervised):
         self.seen.append([float(p.grad.norm()) for p in self.parameters() if p.grad is not None])
 
 
-@row("gradient norm, whole, read")
+@row("gradient norm, whole, read", names=r"parameter\.grad")
 class ReadTotal(Supervised):
     """torch.stack([p.grad.norm() ...]).norm() in on_before_optimizer_step."""
 
@@ -38,7 +38,7 @@ class ReadTotal(Supervised):
         self.seen.append([len(norms), float(torch.stack(norms).norm(2))])
 
 
-@row("gradient norm by get_total_norm")
+@row("gradient norm by get_total_norm", names=r"parameter\.grad")
 class GetTotal(Supervised):
     """torch.nn.utils.get_total_norm of all gradients in on_before_optimizer_step."""
 
@@ -46,7 +46,7 @@ class GetTotal(Supervised):
         self.seen.append(float(get_total_norm([p.grad for p in self.parameters() if p.grad is not None])))
 
 
-@row("gradient statistics read")
+@row("gradient statistics read", names=r"parameter\.grad")
 class ReadStatistics(Supervised):
     """p.grad.abs().max(), .mean(), .isnan().any(), (p.grad == 0).sum() in on_before_optimizer_step."""
 
@@ -57,7 +57,7 @@ class ReadStatistics(Supervised):
                 self.seen.append([largest, mean, bool(p.grad.isnan().any()), int((p.grad == 0).sum())])
 
 
-@row("gradients read in on_train_batch_end")
+@row("gradients read in on_train_batch_end", names=r"parameter\.grad")
 class ReadAfterStep(Supervised):
     """p.grad.norm() in on_train_batch_end, before the next zero_grad."""
 
@@ -77,10 +77,11 @@ row(
     "gradients read in a callback",
     sentence="p.grad.norm() in on_after_backward and on_before_zero_grad of a callback.",
     callbacks=lambda: [ReadingCallback()],
+    names=r"parameter\.grad",
 )(Supervised)
 
 
-@row("gradients clamped")
+@row("gradients clamped", names=r"parameter\.grad")
 class Clamped(Supervised):
     """p.grad.clamp_(-0.05, 0.05) in on_before_optimizer_step."""
 
@@ -90,7 +91,7 @@ class Clamped(Supervised):
                 p.grad.clamp_(-0.05, 0.05)
 
 
-@row("gradients replaced")
+@row("gradients replaced", names=r"parameter\.grad")
 class Replaced(Supervised):
     """p.grad = p.grad.sign() * 0.1 (and p.grad.data = ...) in on_before_optimizer_step."""
 
@@ -102,7 +103,7 @@ class Replaced(Supervised):
                 p.grad.data = p.grad.data / 2
 
 
-@row("gradients normalized")
+@row("gradients normalized", names=r"parameter\.grad")
 class Normalized(Supervised):
     """p.grad.div_(p.grad.norm() + 1e-6) in on_after_backward (normalized gradients)."""
 
@@ -111,7 +112,7 @@ class Normalized(Supervised):
             p.grad.div_(p.grad.norm() + 1e-2)
 
 
-@row("gradients centralized")
+@row("gradients centralized", names=r"parameter\.grad")
 class Centralized(Supervised):
     """p.grad -= p.grad.mean(dim=..., keepdim=True) for matrices in on_before_optimizer_step."""
 
@@ -121,7 +122,7 @@ class Centralized(Supervised):
                 p.grad -= p.grad.mean(dim=1, keepdim=True)
 
 
-@row("gradient noise")
+@row("gradient noise", names=r"parameter\.grad")
 class Noise(Supervised):
     """p.grad.add_(noise) with noise of p.grad.shape from one generator in on_before_optimizer_step."""
 
@@ -132,7 +133,7 @@ class Noise(Supervised):
                 p.grad.add_(0.1 * torch.randn(p.grad.shape, generator=generator))
 
 
-@row("gradient rows set to zero")
+@row("gradient rows set to zero", names=r"parameter\.grad")
 class ZeroedRows(Supervised):
     """p.grad[0].zero_() and p.grad[:, 1] = 0 in on_after_backward (frozen rows of an embedding)."""
 
@@ -141,7 +142,7 @@ class ZeroedRows(Supervised):
         self.backbone.blocks[0].layer.weight.grad[:, 1] = 0
 
 
-@row("gradients set to None")
+@row("gradients set to None", names=r"parameter\.grad")
 class SetToNone(Supervised):
     """p.grad = None for a layer in on_after_backward (skip it in this step)."""
 
@@ -152,7 +153,7 @@ class SetToNone(Supervised):
             self.head.bias.grad = None
 
 
-@row("gradients skipped where not finite")
+@row("gradients skipped where not finite", names=r"parameter\.grad")
 class SkipNotFinite(Supervised):
     """self.zero_grad() in on_after_backward where a gradient is larger than allowed (skips a step)."""
 
@@ -166,7 +167,7 @@ def _norm(parameters: Any) -> Any:
     return clip_grad_norm_(parameters, 0.3)
 
 
-@row("clip_grad_norm_ of self.parameters()")
+@row("clip_grad_norm_ of self.parameters()", names=r"parameter\.grad")
 class ClipParameters(Supervised):
     """clip_grad_norm_(self.parameters(), ...) in configure_gradient_clipping."""
 
@@ -174,7 +175,7 @@ class ClipParameters(Supervised):
         self.seen.append(float(_norm(self.parameters())))
 
 
-@row("clip_grad_norm_ of optimizer.param_groups")
+@row("clip_grad_norm_ of optimizer.param_groups", names=r"parameter\.grad")
 class ClipGroups(Supervised):
     """clip_grad_norm_(group["params"], ...) over optimizer.param_groups in configure_gradient_clipping."""
 
@@ -183,7 +184,7 @@ class ClipGroups(Supervised):
             self.seen.append(float(_norm(group["params"])))
 
 
-@row("clip_grad_norm_ in on_before_optimizer_step")
+@row("clip_grad_norm_ in on_before_optimizer_step", names=r"parameter\.grad")
 class ClipInHook(Supervised):
     """clip_grad_norm_ of a part of the parameters in on_before_optimizer_step."""
 
@@ -192,7 +193,7 @@ class ClipInHook(Supervised):
         self.seen.append(float(_norm(self.backbone.blocks.parameters())))
 
 
-@row("clip_grad_norm_ of param_groups in optimizer_step")
+@row("clip_grad_norm_ of param_groups in optimizer_step", names=r"parameter\.grad")
 class ClipInStep(Supervised):
     """A closure that clips optimizer.param_groups in an overridden optimizer_step."""
 
@@ -206,7 +207,7 @@ class ClipInStep(Supervised):
         super().optimizer_step(epoch, batch_idx, optimizer, clipped)
 
 
-@row("clip_grad_value_ of self.parameters()")
+@row("clip_grad_value_ of self.parameters()", names=r"parameter\.grad")
 class ClipValues(Supervised):
     """clip_grad_value_(self.parameters(), ...) in configure_gradient_clipping."""
 
@@ -254,7 +255,7 @@ class Manual(Supervised):
         return loss
 
 
-@row("gradient norm read in manual optimization")
+@row("gradient norm read in manual optimization", names=r"parameter\.grad")
 class ManualNorm(Manual):
     """p.grad.norm() between manual_backward and optimizer.step()."""
 
@@ -262,7 +263,7 @@ class ManualNorm(Manual):
         self.seen.append([float(p.grad.norm()) for p in self.parameters()])
 
 
-@row("clip_grad_norm_ in manual optimization")
+@row("clip_grad_norm_ in manual optimization", names=r"parameter\.grad")
 class ManualClip(Manual):
     """clip_grad_norm_(self.parameters(), ...) between manual_backward and optimizer.step()."""
 
@@ -270,7 +271,7 @@ class ManualClip(Manual):
         _norm(self.parameters())
 
 
-@row("clip_grad_norm_ of param_groups in manual optimization")
+@row("clip_grad_norm_ of param_groups in manual optimization", names=r"parameter\.grad")
 class ManualClipGroups(Manual):
     """clip_grad_norm_ over optimizer.param_groups between manual_backward and optimizer.step()."""
 
@@ -279,7 +280,7 @@ class ManualClipGroups(Manual):
             _norm(group["params"])
 
 
-@row("gradients clamped in manual optimization")
+@row("gradients clamped in manual optimization", names=r"parameter\.grad")
 class ManualClamp(Manual):
     """p.grad.clamp_ between manual_backward and optimizer.step()."""
 
@@ -296,7 +297,7 @@ class ManualClipBySelf(Manual):
         self.clip_gradients(optimizer, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
 
 
-@row("gradients by accumulation with hooks", trainer={"accumulate_grad_batches": 2})
+@row("gradients by accumulation with hooks", trainer={"accumulate_grad_batches": 2}, names=r"parameter\.grad")
 class Accumulated(Supervised):
     """accumulate_grad_batches=2, with p.grad.norm() read in on_before_optimizer_step."""
 
@@ -304,7 +305,12 @@ class Accumulated(Supervised):
         self.seen.append([float(p.grad.norm()) for p in self.parameters()])
 
 
-@row("gradients read while they accumulate", trainer={"accumulate_grad_batches": 2}, reference="ddp")
+@row(
+    "gradients read while they accumulate",
+    trainer={"accumulate_grad_batches": 2},
+    reference="ddp",
+    names=r"parameter\.grad",
+)
 class ReadAccumulating(Supervised):
     """accumulate_grad_batches=2, with p.grad.norm() read in on_after_backward of every batch."""
 
@@ -330,7 +336,7 @@ class ManualAccumulation(Supervised):
         return loss
 
 
-@row("gradients by torch.autograd.grad of inputs")
+@row("gradients by torch.autograd.grad of inputs", names="autograd.grad")
 class Penalty(Supervised):
     """A gradient penalty: torch.autograd.grad of the outputs by the inputs, create_graph=True (WGAN-GP)."""
 
@@ -353,7 +359,7 @@ class ParameterGradients(Supervised):
         return loss * (1 + 0 * slope.norm().detach()) + 0.01 * self.head.weight.sum()
 
 
-@row("gradient hook of a parameter, scaled")
+@row("gradient hook of a parameter, scaled", names="ParameterHook")
 class ParameterHook(Supervised):
     """p.register_hook(lambda g: g * 0.5) in __init__."""
 
@@ -372,7 +378,7 @@ class CountingHook(Supervised):
             p.register_hook(lambda grad: self.seen.append(1))
 
 
-@row("gradient hook of a parameter, masking")
+@row("gradient hook of a parameter, masking", names="MaskingHook")
 class MaskingHook(Supervised):
     """p.register_hook(lambda g: g * mask) with a mask of the parameter's shape (rows of an embedding frozen)."""
 
@@ -387,7 +393,7 @@ def halve(parameter: Any) -> None:
     parameter.grad.mul_(0.5)
 
 
-@row("gradient hook after accumulation")
+@row("gradient hook after accumulation", names=r"accumulate_grad_hook|parameter\.grad")
 class PostHook(Supervised):
     """p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))."""
 
@@ -428,7 +434,7 @@ class OwnBackward(Supervised):
         (loss * 2).backward()
 
 
-@row("backward twice by retain_graph")
+@row("backward twice by retain_graph", names="retain_graph")
 class Twice(Manual):
     """self.manual_backward(a, retain_graph=True); self.manual_backward(b) of one graph."""
 
@@ -444,7 +450,7 @@ class Twice(Manual):
         return loss
 
 
-@row("loss.backward() in manual optimization")
+@row("loss.backward() in manual optimization", names="backward")
 class PlainBackward(Supervised):
     """loss.backward() instead of self.manual_backward(loss)."""
 

@@ -1,5 +1,6 @@
 """Rows about optimizers: all of torch.optim, and optimizers that use a parameter's shape or norm."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,8 @@ def optimized(make: Callable[[Any], Any]) -> type[Supervised]:
 
 
 def add_optimizer(label: str, make: Callable[[Any], Any], **options: Any) -> None:
-    add(f"optimizer {label}", f"{label} in configure_optimizers", optimized(make), **options)
+    names = re.escape(label.removeprefix("torch.optim."))
+    add(f"optimizer {label}", f"{label} in configure_optimizers", optimized(make), names=names, **options)
 
 
 LEARNING_RATES = {"Adadelta": 1.0, "Adafactor": 0.05, "LBFGS": 0.1, "Rprop": 1e-3, "ASGD": 0.05, "SGD": 0.05}
@@ -191,6 +193,7 @@ for custom in (Lion, Lars, Lamb, RowScaled, Orthogonalized):
         f"optimizer of one's own, {custom.__name__}",
         doc,
         optimized(lambda module, custom=custom: custom(module.parameters(), lr=1e-2)),
+        names=custom.__name__,
     )
 
 
@@ -264,7 +267,7 @@ class ClosureFirst(Supervised):
         optimizer.step()
 
 
-@row("optimizer SAM in manual optimization")
+@row("optimizer SAM in manual optimization", names=r"parameter\.grad")
 class Sam(Manual):
     """Sharpness-aware minimization: p.add_(e), a second backward, p.sub_(e), step."""
 
@@ -286,7 +289,7 @@ class Sam(Manual):
         return loss
 
 
-@row("optimizer state read in a hook")
+@row("optimizer state read in a hook", names=r"optimizer\.state")
 class ReadState(Supervised):
     """optimizer.state[p]["exp_avg"].norm() in on_train_batch_end."""
 
@@ -298,7 +301,7 @@ class ReadState(Supervised):
         self.seen.append([float(state[p]["exp_avg"].norm()) for p in self.parameters()])
 
 
-@row("optimizer state reset in a hook")
+@row("optimizer state reset in a hook", names=r"optimizer\.state")
 class ResetState(Supervised):
     """optimizer.state[p]["momentum_buffer"].zero_() for all in on_train_batch_end."""
 
@@ -307,7 +310,7 @@ class ResetState(Supervised):
             state["momentum_buffer"].zero_()
 
 
-@row("optimizer state cleared in a hook")
+@row("optimizer state cleared in a hook", names=r"optimizer\.state")
 class ClearedState(Supervised):
     """optimizer.state.clear() (a restart), as collections.defaultdict(dict), in on_train_batch_end."""
 
