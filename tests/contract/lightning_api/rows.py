@@ -8,6 +8,7 @@ from typing import Any
 from tests.contract.case import StrategyCase
 from tests.contract.cases import BY_LABEL, MAIN, PER_ENGINE, PER_PLACEMENT, labels, with_ranks
 from tests.contract.tables.table import Row
+from tests.contract.user_code.models import Loaders, regression
 
 
 def columns_for(cases: Iterable[StrategyCase]) -> tuple[str, ...]:
@@ -25,9 +26,11 @@ RANKS = columns_for(with_ranks(PER_PLACEMENT))
 ROWS: dict[str, Row] = {}
 
 
-def row(label: str, columns: tuple[str, ...] = ENOUGH, num_ranks: int = 2, **options: Any) -> Callable[[Any], Any]:
-    """Register the decorated scenario as a row."""
-    theme = Path(sys._getframe(1).f_code.co_filename).stem
+def row(
+    label: str, columns: tuple[str, ...] = ENOUGH, num_ranks: int = 2, theme: str = "", **options: Any
+) -> Callable[[Any], Any]:
+    """Register the decorated scenario as a row of the caller's file."""
+    theme = theme or _theme_of_caller()
     run = tuple(column for column in columns if BY_LABEL[column].sizes_among(num_ranks))
 
     def register(scenario: Any) -> Any:
@@ -39,3 +42,20 @@ def row(label: str, columns: tuple[str, ...] = ENOUGH, num_ranks: int = 2, **opt
         return scenario
 
     return register
+
+
+def fits(
+    label: str, loaders: Loaders = regression, trainer: dict[str, Any] | None = None, **options: Any
+) -> Callable[[Any], Any]:
+    """Register a row in which the decorated module is fitted."""
+    register = row(label, theme=_theme_of_caller(), **options)
+
+    def fit_of(module: Any) -> Any:
+        register(lambda run: run.fit(module, loaders=loaders, **(trainer or {})))
+        return module
+
+    return fit_of
+
+
+def _theme_of_caller() -> str:
+    return Path(sys._getframe(2).f_code.co_filename).stem

@@ -1,11 +1,8 @@
 """The command line of a table: run cells, print their outcomes, and write the page."""
 
 import argparse
-import json
 import re
 import time
-from dataclasses import asdict
-from pathlib import Path
 
 from tests.contract.tables import page
 from tests.contract.tables.lanes import Cell
@@ -24,12 +21,10 @@ def main(table: Table) -> None:
         "--write", action="store_true", help=f"write docs/{table.page.name}; other cells stay as they are"
     )
     parser.add_argument("--trace", action="store_true", help="print the traceback of errors")
-    parser.add_argument("--log", type=Path, help="append outcomes to this file, and do not run the cells in it")
     args = parser.parse_args()
     known = page.read(table)
-    logged = read_log(args.log) if args.log else {}
     chosen = [cell for cell in table.cells() if re.search(args.row, cell[0]) and re.search(args.column, cell[1])]
-    chosen = [cell for cell in chosen if cell not in logged and not (args.only_new and cell in known)]
+    chosen = [cell for cell in chosen if not (args.only_new and cell in known)]
     found: dict[Cell, Outcome] = {}
     started = time.monotonic()
     pool = RankPool()
@@ -41,17 +36,8 @@ def main(table: Table) -> None:
             print(f"{cell[1]:18} | {cell[0]:50} | {each.kind:8} | {seconds:5.2f} s | {each.reason}", flush=True)
             if args.trace:
                 print(each.detail)
-            if args.log:
-                with args.log.open("a") as log:
-                    log.write(json.dumps([*cell, asdict(each)]) + "\n")
     finally:
         pool.close()
+        if args.write:
+            page.write(table, known | found)
     print(f"{len(found)} cells in {time.monotonic() - started:.0f} s")
-    if args.write:
-        page.write(table, known | logged | found)
-
-
-def read_log(path: Path) -> dict[Cell, Outcome]:
-    """Return the last outcome of each cell in a log."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return {(row, column): Outcome(**found) for row, column, found in lines}

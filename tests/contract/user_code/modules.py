@@ -8,11 +8,11 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from tests.contract.user_code.models import FEATURES, OUTPUTS, WIDTH, Backbone, Block, Supervised
+from tests.contract.user_code.models import FEATURES, OUTPUTS, WIDTH, Backbone, Block, Manual, Supervised
 from tests.contract.user_code.rows import add, row
 
 
-def changed(change: Any, sentence: str) -> type[Supervised]:
+def changed(change: Any) -> type[Supervised]:
     """Return a module that `change` is applied to when it is built."""
 
     class Changed(Supervised):
@@ -20,37 +20,24 @@ def changed(change: Any, sentence: str) -> type[Supervised]:
             super().__init__()
             change(self)
 
-    Changed.__doc__ = sentence
     return Changed
 
 
-def layers(module: Any) -> list[nn.Linear]:
-    return [module.head, module.backbone.blocks[0].layer]
-
-
-PARAMETRIZED = {
-    "weight_norm": parametrizations.weight_norm,
-    "spectral_norm": parametrizations.spectral_norm,
-    "orthogonal": parametrizations.orthogonal,
+NORMS: dict[str, tuple[str, Any]] = {
+    **{
+        f"parametrizations.{name}": (f"parametrizations.{name} of layers", getattr(parametrizations, name))
+        for name in ("weight_norm", "spectral_norm", "orthogonal")
+    },
+    "the old weight_norm": ("weight_norm, by forward hooks", nn.utils.weight_norm),
+    "the old spectral_norm": ("spectral_norm, by forward hooks", nn.utils.spectral_norm),
 }
-for name, function in PARAMETRIZED.items():
+for name, (said, normalize) in NORMS.items():
     add(
-        f"module with parametrizations.{name}",
-        f"torch.nn.utils.parametrizations.{name} of layers.",
-        changed(lambda module, function=function: [function(layer) for layer in layers(module)], name),
-        reference="ddp" if name == "spectral_norm" else "auto",
+        f"module with {name}",
+        f"torch.nn.utils.{said}.",
+        changed(lambda m, f=normalize: [f(layer) for layer in (m.head, m.backbone.blocks[0].layer)]),
+        reference="ddp" if "spectral" in name else "auto",
     )
-add(
-    "module with the old weight_norm",
-    "torch.nn.utils.weight_norm, by forward hooks.",
-    changed(lambda module: [nn.utils.weight_norm(layer) for layer in layers(module)], ""),
-)
-add(
-    "module with the old spectral_norm",
-    "torch.nn.utils.spectral_norm, by forward hooks.",
-    changed(lambda module: [nn.utils.spectral_norm(layer) for layer in layers(module)], ""),
-    reference="ddp",
-)
 
 
 class Symmetric(nn.Module):
@@ -61,9 +48,7 @@ class Symmetric(nn.Module):
 add(
     "module with a parametrization of one's own",
     "torch.nn.utils.parametrize.register_parametrization.",
-    changed(
-        lambda m: nn.utils.parametrize.register_parametrization(m.backbone.blocks[1].layer, "weight", Symmetric()), ""
-    ),
+    changed(lambda m: nn.utils.parametrize.register_parametrization(m.backbone.blocks[1].layer, "weight", Symmetric())),
 )
 
 
@@ -117,20 +102,13 @@ class PenaltyOnHead(Supervised):
 
 
 @row("module with a penalty alone", names="[Gg]radients")
-class PenaltyAlone(Supervised):
+class PenaltyAlone(Manual):
     """A manual step of the penalty sum(p.norm()) alone, without a forward pass."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        loss = self.loss(batch) if batch_idx % 2 == 0 else 0.01 * sum(p.square().sum() for p in self.parameters())
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return loss
+    def loss(self, batch: Any) -> Any:
+        if self.global_step % 2:
+            return 0.01 * sum(p.square().sum() for p in self.parameters())
+        return super().loss(batch)
 
 
 @row("module with EWC's penalty", names="backbone.blocks.0")
