@@ -43,7 +43,8 @@ leaves those below 100,000 elements whole. Rows marked *resumed* save after an e
 
 Under `paral_tp`, two tensor ranks split even the smallest layers.
 
-`tests/contract/test_user_code.py` runs every cell. `python -m tests.contract.user_code --write` writes this page.
+`tests/contract/test_user_code.py` runs the cells. `python -m tests.contract.user_code --write` writes this page; with
+`--only-new` it runs only cells that are not on it.
 """
 CLEAR = (
     "\ntorch: ",  # explained by this package
