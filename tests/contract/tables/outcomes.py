@@ -60,6 +60,8 @@ def outcome(table: Table, label: str, column: str, pool: RankPool) -> Outcome:
 
 def results(table: Table, row: Row, column: str, pool: RankPool) -> list[Results] | Outcome:
     """Return the results of each rank in a column or a reference, or the outcome if ranks raised errors."""
+    others = RUNNABLE[column].names if column in RUNNABLE else ""
+    names = f"{row.names}|{others}" if row.names and others else row.names
     with tempfile.TemporaryDirectory(dir=IN_MEMORY, ignore_cleanup_errors=True) as folder:
         arguments = table.package, row.label, column, folder
         try:
@@ -74,12 +76,12 @@ def results(table: Table, row: Row, column: str, pool: RankPool) -> list[Results
             if not raised or not row.of_one_rank:
                 return Outcome("hangs", "; ".join(f"{each.kind}: {each.message}" for each in raised) or str(error))
             # The error of another rank may only say that the failed one is gone.
-            naming = [each for each in raised if re.search(row.names, each.message)] or raised
-            return judged(row.names, naming, len(naming), table.clear)
+            naming = [each for each in raised if re.search(names, each.message)] or raised
+            return judged(names, naming, len(naming), table.clear)
     errors = [rank for rank in ranks if isinstance(rank, Raised)]
     if errors:
         pool.renew_world()
-        return judged(row.names, errors, len(ranks), table.clear)
+        return judged(names, errors, len(ranks), table.clear)
     return [rank for rank in ranks if isinstance(rank, dict)]
 
 

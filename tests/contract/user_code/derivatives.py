@@ -56,7 +56,7 @@ class Adversarial(Skipping):
         return self.loss((inputs + 0.1 * slopes.sign(), targets))
 
 
-@row("derivatives by inputs, by backward()", loaders=validated, names="loss.backward")
+@row("derivatives by inputs, by backward()", loaders=validated, names="backward")
 class Backward(Skipping):
     """outputs.sum().backward() and inputs.grad in validation_step (saliency)."""
 
