@@ -7,13 +7,10 @@ import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks, profilers
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 
-from tests.contract.lightning_api import table
-from tests.contract.lightning_api.outcomes import cells, outcome
-from tests.contract.lightning_api.rows import DOCUMENTED, ROWS
-from tests.contract.user_code.table import OPEN, word
+from tests.contract.lightning_api.table import TABLE
+from tests.contract.tables.checks import assert_as_on_page, assert_complete, parameters
 from tests.rank_pool import RankPool
 
-ADVICE = "If this is intended, write docs/lightning.md again: python -m tests.contract.lightning_api --write"
 NOT_COVERED = {
     "configure_sharded_model": "replaced by configure_model in Lightning",
     "XLAProfiler": "needs a TPU",
@@ -29,23 +26,13 @@ NOT_COVERED = {
 """Public name without a row -> the reason."""
 
 
-@pytest.fixture(scope="module")
-def said() -> dict[tuple[str, str], tuple[str, str]]:
-    return table.read()
+@pytest.mark.parametrize(("row", "column"), parameters(TABLE))
+def test_feature_works_as_in_one_process_or_is_refused(row: str, column: str, rank_pool: RankPool) -> None:
+    assert_as_on_page(TABLE, row, column, rank_pool)
 
 
-@pytest.mark.parametrize(("row", "column"), cells())
-def test_feature_works_as_in_one_process_or_is_refused(row: str, column: str, said, rank_pool: RankPool) -> None:
-    found = outcome(row, column, rank_pool)
-
-    assert found.is_allowed, f"{found.kind}: {found.reason}\n{found.detail}"
-    if column in DOCUMENTED:
-        assert (word(found), found.reason) == said[row, column], ADVICE
-
-
-def test_table_has_every_cell(said) -> None:
-    assert said.keys() == {(row, column) for row, column in cells() if column in DOCUMENTED}
-    assert OPEN not in {kind for kind, _ in said.values()}
+def test_table_has_every_cell() -> None:
+    assert_complete(TABLE)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +47,7 @@ def test_table_has_every_cell(said) -> None:
     ],
 )
 def test_every_public_name_has_a_row(names: list[str]) -> None:
-    covered = " ".join(f"{row.label} {' '.join(row.covers)}" for row in ROWS.values())
+    covered = " ".join(f"{row.label} {' '.join(row.covers)}" for row in TABLE.rows.values())
     words = set(re.findall(r"\w+", covered))
 
     missing = [name for name in names if not name.startswith("_") and name not in words and name not in NOT_COVERED]

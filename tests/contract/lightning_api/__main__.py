@@ -1,12 +1,7 @@
-"""Run cells, print their outcomes, and write the page.
+"""Run cells, print their outcomes, and write docs/lightning.md: `python -m tests.contract.lightning_api --help`."""
 
-python -m tests.contract.lightning_api [ROW [COLUMN]]   the cells whose labels match the patterns
-python -m tests.contract.lightning_api --write          all of them, then docs/lightning.md
-"""
-
-from tests.contract import command
-from tests.contract.lightning_api import table
-from tests.contract.lightning_api.outcomes import cells, outcome
+from tests.contract.lightning_api.table import TABLE
+from tests.contract.tables.command import main
 
 if __name__ == "__main__":
-    command.main(__doc__, cells(), outcome, table.write)
+    main(TABLE)

@@ -12,8 +12,8 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 
 from tests.contract.lightning_api.rows import ALL, LIGHT, RANKS, row
-from tests.contract.lightning_api.run import OfRankZero, Run, metrics_of, plain
-from tests.contract.user_code.models import WIDTH, Supervised, regression, validated
+from tests.contract.tables.run import OfRankZero, Run, metrics_of, plain
+from tests.contract.user_code.models import Normalized, Supervised, regression, validated
 
 FITS: dict[str, dict[str, Any]] = {
     "`num_nodes=1`": {"num_nodes": 1},
@@ -37,6 +37,7 @@ FITS: dict[str, dict[str, Any]] = {
 }
 EVALUATION_FITS: dict[str, dict[str, Any]] = {
     "`max_epochs=3`": {"max_epochs": 3},
+    "`overfit_batches=0.5`": {"overfit_batches": 0.5, "max_epochs": 2},
     "`fast_dev_run=True`": {"fast_dev_run": True},
     "`val_check_interval=2`": {"val_check_interval": 2},
     "`num_sanity_val_steps=-1`": {"num_sanity_val_steps": -1},
@@ -53,7 +54,11 @@ OPTIMIZER_FITS: dict[str, dict[str, Any]] = {
     "`deterministic=True`": {"deterministic": True},
     '`precision="bf16-true"`': {"precision": "bf16-true"},
     '`precision="64-true"`': {"precision": "64-true"},
+    '`precision="bf16-mixed"`': {"precision": "bf16-mixed"},
+    '`precision="16-mixed"`': {"precision": "16-mixed"},
+    "`overfit_batches=2`": {"overfit_batches": 2, "max_epochs": 2},
 }
+TOLERANCES = {"bf16-true": 2e-2, "bf16-mixed": 1e-2, "16-mixed": 1e-2}
 
 
 def fitted(options: dict[str, Any]) -> Any:
@@ -79,17 +84,8 @@ for label, options in FITS.items():
 for label, options in EVALUATION_FITS.items():
     row(label)(fitted(options))
 for label, options in OPTIMIZER_FITS.items():
-    row(label, columns=ALL, tolerance=2e-2 if "16-true" in label else 1e-5)(fitted(options))
-
-
-@row('`precision="bf16-mixed"`', columns=ALL, tolerance=1e-2)
-def mixed(run: Run) -> dict[str, Any]:
-    return run.fit(loaders=validated, precision="bf16-mixed")
-
-
-@row('`precision="16-mixed"`', columns=ALL, tolerance=1e-2, names="16-mixed")
-def half(run: Run) -> dict[str, Any]:
-    return run.fit(loaders=validated, precision="16-mixed")
+    precision = str(options.get("precision", ""))
+    row(label, columns=ALL, tolerance=TOLERANCES.get(precision, 1e-5), names=precision)(fitted(options))
 
 
 @row("`devices=1`: fit, resume, validate, test, predict", columns=ALL, num_ranks=1, covers=("strategy",))
@@ -168,28 +164,9 @@ def limited(run: Run) -> dict[str, Any]:
     return evaluated(run, inference_mode=False, limit_test_batches=3, limit_predict_batches=0.5, limit_val_batches=1)
 
 
-@row("`overfit_batches=2`", columns=ALL)
-def overfit(run: Run) -> dict[str, Any]:
-    return run.fit(loaders=validated, overfit_batches=2, max_epochs=2)
-
-
-@row("`overfit_batches=0.5`")
-def overfit_part(run: Run) -> dict[str, Any]:
-    return run.fit(loaders=validated, overfit_batches=0.5, max_epochs=2)
-
-
 @row('`deterministic="warn"`, `benchmark=None`', covers=("benchmark",))
 def deterministic(run: Run) -> dict[str, Any]:
     return run.fit(deterministic="warn") | {"set": torch.is_deterministic_algorithms_warn_only_enabled()}
-
-
-class Normalized(Supervised):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Any) -> Any:
-        return self.head(self.norm(self.backbone(x)))
 
 
 @row("`sync_batchnorm=True`, on CPU", names="[Bb]atch_?[Nn]orm")

@@ -31,7 +31,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 
 from tests.contract.lightning_api.rows import ALL, LIGHT, row
-from tests.contract.lightning_api.run import OfRankZero, Run, Saving, metrics_of
+from tests.contract.tables.run import OfRankZero, Run, Saving, metrics_of
 from tests.contract.user_code.models import Supervised, validated
 
 
@@ -41,7 +41,7 @@ class Scheduled(Supervised):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
 
-@row("`BackboneFinetuning`", columns=ALL)
+@row("`BackboneFinetuning`", columns=ALL, names="Finetuning")
 def backbone(run: Run) -> dict[str, Any]:
     class Head(Supervised):
         def configure_optimizers(self) -> Any:
@@ -52,7 +52,7 @@ def backbone(run: Run) -> dict[str, Any]:
     return found | {"groups": [group["lr"] for group in run.last.optimizers[0].param_groups]}
 
 
-@row("`BaseFinetuning`, of one's own")
+@row("`BaseFinetuning`, of one's own", names="Finetuning")
 def finetuning(run: Run) -> dict[str, Any]:
     class Mine(BaseFinetuning):
         def freeze_before_training(self, module: Any) -> None:
@@ -181,7 +181,7 @@ def rate_monitor(run: Run) -> dict[str, Any]:
     return found | {"file": metrics_of(run), "lrs": monitor.lrs}
 
 
-@row("`ModelPruning`")
+@row("`ModelPruning`", names="ModelPruning")
 def pruning(run: Run) -> dict[str, Any]:
     def parameters(module: Any) -> Any:
         return [(module.head, "weight"), (module.backbone.stem, "weight")]

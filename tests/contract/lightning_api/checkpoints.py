@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnException
 
 from tests.contract.lightning_api.callbacks import Scheduled
 from tests.contract.lightning_api.rows import ALL, LIGHT, row
-from tests.contract.lightning_api.run import OfRankZero, Run, Saving, plain
+from tests.contract.tables.run import OfRankZero, Run, Saving, plain
 from tests.contract.user_code.models import Supervised, validated
 
 

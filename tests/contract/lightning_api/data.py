@@ -8,8 +8,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.contract.lightning_api.rows import ALL, LIGHT, row
-from tests.contract.lightning_api.run import Run, Saving, plain
-from tests.contract.user_code.models import Share, Supervised, loader, samples, validated
+from tests.contract.tables.run import Run, Saving, plain
+from tests.contract.user_code.models import Every, Share, Supervised, loader, samples, validated
 
 
 class Data(LightningDataModule):
@@ -61,13 +61,6 @@ class Data(LightningDataModule):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.called.append(("load_state_dict", state["drawn"]))
-
-
-class Every(Supervised):
-    test_step = Supervised.validation_step
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self(batch[0])
 
 
 @row(

@@ -6,9 +6,9 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.core.hooks import ModelHooks
 
-from tests.contract.lightning_api.rows import ALL, LIGHT, row
-from tests.contract.lightning_api.run import OfRankZero, Run, Saving, plain
-from tests.contract.user_code.models import Supervised, validated
+from tests.contract.lightning_api.rows import ALL, LIGHT, fits, row
+from tests.contract.tables.run import OfRankZero, Run, Saving, plain
+from tests.contract.user_code.models import Every, Supervised, validated
 
 OLD = ("configure_sharded_model",)
 MODEL_HOOKS = tuple(name for name in vars(ModelHooks) if not name.startswith("_") and name not in OLD)
@@ -47,13 +47,8 @@ def recording(base: type, names: tuple[str, ...], called: list[str]) -> type:
     return type("Recording", (base,), {name: noting(name) for name in names})
 
 
-class Every(Supervised):
-    """Has a step for every stage, and a scheduler."""
-
-    test_step = Supervised.validation_step
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self(batch[0])
+class Stepped(Every):
+    """Also has a scheduler."""
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -73,14 +68,14 @@ def all_stages(run: Run, module: Any, callbacks: list[Callback], called: list[st
 @row("all hooks of LightningModule: order of calls", covers=MODULE_HOOKS, reference="ddp")
 def hooks_of_modules(run: Run) -> dict[str, Any]:
     called: list[str] = []
-    return all_stages(run, run.module(recording(Every, MODULE_HOOKS, called)), [], called)
+    return all_stages(run, run.module(recording(Stepped, MODULE_HOOKS, called)), [], called)
 
 
 @row("all hooks of Callback: order of calls", covers=CALLBACK_HOOKS)
 def hooks_of_callbacks(run: Run) -> dict[str, Any]:
     called: list[str] = []
     made = recording(Callback, CALLBACK_HOOKS, called)()
-    return all_stages(run, run.module(Every), [made], called)
+    return all_stages(run, run.module(Stepped), [made], called)
 
 
 @row("`on_exception`", columns=LIGHT)
@@ -107,56 +102,41 @@ def exception(run: Run) -> dict[str, Any]:
     return {"raised": raised, "seen": seen}
 
 
-@row("`on_train_batch_start` returning -1", columns=LIGHT)
-def skipped(run: Run) -> dict[str, Any]:
-    class Skipping(Supervised):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-            return -1 if batch_idx == 2 else None
-
-    return run.fit(Skipping, max_epochs=2)
+@fits("`on_train_batch_start` returning -1", columns=LIGHT, trainer={"max_epochs": 2})
+class Skipping(Supervised):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        return -1 if batch_idx == 2 else None
 
 
-@row("`configure_gradient_clipping` overridden", columns=ALL)
-def clipping(run: Run) -> dict[str, Any]:
-    class Clipping(Supervised):
-        def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
-
-    return run.fit(Clipping)
+@fits("`configure_gradient_clipping` overridden", columns=ALL)
+class Clipping(Supervised):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
 
 
-@row("`optimizer_step` overridden: warm-up of the learning rate", columns=ALL)
-def warmup(run: Run) -> dict[str, Any]:
-    class Warming(Supervised):
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-            for group in optimizer.param_groups:
-                group["lr"] = 0.05 * min(1.0, (self.global_step + 1) / 3)
-            optimizer.step(closure=optimizer_closure)
-
-    return run.fit(Warming)
+@fits("`optimizer_step` overridden: warm-up of the learning rate", columns=ALL)
+class Warming(Supervised):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 * min(1.0, (self.global_step + 1) / 3)
+        optimizer.step(closure=optimizer_closure)
 
 
-@row("`optimizer_zero_grad` overridden: `set_to_none=False`", columns=ALL)
-def zeroing(run: Run) -> dict[str, Any]:
-    class Zeroing(Supervised):
-        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-            optimizer.zero_grad(set_to_none=False)
-
-    return run.fit(Zeroing)
+@fits("`optimizer_zero_grad` overridden: `set_to_none=False`", columns=ALL)
+class Zeroing(Supervised):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
 
 
-@row("`backward` overridden", columns=ALL)
-def backward(run: Run) -> dict[str, Any]:
-    class Backward(Supervised):
-        def backward(self, loss: Any) -> None:
-            loss.backward()
-
-    return run.fit(Backward)
+@fits("`backward` overridden", columns=ALL)
+class Backward(Supervised):
+    def backward(self, loss: Any) -> None:
+        loss.backward()
 
 
 @row("`lr_scheduler_step` overridden")
 def stepping(run: Run) -> dict[str, Any]:
-    class Stepping(Every):
+    class Stepping(Stepped):
         def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
             scheduler.step()
             scheduler.step()
@@ -165,19 +145,16 @@ def stepping(run: Run) -> dict[str, Any]:
     return found | {"lr": run.last.optimizers[0].param_groups[0]["lr"]}
 
 
-@row("`on_before_backward`, `on_after_backward`, `on_before_zero_grad` with effect", columns=ALL)
-def around_backward(run: Run) -> dict[str, Any]:
-    class Around(Supervised):
-        def on_before_backward(self, loss: Any) -> None:
-            self.seen.append(loss.requires_grad)
+@fits("`on_before_backward`, `on_after_backward`, `on_before_zero_grad` with effect", columns=ALL)
+class Around(Supervised):
+    def on_before_backward(self, loss: Any) -> None:
+        self.seen.append(loss.requires_grad)
 
-        def on_after_backward(self) -> None:
-            self.seen.append([self.global_step])
+    def on_after_backward(self) -> None:
+        self.seen.append([self.global_step])
 
-        def on_before_zero_grad(self, optimizer: Any) -> None:
-            self.seen.append(len(optimizer.param_groups))
-
-    return run.fit(Around)
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.seen.append(len(optimizer.param_groups))
 
 
 @row("`on_save_checkpoint`, `on_load_checkpoint` with what is theirs")
@@ -211,26 +188,23 @@ def own_callbacks(run: Run) -> dict[str, Any]:
     return run.fit(Configuring) | {"count": counting.count}
 
 
-@row("`configure_model`", columns=ALL)
-def own_model(run: Run) -> dict[str, Any]:
-    class Building(Supervised):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = None
+@fits("`configure_model`", columns=ALL)
+class Building(Supervised):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = None
 
-        def configure_model(self) -> None:
-            if self.head is None:
-                generator = torch.Generator().manual_seed(4)
-                self.head = torch.nn.Linear(7, 3)
-                torch.nn.init.normal_(self.head.weight, generator=generator)
-                torch.nn.init.zeros_(self.head.bias)
-
-    return run.fit(Building)
+    def configure_model(self) -> None:
+        if self.head is None:
+            generator = torch.Generator().manual_seed(4)
+            self.head = torch.nn.Linear(7, 3)
+            torch.nn.init.normal_(self.head.weight, generator=generator)
+            torch.nn.init.zeros_(self.head.bias)
 
 
 @row("`setup`, `teardown`, with the stage", columns=LIGHT)
 def stages(run: Run) -> dict[str, Any]:
-    class Staged(Every):
+    class Staged(Stepped):
         def setup(self, stage: str) -> None:
             self.seen.append(("setup", stage, self.trainer.state.fn.value))
 

@@ -7,7 +7,7 @@ from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, P
 from lightning.pytorch.utilities import rank_zero_only
 
 from tests.contract.lightning_api.rows import LIGHT, row
-from tests.contract.lightning_api.run import OfRankZero, Run, metrics_of
+from tests.contract.tables.run import OfRankZero, Run, metrics_of
 from tests.contract.user_code.models import Supervised, validated
 
 

@@ -7,24 +7,18 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import MeanSquaredError
 
-from tests.contract.lightning_api.rows import ALL, RANKS, row
-from tests.contract.lightning_api.run import Run, Saving, plain
-from tests.contract.user_code.models import Supervised, validated
+from tests.contract.lightning_api.rows import ALL, RANKS, fits, row
+from tests.contract.tables.run import Run, Saving, plain
+from tests.contract.user_code.models import Manual, Supervised, validated
 
 
-class Manual(Supervised):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+class Clipped(Manual):
+    def between(self, optimizer: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
-        loss = self.loss(batch)
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
-        optimizer.step()
-        scheduler.step()
+        loss = super().training_step(batch, batch_idx)
+        self.lr_schedulers().step()
         return loss
 
     def configure_optimizers(self) -> Any:
@@ -34,7 +28,7 @@ class Manual(Supervised):
 
 @row("manual optimization: `manual_backward`, `clip_gradients`, `lr_schedulers()`", columns=ALL)
 def manual(run: Run) -> dict[str, Any]:
-    return run.fit(Manual, max_epochs=2)
+    return run.fit(Clipped, max_epochs=2)
 
 
 class Adversarial(LightningModule):
@@ -115,14 +109,11 @@ def metric(run: Run) -> dict[str, Any]:
     return {"metrics": found["metrics"], "weights": found["weights"]}
 
 
-@row("`self.all_gather`", columns=RANKS, reference="ddp")
-def all_gather(run: Run) -> dict[str, Any]:
-    class Gathering(Supervised):
-        def on_validation_epoch_end(self) -> None:
-            found = self.all_gather({"rank": torch.tensor(self.global_rank), "two": [torch.ones(2)]})
-            self.seen.append(plain(found))
-
-    return run.fit(Gathering, loaders=validated)
+@fits("`self.all_gather`", columns=RANKS, reference="ddp", loaders=validated)
+class Gathering(Supervised):
+    def on_validation_epoch_end(self) -> None:
+        found = self.all_gather({"rank": torch.tensor(self.global_rank), "two": [torch.ones(2)]})
+        self.seen.append(plain(found))
 
 
 class Hyper(Supervised):
@@ -160,16 +151,13 @@ def ignored(run: Run) -> dict[str, Any]:
     return found | {"hparams": dict(Ignoring.load_from_checkpoint(run.folder / "x.ckpt").hparams)}
 
 
-@row("`self.freeze`, `self.unfreeze`")
-def freezing(run: Run) -> dict[str, Any]:
-    class Freezing(Supervised):
-        def on_validation_start(self) -> None:
-            self.freeze()
+@fits("`self.freeze`, `self.unfreeze`", loaders=validated, trainer={"max_epochs": 2, "num_sanity_val_steps": 0})
+class Freezing(Supervised):
+    def on_validation_start(self) -> None:
+        self.freeze()
 
-        def on_validation_end(self) -> None:
-            self.unfreeze()
-
-    return run.fit(Freezing, loaders=validated, max_epochs=2, num_sanity_val_steps=0)
+    def on_validation_end(self) -> None:
+        self.unfreeze()
 
 
 @row("`strict_loading = False`")
@@ -225,34 +213,25 @@ def by_itself(run: Run) -> dict[str, Any]:
     return found | {"outputs": [plain(each.eval()(inputs)) for each in (module, loaded, copied)]}
 
 
-@row("`training_step` returning a dict, `None`")
-def outputs(run: Run) -> dict[str, Any]:
-    class Returning(Supervised):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return {"loss": self.loss(batch), "extra": torch.ones(2)}
+@fits("`training_step` returning a dict, `None`")
+class Returning(Supervised):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch), "extra": torch.ones(2)}
 
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.seen.append((sorted(outputs), float(outputs["extra"].mean())))
-
-    return run.fit(Returning)
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append((sorted(outputs), float(outputs["extra"].mean())))
 
 
-@row("`training_step` returning `None`", names="None", reference="ddp")
-def nothing(run: Run) -> dict[str, Any]:
-    class Nothing(Supervised):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return None if batch_idx == 1 else self.loss(batch)
-
-    return run.fit(Nothing)
+@fits("`training_step` returning `None`", names="None", reference="ddp")
+class Nothing(Supervised):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 1 else self.loss(batch)
 
 
-@row("`configure_optimizers` returning `None`")
-def no_optimizer(run: Run) -> dict[str, Any]:
-    class Still(Supervised):
-        def configure_optimizers(self) -> None:
-            return None
-
-    return run.fit(Still)
+@fits("`configure_optimizers` returning `None`")
+class Still(Supervised):
+    def configure_optimizers(self) -> None:
+        return None
 
 
 @row("`configure_optimizers`: a dict with `monitor`, `frequency`, `interval`", columns=ALL)
@@ -267,14 +246,11 @@ def plateau(run: Run) -> dict[str, Any]:
     return found | {"lr": run.last.optimizers[0].param_groups[0]["lr"]}
 
 
-@row("an iterator in the step: `training_step(self, dataloader_iter)`")
-def iterator(run: Run) -> dict[str, Any]:
-    class Drawing(Supervised):
-        def training_step(self, dataloader_iter: Any) -> Any:
-            batch, _, _ = next(dataloader_iter)
-            return self.loss(batch)
-
-    return run.fit(Drawing)
+@fits("an iterator in the step: `training_step(self, dataloader_iter)`", names="dataloader_iter")
+class Drawing(Supervised):
+    def training_step(self, dataloader_iter: Any) -> Any:
+        batch, _, _ = next(dataloader_iter)
+        return self.loss(batch)
 
 
 @row("`self.log` in every hook that takes it")

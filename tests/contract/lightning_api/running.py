@@ -10,21 +10,16 @@ from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
 
 from lightning_paral import ParalError
-from tests.contract.lightning_api.rows import ALL, LIGHT, RANKS, row
-from tests.contract.lightning_api.run import Mean, OfRankZero, Run, Saving, plain
-from tests.contract.user_code.models import Supervised, regression, validated
+from tests.contract.lightning_api.rows import ALL, LIGHT, RANKS, fits, row
+from tests.contract.tables.run import Mean, OfRankZero, Run, Saving, plain
+from tests.contract.user_code.models import Every, Supervised, regression, validated
 
 
-class Scheduled(Supervised):
+class Scheduled(Every):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-    test_step = Supervised.validation_step
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self(batch[0])
 
 
 @row("`trainer.fit(ckpt_path=...)`, between epochs", columns=ALL)
@@ -133,17 +128,14 @@ def stopped(run: Run) -> dict[str, Any]:
     return run.fit(callbacks=[Stop()], max_epochs=3)
 
 
-@row("`trainer.estimated_stepping_batches`", columns=LIGHT)
-def estimated(run: Run) -> dict[str, Any]:
-    class Estimating(Supervised):
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            steps = int(self.trainer.estimated_stepping_batches)
-            self.seen.append(steps)
-            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
-            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-    return run.fit(Estimating, max_epochs=3, accumulate_grad_batches=2)
+@fits("`trainer.estimated_stepping_batches`", columns=LIGHT, trainer={"max_epochs": 3, "accumulate_grad_batches": 2})
+class Estimating(Supervised):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        steps = int(self.trainer.estimated_stepping_batches)
+        self.seen.append(steps)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
 @row("`trainer.init_module()`")
@@ -209,18 +201,15 @@ def printing(run: Run) -> dict[str, Any]:
     return {"printed": OfRankZero([line for line in text.getvalue().splitlines() if line.startswith("of the")])}
 
 
-@row("`trainer.strategy.barrier`, `reduce`, `broadcast`, `all_gather`", columns=RANKS, reference="ddp")
-def collectives(run: Run) -> dict[str, Any]:
-    class Asking(Supervised):
-        def on_train_start(self) -> None:
-            strategy = self.trainer.strategy
-            strategy.barrier("here")
-            rank = torch.tensor(float(self.global_rank + 1))
-            self.seen += [strategy.reduce(rank.clone()), strategy.reduce(rank.clone(), reduce_op="sum")]
-            self.seen += [strategy.broadcast(self.global_rank), strategy.all_gather(rank), self.all_gather({"a": rank})]
-            self.seen += [strategy.reduce_boolean_decision(self.global_rank == 0, all=False)]
-
-    return run.fit(Asking)
+@fits("`trainer.strategy.barrier`, `reduce`, `broadcast`, `all_gather`", columns=RANKS, reference="ddp")
+class Asking(Supervised):
+    def on_train_start(self) -> None:
+        strategy = self.trainer.strategy
+        strategy.barrier("here")
+        rank = torch.tensor(float(self.global_rank + 1))
+        self.seen += [strategy.reduce(rank.clone()), strategy.reduce(rank.clone(), reduce_op="sum")]
+        self.seen += [strategy.broadcast(self.global_rank), strategy.all_gather(rank), self.all_gather({"a": rank})]
+        self.seen += [strategy.reduce_boolean_decision(self.global_rank == 0, all=False)]
 
 
 @row("`seed_everything(workers=True)`: the same run twice", columns=LIGHT)

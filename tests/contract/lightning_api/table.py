@@ -1,13 +1,13 @@
-"""Write and read docs/lightning.md, the table with the expected outcome of every cell."""
+"""The table of Lightning's public features."""
 
-import re
 from pathlib import Path
 
-from tests.contract.lightning_api.rows import DOCUMENTED, ROWS
-from tests.contract.user_code.outcomes import Outcome
-from tests.contract.user_code.table import in_cell
+import tests.contract.lightning_api.themes  # noqa: F401  registers the rows
+from tests.contract.lightning_api.rows import ALL, ROWS
+from tests.contract.tables.lanes import Rule
+from tests.contract.tables.table import Table
+from tests.contract.user_code.table import CLEAR
 
-PATH = Path(__file__).parents[3] / "docs" / "lightning.md"
 TITLES = {
     "arguments": "Arguments of the Trainer",
     "running": "Running: fit, validate, test, predict, resume",
@@ -35,39 +35,29 @@ An empty cell is not run. For `paral_zero1` and `paral_zero3` the feature does n
 `paral_zero2`; for `paral_dp`, which is one process, the feature is about ranks. Loggers that need other packages are
 not run: a strategy treats them all alike. `docs/user-code.md` is about what people write in modules and callbacks.
 
-`tests/contract/test_lightning_api.py` runs every cell. `python -m tests.contract.lightning_api --write` writes this
-page.
+`tests/contract/test_lightning_api.py` runs the cells. `python -m tests.contract.lightning_api --write` writes this
+page; with `--only-new` it runs only cells that are not on it.
 """
-
-
-def write(outcomes: dict[tuple[str, str], Outcome]) -> None:
-    """Write the page from the outcomes of all cells."""
-    notes: dict[str, int] = {}
-    lines = [INTRODUCTION]
-    for theme, title in TITLES.items():
-        lines += [f"## {title}", "", "| | " + " | ".join(f"`{label}`" for label in DOCUMENTED) + " |"]
-        lines += ["|---" * (len(DOCUMENTED) + 1) + "|"]
-        for row in ROWS.values():
-            if row.theme == theme:
-                words = [in_cell(outcomes.get((row.label, column)), notes) for column in DOCUMENTED]
-                lines += [f"| {row.label} | " + " | ".join(words) + " |"]
-        lines += [""]
-    lines += [f"[^{number}]: {note}" for note, number in notes.items()]
-    PATH.parent.mkdir(exist_ok=True)
-    PATH.write_text("\n".join(lines) + "\n")
-
-
-def read() -> dict[tuple[str, str], tuple[str, str]]:
-    """Return for each cell on the page its outcome and the text of its footnote."""
-    text = PATH.read_text()
-    notes = dict(re.findall(r"^\[\^(\d+)\]: (.*)$", text, flags=re.MULTILINE))
-    said: dict[tuple[str, str], tuple[str, str]] = {}
-    for line in text.splitlines():
-        if not line.startswith("| ") or line.startswith("| |"):
-            continue
-        label, *words = [cell.strip() for cell in line.split("|")[1:-1]]
-        for column, cell in zip(DOCUMENTED, words, strict=True):
-            if cell:
-                word, _, number = cell.partition(" [^")
-                said[label, column] = (word, notes.get(number.rstrip("]"), ""))
-    return said
+TABLE = Table(
+    package="tests.contract.lightning_api",
+    rows=ROWS,
+    page=Path(__file__).parents[3] / "docs" / "lightning.md",
+    introduction=INTRODUCTION,
+    titles=TITLES,
+    clear=(
+        *CLEAR,
+        "The Batch size finder is not supported with distributed strategies",
+        "Tuning the batch size is currently not supported with distributed strategies",
+        r"`Trainer\(strategy='deepspeed', precision='.*'\)` is not supported",
+    ),
+    rule=Rule(
+        engines=ALL,
+        follows={
+            "paral_dp": "paral_ddp",
+            "paral_zero1": "paral_zero2",
+            "paral_zero2": "paral_fsdp",
+            "paral_zero3": "paral_zero2",
+        },
+        every_other=("paral_dp", "paral_zero2"),
+    ),
+)

@@ -7,7 +7,7 @@ from lightning.pytorch.tuner import Tuner
 
 from tests.contract.lightning_api.callbacks import WithLoader
 from tests.contract.lightning_api.rows import ALL, row
-from tests.contract.lightning_api.run import Run, plain
+from tests.contract.tables.run import Run, plain
 from tests.contract.user_code.models import Supervised
 
 
@@ -49,4 +49,4 @@ def scaled(mode: str) -> Any:
 
 
 for mode in ("power", "binsearch"):
-    row(f'`Tuner.scale_batch_size("{mode}")`', reference="ddp")(scaled(mode))
+    row(f'`Tuner.scale_batch_size("{mode}")`', reference="ddp", names="batch size")(scaled(mode))

@@ -7,18 +7,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.contract.user_code.columns import RANKS
-from tests.contract.user_code.models import WIDTH, Supervised, validated
+from tests.contract.user_code.models import WIDTH, Normalized, Supervised, validated
 from tests.contract.user_code.rows import row
-
-
-class Normalized(Supervised):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Any) -> Any:
-        return self.head(self.norm(self.backbone(x)))
-
 
 row(
     "buffers of BatchNorm in training",
@@ -71,11 +61,13 @@ class Assigned(Supervised):
         super().__init__()
         self.register_buffer("mean", torch.zeros(WIDTH))
 
+    def batch_mean(self, features: Any) -> Any:
+        return features.mean(dim=0)
+
     def loss(self, batch: Any) -> Any:
         inputs, targets = batch
         features = self.backbone(inputs)
-        with torch.no_grad():
-            self.mean = 0.9 * self.mean + 0.1 * features.mean(dim=0)
+        self.mean = 0.9 * self.mean + 0.1 * self.batch_mean(features.detach())
         return nn.functional.mse_loss(self.head(features - self.mean), targets)
 
 
@@ -91,31 +83,24 @@ class InPlace(Assigned):
         return loss
 
 
-@row("buffer reduced over ranks by hand", only=RANKS)
+@row("buffer reduced over ranks by hand", only=RANKS, names="all_reduce")
 class Reduced(Assigned):
     """A running mean that is all-reduced by torch.distributed where it is initialized (DINO, VQ-VAE)."""
 
-    def loss(self, batch: Any) -> Any:
-        inputs, targets = batch
-        features = self.backbone(inputs)
-        mean = features.detach().mean(dim=0)
+    def batch_mean(self, features: Any) -> Any:
+        mean = features.mean(dim=0)
         if dist.is_initialized():
             dist.all_reduce(mean)
             mean /= dist.get_world_size()
-        self.mean = 0.9 * self.mean + 0.1 * mean
-        return nn.functional.mse_loss(self.head(features - self.mean), targets)
+        return mean
 
 
-@row("buffer reduced by self.all_gather")
+@row("buffer reduced by self.all_gather", names="all_gather")
 class Gathered(Assigned):
     """A running mean over self.all_gather(features) (MoCo's queue)."""
 
-    def loss(self, batch: Any) -> Any:
-        inputs, targets = batch
-        features = self.backbone(inputs)
-        every = self.all_gather(features.detach()).view(-1, WIDTH)
-        self.mean = 0.9 * self.mean + 0.1 * every.mean(dim=0)
-        return nn.functional.mse_loss(self.head(features - self.mean), targets)
+    def batch_mean(self, features: Any) -> Any:
+        return self.all_gather(features).view(-1, WIDTH).mean(dim=0)
 
 
 @row("buffer that counts steps")
@@ -172,7 +157,7 @@ class OfParameter(Supervised):
         self.last = self.backbone.blocks[0].layer.weight.detach().clone()
 
 
-@row("buffer as a codebook, EMA of sums over ranks", only=RANKS)
+@row("buffer as a codebook, EMA of sums over ranks", only=RANKS, names="all_reduce")
 class Codebook(Supervised):
     """VQ-VAE: a codebook in a buffer, EMA of counts and sums, all-reduced where ranks are; straight-through."""
 
@@ -201,7 +186,7 @@ class Codebook(Supervised):
         return loss
 
 
-@row("buffer as a queue")
+@row("buffer as a queue", names="all_gather")
 class Queue(Supervised):
     """MoCo's queue: rows of a buffer overwritten from a pointer in a buffer, by all-gathered features."""
 

@@ -28,6 +28,8 @@ class Column:
     needs_operators: bool = False
     ranks_per_sample: int = 1
     """The number of ranks that draw the same samples."""
+    names: str = ""
+    """What refusals of the column may name in place of `Row.names`, because it has other reasons."""
     documented: bool = True
     """Whether the page has the column. Strategies of other packages are not on it: their cells must be allowed."""
 
@@ -69,7 +71,12 @@ _columns.append(Column("paral_tp", SplitsSmallLayers, ranks_per_sample=2))
 _columns.sort(key=lambda column: (not column.always, "offload" in column.label))
 COLUMNS = {column.label: column for column in _columns}
 
-PIPELINE = Column("paral_pp", partial(ParalPipelineStrategy, micro_batches=2), ranks_per_sample=2)
+PIPELINE = Column(
+    "paral_pp",
+    partial(ParalPipelineStrategy, micro_batches=2),
+    ranks_per_sample=2,
+    names=r"backbone\.blocks|embedding\.|\w+ uses manual optimization|\w+\.training_step|module cannot be copied",
+)
 """Has no column on the page: tests/distributed/pipeline/test_user_code.py runs the rows."""
 RUNNABLE = COLUMNS | {PIPELINE.label: PIPELINE}
 

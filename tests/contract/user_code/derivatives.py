@@ -26,7 +26,7 @@ class Skipping(Supervised):
         return outputs, slopes
 
 
-@row("derivatives by inputs, in the loss")
+@row("derivatives by inputs, in the loss", names="autograd.grad")
 class Penalty(Skipping):
     """loss + 0.1 * torch.autograd.grad(outputs.sum(), inputs, create_graph=True)[0].pow(2).mean(), with a skip."""
 
@@ -56,7 +56,7 @@ class Adversarial(Skipping):
         return self.loss((inputs + 0.1 * slopes.sign(), targets))
 
 
-@row("derivatives by inputs, by backward()", loaders=validated)
+@row("derivatives by inputs, by backward()", loaders=validated, names="backward")
 class Backward(Skipping):
     """outputs.sum().backward() and inputs.grad in validation_step (saliency)."""
 
@@ -68,7 +68,7 @@ class Backward(Skipping):
         self.zero_grad()
 
 
-@row("derivatives by all parameters")
+@row("derivatives by all parameters", names="autograd.grad")
 class ByAll(Supervised):
     """torch.autograd.grad(loss, self.parameters()) in training_step, of which a value is logged."""
 
@@ -79,7 +79,7 @@ class ByAll(Supervised):
         return loss
 
 
-@row("derivatives along a direction, by torch.func", since="2.13")
+@row("derivatives along a direction, by torch.func", since="2.13", names="forward.mode")
 class Directional(Skipping):
     """torch.func.jvp(self, (inputs,), (direction,)) in the loss."""
 
@@ -89,7 +89,7 @@ class Directional(Skipping):
         return nn.functional.mse_loss(outputs, targets) + 0.1 * slopes.pow(2).mean()
 
 
-@row("derivatives along a direction, by dual tensors")
+@row("derivatives along a direction, by dual tensors", names="forward.mode")
 class Dual(Skipping):
     """torch.autograd.forward_ad.make_dual and unpack_dual in the loss."""
 
@@ -101,7 +101,7 @@ class Dual(Skipping):
         return nn.functional.mse_loss(outputs, targets) + 0.1 * slopes.pow(2).mean()
 
 
-@row("derivatives of each sample, by torch.func", since="2.13")
+@row("derivatives of each sample, by torch.func", since="2.13", names="autograd.grad|torch.func")
 class PerSample(Supervised):
     """vmap(grad(loss of functional_call)) over samples; the mean of their squared norms is logged."""
 
@@ -118,7 +118,7 @@ class PerSample(Supervised):
         return self.loss(batch)
 
 
-@row("derivatives of each output, by torch.func", since="2.13")
+@row("derivatives of each output, by torch.func", since="2.13", names="autograd.grad|torch.func")
 class Jacobian(Skipping):
     """torch.func.vmap(torch.func.jacrev(self)) in the loss (sensitivity)."""
 
@@ -128,7 +128,7 @@ class Jacobian(Skipping):
         return self.loss(batch) + 0.1 * slopes.pow(2).mean()
 
 
-@row("derivatives of each output, by torch.autograd.functional", loaders=validated)
+@row("derivatives of each output, by torch.autograd.functional", loaders=validated, names="autograd.grad")
 class FunctionalJacobian(Skipping):
     """torch.autograd.functional.jacobian(self, inputs) in validation_step."""
 
@@ -153,7 +153,7 @@ class Balanced(Supervised):
         return losses[0] + losses[1]
 
 
-@row("derivatives after the backbone, by torch.func")
+@row("derivatives after the backbone, by torch.func", names="torch.func")
 class OfHead(Supervised):
     """torch.func.vmap(torch.func.grad(...)) of the head alone, by the features."""
 
@@ -164,7 +164,7 @@ class OfHead(Supervised):
         return nn.functional.mse_loss(self.head(features), targets) + 0.1 * slopes.pow(2).mean()
 
 
-@row("derivatives by all parameters, of unused ones none")
+@row("derivatives by all parameters, of unused ones none", names="autograd.grad")
 class AllowingUnused(Supervised):
     """torch.autograd.grad(loss, self.parameters(), allow_unused=True), of which those that are not None are logged."""
 

@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 from torch import nn
 
-from tests.contract.user_code.models import Supervised, regression
+from tests.contract.user_code.models import Supervised
 from tests.contract.user_code.rows import row
 
 LONGER = {"max_epochs": 3}
@@ -40,7 +40,7 @@ class FrozenInSetup(Supervised):
         self.backbone.blocks.requires_grad_(False)
 
 
-@row("unfreezing by hand, optimizer has all", trainer=LONGER)
+@row("unfreezing by hand, optimizer has all", trainer=LONGER, names="backbone.stem")
 class Unfrozen(Supervised):
     """A frozen backbone whose parameters the optimizer has; requires_grad_(True) in on_train_epoch_start."""
 
@@ -56,7 +56,7 @@ class Unfrozen(Supervised):
             self.backbone.requires_grad_(True)
 
 
-@row("unfreezing a block at a time, in the step", trainer=LONGER)
+@row("unfreezing a block at a time, in the step", trainer=LONGER, names="unfroze|requires_grad|blocks.1")
 class UnfrozenInStep(Unfrozen):
     """requires_grad_(True) of a block in training_step."""
 
@@ -87,7 +87,7 @@ class InTurns(Supervised):
         self.head.requires_grad_(batch_idx % 2 == 1)
 
 
-@row("unfreezing, optimizer.add_param_group", trainer=LONGER)
+@row("unfreezing, optimizer.add_param_group", trainer=LONGER, names="backbone.stem")
 class AddedGroup(Unfrozen):
     """optimizer.add_param_group of the backbone as it is unfrozen."""
 
@@ -106,6 +106,7 @@ row(
     callbacks=lambda: [BackboneFinetuning(1, lambda epoch: 1.5, verbose=False)],
     trainer=LONGER,
     strategies=("paral_fsdp_offload",),
+    names="Finetuning",
 )(Supervised)
 
 
@@ -123,6 +124,7 @@ row(
     sentence="A BaseFinetuning that adds a block per epoch.",
     callbacks=lambda: [InStages()],
     trainer=LONGER,
+    names="Finetuning",
 )(Supervised)
 
 
@@ -137,10 +139,11 @@ row(
     sentence="BackboneFinetuning over a resume.",
     callbacks=lambda: [BackboneFinetuning(1, lambda epoch: 1.5, verbose=False)],
     resumed=True,
+    names="Finetuning",
 )(Supervised)
 
 
-@row("parameters unused in the loss")
+@row("parameters unused in the loss", names="spare")
 class Unused(Supervised):
     """A layer that the loss does not use, trained by the optimizer, with weight decay."""
 
@@ -149,7 +152,7 @@ class Unused(Supervised):
         self.spare = nn.Linear(3, 3)
 
 
-@row("parameters used in some steps")
+@row("parameters used in some steps", names="spare")
 class SometimesUsed(Supervised):
     """A layer that every second step uses."""
 
@@ -173,7 +176,7 @@ class AddedLayer(Supervised):
         self.head = nn.Linear(7, 3)
 
 
-@row("a layer replaced during the run", trainer={"max_epochs": 2})
+@row("a layer replaced during the run", trainer={"max_epochs": 2}, names=r"head|optimizer\.state")
 class ReplacedLayer(Supervised):
     """self.head.weight = nn.Parameter(...) in on_train_epoch_start, with the optimizer's param_groups."""
 
@@ -185,6 +188,3 @@ class ReplacedLayer(Supervised):
             optimizer.state.pop(old, None)
             for group in optimizer.param_groups:
                 group["params"] = [self.head.weight if p is old else p for p in group["params"]]
-
-
-__all__ = ["regression"]

@@ -7,13 +7,15 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities import grad_norm
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
-from tests.contract.user_code.models import Supervised
-from tests.contract.user_code.rows import row
+from tests.contract.user_code.models import Manual, Supervised
+from tests.contract.user_code.places import acting
+from tests.contract.user_code.rows import add, row
 
-HOOKED = ("on_after_backward", "on_before_optimizer_step")
+GRAD = r"parameter\.grad"
+"""What refusals of most rows name."""
 
 
-@row("gradient norms logged")
+@row("gradient norms logged", names=GRAD)
 class LoggedNorms(Supervised):
     """self.log_dict(grad_norm(self, 2)) in on_before_optimizer_step (Lightning's documentation)."""
 
@@ -21,15 +23,7 @@ class LoggedNorms(Supervised):
         self.log_dict(grad_norm(self, norm_type=2))
 
 
-@row("gradient norms read")
-class ReadNorms(Supervised):
-    """p.grad.norm() of every parameter in on_after_backward."""
-
-    def on_after_backward(self) -> None:
-        self.seen.append([float(p.grad.norm()) for p in self.parameters() if p.grad is not None])
-
-
-@row("gradient norm, whole, read")
+@row("gradient norm, whole, read", names=GRAD)
 class ReadTotal(Supervised):
     """torch.stack([p.grad.norm() ...]).norm() in on_before_optimizer_step."""
 
@@ -38,7 +32,7 @@ class ReadTotal(Supervised):
         self.seen.append([len(norms), float(torch.stack(norms).norm(2))])
 
 
-@row("gradient norm by get_total_norm")
+@row("gradient norm by get_total_norm", names=GRAD)
 class GetTotal(Supervised):
     """torch.nn.utils.get_total_norm of all gradients in on_before_optimizer_step."""
 
@@ -46,7 +40,7 @@ class GetTotal(Supervised):
         self.seen.append(float(get_total_norm([p.grad for p in self.parameters() if p.grad is not None])))
 
 
-@row("gradient statistics read")
+@row("gradient statistics read", names=GRAD)
 class ReadStatistics(Supervised):
     """p.grad.abs().max(), .mean(), .isnan().any(), (p.grad == 0).sum() in on_before_optimizer_step."""
 
@@ -57,30 +51,46 @@ class ReadStatistics(Supervised):
                 self.seen.append([largest, mean, bool(p.grad.isnan().any()), int((p.grad == 0).sum())])
 
 
-@row("gradients read in on_train_batch_end")
-class ReadAfterStep(Supervised):
-    """p.grad.norm() in on_train_batch_end, before the next zero_grad."""
+def read(module: Any) -> None:
+    module.seen.append([float(p.grad.norm()) for p in module.parameters() if p.grad is not None])
 
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.seen.append([float(p.grad.norm()) for p in self.parameters() if p.grad is not None])
+
+ACCUMULATING = {"trainer": {"accumulate_grad_batches": 2}}
+READ: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gradient norms read": ("on_after_backward", "p.grad.norm() of every parameter", {}),
+    "gradients read in on_train_batch_end": ("on_train_batch_end", "p.grad.norm(), before the next zero_grad,", {}),
+    "gradients by accumulation with hooks": (
+        "on_before_optimizer_step",
+        "accumulate_grad_batches=2, with p.grad.norm() read",
+        ACCUMULATING,
+    ),
+    "gradients read while they accumulate": (
+        "on_after_backward",
+        "accumulate_grad_batches=2, with p.grad.norm() of every batch read",
+        ACCUMULATING | {"reference": "ddp"},
+    ),
+}
+for label, (place, said, options) in READ.items():
+    add(label, f"{said} in {place}.", names=GRAD, **acting(Supervised, place, read), **options)
 
 
 class ReadingCallback(Callback):
     def on_after_backward(self, trainer: Any, module: LightningModule) -> None:
-        module.seen.append([float(p.grad.norm()) for p in module.parameters() if p.grad is not None])
+        read(module)
 
     def on_before_zero_grad(self, trainer: Any, module: LightningModule, optimizer: Any) -> None:
-        module.seen.append([float(p.grad.norm()) for p in module.parameters() if p.grad is not None])
+        read(module)
 
 
 row(
     "gradients read in a callback",
     sentence="p.grad.norm() in on_after_backward and on_before_zero_grad of a callback.",
     callbacks=lambda: [ReadingCallback()],
+    names=GRAD,
 )(Supervised)
 
 
-@row("gradients clamped")
+@row("gradients clamped", names=GRAD)
 class Clamped(Supervised):
     """p.grad.clamp_(-0.05, 0.05) in on_before_optimizer_step."""
 
@@ -90,7 +100,7 @@ class Clamped(Supervised):
                 p.grad.clamp_(-0.05, 0.05)
 
 
-@row("gradients replaced")
+@row("gradients replaced", names=GRAD)
 class Replaced(Supervised):
     """p.grad = p.grad.sign() * 0.1 (and p.grad.data = ...) in on_before_optimizer_step."""
 
@@ -102,7 +112,7 @@ class Replaced(Supervised):
                 p.grad.data = p.grad.data / 2
 
 
-@row("gradients normalized")
+@row("gradients normalized", names=GRAD)
 class Normalized(Supervised):
     """p.grad.div_(p.grad.norm() + 1e-6) in on_after_backward (normalized gradients)."""
 
@@ -111,7 +121,7 @@ class Normalized(Supervised):
             p.grad.div_(p.grad.norm() + 1e-2)
 
 
-@row("gradients centralized")
+@row("gradients centralized", names=GRAD)
 class Centralized(Supervised):
     """p.grad -= p.grad.mean(dim=..., keepdim=True) for matrices in on_before_optimizer_step."""
 
@@ -121,7 +131,7 @@ class Centralized(Supervised):
                 p.grad -= p.grad.mean(dim=1, keepdim=True)
 
 
-@row("gradient noise")
+@row("gradient noise", names=GRAD)
 class Noise(Supervised):
     """p.grad.add_(noise) with noise of p.grad.shape from one generator in on_before_optimizer_step."""
 
@@ -132,7 +142,7 @@ class Noise(Supervised):
                 p.grad.add_(0.1 * torch.randn(p.grad.shape, generator=generator))
 
 
-@row("gradient rows set to zero")
+@row("gradient rows set to zero", names=GRAD)
 class ZeroedRows(Supervised):
     """p.grad[0].zero_() and p.grad[:, 1] = 0 in on_after_backward (frozen rows of an embedding)."""
 
@@ -141,7 +151,7 @@ class ZeroedRows(Supervised):
         self.backbone.blocks[0].layer.weight.grad[:, 1] = 0
 
 
-@row("gradients set to None")
+@row("gradients set to None", names=GRAD)
 class SetToNone(Supervised):
     """p.grad = None for a layer in on_after_backward (skip it in this step)."""
 
@@ -152,7 +162,7 @@ class SetToNone(Supervised):
             self.head.bias.grad = None
 
 
-@row("gradients skipped where not finite")
+@row("gradients skipped where not finite", names=GRAD)
 class SkipNotFinite(Supervised):
     """self.zero_grad() in on_after_backward where a gradient is larger than allowed (skips a step)."""
 
@@ -166,7 +176,7 @@ def _norm(parameters: Any) -> Any:
     return clip_grad_norm_(parameters, 0.3)
 
 
-@row("clip_grad_norm_ of self.parameters()")
+@row("clip_grad_norm_ of self.parameters()", names=GRAD)
 class ClipParameters(Supervised):
     """clip_grad_norm_(self.parameters(), ...) in configure_gradient_clipping."""
 
@@ -174,7 +184,7 @@ class ClipParameters(Supervised):
         self.seen.append(float(_norm(self.parameters())))
 
 
-@row("clip_grad_norm_ of optimizer.param_groups")
+@row("clip_grad_norm_ of optimizer.param_groups", names=GRAD)
 class ClipGroups(Supervised):
     """clip_grad_norm_(group["params"], ...) over optimizer.param_groups in configure_gradient_clipping."""
 
@@ -183,7 +193,7 @@ class ClipGroups(Supervised):
             self.seen.append(float(_norm(group["params"])))
 
 
-@row("clip_grad_norm_ in on_before_optimizer_step")
+@row("clip_grad_norm_ in on_before_optimizer_step", names=GRAD)
 class ClipInHook(Supervised):
     """clip_grad_norm_ of a part of the parameters in on_before_optimizer_step."""
 
@@ -192,7 +202,7 @@ class ClipInHook(Supervised):
         self.seen.append(float(_norm(self.backbone.blocks.parameters())))
 
 
-@row("clip_grad_norm_ of param_groups in optimizer_step")
+@row("clip_grad_norm_ of param_groups in optimizer_step", names=GRAD)
 class ClipInStep(Supervised):
     """A closure that clips optimizer.param_groups in an overridden optimizer_step."""
 
@@ -206,7 +216,7 @@ class ClipInStep(Supervised):
         super().optimizer_step(epoch, batch_idx, optimizer, clipped)
 
 
-@row("clip_grad_value_ of self.parameters()")
+@row("clip_grad_value_ of self.parameters()", names=GRAD)
 class ClipValues(Supervised):
     """clip_grad_value_(self.parameters(), ...) in configure_gradient_clipping."""
 
@@ -234,58 +244,21 @@ row(
 )(Supervised)
 
 
-class Manual(Supervised):
-    """Manual optimization; `between` is called between backward and step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def between(self, optimizer: Any) -> None:
-        pass
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        loss = self.loss(batch)
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        self.between(optimizer)
-        optimizer.step()
-        return loss
-
-
-@row("gradient norm read in manual optimization")
-class ManualNorm(Manual):
-    """p.grad.norm() between manual_backward and optimizer.step()."""
-
-    def between(self, optimizer: Any) -> None:
-        self.seen.append([float(p.grad.norm()) for p in self.parameters()])
-
-
-@row("clip_grad_norm_ in manual optimization")
-class ManualClip(Manual):
-    """clip_grad_norm_(self.parameters(), ...) between manual_backward and optimizer.step()."""
-
-    def between(self, optimizer: Any) -> None:
-        _norm(self.parameters())
-
-
-@row("clip_grad_norm_ of param_groups in manual optimization")
-class ManualClipGroups(Manual):
-    """clip_grad_norm_ over optimizer.param_groups between manual_backward and optimizer.step()."""
-
-    def between(self, optimizer: Any) -> None:
-        for group in optimizer.param_groups:
-            _norm(group["params"])
-
-
-@row("gradients clamped in manual optimization")
-class ManualClamp(Manual):
-    """p.grad.clamp_ between manual_backward and optimizer.step()."""
-
-    def between(self, optimizer: Any) -> None:
-        for p in self.parameters():
-            p.grad.clamp_(-0.05, 0.05)
+BETWEEN: dict[str, tuple[str, Any]] = {
+    "gradient norm read": (
+        "p.grad.norm()",
+        lambda module, _: module.seen.append([float(p.grad.norm()) for p in module.parameters()]),
+    ),
+    "clip_grad_norm_": ("clip_grad_norm_(self.parameters(), ...)", lambda module, _: _norm(module.parameters())),
+    "clip_grad_norm_ of param_groups": (
+        "clip_grad_norm_ over optimizer.param_groups",
+        lambda module, optimizer: [_norm(group["params"]) for group in optimizer.param_groups],
+    ),
+    "gradients clamped": ("p.grad.clamp_", lambda module, _: [p.grad.clamp_(-0.05, 0.05) for p in module.parameters()]),
+}
+for label, (said, act) in BETWEEN.items():
+    made = type("Acting", (Manual,), {"between": act})
+    add(f"{label} in manual optimization", f"{said} between manual_backward and optimizer.step().", made, names=GRAD)
 
 
 @row("self.clip_gradients in manual optimization")
@@ -296,29 +269,9 @@ class ManualClipBySelf(Manual):
         self.clip_gradients(optimizer, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
 
 
-@row("gradients by accumulation with hooks", trainer={"accumulate_grad_batches": 2})
-class Accumulated(Supervised):
-    """accumulate_grad_batches=2, with p.grad.norm() read in on_before_optimizer_step."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.seen.append([float(p.grad.norm()) for p in self.parameters()])
-
-
-@row("gradients read while they accumulate", trainer={"accumulate_grad_batches": 2}, reference="ddp")
-class ReadAccumulating(Supervised):
-    """accumulate_grad_batches=2, with p.grad.norm() read in on_after_backward of every batch."""
-
-    def on_after_backward(self) -> None:
-        self.seen.append([float(p.grad.norm()) for p in self.parameters()])
-
-
 @row("gradient accumulation, not automatic")
-class ManualAccumulation(Supervised):
+class ManualAccumulation(Manual):
     """Manual optimization that steps every second batch, and at the last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer = self.optimizers()
@@ -330,7 +283,7 @@ class ManualAccumulation(Supervised):
         return loss
 
 
-@row("gradients by torch.autograd.grad of inputs")
+@row("gradients by torch.autograd.grad of inputs", names="autograd.grad")
 class Penalty(Supervised):
     """A gradient penalty: torch.autograd.grad of the outputs by the inputs, create_graph=True (WGAN-GP)."""
 
@@ -353,7 +306,7 @@ class ParameterGradients(Supervised):
         return loss * (1 + 0 * slope.norm().detach()) + 0.01 * self.head.weight.sum()
 
 
-@row("gradient hook of a parameter, scaled")
+@row("gradient hook of a parameter, scaled", names="ParameterHook")
 class ParameterHook(Supervised):
     """p.register_hook(lambda g: g * 0.5) in __init__."""
 
@@ -372,7 +325,7 @@ class CountingHook(Supervised):
             p.register_hook(lambda grad: self.seen.append(1))
 
 
-@row("gradient hook of a parameter, masking")
+@row("gradient hook of a parameter, masking", names="MaskingHook")
 class MaskingHook(Supervised):
     """p.register_hook(lambda g: g * mask) with a mask of the parameter's shape (rows of an embedding frozen)."""
 
@@ -387,7 +340,7 @@ def halve(parameter: Any) -> None:
     parameter.grad.mul_(0.5)
 
 
-@row("gradient hook after accumulation")
+@row("gradient hook after accumulation", names=r"accumulate_grad_hook|parameter\.grad")
 class PostHook(Supervised):
     """p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))."""
 
@@ -428,7 +381,7 @@ class OwnBackward(Supervised):
         (loss * 2).backward()
 
 
-@row("backward twice by retain_graph")
+@row("backward twice by retain_graph", names="retain_graph")
 class Twice(Manual):
     """self.manual_backward(a, retain_graph=True); self.manual_backward(b) of one graph."""
 
@@ -444,13 +397,9 @@ class Twice(Manual):
         return loss
 
 
-@row("loss.backward() in manual optimization")
-class PlainBackward(Supervised):
+@row("loss.backward() in manual optimization", names="backward")
+class PlainBackward(Manual):
     """loss.backward() instead of self.manual_backward(loss)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer = self.optimizers()

@@ -6,9 +6,9 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
+from torch.optim import lr_scheduler
 
-from tests.contract.user_code.gradients import Manual
-from tests.contract.user_code.models import Supervised, loader, regression, samples, validated
+from tests.contract.user_code.models import Manual, Supervised, loader, regression, samples, validated
 from tests.contract.user_code.rows import add, row
 
 
@@ -65,35 +65,24 @@ row(
 )(Supervised)
 
 
+def per_step(scheduler: Any, **more: Any) -> dict[str, Any]:
+    return {"scheduler": scheduler, "interval": "step"} | more
+
+
+def warmed_up(optimizer: Any) -> Any:
+    parts = [lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 3), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])
+
+
 SCHEDULERS: dict[str, Any] = {
-    "StepLR per epoch": lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
-    "OneCycleLR per step": lambda o: {
-        "scheduler": torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=8),
-        "interval": "step",
-    },
-    "CosineAnnealingLR per 2 steps": lambda o: {
-        "scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(o, 4),
-        "interval": "step",
-        "frequency": 2,
-    },
-    "LambdaLR per step": lambda o: {
-        "scheduler": torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (step + 1)),
-        "interval": "step",
-    },
-    "SequentialLR per step": lambda o: {
-        "scheduler": torch.optim.lr_scheduler.SequentialLR(
-            o,
-            [torch.optim.lr_scheduler.LinearLR(o, 0.1, 1.0, 3), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
-            milestones=[3],
-        ),
-        "interval": "step",
-    },
-    "CyclicLR per step": lambda o: {
-        "scheduler": torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.05, 2),
-        "interval": "step",
-    },
+    "StepLR per epoch": lambda o: lr_scheduler.StepLR(o, 1, 0.5),
+    "OneCycleLR per step": lambda o: per_step(lr_scheduler.OneCycleLR(o, 0.1, total_steps=8)),
+    "CosineAnnealingLR per 2 steps": lambda o: per_step(lr_scheduler.CosineAnnealingLR(o, 4), frequency=2),
+    "LambdaLR per step": lambda o: per_step(lr_scheduler.LambdaLR(o, lambda step: 1 / (step + 1))),
+    "SequentialLR per step": lambda o: per_step(warmed_up(o)),
+    "CyclicLR per step": lambda o: per_step(lr_scheduler.CyclicLR(o, 0.01, 0.05, 2)),
     "ReduceLROnPlateau": lambda o: {
-        "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=0.9),
+        "scheduler": lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=0.9),
         "monitor": "val_loss",
     },
 }
@@ -134,7 +123,7 @@ class ManualScheduler(Manual):
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+        return [optimizer], [lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -148,7 +137,7 @@ class OwnStep(Supervised):
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
+        return [optimizer], [{"scheduler": lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         scheduler.step(epoch=self.trainer.global_step + 1)

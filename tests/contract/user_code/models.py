@@ -111,6 +111,46 @@ class Supervised(LightningModule):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
 
 
+class Normalized(Supervised):
+    """Has BatchNorm between backbone and head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.backbone(x)))
+
+
+class Every(Supervised):
+    """Has a step for every stage."""
+
+    test_step = Supervised.validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
+
+
+class Manual(Supervised):
+    """Manual optimization; `between` is called between backward and step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def between(self, optimizer: Any) -> None:
+        pass
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.between(optimizer)
+        optimizer.step()
+        return loss
+
+
 class Momentum(Supervised):
     """Also has a target network, a frozen copy of the backbone, whose outputs the backbone approximates."""
 

@@ -8,11 +8,11 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from tests.contract.user_code.models import FEATURES, OUTPUTS, WIDTH, Backbone, Block, Supervised
+from tests.contract.user_code.models import FEATURES, OUTPUTS, WIDTH, Backbone, Block, Manual, Supervised
 from tests.contract.user_code.rows import add, row
 
 
-def changed(change: Any, sentence: str) -> type[Supervised]:
+def changed(change: Any) -> type[Supervised]:
     """Return a module that `change` is applied to when it is built."""
 
     class Changed(Supervised):
@@ -20,37 +20,24 @@ def changed(change: Any, sentence: str) -> type[Supervised]:
             super().__init__()
             change(self)
 
-    Changed.__doc__ = sentence
     return Changed
 
 
-def layers(module: Any) -> list[nn.Linear]:
-    return [module.head, module.backbone.blocks[0].layer]
-
-
-PARAMETRIZED = {
-    "weight_norm": parametrizations.weight_norm,
-    "spectral_norm": parametrizations.spectral_norm,
-    "orthogonal": parametrizations.orthogonal,
+NORMS: dict[str, tuple[str, Any]] = {
+    **{
+        f"parametrizations.{name}": (f"parametrizations.{name} of layers", getattr(parametrizations, name))
+        for name in ("weight_norm", "spectral_norm", "orthogonal")
+    },
+    "the old weight_norm": ("weight_norm, by forward hooks", nn.utils.weight_norm),
+    "the old spectral_norm": ("spectral_norm, by forward hooks", nn.utils.spectral_norm),
 }
-for name, function in PARAMETRIZED.items():
+for name, (said, normalize) in NORMS.items():
     add(
-        f"module with parametrizations.{name}",
-        f"torch.nn.utils.parametrizations.{name} of layers.",
-        changed(lambda module, function=function: [function(layer) for layer in layers(module)], name),
-        reference="ddp" if name == "spectral_norm" else "auto",
+        f"module with {name}",
+        f"torch.nn.utils.{said}.",
+        changed(lambda m, f=normalize: [f(layer) for layer in (m.head, m.backbone.blocks[0].layer)]),
+        reference="ddp" if "spectral" in name else "auto",
     )
-add(
-    "module with the old weight_norm",
-    "torch.nn.utils.weight_norm, by forward hooks.",
-    changed(lambda module: [nn.utils.weight_norm(layer) for layer in layers(module)], ""),
-)
-add(
-    "module with the old spectral_norm",
-    "torch.nn.utils.spectral_norm, by forward hooks.",
-    changed(lambda module: [nn.utils.spectral_norm(layer) for layer in layers(module)], ""),
-    reference="ddp",
-)
 
 
 class Symmetric(nn.Module):
@@ -61,9 +48,7 @@ class Symmetric(nn.Module):
 add(
     "module with a parametrization of one's own",
     "torch.nn.utils.parametrize.register_parametrization.",
-    changed(
-        lambda m: nn.utils.parametrize.register_parametrization(m.backbone.blocks[1].layer, "weight", Symmetric()), ""
-    ),
+    changed(lambda m: nn.utils.parametrize.register_parametrization(m.backbone.blocks[1].layer, "weight", Symmetric())),
 )
 
 
@@ -92,7 +77,7 @@ class TiedByUse(Supervised):
         return nn.functional.mse_loss(rebuilt, inputs) + nn.functional.mse_loss(self.head(features), targets)
 
 
-@row("module with a penalty on all parameters", tolerance=2e-5)
+@row("module with a penalty on all parameters", tolerance=2e-5, names="backbone.blocks.0")
 class PenaltyOnAll(Supervised):
     """loss + 1e-2 * sum(p.pow(2).sum() for p in self.parameters()) in training_step."""
 
@@ -100,7 +85,7 @@ class PenaltyOnAll(Supervised):
         return self.loss(batch) + 1e-2 * sum(p.pow(2).sum() for p in self.parameters())
 
 
-@row("module with a penalty on a block's weight")
+@row("module with a penalty on a block's weight", names="backbone.blocks.0")
 class PenaltyOnBlock(Supervised):
     """loss + 1e-2 * self.backbone.blocks[0].layer.weight.norm() in training_step."""
 
@@ -116,24 +101,17 @@ class PenaltyOnHead(Supervised):
         return self.loss(batch) + 1e-2 * self.head.weight.abs().sum()
 
 
-@row("module with a penalty alone")
-class PenaltyAlone(Supervised):
+@row("module with a penalty alone", names="[Gg]radients")
+class PenaltyAlone(Manual):
     """A manual step of the penalty sum(p.norm()) alone, without a forward pass."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        loss = self.loss(batch) if batch_idx % 2 == 0 else 0.01 * sum(p.square().sum() for p in self.parameters())
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return loss
+    def loss(self, batch: Any) -> Any:
+        if self.global_step % 2:
+            return 0.01 * sum(p.square().sum() for p in self.parameters())
+        return super().loss(batch)
 
 
-@row("module with EWC's penalty")
+@row("module with EWC's penalty", names="backbone.blocks.0")
 class Ewc(Supervised):
     """loss + sum((fisher * (p - p_old).pow(2)).sum()), with dicts of clones made in on_train_start (EWC, L2-SP)."""
 
@@ -262,7 +240,7 @@ class HiddenTeacher(Supervised):
             q.data.mul_(0.5).add_(0.5 * p.data)
 
 
-@row("module copied in on_fit_start")
+@row("module copied in on_fit_start", names="deepcopy")
 class CopiedInFitStart(HiddenTeacher):
     """self.teacher = [copy.deepcopy(self.backbone)] in on_fit_start."""
 
@@ -273,7 +251,7 @@ class CopiedInFitStart(HiddenTeacher):
         self.teacher = [copy.deepcopy(self.backbone).requires_grad_(False)]
 
 
-@row("module copied in on_train_start")
+@row("module copied in on_train_start", names="deepcopy")
 class CopiedInTrainStart(CopiedInFitStart):
     """self.teacher = [copy.deepcopy(self.backbone)] in on_train_start."""
 
@@ -284,7 +262,7 @@ class CopiedInTrainStart(CopiedInFitStart):
         self.teacher = [copy.deepcopy(self.backbone).requires_grad_(False)]
 
 
-@row("module copied during the run")
+@row("module copied during the run", names="deepcopy")
 class CopiedInEpoch(Supervised):
     """copy.deepcopy(self) or of a part in on_train_epoch_end, its sum read (a snapshot of the best)."""
 
@@ -344,7 +322,7 @@ class MergedLora(Lora):
         self._merge(1)
 
 
-@row("module whose input is changed in place")
+@row("module whose input is changed in place", names="InPlaceInput")
 class InPlaceInput(Supervised):
     """inputs.mul_(2) in training_step; relu_(x) inside."""
 
@@ -401,7 +379,7 @@ class BackwardHooks(Supervised):
         self.backbone.blocks[0].register_full_backward_pre_hook(lambda module, slopes: tuple(s * 2 for s in slopes))
 
 
-@row("module with a submodule called by another method")
+@row("module with a submodule called by another method", names="backbone.blocks.0")
 class OtherMethod(Supervised):
     """A method other than forward of a submodule, and of the LightningModule itself."""
 
@@ -426,7 +404,7 @@ class WithMethod(nn.Module):
         return self.out(x)
 
 
-@row("module called functionally", reference="ddp")
+@row("module called functionally", reference="ddp", names="[Ff]unctional")
 class Functional(Supervised):
     """torch.func.functional_call(self.head, changed weights, x) (MAML's inner step)."""
 
@@ -468,7 +446,7 @@ class Embedded(Supervised):
         return super().forward(x) + self.head(self.embedding(numbers).mean(dim=1))
 
 
-@row("module with an embedding and max_norm", reference="auto")
+@row("module with an embedding and max_norm", reference="auto", names="max_norm")
 class MaxNorm(Embedded):
     """nn.Embedding(max_norm=...), which writes its weight in forward."""
 
@@ -477,7 +455,7 @@ class MaxNorm(Embedded):
         self.embedding = nn.Embedding(9, WIDTH, max_norm=1.0)
 
 
-@row("module with a sparse embedding")
+@row("module with a sparse embedding", names="sparse")
 class SparseEmbedding(Embedded):
     """nn.Embedding(sparse=True), whose gradient is a sparse tensor."""
 
@@ -489,7 +467,7 @@ class SparseEmbedding(Embedded):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-@row("module with a contrastive loss over all ranks")
+@row("module with a contrastive loss over all ranks", names="all_gather")
 class Contrastive(Supervised):
     """InfoNCE over self.all_gather(features, sync_grads=True)."""
 
@@ -530,7 +508,7 @@ class Attention(Supervised):
         return super().forward(x) + self.last(self.encoder(self.project(x.unsqueeze(2))).mean(dim=1))
 
 
-@row("module cast in __init__")
+@row("module cast in __init__", names="float64")
 class Double(Supervised):
     """self.double() of a part: parameters of two dtypes."""
 

@@ -1,13 +1,13 @@
 """Rows about optimizers: all of torch.optim, and optimizers that use a parameter's shape or norm."""
 
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
 
-from tests.contract.user_code.gradients import Manual
-from tests.contract.user_code.models import Supervised
+from tests.contract.user_code.models import Manual, Supervised
 from tests.contract.user_code.rows import add, row
 
 MATRICES = ("Muon",)
@@ -23,7 +23,8 @@ def optimized(make: Callable[[Any], Any]) -> type[Supervised]:
 
 
 def add_optimizer(label: str, make: Callable[[Any], Any], **options: Any) -> None:
-    add(f"optimizer {label}", f"{label} in configure_optimizers", optimized(make), **options)
+    names = re.escape(label.removeprefix("torch.optim."))
+    add(f"optimizer {label}", f"{label} in configure_optimizers", optimized(make), names=names, **options)
 
 
 LEARNING_RATES = {"Adadelta": 1.0, "Adafactor": 0.05, "LBFGS": 0.1, "Rprop": 1e-3, "ASGD": 0.05, "SGD": 0.05}
@@ -59,55 +60,56 @@ add_optimizer("SGD(nesterov)", lambda m: torch.optim.SGD(m.parameters(), lr=0.05
 add_optimizer("Adam(weight_decay)", lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, weight_decay=0.1))
 
 
-class Lion(Optimizer):
+class OfOnesOwn(Optimizer):
+    """Updates each parameter by itself."""
+
+    more: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr} | self.more)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in filter(lambda p: p.grad is not None, group["params"]):
+                self.update(p, self.state[p], group)
+        return loss
+
+    def update(self, p: Any, state: Any, group: Any) -> None:
+        raise NotImplementedError
+
+
+class Lion(OfOnesOwn):
     """Elementwise: the sign of an interpolation (the usual implementation of lucidrains)."""
 
-    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99), decay: float = 0.01):
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": decay})
+    more: ClassVar = {"betas": (0.9, 0.99), "weight_decay": 0.01}
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for p in filter(lambda p: p.grad is not None, group["params"]):
-                state = self.state[p]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(p)
-                p.data.mul_(1 - group["lr"] * group["weight_decay"])
-                update = state["exp_avg"].clone().mul_(first).add(p.grad, alpha=1 - first).sign_()
-                p.add_(update, alpha=-group["lr"])
-                state["exp_avg"].mul_(second).add_(p.grad, alpha=1 - second)
-        return loss
+    def update(self, p: Any, state: Any, group: Any) -> None:
+        first, second = group["betas"]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(p)
+        p.data.mul_(1 - group["lr"] * group["weight_decay"])
+        change = state["exp_avg"].clone().mul_(first).add(p.grad, alpha=1 - first).sign_()
+        p.add_(change, alpha=-group["lr"])
+        state["exp_avg"].mul_(second).add_(p.grad, alpha=1 - second)
 
 
-class Lars(Optimizer):
+class Lars(OfOnesOwn):
     """The learning rate scaled by |p| / |grad| of each parameter (LARS of Lightning Bolts and SwAV)."""
 
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr, "trust": 0.1, "momentum": 0.9})
+    more: ClassVar = {"trust": 0.1, "momentum": 0.9}
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                norm, slope = torch.norm(p), torch.norm(p.grad)
-                ratio = torch.where((norm > 0) & (slope > 0), group["trust"] * norm / slope, torch.ones_like(norm))
-                state = self.state[p]
-                if "mu" not in state:
-                    state["mu"] = torch.zeros_like(p)
-                state["mu"].mul_(group["momentum"]).add_(p.grad * ratio)
-                p.add_(state["mu"], alpha=-group["lr"])
-        return loss
+    def update(self, p: Any, state: Any, group: Any) -> None:
+        norm, slope = torch.norm(p), torch.norm(p.grad)
+        ratio = torch.where((norm > 0) & (slope > 0), group["trust"] * norm / slope, torch.ones_like(norm))
+        if "mu" not in state:
+            state["mu"] = torch.zeros_like(p)
+        state["mu"].mul_(group["momentum"]).add_(p.grad * ratio)
+        p.add_(state["mu"], alpha=-group["lr"])
 
 
 class Lamb(torch.optim.AdamW):
@@ -127,62 +129,34 @@ class Lamb(torch.optim.AdamW):
         return loss
 
 
-class RowScaled(Optimizer):
+class RowScaled(OfOnesOwn):
     """Adafactor's idea by hand: second moments of rows and columns of matrices."""
 
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                square = p.grad.square() + 1e-8
-                if p.dim() > 1:
-                    if not state:
-                        state["row"], state["column"] = torch.zeros_like(square[:, 0]), torch.zeros_like(square[0])
-                    state["row"].lerp_(square.mean(dim=1), 0.5)
-                    state["column"].lerp_(square.mean(dim=0), 0.5)
-                    scale = state["row"][:, None] * state["column"][None] / state["row"].mean()
-                else:
-                    state["whole"] = state.get("whole", torch.zeros_like(square)).lerp(square, 0.5)
-                    scale = state["whole"]
-                p.add_(p.grad / scale.sqrt(), alpha=-group["lr"])
-        return loss
+    def update(self, p: Any, state: Any, group: Any) -> None:
+        square = p.grad.square() + 1e-8
+        if p.dim() > 1:
+            if not state:
+                state["row"], state["column"] = torch.zeros_like(square[:, 0]), torch.zeros_like(square[0])
+            state["row"].lerp_(square.mean(dim=1), 0.5)
+            state["column"].lerp_(square.mean(dim=0), 0.5)
+            scale = state["row"][:, None] * state["column"][None] / state["row"].mean()
+        else:
+            state["whole"] = state.get("whole", torch.zeros_like(square)).lerp(square, 0.5)
+            scale = state["whole"]
+        p.add_(p.grad / scale.sqrt(), alpha=-group["lr"])
 
 
-class Orthogonalized(Optimizer):
+class Orthogonalized(OfOnesOwn):
     """Muon by hand: the momentum of a matrix orthogonalized by Newton and Schulz."""
 
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                state["momentum"] = state.get("momentum", torch.zeros_like(p)).lerp(p.grad, 0.1)
-                update = state["momentum"]
-                if p.dim() == 2:
-                    update = update / (update.norm() + 1e-7)
-                    for _ in range(3):
-                        update = 1.5 * update - 0.5 * update @ update.T @ update
-                p.add_(update, alpha=-group["lr"])
-        return loss
+    def update(self, p: Any, state: Any, group: Any) -> None:
+        state["momentum"] = state.get("momentum", torch.zeros_like(p)).lerp(p.grad, 0.1)
+        change = state["momentum"]
+        if p.dim() == 2:
+            change = change / (change.norm() + 1e-7)
+            for _ in range(3):
+                change = 1.5 * change - 0.5 * change @ change.T @ change
+        p.add_(change, alpha=-group["lr"])
 
 
 for custom in (Lion, Lars, Lamb, RowScaled, Orthogonalized):
@@ -191,6 +165,7 @@ for custom in (Lion, Lars, Lamb, RowScaled, Orthogonalized):
         f"optimizer of one's own, {custom.__name__}",
         doc,
         optimized(lambda module, custom=custom: custom(module.parameters(), lr=1e-2)),
+        names=custom.__name__,
     )
 
 
@@ -264,7 +239,7 @@ class ClosureFirst(Supervised):
         optimizer.step()
 
 
-@row("optimizer SAM in manual optimization")
+@row("optimizer SAM in manual optimization", names=r"parameter\.grad")
 class Sam(Manual):
     """Sharpness-aware minimization: p.add_(e), a second backward, p.sub_(e), step."""
 
@@ -286,7 +261,7 @@ class Sam(Manual):
         return loss
 
 
-@row("optimizer state read in a hook")
+@row("optimizer state read in a hook", names=r"optimizer\.state")
 class ReadState(Supervised):
     """optimizer.state[p]["exp_avg"].norm() in on_train_batch_end."""
 
@@ -298,7 +273,7 @@ class ReadState(Supervised):
         self.seen.append([float(state[p]["exp_avg"].norm()) for p in self.parameters()])
 
 
-@row("optimizer state reset in a hook")
+@row("optimizer state reset in a hook", names=r"optimizer\.state")
 class ResetState(Supervised):
     """optimizer.state[p]["momentum_buffer"].zero_() for all in on_train_batch_end."""
 
@@ -307,7 +282,7 @@ class ResetState(Supervised):
             state["momentum_buffer"].zero_()
 
 
-@row("optimizer state cleared in a hook")
+@row("optimizer state cleared in a hook", names=r"optimizer\.state")
 class ClearedState(Supervised):
     """optimizer.state.clear() (a restart), as collections.defaultdict(dict), in on_train_batch_end."""
 
@@ -332,12 +307,11 @@ class SameParameters(Supervised):
 
 
 @row("optimizers, two, by toggling (GAN)")
-class Gan(Supervised):
+class Gan(Manual):
     """Two optimizers, toggle_optimizer, manual_backward, step, untoggle (Lightning's GAN)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.automatic_optimization = False
         self.critic = torch.nn.Sequential(torch.nn.Linear(3, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

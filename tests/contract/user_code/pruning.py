@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch import nn
 from torch.nn.utils import prune
@@ -18,40 +17,25 @@ def pruning(**options: Any) -> Any:
     return make
 
 
-add(
-    "pruning by ModelPruning",
-    "ModelPruning('l1_unstructured', amount=0.3).",
-    Supervised,
-    callbacks=pruning(),
-    trainer={"max_epochs": 2},
-)
-add(
-    "pruning by ModelPruning, lottery ticket",
-    "ModelPruning(use_lottery_ticket_hypothesis=True).",
-    Supervised,
-    callbacks=pruning(use_lottery_ticket_hypothesis=True),
-    trainer={"max_epochs": 2},
-)
-add(
-    "pruning by ModelPruning, not permanent",
-    "ModelPruning(make_pruning_permanent=False).",
-    Supervised,
-    callbacks=pruning(make_pruning_permanent=False),
-    trainer={"max_epochs": 2},
-)
-add(
-    "pruning by ModelPruning, structured",
-    "ModelPruning('ln_structured', pruning_dim=0, pruning_norm=2).",
-    Supervised,
-    callbacks=pruning(
-        pruning_fn="ln_structured",
-        parameter_names=["weight"],
-        use_global_unstructured=False,
-        pruning_dim=0,
-        pruning_norm=2,
+OF_WEIGHTS = {"parameter_names": ["weight"], "use_global_unstructured": False}
+MODEL_PRUNING: dict[str, tuple[str, dict[str, Any]]] = {
+    "": ("'l1_unstructured', amount=0.3", {}),
+    ", lottery ticket": ("use_lottery_ticket_hypothesis=True", {"use_lottery_ticket_hypothesis": True}),
+    ", not permanent": ("make_pruning_permanent=False", {"make_pruning_permanent": False}),
+    ", structured": (
+        "'ln_structured', pruning_dim=0, pruning_norm=2",
+        {"pruning_fn": "ln_structured", "pruning_dim": 0, "pruning_norm": 2} | OF_WEIGHTS,
     ),
-    trainer={"max_epochs": 2},
-)
+}
+for kind, (said, options) in MODEL_PRUNING.items():
+    add(
+        f"pruning by ModelPruning{kind}",
+        f"ModelPruning({said}).",
+        Supervised,
+        callbacks=pruning(**options),
+        trainer={"max_epochs": 2},
+        names="weight_orig",
+    )
 
 
 @row("pruning in __init__")
@@ -64,7 +48,7 @@ class PrunedBefore(Supervised):
             prune.l1_unstructured(layer, "weight", 0.3)
 
 
-@row("pruning in a hook", trainer={"max_epochs": 2})
+@row("pruning in a hook", trainer={"max_epochs": 2}, names="weight_orig")
 class PrunedInHook(Supervised):
     """torch.nn.utils.prune.l1_unstructured in on_train_epoch_end."""
 
@@ -73,7 +57,7 @@ class PrunedInHook(Supervised):
         prune.l1_unstructured(self.backbone.blocks[0].layer, "weight", 0.3)
 
 
-@row("pruning made permanent")
+@row("pruning made permanent", names="head")
 class Permanent(PrunedBefore):
     """prune.remove in on_train_epoch_end."""
 
@@ -82,7 +66,7 @@ class Permanent(PrunedBefore):
             prune.remove(layer, "weight")
 
 
-@row("parametrization added in on_fit_start")
+@row("parametrization added in on_fit_start", names="head|parametrizations")
 class ParametrizedLater(Supervised):
     """register_parametrization of weight_norm in on_fit_start."""
 
@@ -90,7 +74,7 @@ class ParametrizedLater(Supervised):
         nn.utils.parametrizations.weight_norm(self.head)
 
 
-@row("parametrization added during the run", trainer={"max_epochs": 2})
+@row("parametrization added during the run", trainer={"max_epochs": 2}, names="head")
 class ParametrizedInEpoch(Supervised):
     """register_parametrization in on_train_epoch_start of the second epoch (Dropconnect, quantization)."""
 
@@ -112,5 +96,3 @@ add(
     callbacks=lambda: [StochasticWeightAveraging(0.05, 1)],
     trainer={"max_epochs": 3},
 )
-
-__all__ = ["torch"]

@@ -161,6 +161,7 @@ row(
     "saving, state_dict in a callback",
     "torch.save(pl_module.state_dict()) in a callback, and what torch.load reads from it.",
     callbacks=lambda: [Saved()],
+    names="torch.save",
 )(Supervised)
 
 
@@ -273,10 +274,11 @@ row(
     "model.save_pretrained() in a callback on all ranks, and the weights in the file.",
     callbacks=lambda: [SavesPretrained()],
     loaders=texts,
+    names="save_pretrained",
 )(Language)
 
 
-@row("Hugging Face, PEFT", callbacks=lambda: [SavesPretrained()], loaders=texts)
+@row("Hugging Face, PEFT", callbacks=lambda: [SavesPretrained()], loaders=texts, names="save_pretrained")
 class LowRank(Language):
     """A LoRA of peft, trained, and saved by save_pretrained() in a callback."""
 

@@ -3,67 +3,35 @@
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 
-from tests.contract.user_code.models import Loaders, regression
-
-
-@dataclass(frozen=True)
-class Row:
-    """A piece of user code, which is fitted under every strategy."""
-
-    label: str
-    """A unique, short name."""
-    sentence: str
-    """A sentence for the page that says what the user writes."""
-    theme: str
-    """The name of the file that has the row."""
-    module: Callable[[], LightningModule]
-    """A function that returns the module. It is called after the seed is set."""
-    callbacks: Callable[[], list[Callback]] = list
-    """A function that returns the user's callbacks."""
-    trainer: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the Trainer, which trains for one epoch by default."""
-    loaders: Loaders = regression
-    """A function of rank and number of ranks that returns the loaders for `fit`."""
-    resumed: bool = False
-    """Whether the run is interrupted: fit one epoch, save, resume with a new module, and fit the second epoch. The
-    reference fits both epochs at once."""
-    strategies: tuple[str, ...] = ()
-    """Further columns, besides those in which every row runs."""
-    reference: str = "auto"
-    """The alternative to one process. `"ddp"`: the cell may equal Lightning's DDP at the same world size, if the code
-    computes a value from a rank's own samples that is not a mean over samples, as BatchNorm does."""
-    tolerance: float = 1e-5
-    """The largest difference: relative, and absolute below 1."""
-    names: str = ""
-    """A regular expression that the message of a refusal must match."""
-    patience: float = 150.0
-    """Seconds after which a cell counts as hanging."""
-    of_one_rank: bool = False
-    """Whether only one rank raises the error, and the launcher ends the others, as for any exception."""
-    only: tuple[str, ...] = ()
-    """The only columns in which the row runs; if empty, it runs in all."""
-    since: str = ""
-    """The first version of torch with the outcomes of the page. With earlier ones, cells need only be allowed."""
-    apart: tuple[str, ...] = ()
-    """Patterns of names in the `state_dict` and metrics that are not compared, such as those drawn at random."""
-
+from tests.contract.tables.table import Row
+from tests.contract.user_code.columns import COLUMNS
+from tests.contract.user_code.fitting import Fit
 
 ROWS: dict[str, Row] = {}
 
 
 def add(label: str, sentence: str, module: Callable[[], LightningModule], **options: Any) -> None:
-    """Register a row."""
+    """Register a row.
+
+    Args:
+        label: a unique, short name.
+        sentence: a sentence for the page that says what the user writes.
+        module: a function that returns the module.
+        **options: fields of `Fit` and of `Row`, and:
+            strategies: further columns, besides those in which every row runs.
+            only: the only columns in which the row runs.
+    """
     _register(label, sentence, sys._getframe(1).f_code.co_filename, module, options)
 
 
 def row(label: str, sentence: str = "", **options: Any) -> Callable[[Any], Any]:
-    """Register the decorated module as a row; its docstring is the sentence, unless one is given."""
+    """Register the decorated module as a row, as `add` does; its docstring is the sentence, unless one is given."""
     file = sys._getframe(1).f_code.co_filename
 
     def register(module: Any) -> Any:
@@ -77,4 +45,15 @@ def _register(label: str, sentence: str, file: str, module: Any, options: dict[s
     assert sentence, label
     assert label not in ROWS, label
     assert "|" not in label, label
-    ROWS[label] = Row(label, sentence, Path(file).stem, module, **options)
+    theme = Path(file).stem
+    of_fit = {field.name for field in fields(Fit)}
+    fit = Fit(module=module, **{name: value for name, value in options.items() if name in of_fit})
+    more = {name: value for name, value in options.items() if name not in of_fit}
+    columns = _columns(theme, more.pop("strategies", ()), more.pop("only", ()))
+    text = f"**{label}**{' *(resumed)*' if fit.resumed else ''}: {sentence}"
+    ROWS[label] = Row(label=label, text=text, theme=theme, scenario=fit, columns=columns, **more)
+
+
+def _columns(theme: str, further: tuple[str, ...], only: tuple[str, ...]) -> tuple[str, ...]:
+    always = [label for label, column in COLUMNS.items() if column.always and theme in (column.themes or (theme,))]
+    return tuple(label for label in COLUMNS if label in (only or (*always, *further)))

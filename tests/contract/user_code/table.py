@@ -1,13 +1,12 @@
-"""Write and read docs/user-code.md, the table with the expected outcome of every cell."""
+"""The table of user code."""
 
-import re
 from pathlib import Path
 
-from tests.contract.user_code.columns import COLUMNS
-from tests.contract.user_code.outcomes import Outcome, columns_of
+import tests.contract.user_code.themes  # noqa: F401  registers the rows
+from tests.contract.tables.lanes import Rule
+from tests.contract.tables.table import Table
 from tests.contract.user_code.rows import ROWS
 
-PATH = Path(__file__).parents[3] / "docs" / "user-code.md"
 TITLES = {
     "updates": "Target networks and averages",
     "trained": "Trained parameters written by hand",
@@ -44,71 +43,33 @@ leaves those below 100,000 elements whole. Rows marked *resumed* save after an e
 
 Under `paral_tp`, two tensor ranks split even the smallest layers.
 
-`tests/contract/test_user_code.py` runs every cell. `python -m tests.contract.user_code --write` writes this page.
+`tests/contract/test_user_code.py` runs the cells. `python -m tests.contract.user_code --write` writes this page; with
+`--only-new` it runs only cells that are not on it.
 """
-SHORT = {"paral_zero3_whole": "`paral_zero3`, defaults"}
-OPEN, NOT_RUN = "open", ""
-
-
-def write(outcomes: dict[tuple[str, str], Outcome]) -> None:
-    """Write the page from the outcomes of all cells."""
-    notes: dict[str, int] = {}
-    themes: dict[str, list[str]] = {theme: [] for theme in TITLES}
-    for row in ROWS.values():
-        themes[row.theme].append(row.label)
-    lines = [INTRODUCTION]
-    for theme, labels in themes.items():
-        documented = [label for label, column in COLUMNS.items() if column.documented]
-        columns = [label for label in documented if any(label in columns_of(ROWS[row]) for row in labels)]
-        lines += [f"## {TITLES[theme]}", ""]
-        lines += ["| | " + " | ".join(SHORT.get(label, f"`{label}`") for label in columns) + " |"]
-        lines += ["|---" * (len(columns) + 1) + "|"]
-        for label in labels:
-            row = ROWS[label]
-            words = [in_cell(outcomes.get((label, column)), notes) for column in columns]
-            resumed = " *(resumed)*" if row.resumed else ""
-            lines += [f"| **{label}**{resumed}: {_escaped(row.sentence)} | " + " | ".join(words) + " |"]
-        lines += [""]
-    lines += [f"[^{number}]: {_escaped(note)}" for note, number in notes.items()]
-    PATH.parent.mkdir(exist_ok=True)
-    PATH.write_text("\n".join(lines) + "\n")
-
-
-def read() -> dict[tuple[str, str], tuple[str, str]]:
-    """Return for each cell on the page its outcome and the text of its footnote."""
-    text = PATH.read_text()
-    notes = dict(re.findall(r"^\[\^(\d+)\]: (.*)$", text, flags=re.MULTILINE))
-    by_heading = {SHORT.get(label, f"`{label}`"): label for label in COLUMNS}
-    said: dict[tuple[str, str], tuple[str, str]] = {}
-    columns: list[str] = []
-    for line in text.splitlines():
-        if not line.startswith("|") or line.startswith("|---"):
-            continue
-        first, *words = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        if not first:
-            columns = [by_heading[word] for word in words]
-            continue
-        found = re.match(r"\*\*(.*?)\*\*", first)
-        assert found, line
-        for column, cell in zip(columns, words, strict=True):
-            if cell:
-                word, _, number = cell.partition(" [^")
-                said[found[1], column] = (word, notes.get(number.rstrip("]"), ""))
-    return said
-
-
-def word(outcome: Outcome) -> str:
-    """Return the word of the page for an outcome."""
-    return outcome.kind if outcome.is_allowed else OPEN
-
-
-def in_cell(outcome: Outcome | None, notes: dict[str, int]) -> str:
-    """Return the text of a cell. The reason of a refusal is added to `notes` with its number."""
-    if outcome is None:
-        return NOT_RUN
-    note = f" [^{notes.setdefault(outcome.reason, len(notes) + 1)}]" if outcome.kind == "refused" else ""
-    return word(outcome) + note
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|")
+CLEAR = (
+    "\ntorch: ",  # explained by this package
+    "The Finetuning callback does not support running with the DeepSpeed strategy",  # from Lightning
+)
+TABLE = Table(
+    package="tests.contract.user_code",
+    rows=ROWS,
+    page=Path(__file__).parents[3] / "docs" / "user-code.md",
+    introduction=INTRODUCTION,
+    titles=TITLES,
+    clear=CLEAR,
+    rule=Rule(
+        engines=("paral_dp", "paral_ddp", "paral_fsdp", "paral_zero1", "paral_zero2", "paral_zero3", "paral_tp"),
+        follows={
+            "paral_dp": "paral_ddp",
+            "paral_ddp_ring": "paral_ddp",
+            "paral_tp": "paral_fsdp",
+            "paral_fsdp_offload": "paral_fsdp",
+            "paral_zero1": "paral_zero3",
+            "paral_zero2": "paral_zero3",
+            "paral_zero3_whole": "paral_zero3",
+            "paral_zero2_offload": "paral_zero3",
+            "paral_zero3_offload": "paral_zero3",
+        },
+        every_other=("paral_dp", "paral_tp"),
+    ),
+)

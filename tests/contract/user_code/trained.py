@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from tests.contract.user_code.models import Supervised
+from tests.contract.user_code.models import Manual, Supervised
 from tests.contract.user_code.places import PLACES, acting
 from tests.contract.user_code.rows import add, row
 
@@ -96,19 +96,11 @@ add(
 
 
 @row("trained clamped after a manual step", strategies=("paral_zero3_whole",))
-class ManualClamp(Supervised):
+class ManualClamp(Manual):
     """p.data.clamp_ after optimizer.step() under manual optimization (WGAN's critic)."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        loss = self.loss(batch)
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
+        loss = super().training_step(batch, batch_idx)
         for p in self.head.parameters():
             p.data.clamp_(-0.2, 0.2)
         for p in self.backbone.blocks[0].parameters():

@@ -93,7 +93,7 @@ add(
 )
 
 
-@row("target AveragedModel by hand", resumed=True, strategies=("paral_zero3_whole",))
+@row("target AveragedModel by hand", resumed=True, strategies=("paral_zero3_whole",), names="averaged")
 class Averaged(Momentum):
     """torch.optim.swa_utils.AveragedModel held by the module, update_parameters in on_train_batch_end."""
 

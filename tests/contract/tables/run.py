@@ -35,6 +35,14 @@ class OfRankZero:
     value: Any
 
 
+@dataclass
+class OfEach:
+    """A value of which each rank may have its own, as `ddp` has buffers: compared with one process on every rank, and
+    with `ddp` on rank 0, whose value is saved."""
+
+    value: Any
+
+
 class Losses(Callback):
     """Records the loss of each step."""
 
@@ -57,6 +65,8 @@ class Run:
     folder: Path
     """The same on all ranks."""
     num_devices: int
+    ranks_per_sample: int = 1
+    """The number of ranks that draw the same samples."""
     last: Trainer = field(init=False)
     """The Trainer of the last fit."""
 
@@ -82,7 +92,7 @@ class Run:
 
     def data(self, loaders: Loaders = regression) -> dict[str, Any]:
         """Return loaders for `fit` with this rank's samples of the global batches."""
-        return loaders(self.rank, self.num_ranks)
+        return loaders(self.rank // self.ranks_per_sample, max(1, self.num_ranks // self.ranks_per_sample))
 
     def of_all_ranks(self, values: list[Any]) -> list[Any]:
         """Return the concatenated lists of all ranks. *Collective*."""

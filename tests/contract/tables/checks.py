@@ -1,0 +1,66 @@
+"""The cells of a table as parameters of a test, and what the test asserts."""
+
+from collections.abc import Container
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+from tests.contract.tables import page
+from tests.contract.tables.lanes import Cell, Rule, lanes
+from tests.contract.tables.outcomes import outcome
+from tests.contract.tables.table import Outcome, Table
+from tests.contract.user_code.columns import COLUMNS
+from tests.rank_pool import RankPool
+
+
+@cache
+def on_page(table: Table) -> dict[Cell, Outcome]:
+    """Return the outcomes on the page."""
+    return page.read(table)
+
+
+def lanes_of(table: Table, rule: Rule, columns: Container[str] = COLUMNS) -> dict[Cell, str]:
+    """Return the lane of each cell on the page in `columns`, whose outcomes are the signatures."""
+    words = {cell: found.kind for cell, found in on_page(table).items() if cell[1] in columns}
+    return lanes({row.label: row.theme for row in table.rows.values()}, words, rule)
+
+
+def parameters(table: Table) -> list[Any]:
+    """Return all cells as parameters `row` and `column`, marked with their lanes. A new cell is in the default lane."""
+    by_cell = lanes_of(table, table.rule)
+    operators = pytest.mark.deepspeed_operators
+    return [
+        pytest.param(
+            *cell,
+            marks=[
+                pytest.mark.lane(by_cell.get(cell, "default")),
+                *([operators] if COLUMNS[cell[1]].needs_operators else []),
+            ],
+        )
+        for cell in table.cells()
+    ]
+
+
+def assert_as_on_page(table: Table, row: str, column: str, pool: RankPool) -> None:
+    """Assert that the cell equals its reference or is refused, by an error that names the cause, as its page says."""
+    found = outcome(table, row, column, pool)
+    assert found.is_allowed, f"{found.kind}: {found.reason}\n{found.detail}"
+    is_earlier = Version(torch.__version__).release < Version(table.rows[row].since or "0").release
+    expected = on_page(table).get((row, column))
+    if expected is not None and not is_earlier:
+        advice = f"If this is intended: python -m {table.package} '{row}' {column} --write"
+        assert found.word == expected.kind, f"{found.reason}\n{advice}"
+
+
+def assert_complete(table: Table) -> None:
+    """Assert that the page has every cell and no open one, and that rows with a refusal say what it must name."""
+    said = on_page(table)
+    missing = set(table.documented_cells()) - said.keys()
+    assert not missing, f"Run them: python -m {table.package} --write --only-new"
+    assert said.keys() == set(table.documented_cells()), "The page has cells that no longer run"
+    assert [cell for cell, found in said.items() if not found.is_allowed] == []
+    refused = {row for (row, _), found in said.items() if found.kind == "refused"}
+    assert [row for row in refused if not table.rows[row].names] == []

@@ -1,0 +1,54 @@
+"""Which lane runs a cell of a table follows from the outcomes on its page."""
+
+from collections import Counter
+
+from tests.contract.tables.lanes import Rule, lanes
+
+ROWS = {f"row {number}": "first" if number < 6 else "second" for number in range(10)}
+COLUMNS = ("a", "b", "c", "d")
+RULE = Rule(engines=("a", "b", "c"), follows={"c": "b", "d": "b"}, every_other=("c",))
+
+
+def words(**other: str) -> dict[tuple[str, str], str]:
+    """Return "equal" for all cells but those in `other`, such as `d4="refused"`."""
+    return {(row, column): other.get(f"{column}{row[-1]}", "equal") for row in ROWS for column in COLUMNS}
+
+
+def test_default_has_a_row_of_each_signature_and_of_each_theme_in_each_engine() -> None:
+    by_cell = lanes(ROWS, words(d4="refused"), RULE)
+
+    default = {cell for cell, lane in by_cell.items() if lane == "default"}
+    signatures = {("row 0", "a"), ("row 4", "b"), ("row 6", "c")}
+    assert signatures <= default
+    assert Counter((ROWS[row], column) for row, column in default - signatures) == {
+        (theme, column): 1 for theme in ("first", "second") for column in RULE.engines
+    }
+
+
+def test_full_has_columns_that_follow_no_other_and_cells_that_differ() -> None:
+    by_cell = lanes(ROWS, words(d4="refused"), RULE)
+
+    runs = {cell for cell, lane in by_cell.items() if lane != "all"}
+    assert {(row, column) for row in ROWS for column in "ab"} <= runs
+    assert {row for row, column in runs if column == "d"} == {"row 0", "row 4", "row 6"}
+    assert {"row 0", "row 2", "row 4", "row 6", "row 8"} <= {row for row, column in runs if column == "c"}
+    assert by_cell["row 5", "c"] == by_cell["row 5", "d"] == "all"
+
+
+def test_cell_that_the_leading_column_does_not_have_is_in_full() -> None:
+    outcomes = words()
+    del outcomes["row 5", "b"]
+
+    assert lanes(ROWS, outcomes, RULE)["row 5", "d"] == "full"
+
+
+def test_rows_that_the_page_does_not_have_yet_are_left_to_the_caller() -> None:
+    outcomes = {cell: word for cell, word in words().items() if cell[0] != "row 9"}
+
+    by_cell = lanes(ROWS, outcomes, RULE)
+
+    assert by_cell.keys() == outcomes.keys()
+
+
+def test_rows_that_no_longer_exist_are_ignored() -> None:
+    assert lanes({"row 0": "first"}, words(), RULE).keys() == {("row 0", column) for column in COLUMNS}
