@@ -9,7 +9,6 @@ from tests.gpu.test_ddp import NUM_GPUS, run_ranks
 
 pytestmark = [
     pytest.mark.skipif(NUM_GPUS == 0, reason="no CUDA device"),
-    pytest.mark.usefixtures("deepspeed_operators"),
 ]
 STAGES = ("paral_zero1", "paral_zero2", "paral_zero3")
 
@@ -44,6 +43,7 @@ def test_gradients_are_clamped_on_the_host_after_their_copy(tmp_path: Path, stra
         assert largest_difference <= 1e-4
 
 
+@pytest.mark.deepspeed_operators
 def test_nvme_needs_no_cuda_toolkit(tmp_path: Path) -> None:
     for largest_difference in run_ranks("zero_on_nvme_without_toolkit", tmp_path, "paral_zero3_nvme", str(tmp_path)):
         assert largest_difference <= BY_LABEL["paral_zero3_nvme"].tolerance

@@ -16,8 +16,6 @@ from tests.models.regression import Regression, regression_data
 from tests.models.several_optimizers import KINDS, ActorCritic, Fitted, Plain, Toggled, fit
 from tests.running import assert_same_fit, quiet_trainer
 
-pytestmark = pytest.mark.usefixtures("deepspeed_operators")
-
 ZERO = ("paral_zero1", "paral_zero2", "paral_zero3")
 NOTHING_KEPT = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 STRATEGIES = (
@@ -224,6 +222,7 @@ def on_nvme(folder: str) -> None:
         fit(Plain(), 2, strategy=ParalZeROStrategy(stage=3, offload_optimizer=offload))
 
 
+@pytest.mark.deepspeed_operators
 def test_nvme_with_two_optimizers_is_refused(on_ranks, tmp_path: Path) -> None:
     on_ranks(2, on_nvme, str(tmp_path))
 

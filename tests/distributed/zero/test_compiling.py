@@ -161,7 +161,7 @@ with keep_operators():
 """
 
 
-@pytest.mark.usefixtures("deepspeed_operators")
+@pytest.mark.deepspeed_operators("async_io")
 def test_nvme_needs_no_cuda_toolkit_and_other_operators_name_it() -> None:
     result = subprocess.run([sys.executable, "-c", ON_CUDA], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr

@@ -229,7 +229,7 @@ def test_operator_that_cannot_be_built_is_named(monkeypatch: pytest.MonkeyPatch,
         load_operator("cpu_adam", "offload_optimizer")
 
 
-@pytest.mark.usefixtures("deepspeed_operators")
+@pytest.mark.deepspeed_operators("cpu_adam")
 def test_offload_carries_every_hyper_parameter() -> None:
     load_operator("cpu_adam", "the test")
     runtime.choose_accelerator(torch.device("cpu"))
