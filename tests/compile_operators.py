@@ -24,8 +24,11 @@ HOUR = 3600
 
 
 def mark_by_parameters(item: pytest.Item) -> None:
-    """Mark the test if a parameter is the label of a case that needs operators, or a list with such a label."""
-    parameters = getattr(item, "callspec", None)
+    """Mark the test if a parameter is the label of a case that needs operators, or a list with such a label.
+
+    Tests in tests/unit train nothing.
+    """
+    parameters = None if item.nodeid.startswith("tests/unit/") else getattr(item, "callspec", None)
     for value in parameters.params.values() if parameters else ():
         for label in value if isinstance(value, list | tuple) else (value,):
             case = BY_LABEL.get(label) or BY_LABEL.get(f"paral_{label}") if isinstance(label, str) else None
@@ -76,19 +79,23 @@ class Compilation:
 
 def compile_or_say_what_is_missing(names: Iterable[str]) -> None:
     """Print for each operator `compiled`, or what to install."""
-    from lightning_paral.diagnostics.doctor.operators import operator_facts
-    from lightning_paral.diagnostics.doctor.readiness import join_commands
     from lightning_paral.engines.zero.runtime.operators import load_operator
 
-    facts = operator_facts()
     for name in NEEDS:
-        if name not in names:
-            continue
-        lacking = [fact for fact in facts if fact.name in NEEDS[name] and not fact.is_ok]
-        if not lacking:
-            load_operator(name, "the tests")  # type: ignore[arg-type]
-        advice = join_commands(fact.advice or fact.found for fact in lacking)
-        print(f"{name}:", "; ".join(advice) or "compiled", flush=True)
+        if name in names:
+            missing = what_is_missing_for(name)
+            if not missing:
+                load_operator(name, "the tests")  # type: ignore[arg-type]
+            print(f"{name}:", missing or "compiled", flush=True)
+
+
+def what_is_missing_for(operator: str) -> str:
+    """Return the commands that install what this machine lacks to compile an operator. Empty if it lacks nothing."""
+    from lightning_paral.diagnostics.doctor.operators import operator_facts
+    from lightning_paral.diagnostics.doctor.readiness import join_commands
+
+    lacking = [fact for fact in operator_facts() if fact.name in NEEDS[operator] and not fact.is_ok]
+    return "; ".join(join_commands(fact.advice or fact.found for fact in lacking))
 
 
 if __name__ == "__main__":
