@@ -8,6 +8,7 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -61,17 +62,22 @@ from lightning_paral.errors import PrivateNameError
 from tests.unit.compat.renaming import rename
 
 
-@pytest.fixture
-def world() -> Iterator[None]:
+@contextmanager
+def one_rank() -> Iterator[None]:
     """Make a process group with a single rank."""
-    before = dist.group.WORLD
-    assert before is None, "another test has left a process group"
+    assert dist.group.WORLD is None, "another test has left a process group"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
         sharding_cache.forget_meshes()
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    with one_rank():
+        yield
 
 
 def sharded() -> Any:
@@ -524,9 +530,7 @@ def test_renamed_attribute_raises_before_training(strategy: str, monkeypatch: py
 
 
 @pytest.mark.usefixtures("world")
-def test_sharded_parameters_without_an_attribute_raise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_sharded_parameters_without_an_attribute_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     root = sharded()
     fsdp_state.initialize(root)
     [group] = fsdp_state.groups_of(root)
@@ -585,6 +589,29 @@ def test_steps_unshard_and_reshard_like_forward() -> None:
 
 
 @pytest.mark.usefixtures("world")
+def test_an_iteration_begins_without_arguments_on_cuda_and_can_be_reset() -> None:
+    root = sharded()
+    iteration.reset_iteration(root)  # before FSDP2 is initialized: resetting must not hide the original error
+    fsdp_state.initialize(root)
+    state = root._get_fsdp_state()
+    state._device = torch.device("cuda")  # only decides whether arguments are moved
+
+    assert iteration.pre_forward(state, root) == ((), {})
+    assert type(root[1].weight) is Parameter
+    iteration.reset_iteration(root)
+    assert isinstance(root[1].weight, DTensor)
+    assert iteration.pre_forward(state, root, (1,), {"named": None}) == ((1,), {"named": None})
+    iteration.reset_iteration(root)
+
+    state._device = torch.device("cpu")
+    root(torch.ones(1, 4)).sum().backward()
+    root(torch.ones(1, 4)).sum()
+    iteration.reset_iteration(root)
+    assert all(isinstance(parameter, DTensor) for parameter in root.parameters())
+    root(torch.ones(1, 4)).sum().backward()
+
+
+@pytest.mark.usefixtures("world")
 def test_assigned_memory_is_unsharded() -> None:
     root = sharded()
     fsdp_state.initialize(root)
@@ -626,15 +653,11 @@ def test_module_can_be_sharded_again_after_its_state_is_removed() -> None:
 
 def test_meshes_of_earlier_groups_are_removed() -> None:
     for _ in range(2):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            sharding_cache.forget_meshes()
+        with one_rank():
             mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("rows",))
             result = distribute_tensor(torch.ones(2), mesh, [Shard(0)]).cos()
 
             assert result.device_mesh is mesh, "results are on the mesh of an earlier run, whose group is gone"
-        finally:
-            dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("world")
