@@ -65,7 +65,7 @@ class Compilation:
             assert line, "".join([f"{name} did not compile:\n", *self._printed])
             self._printed.append(line)
         if said != "compiled":
-            pytest.skip(f"DeepSpeed's operator {name} cannot be compiled: {said}")
+            pytest.skip(said)
 
     def end(self) -> None:
         if self._process.poll() is None:
@@ -86,16 +86,23 @@ def compile_or_say_what_is_missing(names: Iterable[str]) -> None:
             missing = what_is_missing_for(name)
             if not missing:
                 load_operator(name, "the tests")  # type: ignore[arg-type]
-            print(f"{name}:", missing or "compiled", flush=True)
+            print(f"{name}: {missing or 'compiled'}", flush=True)
 
 
 def what_is_missing_for(operator: str) -> str:
-    """Return the commands that install what this machine lacks to compile an operator. Empty if it lacks nothing."""
+    """Return a sentence on what this machine lacks to compile an operator, and what to do. Empty if it can."""
     from lightning_paral.diagnostics.doctor.operators import operator_facts
     from lightning_paral.diagnostics.doctor.readiness import join_commands
 
     lacking = [fact for fact in operator_facts() if fact.name in NEEDS[operator] and not fact.is_ok]
-    return "; ".join(join_commands(fact.advice or fact.found for fact in lacking))
+    advice = ", ".join(join_commands(fact.advice or fact.found for fact in lacking))
+    return f"DeepSpeed's operator {operator!r} cannot be compiled here. To run the test: {advice}" if lacking else ""
+
+
+def skip_unless_compilable(operator: str) -> None:
+    """Skip the test if this machine cannot compile an operator. For tests of checks, which do not wait for it."""
+    if missing := what_is_missing_for(operator):
+        pytest.skip(missing)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 
 from lightning_paral.engines.zero.runtime.deepspeed import choose_accelerator
 from lightning_paral.engines.zero.runtime.operators import operator_folder
-from tests.compile_operators import what_is_missing_for
+from tests.compile_operators import skip_unless_compilable
 
 RUN = """
 import os, sys
@@ -86,8 +86,7 @@ def wait_until(condition: Any, seconds: float) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="looks for compilers in /proc")
 def test_killed_run_ends_its_compilers_and_does_not_block_the_next(tmp_path: Path) -> None:
-    if missing := what_is_missing_for("cpu_adam"):
-        pytest.skip(missing)
+    skip_unless_compilable("cpu_adam")
     source, cache = tmp_path / "answer.cpp", tmp_path / "cache"
     source.write_text(NEVER_ENDING)
     killed = start(source, cache)
