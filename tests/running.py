@@ -1,14 +1,10 @@
-"""Run a Trainer or a command in a test, and compare the trained weights."""
+"""Run a Trainer in a test, and compare the trained weights."""
 
-import sys
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
-
-from lightning_paral.cli import main
 
 
 def quiet_trainer(**options: Any) -> Trainer:
@@ -47,13 +43,3 @@ def assert_same_fit(
         assert weights.keys() == expected[1].keys()
         for name, weight in weights.items():
             assert ((weight - expected[1][name]).abs() <= tolerance).all(), name
-
-
-def run_paral(*arguments: str) -> Any:
-    """Run the command `paral` in this process, and return what it exits with: a message, a status, or `None`."""
-    with patch.object(sys, "argv", ["paral", *arguments]):
-        try:
-            main()
-        except SystemExit as ended:
-            return ended.code
-    return None

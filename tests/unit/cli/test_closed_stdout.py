@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_paral.cli.closed_stdout import exiting_if_stdout_is_closed
-from tests.running import run_paral
+from tests.command import run_paral
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_paral import STRATEGIES, __version__
 from lightning_paral.distributed.process_group import release_process_group
 from lightning_paral.options import Sampling
-from tests.running import run_paral
+from tests.command import run_paral
 
 ROOT = Path(__file__).parents[3]
 OVERLAYS = sorted((ROOT / "configs/strategies").glob("*.yaml"))

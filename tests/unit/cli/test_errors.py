@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.running import run_paral
+from tests.command import run_paral
 
 ROOT = Path(__file__).parents[3]
 ZERO, DDP, FSDP = (f"lightning_paral.Paral{name}Strategy" for name in ("ZeRO", "DDP", "FSDP"))

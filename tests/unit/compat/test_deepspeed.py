@@ -54,10 +54,6 @@ def source_of(function: Callable[..., Any]) -> str:
 # At the start of a run
 
 
-def test_names_are_checked_at_the_start() -> None:
-    checks.check_names.__wrapped__("deepspeed")
-
-
 def test_renamed_global_raises_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.runtime import torch_autocast
 
@@ -352,14 +348,6 @@ def test_code_of_deepspeed_calls_what_is_replaced() -> None:
     ]
 
     assert not broken, "\n".join(broken)
-
-
-def test_states_are_linked_by_a_public_function() -> None:
-    from deepspeed.utils import lazy_init_hp_params_optimizer_state
-
-    names = list(inspect.signature(lazy_init_hp_params_optimizer_state).parameters)
-
-    assert names == ["lp_param_list", "flat_hp_partition", "optimizer_state"]
 
 
 def test_function_that_reads_the_processor_is_restored() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_paral.diagnostics.bench import resident
-from tests.running import run_paral
+from tests.command import run_paral
 
 FREE = r"needs about .* of host memory, but .* are free"
 

@@ -11,7 +11,7 @@ from lightning_paral.diagnostics.doctor.facts import Fact
 from lightning_paral.diagnostics.doctor.processes import CollectiveResults, CollectiveRow, check_ranks
 from lightning_paral.diagnostics.doctor.readiness import Readiness
 from lightning_paral.diagnostics.doctor.report import Report, render
-from tests.running import run_paral
+from tests.command import run_paral
 
 FACTS = (
     Fact(name="torch", found="2.13.0 (tested: >=2.11,<2.14)"),
