@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,7 +12,8 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_paral.distributed.process_group import release_process_group
-from tests.lanes import ENGINES, LANES, OPERATORS, Times, engines_of, needs_operators, select, shard
+from tests.compile_operators import NEEDS, Compilation, mark_by_parameters, operators_of
+from tests.lanes import ENGINES, LANES, Times, engines_of, select, shard
 from tests.rank_pool import RankPool
 
 OF_RUNS = (
@@ -24,6 +24,8 @@ OF_RUNS = (
 
 for _name in OF_RUNS:
     os.environ.pop(_name, None)
+# Tests start `paral`, `torchrun` and other commands of the environment that runs them, activated or not.
+os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
 # A shell ignores SIGINT in its background jobs, and the processes started here would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -41,7 +43,7 @@ def on_ranks(rank_pool: RankPool) -> Callable[..., list[Any]]:
     return rank_pool.run
 
 
-_build = pytest.StashKey["subprocess.Popen[str]"]()
+_compilation = pytest.StashKey[Compilation]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -73,40 +75,38 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = shard(chosen, times, option.shard)
     kept = set(chosen)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = sorted(chosen, key=needs_operators)
+    items[:] = sorted(chosen, key=lambda item: sorted(map(list(NEEDS).index, operators_of(item)), reverse=True))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    mark_by_parameters(item)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start to compile DeepSpeed's operators if a test needs them. The other tests run meanwhile."""
-    if session.config.option.collectonly:
-        return
-    if any(map(needs_operators, session.items)):
-        command = [sys.executable, "-m", "tests.compile_operators"]
-        session.config.stash[_build] = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        )
+    """Start to compile the operators of DeepSpeed that tests need. The other tests run meanwhile."""
+    names = {name for item in session.items for name in operators_of(item)}
+    if names and not session.config.option.collectonly:
+        session.config.stash[_compilation] = Compilation(names)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """End the compilation if no test waited for it."""
-    build = session.config.stash.get(_build, None)
-    if build is not None and build.poll() is None:
-        os.killpg(build.pid, signal.SIGTERM)  # includes the compilers
-        build.communicate(timeout=30)
+    if _compilation in session.config.stash:
+        session.config.stash[_compilation].end()
 
 
 @pytest.fixture(scope="session")
 def deepspeed_operators(request: pytest.FixtureRequest) -> None:
-    """Wait until DeepSpeed's operators are compiled, before ranks with a time limit need them."""
-    build = request.config.stash[_build]
-    printed, _ = build.communicate(timeout=3600)
-    assert build.returncode == 0, printed
+    """Wait until all operators of DeepSpeed are compiled, for fixtures of a wider scope than a test."""
+    for name in NEEDS:
+        request.config.stash[_compilation].wait_for(name)
 
 
 @pytest.fixture(autouse=True)
-def _operators_for_marked_parameters(request: pytest.FixtureRequest) -> None:
-    if request.node.get_closest_marker(OPERATORS):
-        request.getfixturevalue(OPERATORS)
+def _operators(request: pytest.FixtureRequest) -> None:
+    """Wait until the operators that the test needs are compiled, before ranks with a time limit need them."""
+    for name in operators_of(request.node):
+        request.config.stash[_compilation].wait_for(name)
 
 
 class TimesWriter:

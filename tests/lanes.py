@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_paral import ParalDDPStrategy, ParalDPStrategy, ParalFSDPStrategy, ParalPipelineStrategy
 from lightning_paral.registry import STRATEGIES
+from tests.compile_operators import operators_of
 from tests.contract.cases import BY_LABEL
 
 LANES = ("default", "full", "all")
@@ -25,9 +26,6 @@ TIMES = Path(__file__).with_name("times.json")
 """The mean seconds of a test of each function that takes long. `pytest --lane all --write-times` writes it."""
 SLOW_SECONDS = 3.0
 """The time of all tests of a function in the default lane from which on it moves to the full lane."""
-OPERATORS = "deepspeed_operators"
-"""The fixture of tests that need DeepSpeed's compiled operators, and the marker of parameters that need them."""
-
 _FOLDERS = {
     "tests/gpu/": "all",
     "tests/distributed/faults/": "all",
@@ -41,11 +39,6 @@ _FOLDERS = {
 """Folders whose tests start processes or wait: they are not in the lanes before the given one."""
 _SIZES = ("world_size", "num_ranks")
 _OTHERS_SECONDS = 0.02
-
-
-def needs_operators(item: pytest.Item) -> bool:
-    """Return whether the test waits until DeepSpeed's operators are compiled."""
-    return OPERATORS in getattr(item, "fixturenames", ()) or item.get_closest_marker(OPERATORS) is not None
 
 
 class Times:
@@ -123,7 +116,7 @@ def places_of(items: Sequence[pytest.Item], times: Times) -> dict[pytest.Item, P
         for item in members:
             mark = _mark_of_parameter(item)
             if mark is not None:
-                places[item] = Place(LANES.index(mark.args[0]), 0)
+                places[item] = Place(LANES.index(mark.args[0]), int(bool(operators_of(item))))
             else:
                 product = 0 if item in once else 1 if item in pairwise else 2
                 places[item] = Place(product, _least_lane(item, is_slow))
@@ -133,9 +126,9 @@ def places_of(items: Sequence[pytest.Item], times: Times) -> dict[pytest.Item, P
 def _least_lane(item: pytest.Item, is_slow: bool) -> int:
     mark = item.get_closest_marker("lane")
     if mark is not None:
-        return max(LANES.index(mark.args[0]), int(needs_operators(item)))
+        return max(LANES.index(mark.args[0]), int(bool(operators_of(item))))
     folder = next((lane for folder, lane in _FOLDERS.items() if item.nodeid.startswith(folder)), "default")
-    waits = is_slow or needs_operators(item) or "launch" in getattr(item, "fixturenames", ())
+    waits = is_slow or bool(operators_of(item)) or "launch" in getattr(item, "fixturenames", ())
     return max(LANES.index(folder), int(waits))
 
 

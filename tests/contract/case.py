@@ -79,5 +79,13 @@ class StrategyCase:
     @property
     def needs_operators(self) -> bool:
         """Whether the case needs DeepSpeed's compiled operators, such as its Adam for host memory."""
-        options = self.options() if callable(self.options) else self.options
-        return self.needs_deepspeed and "offload_optimizer" in {**self._options_of_name, **options}
+        return bool(self.operators)
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """The names of the operators of DeepSpeed that the case needs."""
+        options = {**self._options_of_name, **(self.options() if callable(self.options) else self.options)}
+        offload = options.get("offload_optimizer")
+        if offload is None or not self.needs_deepspeed:
+            return ()
+        return ("cpu_adam",) if getattr(offload, "device", offload) == "cpu" else ("cpu_adam", "async_io")

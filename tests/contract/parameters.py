@@ -15,4 +15,5 @@ def parameter(case: StrategyCase, *others: Any, slow: bool = False) -> Any:
 def marks_of(*cases: StrategyCase) -> list[pytest.MarkDecorator]:
     """Return the markers of a test that runs `cases`."""
     marks = [pytest.mark.deepspeed] if any(case.needs_deepspeed for case in cases) else []
-    return [*marks, pytest.mark.deepspeed_operators] if any(case.needs_operators for case in cases) else marks
+    operators = {name for case in cases for name in case.operators}
+    return [*marks, pytest.mark.deepspeed_operators(*operators)] if operators else marks

@@ -17,8 +17,6 @@ from tests.contract.cases import BY_LABEL
 from tests.host_syncs import HostSyncs
 from tests.running import quiet_trainer
 
-pytestmark = pytest.mark.usefixtures("deepspeed_operators")
-
 ON_THE_HOST = {
     "distributed/host_exchange.py: _reduce: __bool__",
     "data/async_scalar.py: read: item",

@@ -86,7 +86,7 @@ def left_by(labels: list[str], num_devices: int, folder: str) -> dict[str, tuple
     return left
 
 
-@pytest.mark.usefixtures("deepspeed_operators")
+@pytest.mark.deepspeed_operators("cpu_adam")
 def test_no_tensor_outlives_its_run(on_ranks, tmp_path: Path) -> None:
     labels = [*LABELS, *OTHERS]
     for left in on_ranks(2, left_by, labels, 2, str(tmp_path)):

@@ -55,7 +55,6 @@ def fit_and_list(label: str, port: int, path: str) -> Any:
         release_process_group()
 
 
-@pytest.mark.usefixtures("deepspeed_operators")
 @pytest.mark.parametrize("label", labels(with_ranks(CASES, 2)))
 def test_every_group_of_a_run_has_the_timeout_of_the_option(on_ranks, rank_pool, tmp_path, label: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:

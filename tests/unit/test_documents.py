@@ -10,6 +10,8 @@ import yaml
 
 import lightning_paral
 
+pytestmark = pytest.mark.source
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "lightning_paral"
 CI = (ROOT / ".ci/run").read_text()
@@ -52,24 +54,24 @@ def test_checks_equal_those_of_ci_and_pre_commit() -> None:
             assert command.removeprefix("pip install ") in CI
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("pytest")])
-def test_test_command_names_existing_tests(command: str) -> None:
-    _, *arguments = shlex.split(command)
-    if arguments[:1] == ["-m"]:
-        registered = {entry.partition(":")[0] for entry in PYPROJECT["tool"]["pytest"]["ini_options"]["markers"]}
-        assert set(re.findall(r"\w+", arguments[1])) - {"and", "not", "or"} <= registered
-        arguments = arguments[2:]
-    for path in arguments:
-        assert (ROOT / path).exists()
+def test_test_commands_name_existing_tests_and_markers() -> None:
+    registered = {entry.partition(":")[0] for entry in PYPROJECT["tool"]["pytest"]["ini_options"]["markers"]}
+    unknown = set()
+    for command in COMMANDS:
+        if command.startswith("pytest"):
+            words = shlex.split(command)
+            marks = words[words.index("-m") + 1] if "-m" in words else ""
+            unknown |= set(re.findall(r"\w+", marks)) - {"and", "not", "or"} - registered
+            unknown |= {word for word in words if "/" in word and not (ROOT / word).exists()}
+
+    assert not unknown
 
 
-@pytest.mark.parametrize("path", sorted(set(PATHS)))
-def test_path_in_contributing_exists(path: str) -> None:
-    if path == "configs/strategies/NAME.yaml":
-        path = "configs/strategies"
-    bases = (ROOT, PACKAGE, PACKAGE / "checkpoint", PACKAGE / "engines", PACKAGE / "strategies")
+def test_paths_in_contributing_exist() -> None:
+    bases = (ROOT, PACKAGE, *(PACKAGE / room for room in ("checkpoint", "engines", "strategies")))
+    paths = [path.replace("configs/strategies/NAME.yaml", "configs/strategies") for path in PATHS]
 
-    assert any((base / path).exists() for base in bases)
+    assert not [path for path in paths if not any((base / path).exists() for base in bases)]
 
 
 def test_every_folder_of_the_package_is_described() -> None:

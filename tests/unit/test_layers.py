@@ -1,13 +1,14 @@
 """Imports only go down the list of layers."""
 
 import ast
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
-import lightning_paral
+from tests.source import trees
 
-ROOT = Path(lightning_paral.__file__).parent
+pytestmark = pytest.mark.source
+
 LAYERS = (
     "__main__",
     "cli",
@@ -62,7 +63,6 @@ MAY_READ_THE_WORLD = {
     "engines/zero/training/usage.py": "DeepSpeed shards over the world",
 }
 """Files outside of `distributed`, `comm`, `compat` and `cli` that ask for the world size or the global rank."""
-FILES = sorted(ROOT.rglob("*.py"))
 
 
 def layer_of(module: str) -> int:
@@ -70,53 +70,56 @@ def layer_of(module: str) -> int:
     return LAYERS.index(module.split(".")[0] or "__init__")
 
 
-def imported_modules(path: Path) -> set[str]:
-    modules = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            modules.add(node.module)
-        elif isinstance(node, ast.Import):
-            modules.update(alias.name for alias in node.names)
-        assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path}: relative import"
-    return {name.removeprefix("lightning_paral").lstrip(".") for name in modules if name.startswith("lightning_paral")}
+def imports() -> Iterator[tuple[str, str]]:
+    """Yield the dotted names below `lightning_paral` of each module and of a module that it imports."""
+    for file, tree in trees().items():
+        importer = file.removesuffix(".py").replace("/", ".")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{file}: relative import"
+                names = [node.module or ""]
+            else:
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                if name.startswith("lightning_paral"):
+                    yield importer, name.removeprefix("lightning_paral").lstrip(".")
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_imports_go_down(path: Path) -> None:
-    own = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+def test_imports_go_down() -> None:
+    upward = [f"{own} imports {imported}" for own, imported in imports() if layer_of(imported) < layer_of(own)]
 
-    for imported in imported_modules(path):
-        assert layer_of(imported) >= layer_of(own), f"{own} imports lightning_paral.{imported}, which lies above it"
+    assert not upward, "\n".join(["modules import from layers above them:", *upward])
 
 
-@pytest.mark.parametrize("engine", sorted(path.parent.name for path in (ROOT / "engines").glob("*/__init__.py")))
-def test_engines_do_not_import_each_other(engine: str) -> None:
-    for path in (ROOT / "engines" / engine).rglob("*.py"):
-        engines = {module.split(".")[1] for module in imported_modules(path) if module.startswith("engines.")}
-        assert engines <= {engine}, f"{path.relative_to(ROOT)} imports another engine"
+def test_engines_do_not_import_each_other() -> None:
+    engines = [(own, imported) for own, imported in imports() if own.startswith("engines.")]
+    between = [
+        f"{own} imports {imported}"
+        for own, imported in engines
+        if imported.startswith("engines.") and imported.split(".")[1] != own.split(".")[1]
+    ]
+
+    assert not between, "\n".join(["engines import another engine:", *between])
 
 
 def test_files_hold_one_idea_each() -> None:
-    assert not [path for path in FILES if path.stem in ("utils", "helpers", "common")]
+    assert not [file for file in trees() if file.endswith(("utils.py", "helpers.py", "common.py"))]
 
 
-def reads_the_world(path: Path) -> bool:
+def reads_the_world(file: str, tree: ast.Module) -> bool:
     """Return whether a file asks for the world size or the global rank of a run."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and node.attr in ("world_size", "global_rank"):
-            owner = ast.unparse(node.value).split(".")[-1]
-            if owner in ("trainer", "_trainer", "strategy", "_strategy") or (
-                owner == "self" and path.parent.name == "strategies"
-            ):
-                return True
-        called = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
-        if called in ("get_world_size", "get_rank") and not (node.args or node.keywords):  # type: ignore[attr-defined]
-            return True
-    return False
+    owners = {"trainer", "_trainer", "strategy", "_strategy"} | ({"self"} if file.startswith("strategies/") else set())
+    nodes = list(ast.walk(tree))
+    read = (node for node in nodes if isinstance(node, ast.Attribute) and node.attr in ("world_size", "global_rank"))
+    calls = (node for node in nodes if isinstance(node, ast.Call) and not (node.args or node.keywords))
+    return any(ast.unparse(node.value).split(".")[-1] in owners for node in read) or any(
+        isinstance(call.func, ast.Attribute) and call.func.attr in ("get_world_size", "get_rank") for call in calls
+    )
 
 
 def test_only_parallel_dims_decide_which_ranks_draw_samples_and_hold_replicas() -> None:
-    rooms = ("distributed", "comm", "compat", "cli")
-    files = {path.relative_to(ROOT).as_posix(): path for path in FILES if path.relative_to(ROOT).parts[0] not in rooms}
+    rooms = ("distributed/", "comm/", "compat/", "cli/")
 
-    assert {name for name, path in files.items() if reads_the_world(path)} == set(MAY_READ_THE_WORLD)
+    reading = {file for file, tree in trees().items() if not file.startswith(rooms) and reads_the_world(file, tree)}
+
+    assert reading == set(MAY_READ_THE_WORLD)

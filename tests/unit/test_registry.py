@@ -22,6 +22,12 @@ def test_trainer_builds_each_strategy_from_its_name(entry, tmp_path, monkeypatch
     assert StrategyRegistry[entry.name]["description"] == entry.description
 
 
+def test_our_mixins_come_before_lightnings_classes() -> None:
+    for strategy in {entry.strategy for entry in STRATEGIES}:
+        ours = [kind.__module__.startswith("lightning_paral.") for kind in strategy.__mro__]
+        assert ours == sorted(ours, reverse=True), [kind.__name__ for kind in strategy.__mro__]
+
+
 def test_importing_twice_changes_nothing() -> None:
     before = dict(StrategyRegistry)
 

@@ -31,15 +31,8 @@ def lanes_of(table: Table, rule: Rule, columns: Container[str] = COLUMNS) -> dic
 def parameters(table: Table) -> list[Any]:
     """Return all cells as parameters `row` and `column`, marked with their lanes. A new cell is in the default lane."""
     by_cell = lanes_of(table, table.rule)
-    operators = pytest.mark.deepspeed_operators
     return [
-        pytest.param(
-            *cell,
-            marks=[
-                pytest.mark.lane(by_cell.get(cell, "default")),
-                *([operators] if COLUMNS[cell[1]].needs_operators else []),
-            ],
-        )
+        pytest.param(*cell, marks=pytest.mark.lane(by_cell.get(cell, "default")))
         for cell in table.cells()
     ]
 

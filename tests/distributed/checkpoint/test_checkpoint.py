@@ -32,8 +32,6 @@ from tests.models.regression import Regression, regression_data
 from tests.models.resumable import NUM_BATCHES, SAVED_AFTER, Resumable, SaveOnce, fit, mean_losses
 from tests.running import quiet_trainer
 
-pytestmark = pytest.mark.usefixtures("deepspeed_operators")
-
 
 def make(label: str, **options: Any) -> Any:
     checkpoint = CheckpointOptions(**options)

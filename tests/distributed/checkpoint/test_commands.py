@@ -18,8 +18,6 @@ from tests.distributed.checkpoint.test_damage import Payload
 from tests.distributed.checkpoint.test_foreign import save_with_ddp_of_lightning, save_with_deepspeed
 from tests.models.resumable import SAVED_AFTER, Resumable, fit
 
-pytestmark = pytest.mark.usefixtures("deepspeed_operators")
-
 COMMANDS = ("inspect", "verify", "consolidate")
 STEP = SAVED_AFTER // 2
 
@@ -33,7 +31,7 @@ def save_all(folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(rank_pool, tmp_path_factory: pytest.TempPathFactory, deepspeed_operators: None) -> Path:
+def saved(rank_pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     rank_pool.run(2, save_all, str(folder), timeout=300)
     return folder

@@ -261,9 +261,7 @@ def save_before(path: str, label: str) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("label", ["fsdp", "zero2"])
-def test_checkpoint_from_before_the_first_step_resumes(
-    on_ranks, tmp_path: Path, label: str, deepspeed_operators: None
-) -> None:
+def test_checkpoint_from_before_the_first_step_resumes(on_ranks, tmp_path: Path, label: str) -> None:
     expected = mean_losses(on_ranks(2, save_before, str(tmp_path / "x.ckpt"), label))
     found = fit("paral_ddp", 1, resume_from=tmp_path / "x.ckpt").losses
     assert len(found) == len(expected)

@@ -104,7 +104,6 @@ def test_change_of_any_byte_of_a_full_file_is_found(sound: Path, tmp_path: Path)
     assert verify(path) == []
 
 
-@pytest.mark.usefixtures("deepspeed_operators")
 @pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero3"])
 def test_no_weight_changes_on_any_rank_when_one_file_is_damaged(
     on_ranks, sound: Path, tmp_path: Path, strategy: str
@@ -268,7 +267,6 @@ def resume_from_hostile(label: str, path: str, weights_only: bool | None) -> str
     return None
 
 
-@pytest.mark.usefixtures("deepspeed_operators")
 @pytest.mark.parametrize("label", ["fsdp", "zero1", "zero3"])
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_code_runs_only_if_the_file_is_trusted(on_ranks, sound: Path, tmp_path: Path, label: str, form: str) -> None:

@@ -15,8 +15,6 @@ from tests.models.regression import Regression, regression_data
 from tests.models.resumable import SAVED_AFTER, SaveOnce
 from tests.running import quiet_trainer
 
-pytestmark = pytest.mark.usefixtures("deepspeed_operators")
-
 OVERFLOWING = 1
 GROWTH_INTERVAL = 1500
 

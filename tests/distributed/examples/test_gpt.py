@@ -9,8 +9,6 @@ import pytest
 from lightning_paral.cli import main
 from tests.unit.cli.test_commands import OVERLAYS, ROOT, Witness
 
-pytestmark = pytest.mark.usefixtures("deepspeed_operators")
-
 SHORT = (
     "--trainer.max_steps=4 --trainer.limit_val_batches=0 --trainer.num_sanity_val_steps=0 --trainer.accelerator=cpu "
     "--trainer.logger=false --trainer.enable_checkpointing=false --trainer.enable_progress_bar=false "

@@ -12,11 +12,10 @@ from lightning_paral import ParalDDPStrategy, ParalZeROStrategy
 from lightning_paral.engines.zero.training.gradients import GradientsNotReadyError
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.options import Offload
+from tests.compile_operators import skip_unless_compilable
 from tests.models.regression import Regression, regression_data
 from tests.models.several_optimizers import KINDS, ActorCritic, Fitted, Plain, Toggled, fit
 from tests.running import assert_same_fit, quiet_trainer
-
-pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
 ZERO = ("paral_zero1", "paral_zero2", "paral_zero3")
 NOTHING_KEPT = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
@@ -225,6 +224,7 @@ def on_nvme(folder: str) -> None:
 
 
 def test_nvme_with_two_optimizers_is_refused(on_ranks, tmp_path: Path) -> None:
+    skip_unless_compilable("async_io")
     on_ranks(2, on_nvme, str(tmp_path))
 
 

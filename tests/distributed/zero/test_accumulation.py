@@ -10,8 +10,6 @@ from lightning_paral import ParalZeROStrategy
 from tests.models.regression import FEATURES, Regression, regression_data
 from tests.running import quiet_trainer
 
-pytestmark = pytest.mark.usefixtures("deepspeed_operators")
-
 PASSES_WITH_A_SECOND_TASK = {"first": (0, 2, 4, 6), "last": (1, 3, 5, 7), "alternating": (1, 2, 5, 6)}
 """Pattern -> the batches with the second task. A window has two batches."""
 
@@ -57,7 +55,7 @@ def fit_zero(stage: int, offload: str | None, by_hand: bool) -> dict[str, dict[s
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.parametrize("offload", [None, pytest.param("cpu", marks=pytest.mark.deepspeed_operators("cpu_adam"))])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_gradient_of_a_window_counts_once(on_ranks, stage: int, offload: str | None, by_hand: bool) -> None:
     expected = {pattern: fit(1, pattern, by_hand) for pattern in PASSES_WITH_A_SECOND_TASK}
@@ -75,6 +73,7 @@ def fit_in_low_precision(offload: str | None) -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.deepspeed_operators("cpu_adam")
 def test_offload_does_not_change_results_in_low_precision(on_ranks) -> None:
     [expected, _] = on_ranks(2, fit_in_low_precision, None)
     for found in on_ranks(2, fit_in_low_precision, "cpu"):

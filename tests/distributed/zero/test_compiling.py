@@ -13,6 +13,7 @@ import torch
 
 from lightning_paral.engines.zero.runtime.deepspeed import choose_accelerator
 from lightning_paral.engines.zero.runtime.operators import operator_folder
+from tests.compile_operators import skip_unless_compilable
 
 RUN = """
 import os, sys
@@ -85,6 +86,7 @@ def wait_until(condition: Any, seconds: float) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="looks for compilers in /proc")
 def test_killed_run_ends_its_compilers_and_does_not_block_the_next(tmp_path: Path) -> None:
+    skip_unless_compilable("cpu_adam")
     source, cache = tmp_path / "answer.cpp", tmp_path / "cache"
     source.write_text(NEVER_ENDING)
     killed = start(source, cache)
@@ -161,7 +163,7 @@ with keep_operators():
 """
 
 
-@pytest.mark.usefixtures("deepspeed_operators")
+@pytest.mark.deepspeed_operators("async_io")
 def test_nvme_needs_no_cuda_toolkit_and_other_operators_name_it() -> None:
     result = subprocess.run([sys.executable, "-c", ON_CUDA], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr

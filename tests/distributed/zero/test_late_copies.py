@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from tests.models.regression import FEATURES, Regression, regression_data
 from tests.running import assert_same_fit, quiet_trainer
 
-pytestmark = pytest.mark.usefixtures("deepspeed_operators")
-
 CLIP_VALUE = 0.01
 
 

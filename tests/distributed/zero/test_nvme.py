@@ -19,7 +19,7 @@ from tests.models.regression import FEATURES, Regression, regression_data
 from tests.models.resumable import NUM_BATCHES, SAVED_AFTER, Resumable, fit, mean_losses
 from tests.running import quiet_trainer
 
-pytestmark = pytest.mark.usefixtures("deepspeed_operators")
+pytestmark = pytest.mark.deepspeed_operators
 
 WIDTH = 1024  # DeepSpeed offloads a shard to a file only from a megabyte
 

@@ -16,8 +16,6 @@ from lightning_paral.errors import ConfigurationError
 from tests.models.regression import Regression, regression_data
 from tests.running import quiet_trainer
 
-pytestmark = pytest.mark.usefixtures("deepspeed_operators")
-
 SCHEDULERS = {
     "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=6),
     "CyclicLR": lambda optimizer: CyclicLR(optimizer, 1e-3, 1e-1, step_size_up=2),

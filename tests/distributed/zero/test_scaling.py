@@ -57,7 +57,6 @@ def fit_in_fp16(strategy: str) -> tuple[list[float], dict[str, Tensor], list[flo
     return model.losses, {name: weight.clone() for name, weight in model.state_dict().items()}, scales
 
 
-@pytest.mark.usefixtures("deepspeed_operators")
 @pytest.mark.parametrize("strategy", ["paral_zero1", "paral_zero2", "paral_zero3", "paral_zero2_offload"])
 def test_fp16_autocast_equals_torchs_with_its_scaler(on_ranks, strategy: str) -> None:
     losses, weights, scales = fit_by_hand()

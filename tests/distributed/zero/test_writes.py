@@ -247,7 +247,7 @@ def fit_offloaded(label: str) -> Any:
     return fit_bootstrapped(2, STRATEGIES_WITH_OFFLOAD[label]())
 
 
-@pytest.mark.usefixtures("deepspeed_operators")
+@pytest.mark.deepspeed_operators
 @pytest.mark.parametrize("label", STRATEGIES_WITH_OFFLOAD)
 def test_writes_reach_offloaded_weights(on_ranks, label: str) -> None:
     assert_same_fit(on_ranks(2, fit_offloaded, label), fit_bootstrapped(1), 1e-4)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_paral.cli import main
 from lightning_paral.cli.closed_stdout import exiting_if_stdout_is_closed
+from tests.command import run_paral
 
 
 @contextmanager
@@ -35,20 +35,14 @@ def test_inspect_into_head_ends_without_a_traceback(tmp_path: Path) -> None:
     assert done.returncode == 141
 
 
-@pytest.mark.parametrize("arguments", [["strategies"], ["--help"], ["--version"]])
-def test_short_output_that_nothing_reads(monkeypatch, arguments: list[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["paral", *arguments])
-    with stdout_without_reader(monkeypatch), pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 141
-
-
-@pytest.mark.parametrize("command", ["inspect", "fit"])
-def test_help_that_nothing_reads(monkeypatch, command: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["paral", command, "--help"])
-    with stdout_without_reader(monkeypatch), pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 0
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [("strategies", 141), ("--help", 141), ("--version", 141), ("inspect --help", 0), ("fit --help", 0)],
+)
+def test_output_that_nothing_reads(monkeypatch, arguments: str, status: int) -> None:
+    with stdout_without_reader(monkeypatch):
+        ended = run_paral(*arguments.split())
+    assert ended == status
 
 
 def test_message_and_status_of_an_error_are_kept(monkeypatch) -> None:

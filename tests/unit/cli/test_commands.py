@@ -3,8 +3,10 @@
 import re
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +15,10 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_paral import STRATEGIES, ParalDDPStrategy, __version__
-from lightning_paral.cli import main
+from lightning_paral import STRATEGIES, __version__
 from lightning_paral.distributed.process_group import release_process_group
 from lightning_paral.options import Sampling
+from tests.command import run_paral
 
 ROOT = Path(__file__).parents[3]
 OVERLAYS = sorted((ROOT / "configs/strategies").glob("*.yaml"))
@@ -59,91 +61,60 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, command: str, *arguments:
     options = SHORT["trainer"] | (FIT if command == "fit" else {}) | {"default_root_dir": str(folder)} | trainer
     config = {**SHORT, "trainer": options}
     (folder / "input.yaml").write_text(yaml.safe_dump(config))
-    monkeypatch.setattr(sys, "argv", ["paral", command, "--config", str(folder / "input.yaml"), *arguments])
     monkeypatch.chdir(ROOT)
-    main()
+    if (said := run_paral(command, "--config", str(folder / "input.yaml"), *arguments)) is not None:
+        sys.exit(said)
     release_process_group()  # as at the end of the process
     assert not dist.is_initialized()
     return Witness.trainer
 
 
-@pytest.mark.parametrize("name", [entry.name for entry in STRATEGIES if entry.strategy is ParalDDPStrategy])
-def test_name_in_yaml(monkeypatch, tmp_path, name: str) -> None:
-    trainer = run(monkeypatch, tmp_path, "fit", strategy=name)
-
-    assert isinstance(trainer.strategy, ParalDDPStrategy)
-    assert trainer.global_step == 2
-
-
-def test_class_path_in_yaml(monkeypatch, tmp_path) -> None:
-    strategy = {
-        "class_path": "lightning_paral.ParalDDPStrategy",
-        "init_args": {"all_reduce": "ring", "wire_dtype": "bf16", "timeout": "0:05:00", "bucket_cap_mb": 5}
-        | {"split": "global", "remainder": "drop", "shard_iterable": False},
-    }
-
-    trainer = run(monkeypatch, tmp_path, "fit", strategy=strategy)
-
-    assert isinstance(trainer.strategy, ParalDDPStrategy)
-    assert trainer.strategy.strategy_name == "paral_ddp_ring"
-    assert trainer.strategy.timeout.total_seconds() == 300
-    assert trainer.strategy._ddp_kwargs["bucket_cap_mb"] == 5
-    assert trainer.strategy.sampling == Sampling(split="global", remainder="drop", shard_iterable=False)
-
-
-def test_name_on_the_command_line(monkeypatch, tmp_path) -> None:
-    trainer = run(monkeypatch, tmp_path, "fit", "--trainer.strategy", "paral_ddp_ring")
-
-    assert trainer.strategy.strategy_name == "paral_ddp_ring"
-
-
-@pytest.mark.parametrize("class_path", ["lightning_paral.ParalDDPStrategy", "ParalDDPStrategy"])
-def test_class_path_on_the_command_line(monkeypatch, tmp_path, class_path: str) -> None:
-    trainer = run(
-        monkeypatch, tmp_path, "fit", f"--trainer.strategy={class_path}", "--trainer.strategy.static_graph=true"
-    )
-
-    assert isinstance(trainer.strategy, ParalDDPStrategy)
-    assert trainer.strategy._ddp_kwargs["static_graph"] is True
-
-
-def test_class_path_alone_on_the_command_line(monkeypatch, tmp_path) -> None:
-    trainer = run(monkeypatch, tmp_path, "fit", "--trainer.strategy", "lightning_paral.ParalDDPStrategy")
-
-    assert isinstance(trainer.strategy, ParalDDPStrategy)
-
-
-OWN_STRATEGY = "examples.flat_all_reduce.FlatAllReduceStrategy"
+DDP, OWN = "lightning_paral.ParalDDPStrategy", "examples.flat_all_reduce.FlatAllReduceStrategy"
+RING = {"all_reduce": "ring", "wire_dtype": "bf16", "timeout": "0:05:00", "bucket_cap_mb": 5}
+SAMPLES = {"split": "global", "remainder": "drop", "shard_iterable": False}
+OWN_OPTIONS = {"bucket_numel": 100, "split": "global", "timeout": 60}
+GIVEN: list[tuple[Any, dict[str, Any]]] = [
+    ("paral_ddp", {"strategy_name": "paral_ddp"}),
+    ("paral_ddp_ring", {"strategy_name": "paral_ddp_ring"}),
+    (
+        {"class_path": DDP, "init_args": RING | SAMPLES},
+        {"strategy_name": "paral_ddp_ring", "timeout": timedelta(minutes=5), "sampling": Sampling(**SAMPLES)}
+        | {"bucket_cap_mb": 5},
+    ),
+    (
+        {"class_path": OWN, "init_args": OWN_OPTIONS},
+        {"bucket_numel": 100, "timeout": timedelta(minutes=1), "sampling": Sampling(split="global")},
+    ),
+    (["--trainer.strategy", "paral_ddp_ring"], {"strategy_name": "paral_ddp_ring"}),
+    (["--trainer.strategy", DDP], {"strategy_name": "paral_ddp"}),
+    ([f"--trainer.strategy={DDP}", "--trainer.strategy.split=global"], {"sampling": Sampling(split="global")}),
+    (["--trainer.strategy=ParalDDPStrategy", "--trainer.strategy.static_graph=true"], {"static_graph": True}),
+    (
+        [f"--trainer.strategy={OWN}", "--trainer.strategy.bucket_numel=100", "--trainer.strategy.remainder=drop"],
+        {"bucket_numel": 100, "sampling": Sampling(remainder="drop")},
+    ),
+]
+"""Values of `strategy` in YAML, or arguments of the command line, with attributes of the strategy that is made."""
 
 
 @pytest.fixture
-def own_strategy_unregistered() -> Iterator[None]:
+def _own_strategy_unregistered() -> Iterator[None]:
     """Remove the name that importing the example registers, which other tests do not expect."""
     yield
     StrategyRegistry.pop("flat_all_reduce", None)
 
 
-@pytest.mark.usefixtures("own_strategy_unregistered")
-def test_class_path_of_a_strategy_of_the_users_own_in_yaml(monkeypatch, tmp_path) -> None:
-    strategy = {"class_path": OWN_STRATEGY, "init_args": {"bucket_numel": 100, "split": "global", "timeout": 60}}
+@pytest.mark.usefixtures("_own_strategy_unregistered")
+@pytest.mark.parametrize(("given", "attributes"), GIVEN, ids=str)
+def test_strategy_by_name_and_by_class(monkeypatch, tmp_path, given: Any, attributes: dict[str, Any]) -> None:
+    arguments, options = (given, {}) if isinstance(given, list) else ((), {"strategy": given})
 
-    trainer = run(monkeypatch, tmp_path, "fit", strategy=strategy)
+    trainer = run(monkeypatch, tmp_path, "fit", *arguments, **options)
 
-    assert type(trainer.strategy).__name__ == "FlatAllReduceStrategy"
-    assert trainer.strategy.bucket_numel == 100
-    assert trainer.strategy.timeout.total_seconds() == 60
-    assert trainer.strategy.sampling == Sampling(split="global")
+    of_ddp = getattr(trainer.strategy, "_ddp_kwargs", {})
+    assert {name: of_ddp.get(name, getattr(trainer.strategy, name, None)) for name in attributes} == attributes
+    assert type(trainer.strategy).__name__ == ("FlatAllReduceStrategy" if OWN in str(given) else "ParalDDPStrategy")
     assert trainer.global_step == 2
-
-
-@pytest.mark.usefixtures("own_strategy_unregistered")
-def test_class_path_of_a_strategy_of_the_users_own_on_the_command_line(monkeypatch, tmp_path) -> None:
-    options = ("--trainer.strategy.bucket_numel=100", "--trainer.strategy.remainder=drop")
-
-    trainer = run(monkeypatch, tmp_path, "fit", f"--trainer.strategy={OWN_STRATEGY}", *options)
-
-    assert trainer.strategy.bucket_numel == 100
-    assert trainer.strategy.sampling == Sampling(remainder="drop")
 
 
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
@@ -165,27 +136,16 @@ def test_checkpoint_with_a_type_that_only_the_strategy_knows(monkeypatch, tmp_pa
     assert trainer.global_step == 3
 
 
-def test_invalid_input_is_an_error_of_one_line(monkeypatch, tmp_path, capsys) -> None:
-    with pytest.raises(SystemExit, match=r"^paral: There is no strategy named 'paral_dp0'\. Did you mean 'paral_d"):
-        run(monkeypatch, tmp_path, "fit", strategy="paral_dp0")
-
-
-def test_strategies_prints_the_table(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys, "argv", ["paral", "strategies"])
-
-    main()
+def test_strategies_prints_the_table(capsys) -> None:
+    assert run_paral("strategies") is None
 
     printed = capsys.readouterr().out
-    for entry in STRATEGIES:
-        assert entry.name in printed
-        assert entry.strategy.__name__ in printed
+    assert all(entry.name in printed and entry.strategy.__name__ in printed for entry in STRATEGIES)
     assert max(map(len, printed.splitlines())) <= 100
 
 
-def test_version_prints_the_versions_for_a_bug_report(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys, "argv", ["paral", "--version"])
-
-    main()
+def test_version_prints_the_versions_for_a_bug_report(capsys) -> None:
+    assert run_paral("--version") is None
 
     assert re.fullmatch(
         rf"lightning_paral {__version__} \(Python 3\.\S+, lightning \S+, torch {re.escape(version('torch'))}, "
@@ -200,11 +160,8 @@ def test_progress_bar_of_the_example_ends_with_its_run() -> None:
     assert trainer["limit_train_batches"] == trainer["max_steps"]
 
 
-def test_unknown_command_shows_the_known_ones(monkeypatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["paral", "fti"])
-
-    with pytest.raises(SystemExit, match=r"no command 'fti'(?s:.*)fit, validate, test, predict"):
-        main()
+def test_unknown_command_shows_the_known_ones() -> None:
+    assert re.search(r"no command 'fti'(?s:.*)fit, validate, test, predict", run_paral("fti"))
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)

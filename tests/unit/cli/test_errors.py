@@ -1,13 +1,12 @@
 """Mistakes on the command line and in YAML are errors of a few lines that name the option."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from lightning_paral.cli import main
+from tests.command import run_paral
 
 ROOT = Path(__file__).parents[3]
 ZERO, DDP, FSDP = (f"lightning_paral.Paral{name}Strategy" for name in ("ZeRO", "DDP", "FSDP"))
@@ -17,57 +16,40 @@ def strategy(class_path: str, **init_args: Any) -> dict[str, Any]:
     return {"trainer": {"strategy": {"class_path": class_path, "init_args": init_args}}}
 
 
+def of_trainer(**options: Any) -> dict[str, Any]:
+    return {"trainer": options}
+
+
 YAML: list[tuple[dict[str, Any], str]] = [
     (strategy(DDP, all_reduc="ring"), "trainer.strategy.all_reduc: ParalDDPStrategy has no option 'all_reduc'. Did"),
-    (
-        strategy(DDP, all_reduce="rng"),
-        "trainer.strategy.all_reduce: all_reduce='rng' is not known.",
-    ),
-    (
-        strategy(DDP, timeout="30s"),
-        "trainer.strategy.timeout: ParalDDPStrategy(timeout='30s'): timeout cannot",
-    ),
+    (strategy(DDP, all_reduce="rng"), "trainer.strategy.all_reduce: all_reduce='rng' is not known."),
+    (strategy(DDP, timeout="30s"), "trainer.strategy.timeout: ParalDDPStrategy(timeout='30s'): timeout cannot"),
     (strategy(DDP, bucket_cap_mb=-5), "paral: ParalDDPStrategy(bucket_cap_mb=-5): buckets must be larger than 0 MiB."),
     (strategy(ZERO, stage=4), "trainer.strategy.stage: stage=4 is not a stage of ZeRO"),
     (strategy(ZERO, offload_optimiser="cpu"), "has no option 'offload_optimiser'. Did you mean offload_optimizer?"),
     (strategy(ZERO, offload_optimizer=True), "offload_optimizer cannot be a bool. Give Offload(...), 'cpu', 'nvme'"),
-    (
-        strategy(ZERO, offload_optimizer={"pth": "/x"}),
-        "strategy.offload_optimizer.pth: Offload has no option 'pth'.",
-    ),
+    (strategy(ZERO, offload_optimizer={"pth": "/x"}), "offload_optimizer.pth: Offload has no option 'pth'."),
     (strategy(ZERO, deepspeed_config={"gradient_clip": 1}), "Did you mean 'gradient_clipping'?"),
     (strategy(FSDP, checkpoint={"form": "shard"}), "checkpoint.form: CheckpointOptions(form='shard') is not known."),
-    (
-        strategy(FSDP, activation_checkpointing={"unit": []}),
-        "activation_checkpointing.unit: Activation",
-    ),
-    (
-        strategy("lightning_paral.ParalFSDPStrateg"),
-        "There is no lightning_paral.ParalFSDPStrateg.",
-    ),
-    ({"trainer": {"strategy": {"class_path": DDP, "all_reduce": "ring"}}}, "'all_reduce' is next to class_path."),
-    ({"trainer": {"strategy": "paral_zero4"}}, "paral: There is no strategy named 'paral_zero4'. Did you mean"),
-    ({"trainer": {"stratgy": "paral_ddp"}}, "There is no option 'trainer.stratgy'. Did you mean trainer.strategy"),
+    (strategy(FSDP, activation_checkpointing={"unit": []}), "activation_checkpointing.unit: Activation"),
+    (strategy("lightning_paral.ParalFSDPStrateg"), "There is no lightning_paral.ParalFSDPStrateg."),
+    (of_trainer(strategy={"class_path": DDP, "all_reduce": "ring"}), "'all_reduce' is next to class_path."),
+    (of_trainer(strategy="paral_zero4"), "paral: There is no strategy named 'paral_zero4'. Did you mean"),
+    (of_trainer(stratgy="paral_ddp"), "There is no option 'trainer.stratgy'. Did you mean trainer.strategy"),
     ({"trainr": {"strategy": "paral_ddp"}}, "There is no option 'trainr'. Did you mean trainer?"),
-    ({"trainer": {"max_steps": "ten"}}, "trainer.max_steps"),
+    (of_trainer(max_steps="ten"), "trainer.max_steps"),
 ]
 COMMAND_LINE = [
     (["ParalDDPStrategy", "--trainer.strategy.wire_dtype=fp8"], "strategy.wire_dtype: wire_dtype='fp8' is not known."),
-    (
-        ["ParalFSDPStrategy", "--trainer.strategy.offload=nvme"],
-        "strategy.offload: ParalFSDPStrategy(offload='nvme')",
-    ),
+    (["ParalFSDPStrategy", "--trainer.strategy.offload=nvme"], "strategy.offload: ParalFSDPStrategy(offload='nvme')"),
     (["paral_ddp", "--model.widht=3"], "model.widht: GPT has no option 'widht'. Did you mean width?"),
 ]
 
 
 def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    fixed = ["--config", "configs/gpt.yaml", "--trainer.accelerator=cpu", "--trainer.logger=false"]
-    monkeypatch.setattr(sys, "argv", ["paral", "fit", *fixed, *arguments])
     monkeypatch.chdir(ROOT)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    code = ended.value.code
+    fixed = ["--config", "configs/gpt.yaml", "--trainer.accelerator=cpu", "--trainer.logger=false"]
+    code = run_paral("fit", *fixed, *arguments)
     return (code if isinstance(code, str) else "") + capsys.readouterr().err
 
 

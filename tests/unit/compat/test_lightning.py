@@ -98,9 +98,9 @@ def test_new_trainer_sets_ranks_of_dp() -> None:
 
 
 def test_evaluation_runs_each_step_and_each_end_of_a_loader_through_replaced_methods() -> None:
-    plain, calls = trainer(), []
-    loop = plain.validate_loop
-    results = ResultCollection(training=False)
+    plain, calls, counted = trainer(), [], []
+    loop, results = plain.validate_loop, ResultCollection(training=False)
+    seen: list[Model] = []
 
     def noted(step: evaluation.Step) -> evaluation.Step:
         def noted_step(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
@@ -108,17 +108,21 @@ def test_evaluation_runs_each_step_and_each_end_of_a_loader_through_replaced_met
             assert evaluation.combined_loader_of(loop).flattened
             if batch_idx == 0:
                 step(batch, batch_idx, dataloader_idx, dataloader_iter)
+            else:
+                before = loop.batch_progress.current.completed
+                evaluation.call_step_without_hooks(plain, loop, "validation_step", batch, batch_idx, dataloader_idx)
+                counted.append(loop.batch_progress.current.completed - before)
 
         return noted_step
 
-    seen: list[Model] = []
     with ExitStack() as undo:
         evaluation.replace_evaluation_step(loop, noted, undo)
         evaluation.call_at_end_of_loader(loop, plain, lambda: calls.append("end"), undo)
         evaluation.set_results(loop, results)
         plain.validate(Model(seen.append), [loader(2), loader(1)], verbose=False)
     assert calls == [(0, 0, None), (1, 0, None), "end", (0, 1, None), "end"], "Lightning evaluates by other methods"
-    assert len(seen) == 2
+    assert len(seen) == 3
+    assert counted == [0], "a step alone counts as a batch"
     assert evaluation.results_of(loop) is results
     assert "_evaluation_step" not in vars(loop)
 
@@ -144,26 +148,6 @@ def test_logged_values_pass_through_overridden_methods() -> None:
     plain.validate(Model(), loader(), verbose=False)
 
     assert called == {"log", "update_metrics", "metrics"}, "self.log calls other methods of the collection"
-
-
-def test_a_step_alone_logs_nothing_to_hooks_and_counts_nothing() -> None:
-    plain = trainer()
-    loop = plain.validate_loop
-    seen: list[Model] = []
-    counted: list[int] = []
-
-    def alone(step: evaluation.Step) -> evaluation.Step:
-        def step_alone(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
-            evaluation.call_step_without_hooks(plain, loop, "validation_step", batch, batch_idx, None)
-            counted.append(loop.batch_progress.current.completed)
-
-        return step_alone
-
-    with ExitStack() as undo:
-        evaluation.replace_evaluation_step(loop, alone, undo)
-        plain.validate(Model(seen.append), loader(2), verbose=False)
-    assert len(seen) == 2
-    assert counted == [0, 0]
 
 
 def test_prediction_runs_each_step_through_a_replaced_method() -> None:

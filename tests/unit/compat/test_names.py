@@ -4,9 +4,8 @@ import ast
 import importlib
 import logging
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ import lightning_paral.compat
 from lightning_paral.compat.private_name import PrivateName, is_named_by
 from lightning_paral.engines.zero.runtime.deepspeed import choose_accelerator, quiet_deepspeed
 from lightning_paral.errors import PrivateNameError
+from tests.source import PACKAGE, trees
 from tests.unit.compat.test_private_names import OF_PYTHON, OWN, is_private
 
 MODULES = [
@@ -31,34 +31,45 @@ def import_deepspeed() -> None:
         choose_accelerator(torch.device("cpu"))
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
-def test_private_name_exists_and_is_explained(entry: PrivateName) -> None:
-    if entry.name.startswith("deepspeed."):
-        import_deepspeed()
-
-    if entry.is_used:
-        entry.resolve()
-
-    assert entry.purpose.startswith("to "), entry
-    assert entry.reason, entry
-    assert entry.seen, entry
+def wrong_with(entry: PrivateName) -> str:
+    """Return what is wrong with an entry, or an empty text."""
+    explained = entry.purpose.startswith("to ") and entry.reason and entry.seen
+    try:
+        if entry.is_used:
+            entry.resolve()
+    except PrivateNameError as error:
+        return str(error)
+    return "" if explained else f"{entry.name} is not explained"
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.removeprefix("lightning_paral.compat."))
-def test_module_declares_the_names_it_uses(module: ModuleType) -> None:
-    declared = {part for entry in getattr(module, "NAMES", ()) for part in entry.name.split(".")}
-    tree = ast.parse(Path(str(module.__file__)).read_text())
+def test_private_names_exist_and_are_explained() -> None:
+    import_deepspeed()
 
-    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_private(node.attr)}
-    used |= {
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("lightning_paral")
-        for alias in node.names
-        if any(map(is_private, [*(node.module or "").split("."), alias.name]))
-    }
+    wrong = [said for entry in ENTRIES if (said := wrong_with(entry))]
 
-    assert not used - declared - OWN - OF_PYTHON, "private names without an entry in NAMES"
+    assert not wrong, "\n".join(wrong)
+
+
+def private_names_in(tree: ast.Module) -> Iterator[str]:
+    """Yield the private attributes that are used, and what is imported privately from other packages."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("lightning_paral"):
+            path = (node.module or "").split(".")
+            yield from (alias.name for alias in node.names if any(map(is_private, [*path, alias.name])))
+
+
+@pytest.mark.source
+def test_modules_declare_the_names_they_use() -> None:
+    undeclared = []
+    for module in MODULES:
+        declared = {part for entry in getattr(module, "NAMES", ()) for part in entry.name.split(".")}
+        tree = trees()[Path(str(module.__file__)).relative_to(PACKAGE).as_posix()]
+        if missing := set(private_names_in(tree)) - declared - OWN - OF_PYTHON:
+            undeclared.append(f"{module.__name__}: {', '.join(sorted(missing))}")
+
+    assert not undeclared, "\n".join(["private names without an entry in NAMES:", *undeclared])
 
 
 def test_missing_name_raises_with_its_purpose() -> None:

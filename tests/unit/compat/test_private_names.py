@@ -5,17 +5,14 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TypeGuard
 
 import pytest
 import torch
 
-import lightning_paral
+from tests.source import PACKAGE, trees
 
-ROOT = Path(lightning_paral.__file__).parent
 LIBRARIES = {"torch", "lightning", "pytorch_lightning", "torchmetrics", "deepspeed"}
-FILES = [path for path in sorted(ROOT.rglob("*.py")) if "compat" not in path.relative_to(ROOT).parts]
 OF_PYTHON = {"_exit", "_inheriting", "_fields", "_asdict", "_replace", "_make", "_getframe", "_current_frames"}
 # Set by transformers on its models. This package does not import transformers.
 OF_TRANSFORMERS = {"_no_split_modules", "_tied_weights_keys", "_keys_to_ignore_on_save", "_is_hf_initialized"}
@@ -32,8 +29,8 @@ def is_private(name: str) -> bool:
 def own_names() -> set[str]:
     """Return the private names of functions, classes, attributes and variables of this package."""
     names = set()
-    for path in ROOT.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for tree in trees().values():
+        for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 names.add(node.name)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and on_self(node):
@@ -112,18 +109,22 @@ def is_call_of(node: ast.AST, *names: str) -> TypeGuard[ast.Call]:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_no_private_name_of_a_library_is_used_or_patched(path: Path) -> None:
-    tree = ast.parse(path.read_text())
+@pytest.mark.source
+def test_no_private_name_of_a_library_is_used_or_patched() -> None:
+    found = [
+        f"{file}, {use}"
+        for file, tree in trees().items()
+        if not file.startswith("compat/")
+        for uses in (imported_privately(tree), used_privately(tree), patched(tree))
+        for use in uses
+    ]
 
-    found = [*imported_privately(tree), *used_privately(tree), *patched(tree)]
-
-    assert not found, "these belong in lightning_paral/compat:\n" + "\n".join(found)
+    assert not found, "\n".join(["these belong in lightning_paral/compat:", *found])
 
 
 def test_no_class_overrides_a_private_method_of_a_library() -> None:
     found = []
-    for info in pkgutil.walk_packages([str(ROOT)], "lightning_paral."):
+    for info in pkgutil.walk_packages([str(PACKAGE)], "lightning_paral."):
         if info.name.startswith("lightning_paral.compat") or info.name.endswith("__main__"):
             continue
         for name, kind in inspect.getmembers(importlib.import_module(info.name), inspect.isclass):

@@ -8,7 +8,7 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pytest
@@ -24,16 +24,11 @@ from torch.nn import Linear, Module, Parameter
 
 from lightning_paral.compat import checks
 from lightning_paral.compat.torch import (
-    archives,
     backward,
-    compiled,
     ddp_ignored,
     derivatives,
     dispatch,
-    distributed_checkpoint,
     dtensor,
-    fake_tensors,
-    foreach,
     fsdp_group,
     fsdp_param,
     fsdp_state,
@@ -41,10 +36,8 @@ from lightning_paral.compat.torch import (
     iteration,
     module_hooks,
     modules,
-    muon,
     patches,
     process_groups,
-    pytree,
     replicas,
     sharded_classes,
     sharding_cache,
@@ -52,7 +45,6 @@ from lightning_paral.compat.torch import (
     storages,
     tensor_hooks,
     versions,
-    wrapper_tensors,
 )
 from lightning_paral.compat.torch.grad_scaler import UnscalingGradScaler
 from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
@@ -61,17 +53,22 @@ from lightning_paral.errors import PrivateNameError
 from tests.unit.compat.renaming import rename
 
 
-@pytest.fixture
-def world() -> Iterator[None]:
+@contextmanager
+def one_rank() -> Iterator[None]:
     """Make a process group with a single rank."""
-    before = dist.group.WORLD
-    assert before is None, "another test has left a process group"
+    assert dist.group.WORLD is None, "another test has left a process group"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
         sharding_cache.forget_meshes()
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    with one_rank():
+        yield
 
 
 def sharded() -> Any:
@@ -373,73 +370,6 @@ def test_scaler_unscales_and_steps_through_a_replaced_method() -> None:
         assert parameter.item() == value, "step() unscales in another way: ranks would skip different steps"
 
 
-def test_foreach_functions_work_in_place() -> None:
-    tensors = [torch.tensor([3.0, 4.0]), torch.tensor([-6.0])]
-
-    foreach.foreach_mul_(tensors, torch.tensor(2.0))
-    assert [norm.item() for norm in foreach.foreach_norm(tensors, 2, dtype=torch.float32)] == [10.0, 12.0]
-    foreach.foreach_clamp_min_(tensors, -7.0)
-    foreach.foreach_clamp_max_(tensors, 7.0)
-    assert [tensor.tolist() for tensor in tensors] == [[6.0, 7.0], [-7.0]]
-    found = torch.zeros(1)
-    foreach.check_and_unscale_([torch.tensor([torch.inf])], found, torch.tensor(1.0))
-    assert found.item() == 1.0
-
-
-def test_files_have_room_for_tensors_without_memory(tmp_path: Path) -> None:
-    path = tmp_path / "file.pt"
-    [fake] = fake_tensors.fake_tensors([((2, 3), torch.float32)])
-    with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save({"w": fake}, path)
-
-    offset = archives.record_offset(path)("data/0")
-    data = bytearray(path.read_bytes())
-    data[offset : offset + 24] = torch.arange(6, dtype=torch.float32).numpy().tobytes()
-    path.write_bytes(data)
-
-    assert torch.load(path)["w"].tolist() == [[0, 1, 2], [3, 4, 5]], (
-        "torch.save leaves no space for the data, or in another place"
-    )
-
-
-def test_distributed_checkpoint_has_these_keys_and_offsets() -> None:
-    flat, paths = distributed_checkpoint.flatten_state_dict({"a": {"b": [torch.ones(1), 2]}})
-
-    assert set(flat) == {"a.b.0", "a.b.1"}, "sharded checkpoints would have keys that torch does not look for"
-    assert paths["a.b.0"] == ("a", "b", 0)
-    place = pickle.loads(pickle.dumps(distributed_checkpoint.StorageInfo("file", 1, 2)))
-    assert (place.relative_path, place.offset, place.length) == ("file", 1, 2)
-
-
-def test_wrapper_tensors_have_a_shape_and_no_memory() -> None:
-    class Wrapper(Tensor):
-        @classmethod
-        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-            raise AssertionError(func)
-
-    made = wrapper_tensors.without_memory(Wrapper, [2**40], torch.bfloat16)
-
-    assert (type(made), tuple(made.shape), made.dtype) == (Wrapper, (2**40,), torch.bfloat16)
-
-
-def test_compiled_modules_are_recognized() -> None:
-    module = Linear(2, 2)
-    assert not compiled.is_compiled(module)
-
-    assert compiled.is_compiled(torch.compile(module)), "paral_dp would replicate a compiled module"
-    module.compile()
-    assert compiled.is_compiled(module)
-
-
-def test_trees_equal_those_of_torch() -> None:
-    leaves, spec = pytree.tree_flatten({"a": [1, (2,)]})
-
-    assert leaves == pytree.tree_leaves({"a": [1, (2,)]}) == [1, 2]
-    assert pytree.tree_unflatten(leaves, spec) == {"a": [1, (2,)]}
-    assert pytree.tree_map(str, [1]) == ["1"]
-    assert pytree.tree_map_only(int, str, [1, 2.0]) == ["1", 2.0]
-
-
 def test_ddp_ignores_the_parameters_that_a_module_names() -> None:
     module = Linear(2, 2)
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["weight"])
@@ -462,23 +392,6 @@ def test_attributes_are_replaced_and_restored() -> None:
     assert "inherited" not in vars(Owner)
     with pytest.raises(AttributeError):
         patches.replace_attributes(Owner, {"gone": 1})
-
-
-def test_muon_calls_the_replaced_function() -> None:
-    parameter = Parameter(torch.eye(3))
-    calls = []
-
-    def around(torchs: Any) -> Any:
-        return lambda *args, **kwargs: calls.append(1) or torchs(*args, **kwargs)
-
-    undo = muon.replace_newton_schulz(around)
-    parameter.grad = torch.eye(3)
-    torch.optim.Muon([parameter]).step()
-    undo()
-    parameter.grad = torch.eye(3)
-    torch.optim.Muon([parameter]).step()
-
-    assert calls == [1], "Muon orthogonalizes in another way, and would do so on shards"
 
 
 @pytest.mark.usefixtures("world")
@@ -524,9 +437,7 @@ def test_renamed_attribute_raises_before_training(strategy: str, monkeypatch: py
 
 
 @pytest.mark.usefixtures("world")
-def test_sharded_parameters_without_an_attribute_raise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_sharded_parameters_without_an_attribute_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     root = sharded()
     fsdp_state.initialize(root)
     [group] = fsdp_state.groups_of(root)
@@ -585,6 +496,29 @@ def test_steps_unshard_and_reshard_like_forward() -> None:
 
 
 @pytest.mark.usefixtures("world")
+def test_an_iteration_begins_without_arguments_on_cuda_and_can_be_reset() -> None:
+    root = sharded()
+    iteration.reset_iteration(root)  # before FSDP2 is initialized: resetting must not hide the original error
+    fsdp_state.initialize(root)
+    state = root._get_fsdp_state()
+    state._device = torch.device("cuda")  # only decides whether arguments are moved
+
+    assert iteration.pre_forward(state, root) == ((), {})
+    assert type(root[1].weight) is Parameter
+    iteration.reset_iteration(root)
+    assert isinstance(root[1].weight, DTensor)
+    assert iteration.pre_forward(state, root, (1,), {"named": None}) == ((1,), {"named": None})
+    iteration.reset_iteration(root)
+
+    state._device = torch.device("cpu")
+    root(torch.ones(1, 4)).sum().backward()
+    root(torch.ones(1, 4)).sum()
+    iteration.reset_iteration(root)
+    assert all(isinstance(parameter, DTensor) for parameter in root.parameters())
+    root(torch.ones(1, 4)).sum().backward()
+
+
+@pytest.mark.usefixtures("world")
 def test_assigned_memory_is_unsharded() -> None:
     root = sharded()
     fsdp_state.initialize(root)
@@ -626,15 +560,11 @@ def test_module_can_be_sharded_again_after_its_state_is_removed() -> None:
 
 def test_meshes_of_earlier_groups_are_removed() -> None:
     for _ in range(2):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            sharding_cache.forget_meshes()
+        with one_rank():
             mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("rows",))
             result = distribute_tensor(torch.ones(2), mesh, [Shard(0)]).cos()
 
             assert result.device_mesh is mesh, "results are on the mesh of an earlier run, whose group is gone"
-        finally:
-            dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("world")

@@ -1,6 +1,7 @@
 """The limit of `paral bench memory`, and what it says about strategies above it."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def test_formula_counts_the_states_of_the_own_optimizer() -> None:
 
 
 def test_every_known_strategy_has_a_layout() -> None:
-    assert [layout_of(name).engine in ("ddp", "fsdp", "zero") for name in KNOWN] == [True] * len(KNOWN)
+    assert {layout_of(name).engine for name in KNOWN} == {"ddp", "fsdp", "zero"}
 
 
 def test_saved_activations_are_those_that_autograd_saves(followed: FollowedSteps) -> None:
@@ -103,31 +104,27 @@ ROW = MemoryRow(
     strategy="ddp",
     num_ranks=2,
     device="cpu",
+    start_seconds=1.0,
+    is_sharded=False,
     start_bytes=50,
     peak_bytes=100,
-    start_seconds=1.0,
     formula_bytes=60,
     limit_bytes=90,
     planned_bytes=95,
-    is_sharded=False,
 )
-
-
-def results(*rows: MemoryRow) -> MemoryResults:
-    return MemoryResults(
-        module="GPT", num_params=1, batch_size=1, unit_bytes=1, activation_bytes=1, notes=(), rows=(ROW, *rows)
-    )
+OF_MODULE: dict[str, Any] = {"module": "GPT", "num_params": 1, "batch_size": 1, "unit_bytes": 1, "activation_bytes": 1}
 
 
 def test_sharded_strategies_above_the_limit_or_ddp_are_named() -> None:
     sharded = replace(ROW, is_sharded=True)
-    found = results(
+    rows = (
         within := replace(sharded, strategy="paral_fsdp", peak_bytes=90),
         large := replace(sharded, strategy="paral_zero1", peak_bytes=91),
         larger := replace(sharded, strategy="paral_zero2", peak_bytes=101),
         replace(sharded, strategy="raw_fsdp", peak_bytes=1000),
         alone := replace(sharded, strategy="paral_zero3", num_ranks=4, peak_bytes=1000),
     )
+    found = MemoryResults(**OF_MODULE, notes=(), rows=(ROW, *rows))
 
     assert found.above_limit() == [large, larger, alone]
     assert found.above_ddp() == [larger]
@@ -136,17 +133,7 @@ def test_sharded_strategies_above_the_limit_or_ddp_are_named() -> None:
 
 def test_strategies_that_need_more_memory_than_is_free_are_refused() -> None:
     expected = Expected(formula_bytes=1, limit_bytes=1, planned_bytes=10**15, is_sharded=False)
-    subject = Subject(
-        module="GPT",
-        num_params=1,
-        batch_size=1,
-        unit_bytes=1,
-        activation_bytes=1,
-        notes=(),
-        expected={2: {"paral_fsdp": replace(expected, planned_bytes=1)}, 4: {"paral_ddp": expected}},
-    )
+    by_ranks = {2: {"paral_fsdp": replace(expected, planned_bytes=1)}, 4: {"paral_ddp": expected}}
 
-    with pytest.raises(
-        ConfigurationError, match=r"paral_ddp on 4 ranks needs about .* of host memory, but .* are free"
-    ):
-        check_memory(subject)
+    with pytest.raises(ConfigurationError, match=r"paral_ddp on 4 ranks needs about .* of host memory, but .* free"):
+        check_memory(Subject(**OF_MODULE, notes=(), expected=by_ranks))

@@ -33,6 +33,14 @@ COMM = CommResults(
         for wire in ("fp32", "bf16")
     ),
 )
+
+
+def seconds_of(strategy: str, *seconds: float | None) -> CheckpointRow:
+    phases = ("save", "stall", "full", "load", "consolidate", "write", "read")
+    return CheckpointRow(strategy=strategy, size_bytes=303 * MIB, **dict(zip(phases, seconds, strict=True)))
+
+
+MODULE: dict[str, Any] = {"module": "GPT", "num_params": 870_000}
 STEP_ROW = StepRow(
     strategy="paral_zero3",
     seconds=0.708,
@@ -46,40 +54,15 @@ STEP_ROW = StepRow(
     ratio_to_lightning=None,
 )
 STEP = StepResults(
-    num_ranks=2,
-    module="GPT",
-    num_params=870_000,
-    batch_size=8,
-    rows=(STEP_ROW, replace(STEP_ROW, strategy="raw_ddp", ratio_to_raw=None)),
+    **MODULE, num_ranks=2, batch_size=8, rows=(STEP_ROW, replace(STEP_ROW, strategy="raw_ddp", ratio_to_raw=None))
 )
 CHECKPOINT = CheckpointResults(
+    **MODULE,
     num_ranks=2,
-    module="GPT",
-    num_params=870_000,
     is_cold=False,
     rows=(
-        CheckpointRow(
-            strategy="paral_zero3",
-            size_bytes=303 * MIB,
-            save=1.43,
-            stall=0.551,
-            full=12.3,
-            load=0.123,
-            consolidate=12.3,
-            write=0.234,
-            read=0.0123,
-        ),
-        CheckpointRow(
-            strategy="ddp",
-            size_bytes=303 * MIB,
-            save=1.43,
-            stall=None,
-            full=None,
-            load=0.1,
-            consolidate=None,
-            write=0.2,
-            read=0.1,
-        ),
+        seconds_of("paral_zero3", 1.43, 0.551, 12.3, 0.123, 12.3, 0.234, 0.0123),
+        seconds_of("ddp", 1.43, None, None, 0.1, None, 0.2, 0.1),
     ),
 )
 ADAM = AdamResults(
@@ -92,17 +75,16 @@ MEMORY_ROW = MemoryRow(
     strategy="paral_zero3",
     num_ranks=16,
     device="cpu",
+    start_seconds=123.4,
+    is_sharded=True,
     start_bytes=12345 * MIB,
     peak_bytes=34567 * MIB,
-    start_seconds=123.4,
-    formula_bytes=12345 * MIB,
     limit_bytes=23456 * MIB,
+    formula_bytes=12345 * MIB,
     planned_bytes=12345 * MIB,
-    is_sharded=True,
 )
 MEMORY = MemoryResults(
-    module="GPT",
-    num_params=152_000_000,
+    **MODULE,
     batch_size=1,
     unit_bytes=50 * MIB,
     activation_bytes=38 * MIB,

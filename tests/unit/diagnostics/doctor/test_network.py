@@ -23,10 +23,6 @@ KNOWN = [
 ]
 
 
-def listening_addresses() -> set[str]:
-    return {each.laddr.ip for each in psutil.Process().connections("inet") if each.status == psutil.CONN_LISTEN}
-
-
 @pytest.mark.parametrize("given", [None, *(interface.name for interface in interfaces())])
 def test_gloo_listens_on_the_interface_that_is_named(monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)

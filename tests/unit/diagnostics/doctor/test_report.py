@@ -1,18 +1,17 @@
 """The report as tables and as JSON, and the options of the command."""
 
 import json
-import sys
 
 import psutil
 import pytest
 from rich.console import Console
 
 from lightning_paral import STRATEGIES, ConfigurationError
-from lightning_paral.cli import main
 from lightning_paral.diagnostics.doctor.facts import Fact
 from lightning_paral.diagnostics.doctor.processes import CollectiveResults, CollectiveRow, check_ranks
 from lightning_paral.diagnostics.doctor.readiness import Readiness
 from lightning_paral.diagnostics.doctor.report import Report, render
+from tests.command import run_paral
 
 FACTS = (
     Fact(name="torch", found="2.13.0 (tested: >=2.11,<2.14)"),
@@ -83,13 +82,9 @@ def test_a_warning_is_not_broken() -> None:
 
 
 @pytest.mark.parametrize("ranks", ["0", "-3"])
-def test_ranks_have_to_be_positive(monkeypatch: pytest.MonkeyPatch, ranks: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["paral", "doctor", "--ranks", ranks])
-
-    with pytest.raises(SystemExit) as ended:
-        main()
-
-    assert ended.value.code == f"paral: --ranks {ranks} is not a number of ranks. Give 1 or more."
+def test_ranks_have_to_be_positive(ranks: str) -> None:
+    expected = f"paral: --ranks {ranks} is not a number of ranks. Give 1 or more."
+    assert run_paral("doctor", "--ranks", ranks) == expected
 
 
 def test_more_ranks_than_memory_are_refused_with_the_number_that_fits() -> None:

@@ -22,6 +22,7 @@ from lightning_paral.engines.zero.training.users_optimizer import (
     make_engine_optimizer,
 )
 from lightning_paral.tested_versions import TESTED_VERSIONS
+from tests.compile_operators import skip_unless_compilable
 from tests.models.regression import Regression
 from tests.running import quiet_trainer
 
@@ -78,6 +79,7 @@ def test_nvme_by_name_needs_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def nvme_trainer(path: Path) -> Trainer:
+    skip_unless_compilable("async_io")
     return quiet_trainer(strategy=ParalZeROStrategy(stage=3, offload_optimizer=Offload("nvme", path=path)), devices=2)
 
 
@@ -229,7 +231,7 @@ def test_operator_that_cannot_be_built_is_named(monkeypatch: pytest.MonkeyPatch,
         load_operator("cpu_adam", "offload_optimizer")
 
 
-@pytest.mark.usefixtures("deepspeed_operators")
+@pytest.mark.deepspeed_operators("cpu_adam")
 def test_offload_carries_every_hyper_parameter() -> None:
     load_operator("cpu_adam", "the test")
     runtime.choose_accelerator(torch.device("cpu"))
