@@ -23,8 +23,6 @@ import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -49,8 +47,6 @@ MAX_SECONDS = 2.0
 MAX_BYTES = 200 * 2**20
 NUM_MUTATED = 230
 """The number of mutated copies of each file."""
-NUM_GENERATED = 300
-"""The number of pickles, and of manifests, that hypothesis generates."""
 
 Input = tuple[str, Callable[[Path], Any]]
 """The name of a checkpoint, and a function that changes a copy of it."""
@@ -262,9 +258,6 @@ def call(name: str, args: bytes) -> bytes:
     return named(name) + b"(" + args + b"tR"
 
 
-ALIKE = 2**61 - 1
-"""Multiples of this number have the same hash."""
-
 NUMBER = b"J" + struct.pack("<i", 2**31 - 1)
 DTYPE = b"X\x02\x00\x00\x00O8\x89\x88"
 STATE_OF_DTYPE = b"(K\x03" + text("|") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
@@ -448,46 +441,6 @@ def hostile() -> Iterator[Input]:
 
 # Hypothesis: pickles of chosen opcodes, manifests of chosen values
 
-GLOBALS = ["builtins.bytearray", "collections.OrderedDict", "torch.Size", "pathlib.PosixPath", "argparse.Namespace",
-           "torch._utils._rebuild_tensor_v2", "torch.FloatStorage", "numpy.dtype", "datetime.datetime",
-           "torch._tensor._rebuild_from_type_v2", "torch.distributed.checkpoint.metadata.Metadata", "os.system",
-           "lightning.pytorch.trainer.states.TrainerFn"]  # fmt: skip
-OPCODES = st.one_of(
-    st.sampled_from([bytes([code]) for code in b"(.0}])tNRb\x81\x85\x86\x87\x88\x89aesuQ"]),
-    st.builds(lambda n: b"K" + bytes([n]), st.integers(0, 255)),
-    st.builds(lambda n: b"J" + struct.pack("<i", n), st.integers(-(2**31), 2**31 - 1)),
-    st.builds(lambda n: b"q" + bytes([n]), st.integers(0, 5)),
-    st.builds(lambda n: b"h" + bytes([n]), st.integers(0, 5)),
-    st.builds(lambda n: b"r" + struct.pack("<I", n), st.integers(0, 2**32 - 1)),
-    st.builds(text, st.sampled_from(["storage", "cpu", "0", "state_dict", "__class__", "i8", "latin1", ""])),
-    st.builds(named, st.sampled_from(GLOBALS)),
-)
-GENERATED = st.lists(OPCODES, min_size=1, max_size=40).map(lambda codes: PROTO + b"".join(codes) + b".")
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=8) | st.sampled_from(OUTSIDE),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["files", "bytes", "a"]), inner),
-    max_leaves=6,
-)
-FIELDS = st.dictionaries(st.sampled_from(["files", "names", "form", "format", "epoch", "x"]), JSON, min_size=1)
-
-
-def generated() -> list[Input]:
-    found: list[Input] = []
-
-    @seed(SEED)
-    @settings(
-        max_examples=NUM_GENERATED, deadline=None, database=None, phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-    @given(GENERATED, FIELDS)
-    def collect(data: bytes, fields: dict[str, Any]) -> None:
-        inputs = list(pickled(data))
-        found.append(inputs[len(found) // 2 % len(inputs)])
-        found.append(("sharded", seal(lambda content: content | fields)))
-
-    collect()
-    return found
-
 
 # Running the inputs
 
@@ -609,11 +562,11 @@ def test_each_damaged_or_hostile_checkpoint_is_loaded_or_named(tmp_path: Path) -
     make_all(tmp_path / "sound")
     inputs = [(form, mutate(name, number)) for form, name in FILES for number in range(NUM_MUTATED // 2)]
     inputs += [("lightning.ckpt", mutate_pickle(number)) for number in range(NUM_MUTATED)]
-    inputs += [*hostile(), *generated()]
+    inputs += hostile()
     told = in_a_child(tmp_path, inputs)
     print({key: value for key, value in told.items() if key != "faults"})
     assert told["faults"] == []
-    assert told["inputs"] == len(inputs) >= 2000
+    assert told["inputs"] == len(inputs) >= 1800
     assert told["loaded"] > 50
     assert told["peak_bytes"] < MAX_BYTES
 

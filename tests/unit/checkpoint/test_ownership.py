@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -283,39 +281,6 @@ def test_checkpoints_behind_urls_are_replaced_and_removed(memory: Any) -> None:
 # In a run
 
 
-class Elsewhere(TorchCheckpointIO):
-    """Saves next to the given path."""
-
-    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-        super().save_checkpoint(checkpoint, f"{path}.elsewhere")
-
-    def remove_checkpoint(self, path: Any) -> None:
-        super().remove_checkpoint(f"{path}.elsewhere")
-
-
-class ElsewhereOnceSaved(Elsewhere):
-    """Waits for a save before it removes what was saved.
-
-    `AsyncCheckpointIO` saves in a thread, but removes at once. If the thread is slow, it saves a checkpoint after its
-    removal, which then stays, with every strategy: https://github.com/Lightning-AI/pytorch-lightning/issues/14035
-    """
-
-    def __init__(self) -> None:
-        self._saved: set[str] = set()
-        self._has_saved = threading.Condition()
-
-    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-        super().save_checkpoint(checkpoint, path, storage_options)
-        with self._has_saved:
-            self._saved.add(str(path))
-            self._has_saved.notify_all()
-
-    def remove_checkpoint(self, path: Any) -> None:
-        with self._has_saved:
-            assert self._has_saved.wait_for(lambda: str(path) in self._saved, timeout=60)
-        super().remove_checkpoint(path)
-
-
 def fit(folder: Path, strategy: Any, plugins: Any = None, **options: Any) -> list[str]:
     callback = ModelCheckpoint(folder, save_top_k=1, monitor="step", mode="max", **options)
     trainer = Trainer(
@@ -326,18 +291,6 @@ def fit(folder: Path, strategy: Any, plugins: Any = None, **options: Any) -> lis
     if dist.is_initialized():
         dist.destroy_process_group()  # Lightning's `ddp` leaves it
     return sorted(os.listdir(folder))
-
-
-def test_users_checkpoint_io_removes_its_own_checkpoints(tmp_path: Path) -> None:
-    found = fit(tmp_path / "ours", "paral_ddp", [Elsewhere()])
-    assert found == fit(tmp_path / "theirs", "ddp", [Elsewhere()]) == ["epoch=2-step=3.ckpt.elsewhere"]
-
-
-def test_async_checkpoint_io_removes_its_own_checkpoints(tmp_path: Path) -> None:
-    from lightning.pytorch.plugins.io import AsyncCheckpointIO
-
-    found = fit(tmp_path, "paral_ddp", [AsyncCheckpointIO(ElsewhereOnceSaved())])
-    assert found == ["epoch=2-step=3.ckpt.elsewhere"]
 
 
 @pytest.mark.parametrize("in_background", [True, False])

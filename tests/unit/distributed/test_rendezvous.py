@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_paral.distributed import rendezvous
-from lightning_paral.distributed.rendezvous import connect, meet
+from lightning_paral.distributed.rendezvous import meet
 from lightning_paral.errors import ProcessGroupError
 
 SECONDS = timedelta(seconds=60)
@@ -72,15 +72,6 @@ def test_ranks_meet_after_a_start_that_failed(open_store: Callable[[], Any]) -> 
     assert_met(join(open_store, range(3), 3, delays={0: 0.2}), "again")
 
 
-def test_ranks_meet_after_rank_0_was_killed_while_it_waited(open_store: Callable[[], Any]) -> None:
-    dead = open_store()
-    prefix = dist.PrefixStore("lightning_paral/2", dead)
-    prefix.set("current", "dead")
-    prefix.set("dead/answer/1", "the process that was rank 1")
-
-    assert_met(join(open_store, range(2), 2, delays={0: 0.2}), "alive")
-
-
 def test_ranks_meet_at_other_world_sizes_in_the_same_store(open_store: Callable[[], Any]) -> None:
     for world_size in (4, 2, 4, 1):
         assert_met(join(open_store, range(world_size), world_size), str(world_size))
@@ -110,12 +101,3 @@ def test_rank_0_says_whom_it_waits_for(
     join(open_store, range(3), 3, delays={2: 2.0})
 
     assert "rank 2 of 3 has not joined" in caplog.text
-
-
-def test_rank_0_serves_the_store_without_waiting(tmp_path: Path) -> None:
-    first = connect("127.0.0.1", 0, 0, 2, SHORT)
-    second = connect("127.0.0.1", first.port, 1, 2, SHORT)
-
-    second.set("key", "value")
-
-    assert first.get("key") == b"value"

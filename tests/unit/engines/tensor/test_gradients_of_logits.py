@@ -51,51 +51,6 @@ def test_gradients_add_up(on_ranks: OnRanks, world_size: int) -> None:
     on_ranks(world_size, compare_mixed)
 
 
-def compare_gradients_of_logits() -> None:
-    whole, local, logits = pair((5, 7))
-    target = targets(7, (5,))
-    seen: list[Tensor] = []
-
-    def double(gradient: Tensor) -> Tensor:
-        seen.append(gradient + 0)
-        return 2 * gradient
-
-    def loss(x: Any) -> Tensor:
-        return F.cross_entropy(x, target) + x.softmax(-1)[:, 0].sum()
-
-    for leaf, x in ((whole, whole * 1), (local, logits * 1)):
-        (first,) = torch.autograd.grad(loss(x), x)
-        (second,) = torch.autograd.grad(loss(x), [x])
-        seen += [first + 0, second + 0]
-        assert not x.retains_grad
-        x.retain_grad()
-        assert x.retains_grad
-        x.register_hook(double)
-        loss(x).backward()
-        seen += [x.grad + 0, leaf.grad]
-    for expected, found in zip(seen[:4], seen[5:9], strict=True):
-        torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(local.grad, own(whole.grad))
-
-
-def test_gradients_of_the_logits_themselves(on_ranks: OnRanks) -> None:
-    on_ranks(2, compare_gradients_of_logits)
-
-
-def compare_gradients_from_logits() -> None:
-    whole, local, logits = pair((5, 7))
-    scale = torch.arange(35.0).reshape(5, 7)
-    (expected,) = torch.autograd.grad(whole * 2, whole, scale)
-    (found,) = torch.autograd.grad(logits * 2, local, scale)
-    assert torch.equal(found, own(expected))
-    (logits * 2).backward(scale)
-    assert torch.equal(local.grad, own(expected))
-
-
-def test_gradients_from_the_logits_themselves(on_ranks: OnRanks) -> None:
-    on_ranks(2, compare_gradients_from_logits)
-
-
 def use_without_gradients() -> None:
     for mode in (torch.no_grad, torch.inference_mode):
         whole, _, _ = pair((4, 7))

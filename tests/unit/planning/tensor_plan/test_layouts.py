@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from lightning_paral.planning.tensor_plan.make import make_plan
 from lightning_paral.planning.tensor_plan.observations import Observations
@@ -79,25 +78,11 @@ def test_a_use_of_all_heads_is_noticed(between: Any, reason: str) -> None:
     assert reason in " ".join([found.reason or "", *found.leaks.values()])
 
 
-def test_a_layer_that_mixes_heads_ends_a_chain() -> None:
-    found = followed(Attention(lambda m, q, k, v: m.mix((q @ k.mT).movedim(1, -1)).movedim(-1, 1).softmax(-1) @ v))
-
-    assert [(chain.opening, chain.closing) for chain in found.chains] == [(("q", "k"), ("mix",))]
-
-
 def test_ranks_that_do_not_divide_the_heads_gather() -> None:
     found = followed(Attention(attend), num_ranks=8)
 
     assert found.chains == ()
     assert found.leaks["q"] == "its output is used by view"
-
-
-def test_a_second_use_decides_how_a_layer_is_split() -> None:
-    def halves(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        one, other = functional.silu(m.up(torch.ones(2, 3, 8))).chunk(2, -1)
-        return attend(m, q, k, v) + m.mix(torch.zeros(2, 3, 1, HEADS)).mean() + (one * other).mean()
-
-    assert "its output is used by mean" in followed(Attention(halves)).leaks["up"]
 
 
 def test_each_attention_that_people_write_is_a_chain() -> None:

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 from torch.nn.utils import parametrizations, spectral_norm
 
 from lightning_paral import ConfigurationError
@@ -67,17 +66,6 @@ def test_a_tied_vocabulary_is_split_in_both_layers_or_none() -> None:
     assert set(plan.whole) == {"embedding", "head"}
 
 
-def test_a_head_that_is_called_through_the_embedding_weight_keeps_the_embedding_whole() -> None:
-    class Functional(Classifier):
-        def forward(self, tokens: Tensor) -> Tensor:
-            return functional.linear(self.embedding(tokens), self.embedding.weight)
-
-    plan = planned(Functional())
-
-    assert plan.whole["embedding"] == "its weight is used outside of its forward: linear"
-    assert plan.whole["head"] == "no step calls it"
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -87,7 +75,6 @@ def test_a_head_that_is_called_through_the_embedding_weight_keeps_the_embedding_
         (lambda m: parametrizations.weight_norm(m.blocks[0].up), "parametrizations"),
         (lambda m: spectral_norm(m.blocks[0].up), "computed from other parameters"),
         (lambda m: setattr(m.blocks[0].up, "forward", m.blocks[0].up.forward), "has its own forward"),
-        (lambda m: setattr(m.blocks[0], "up", OwnForward(64, 128)), "OwnForward, has its own forward"),
         (
             lambda m: setattr(m.blocks[0].down, "weight", m.blocks[1].down.weight),
             "shared by blocks.0.down, blocks.1.down",
@@ -108,28 +95,6 @@ def test_layers_that_cannot_be_split_stay_whole(change: Any, reason: str) -> Non
     if "blocks.0.up" in plan.whole or "blocks.0.down" in plan.whole:
         other = "down" if "blocks.0.up" in plan.whole else "up"
         assert written(plan)[f"blocks.0.{other}"] == "colwise", "the other layer of the pair gathers"
-
-
-class OwnForward(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + x.mean()
-
-
-def test_layers_of_torch_that_use_weights_directly_stay_whole() -> None:
-    class Torch(Step):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.TransformerEncoderLayer(64, 2, 128, batch_first=True)
-
-        def forward(self, x: Tensor) -> Any:
-            return self.layer(x)
-
-    plan = planned(Torch(), torch.zeros(2, 3, 64))
-
-    assert written(plan) == {}
-    assert "nn.MultiheadAttention" in plan.whole["layer.self_attn.out_proj"]
-    assert "nn.TransformerEncoderLayer" in plan.whole["layer.linear1"]
-    assert plan.whole["up"] == "no step calls it"
 
 
 def test_a_plan_of_the_user_is_exact_and_leaves_out_what_is_proven() -> None:

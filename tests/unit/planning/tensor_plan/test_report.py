@@ -10,7 +10,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_paral import ConfigurationError
 from lightning_paral.cli.plan import plan_command
 from lightning_paral.planning.tensor_plan.following import observe_evaluation, observe_fit
 from lightning_paral.planning.tensor_plan.make import make_plan
@@ -58,15 +57,6 @@ def test_command_prints_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     }
 
 
-def test_command_names_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-
-    with pytest.raises(ConfigurationError, match="tensor_parallel=0"):
-        plan_command(
-            ["--config", "configs/gpt.yaml", "--tensor-parallel", "0", "--batch-shape", "2x16:int64,2x16:int64"]
-        )
-
-
 def test_command_reads_the_plan_of_the_configuration(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,15 +84,6 @@ def test_shared_weights_count_once() -> None:
     assert report.num_bytes == sum(each.numel() * each.element_size() for each in module.parameters())
     assert {row.name: row.rank_bytes for row in report.rows}["embedding"] == 300 * 64 * 2
     assert {row.name: row.num_bytes for row in report.rows}["head"] == 0
-
-
-def test_uneven_rows_count_the_largest_part() -> None:
-    module = Classifier(301)
-    found = observed(module, TOKENS)
-
-    report = report_of(module, 2, make_plan(module, 2, found), found)
-
-    assert {row.name: row.rank_bytes for row in report.rows}["head"] == 151 * 64 * 4
 
 
 class Observed(Callback):
