@@ -6,7 +6,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.profilers import SimpleProfiler
 from torch import Tensor
 
 from lightning_paral import ConfigurationError, ParalMonitor
@@ -125,14 +124,6 @@ def test_no_step_reads_a_tensor_or_the_memory(monkeypatch: pytest.MonkeyPatch) -
     assert not syncs.found
     assert syncs.num_elsewhere  # losses are read by the module
     assert reads == [3, 7, 10]  # in the 4th and 8th step, and at the end
-
-
-def test_profiler_of_the_user_works_as_before() -> None:
-    profiler = SimpleProfiler()
-    trainer = quiet_trainer(max_epochs=1, callbacks=[ParalMonitor()], profiler=profiler)
-    trainer.fit(Regression(), regression_data(4, 1))
-
-    assert len(profiler.recorded_durations["[Strategy]SingleDeviceStrategy.training_step"]) == 4
 
 
 def test_progress_bar_shows_a_text_that_callbacks_do_not_see() -> None:

@@ -15,7 +15,6 @@ from lightning_paral.callbacks.monitoring.rank_report import RankReport
 from lightning_paral.callbacks.monitoring.slow_rank import find_slow_rank
 from lightning_paral.callbacks.monitoring.summary import summary_of
 from lightning_paral.callbacks.monitoring.values import (
-    rates_of,
     text_for_progress_bar,
     values_for_loggers,
 )
@@ -53,20 +52,6 @@ def test_slowest_rank_is_compared_with_the_median_of_the_others() -> None:
     assert equal is not None
     assert not equal.is_slow
     assert find_slow_rank({0: report()}) is None
-
-
-def test_rates_count_samples_once() -> None:
-    options = MonitorOptions(tokens_per_sample=100, flops_per_step=1e9, peak_flops=1e11)
-    reports = {0: report(), 1: report()}
-    step = reports[0].step
-    data_parallel, same_data = rates_of(reports, options, 2), rates_of(reports, options, 1)
-
-    assert math.isclose(data_parallel.samples, 16 / step)
-    assert data_parallel.tokens is not None
-    assert math.isclose(data_parallel.tokens, 1600 / step)
-    assert math.isclose(same_data.samples, 8 / step)
-    assert data_parallel.mfu is not None
-    assert math.isclose(data_parallel.mfu, 0.01 / step)
 
 
 def test_names_of_values_have_a_prefix_and_unknown_ones_are_left_out() -> None:

@@ -220,12 +220,10 @@ METADATA_CHANGES: list[Callable[[Metadata], Any]] = [
     *(lambda m, n=n: places(m, length=n) for n in (-1, 0, 2**31, 2**62, 2**70, None)),  # type: ignore[misc]
     *(lambda m, n=n: shape(m, n, 3) for n in (-4, 0, 2**40, 2**62)),  # type: ignore[misc]
     lambda m: shape(m, *[2**31] * 9),
-    lambda m: shape(m, *[1] * 200),
     lambda m: shape(m),
     lambda m: add_chunk(m, (0, 0), (4, 3)),
     lambda m: add_chunk(m, (4, 0), (2**40, 3)),
     lambda m: add_chunk(m, (-1, 0), (1, 3)),
-    lambda m: add_chunk(m, (0,), (1,)),
     *(lambda m, p=p: planned(m, *p) for p in (("a", 2_000_000_000), (0,), (), ("state_dict", 5, "x"), (-1,), (2**80,))),  # type: ignore[misc]
     lambda m: planned(m, *["a"] * 5000),
     lambda m: planned(m, {"a": 1}),
@@ -263,30 +261,22 @@ DTYPE = b"X\x02\x00\x00\x00O8\x89\x88"
 STATE_OF_DTYPE = b"(K\x03" + text("|") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
 PICKLES = [
     PROTO + b"}r\xff\xff\xff\xff.",
-    PROTO + b"}j\xff\xff\xff\xff.",
     b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x7f}.",
-    b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.",
     b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\xff.",
     PROTO + b"X\xff\xff\xff\x7fa.",
-    PROTO + b"\x8b\xff\xff\xff\x7f.",
     PROTO + b"\x8b\xff\xff\xff\xff.",
     PROTO + b"]" * 60_000 + b".",
     PROTO + b"]q\x00" + b"(h\x00h\x00e" + b".",
     PROTO + b"]" + b"".join(b"]q%ch%ch%ce" % (n, n - 1, n - 1) for n in range(1, 40)) + b".",
-    PROTO + b"]q\x00" + b"".join(b"(h%ch%clq%c" % (n - 1, n - 1, n) for n in range(1, 120)) + b".",
     PROTO + b"(" + b"]q\x00" + b"".join(b"h%ch%c\x86q%c" % (n - 1, n - 1, n) for n in range(1, 120)) + b"t.",
     PROTO + b"N" + b"\x85" * 200_000 + b"}(h\x00Nu.",
-    PROTO + b"}N" + b"\x85" * 150_000 + b"Ns.",
     PROTO + b"(" * 50_000 + b".",
     PROTO + b"t" * 100 + b".",
     PROTO + b"}" + text("state_dict") + call("builtins.bytearray", NUMBER) + b"s.",
     PROTO + b"}" + text("state_dict") + call("torch.storage.UntypedStorage", NUMBER) + b"s.",
-    PROTO + b"}" + text("state_dict") + call("torch.FloatStorage", NUMBER) + b"s.",
     PROTO + b"}" + text("state_dict") + call("torch.Tensor", NUMBER) + b"s.",
-    PROTO + b"}" + text("state_dict") + call("torch.FloatTensor", NUMBER) + b"s.",
     PROTO + b"}" + text("state_dict") + call("numpy.ndarray", b"(" + NUMBER + b"t") + b"s.",
     PROTO + b"}" + text("a") + call("builtins.set", call("__builtin__.xrange", NUMBER)) + b"s.",
-    PROTO + b"}" + text("a") + call("builtins.frozenset", call("__builtin__.xrange", NUMBER)) + b"s.",
     PROTO + b"}" + text("a") + call("collections.Counter", call("__builtin__.xrange", NUMBER)) + b"s.",
     PROTO + b"}" + text("a") + call("torch.Size", call("__builtin__.xrange", NUMBER)) + b"s.",
     PROTO + b"}" + text("a") + call("numpy.dtype", DTYPE) + STATE_OF_DTYPE + b"s.",
@@ -329,16 +319,12 @@ MANIFESTS: list[Callable[[dict[str, Any]], Any]] = [
     *(lambda c, name=name: c["names"].update({".metadata": name}) for name in OUTSIDE),  # type: ignore[misc]
     lambda c: c["files"].clear(),
     lambda c: c.update(files=[1]),
-    lambda c: c.update(files={"meta.pt": None}),
     lambda c: c["files"]["meta.pt"].update(blocks=[[0, 0, 0]] * 30_000),
-    lambda c: c["files"]["meta.pt"].update(blocks=[[-5, 2**62, 0]]),
     lambda c: c["files"]["meta.pt"].update(blocks=[[0, 2**70, 0]], bytes=2**70),
     lambda c: c["files"]["meta.pt"].update(bytes="12"),
     lambda c: c.update(form="full"),
-    lambda c: c.update(form=["full"]),
     lambda c: c.update(format="2"),
     lambda c: c.update(format=10**4000),
-    lambda c: c.update(names=[]),
     lambda c: c.update(names={"meta.pt": 5}),
     lambda c: c.update(more=1),
     lambda c: {"checksum": ""},
@@ -394,14 +380,7 @@ def states(name: str, value: Any) -> Callable[[Path], None]:
     return lambda path: torch.save(value, path / f"checkpoint/zero_pp_rank_0_mp_rank_00_{name}_states.pt")
 
 
-STATES = [
-    [],
-    {},
-    3,
-    {"module": 3},
-    {"module": {}, "param_shapes": 5},
-    {"module": {}, "param_shapes": [{"a": (2**62,)}]},
-]
+STATES = [[], 3, {"module": {}, "param_shapes": 5}, {"module": {}, "param_shapes": [{"a": (2**62,)}]}]
 OPTIMIZERS = [[], {}, {"optimizer_state_dict": 3}, {"optimizer_state_dict": {"fp32_flat_groups": []}}]
 CHECKPOINTS = [
     *([], 3, None, {}, {"state_dict": 3}, {"state_dict": {3: 3}}, {"state_dict": {}, "optimizer_states": 3}),
@@ -487,14 +466,7 @@ def run_all(work: Path, inputs: list[Input]) -> dict[str, Any]:
     before = classes_of_the_process()
     for form in {form for form, _ in inputs}:
         assert try_one(sound / form) == "loaded"
-    told: dict[str, Any] = {
-        "inputs": 0,
-        "loaded": 0,
-        "refused": 0,
-        "slowest_seconds": 0.0,
-        "peak_bytes": 0,
-        "faults": [],
-    }
+    told: dict[str, Any] = {"inputs": 0, "loaded": 0, "refused": 0, "peak_bytes": 0, "faults": []}
     cage = work / "cage"
     for number, (form, change) in enumerate(inputs):
         cage.mkdir()
@@ -515,7 +487,6 @@ def run_all(work: Path, inputs: list[Input]) -> dict[str, Any]:
             seconds = time.process_time() - start
             told[ended] += 1
             told["peak_bytes"] = max(told["peak_bytes"], status("VmHWM") - resident)
-            told["slowest_seconds"] = max(told["slowest_seconds"], seconds)
             if seconds > MAX_SECONDS or tree(cage) != files or classes_of_the_process() != before:
                 told["faults"].append(f"input {number} ({form}): {seconds:.1f} s, or something was changed")
         except BaseException:

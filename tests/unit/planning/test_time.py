@@ -184,15 +184,8 @@ def test_mistakes_are_named(make: Any, message: str) -> None:
 
 def comm_rows(num_ranks: int, latency: float, link: float) -> list[dict[str, Any]]:
     steps = 2 * (num_ranks - 1)
-    return [
-        {
-            "algorithm": "native",
-            "wire": "fp32",
-            "size_bytes": size,
-            "seconds": steps * (latency + size / num_ranks / link),
-        }
-        for size in (2**16, 2**20, 2**24)
-    ]
+    seconds = {size: steps * (latency + size / num_ranks / link) for size in (2**16, 2**20, 2**24)}
+    return [{"algorithm": "native", "wire": "fp32", "size_bytes": size, "seconds": seconds[size]} for size in seconds]
 
 
 def test_measured_files_make_a_machine(tmp_path: Path, followed: FollowedSteps) -> None:
@@ -223,10 +216,5 @@ def test_measured_files_make_a_machine(tmp_path: Path, followed: FollowedSteps) 
     assert machine.optimizer_bandwidth == pytest.approx(1e9)
     with pytest.raises(ConfigurationError, match="measured GPT with"):
         MachineOptions(measured=tuple(paths)).machine(followed, "Other")
-    (tmp_path / "step.json").write_text('{"benchmark": "checkpoint"}')
-    with pytest.raises(ConfigurationError, match="does not have the figures"):
-        MachineOptions(measured=tuple(paths)).machine(followed, "GPT")
-    for broken in ("missing.json", "broken.json"):
-        (tmp_path / "broken.json").write_text("{")
-        with pytest.raises(ConfigurationError, match="cannot be read as JSON"):
-            MachineOptions(measured=(str(tmp_path / broken),)).machine(followed, "GPT")
+    with pytest.raises(ConfigurationError, match="cannot be read as JSON"):
+        MachineOptions(measured=(str(tmp_path / "missing.json"),)).machine(followed, "GPT")

@@ -10,9 +10,6 @@ from torch import Tensor, nn
 from lightning_paral.planning.tensor_plan.make import make_plan
 from lightning_paral.planning.tensor_plan.observations import Observations
 from lightning_paral.planning.tensor_plan.trace import plan_by_dataflow
-from tests.distributed.pipeline.test_hugging_face import LENGTH, VOCABULARY, LanguageModel
-from tests.distributed.tensor.test_attention import Model
-from tests.unit.planning.models import bytes_of_text, gpt
 from tests.unit.planning.tensor_plan.models import Step
 
 HEADS, SIZE = 4, 4
@@ -83,26 +80,3 @@ def test_ranks_that_do_not_divide_the_heads_gather() -> None:
 
     assert found.chains == ()
     assert found.leaks["q"] == "its output is used by view"
-
-
-def test_each_attention_that_people_write_is_a_chain() -> None:
-    found = followed(Model(), batch=torch.randn(2, 6, 64))
-
-    assert {chain.opening: chain.segments for chain in found.chains} == {
-        ("layers.0.inner.qkv",): ((64, 64, 64),),
-        ("layers.1.inner.q", "layers.1.inner.k", "layers.1.inner.v"): ((64,),) * 3,
-        ("layers.2.inner.qkv",): ((64, 32, 32),),
-        ("layers.3.inner.up",): ((128, 128),),
-    }
-
-
-@pytest.mark.parametrize("kind", ["gpt", "gpt2", "bert", "t5", "llama", "qwen3"])
-def test_all_layers_of_blocks_are_in_chains(kind: str) -> None:
-    module = gpt(num_layers=2) if kind == "gpt" else LanguageModel(kind, tied=False)
-    batch = bytes_of_text() if kind == "gpt" else torch.randint(0, VOCABULARY, (4, LENGTH))
-
-    found = followed(module, batch=batch)
-
-    outside = {"head", "model.lm_head", "model.cls.predictions.transform.dense", "model.cls.predictions.decoder"}
-    assert set(found.leaks) <= outside
-    assert found.chains
