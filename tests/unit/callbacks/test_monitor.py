@@ -61,9 +61,7 @@ def test_parts_of_a_step_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     "options",
     [
         {"fast_dev_run": True},
-        {"limit_train_batches": 1},
         {"logger": False, "enable_progress_bar": False},
-        {"enable_progress_bar": True},
         {"max_steps": 3},
         {"callbacks": [EarlyStopping("loss", patience=0, check_on_train_epoch_end=True)], "max_epochs": 9},
     ],

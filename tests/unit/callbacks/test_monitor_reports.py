@@ -15,7 +15,6 @@ from lightning_paral.callbacks.monitoring.rank_report import RankReport
 from lightning_paral.callbacks.monitoring.slow_rank import find_slow_rank
 from lightning_paral.callbacks.monitoring.summary import summary_of
 from lightning_paral.callbacks.monitoring.values import (
-    text_for_progress_bar,
     values_for_loggers,
 )
 
@@ -64,15 +63,6 @@ def test_names_of_values_have_a_prefix_and_unknown_ones_are_left_out() -> None:
     assert values["paral/slowest_rank"] == 1
     unknown = {"paral/waiting_seconds", "paral/sent_bytes", "paral/slowest_rank", "paral/slowest_rank_lag_seconds"}
     assert values.keys() - alone.keys() == {*unknown, "paral/planned_bytes", "paral/planned_sent_bytes"}
-
-
-def test_text_is_short_and_names_a_slow_rank() -> None:
-    options = MonitorOptions(flops_per_step=1e9, peak_flops=1e11)
-    text = text_for_progress_bar({0: report(), 1: report(own=0.15)}, options, 2)
-
-    assert text == "100 ms, 160 samples/s, MFU 10%, data 10%, waiting 10%, rank 1 +60 ms"
-    with_tokens = text_for_progress_bar({0: report(waiting=0.001)}, MonitorOptions(tokens_per_sample=100), 1)
-    assert with_tokens == "91.3 ms, 8.76k tokens/s, data 11%"
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor, nn
-from torch.nn import functional
 
 import lightning_paral
 from lightning_paral import ConfigurationError, Plan, plan
@@ -207,36 +206,12 @@ def test_the_module_is_not_changed() -> None:
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
-class Large(LightningModule):
-    """About 70 billion parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        width = 8192
-        self.embedding = nn.Embedding(32000, width)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 64, 4 * width, batch_first=True, dropout=0.0, norm_first=True)
-            for _ in range(86)
-        )
-        self.head = nn.Linear(width, 32000, bias=False)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        x = self.embedding(batch)
-        for layer in self.layers:
-            x = layer(x)
-        return functional.cross_entropy(self.head(x).flatten(0, 1), batch.flatten())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
 def test_70_billion_parameters_are_planned_without_allocating_them() -> None:
     program = (
         "import resource\n"
         "from lightning_paral import plan\n"
-        "from lightning_paral.planning.batch import batch_of_shape\n"
-        "from tests.unit.planning.test_plan import Large\n"
-        "made = plan(Large, batch_of_shape('1x2048:int64'), 64, '80GiB', precision='bf16-true')\n"
+        "from tests.unit.planning.models import bytes_of_text, gpt\n"
+        "made = plan(lambda: gpt(8192, 86), bytes_of_text(1), 64, '80GiB', precision='bf16-true')\n"
         "peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))\n"
         "print(made.states.num_params, peak * 1024, made.chosen.layout.name)\n"
     )

@@ -85,17 +85,6 @@ def test_the_optimizer_updates_its_shard(followed: FollowedSteps) -> None:
         assert seconds_of(followed, named(name), 4, machine) - compute == pytest.approx(touched / 4 / 1e9)
 
 
-def test_zero_on_gloo_reduces_to_one_owner_after_the_other(followed: FollowedSteps) -> None:
-    """Four ranks own a quarter of the only bucket each: see `ZeROStep._reduce_to_owners`."""
-    bandwidth_alone = Machine(flops=math.inf, link=LINK, latency=0.0)
-    quarter = followed.states.gradient_bytes / 4
-
-    found = seconds_of(followed, named("paral_zero2"), 4, bandwidth_alone)
-
-    gathered = followed.states.gradient_bytes * 3 / 4
-    assert found == pytest.approx(((3 + 3 + 2 + 1) * quarter + gathered) / LINK)
-
-
 def test_times_that_depend_on_other_links_are_unknown(followed: FollowedSteps) -> None:
     events = StepEvents(followed.plain)
     for name, on_cpu in (("paral_zero2_offload", False), ("paral_zero3_nvme", True), ("paral_dp", True)):

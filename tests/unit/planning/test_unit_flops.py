@@ -8,13 +8,11 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_paral import ConfigurationError
 from lightning_paral.options import ActivationCheckpointing
 from lightning_paral.planning.unit_flops import count_unit_flops
 from tests.running import quiet_trainer
 
 BATCH, WIDTH, OUT = 4, 8, 50
-STEPS, HEADS, HIDDEN = 6, 2, 16
 WIDTHS = (8, 32, 16)
 
 
@@ -45,36 +43,6 @@ class Uneven(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters())
-
-
-class Attends(LightningModule):
-    """Attention over sequences in one block, and an LSTM in the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-        self.attention = Attention()
-        self.lstm = nn.LSTM(WIDTH, HIDDEN, bias=False, batch_first=True)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        sequences = batch[:, None].expand(-1, STEPS, -1) * self.scale
-        return self.lstm(self.attention(sequences))[0].square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters())
-
-
-class Attention(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        heads = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        return (
-            nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).flatten(2)
-        )
-
-
-class ReadsValues(Uneven):
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return super().training_step(batch[batch[:, 0] > 0], batch_idx)
 
 
 class CountedError(Exception):
@@ -117,15 +85,3 @@ def test_counts_equal_the_formula_and_include_the_head_and_the_backward_pass() -
     # The last product of a unit is not needed again, and torch stops before it.
     recomputed = count(Uneven(), NAMES, checkpointing=ActivationCheckpointing(units=["Mlp"]))
     assert [more - less for more, less in zip(recomputed, plain, strict=True)] == [product(WIDTH, n) for n in WIDTHS]
-
-
-def test_attention_and_lstms_are_counted() -> None:
-    scores = 2 * BATCH * STEPS * STEPS * WIDTH
-    gates = 2 * BATCH * STEPS * 4 * HIDDEN * (WIDTH + HIDDEN)
-
-    assert count(Attends(), ["attention", "lstm"]) == [(2 + 5) * scores, 3 * gates]
-
-
-def test_steps_that_read_values_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="cannot be followed on tensors without values"):
-        count(ReadsValues(), NAMES)

@@ -2,20 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_paral.cli.plan import plan_command
-from lightning_paral.planning.tensor_plan.following import observe_evaluation, observe_fit
 from lightning_paral.planning.tensor_plan.make import make_plan
 from lightning_paral.planning.tensor_plan.report import report_of
-from tests.running import quiet_trainer
-from tests.unit.planning.tensor_plan.models import TOKENS, Classifier, Step, as_text, observed
+from tests.unit.planning.tensor_plan.models import TOKENS, Classifier, observed
 
 ROOT = Path(__file__).parents[4]
 
@@ -84,36 +78,3 @@ def test_shared_weights_count_once() -> None:
     assert report.num_bytes == sum(each.numel() * each.element_size() for each in module.parameters())
     assert {row.name: row.rank_bytes for row in report.rows}["embedding"] == 300 * 64 * 2
     assert {row.name: row.num_bytes for row in report.rows}["head"] == 0
-
-
-class Observed(Callback):
-    def __init__(self, observe: Any) -> None:
-        self.observe = observe
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.found = self.observe(trainer, pl_module, 1)
-
-
-class Evaluated(Step):
-    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.gate(batch).mean()
-
-    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.up(batch)
-
-
-def test_a_fit_and_evaluations_are_observed() -> None:
-    loader = DataLoader(TOKENS.float()[:, None].expand(2, 3, 6).repeat(1, 1, 2)[..., :8], batch_size=2)
-
-    fit = Observed(observe_fit)
-    quiet_trainer(callbacks=[fit], max_steps=1).fit(Evaluated(), loader, loader)
-    assert [as_text(chain) for chain in fit.found.chains] == [("up", "down")]
-    assert fit.found.leaks["gate"] == "its output is used by mean"
-
-    validation = Observed(observe_evaluation)
-    quiet_trainer(callbacks=[validation]).validate(Evaluated(), loader, verbose=False)
-    assert validation.found.called == {"gate"}
-
-    prediction = Observed(observe_evaluation)
-    quiet_trainer(callbacks=[prediction]).predict(Evaluated(), loader)
-    assert prediction.found.leaks["up"] == "it is returned from predict_step"
