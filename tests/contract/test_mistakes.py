@@ -76,11 +76,7 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (ActivationCheckpointing, {"unit": ["Block"]}, "ActivationCheckpointing has no option 'unit'. Did you mean units?"),
     # Types
     (ParalDDPStrategy, {"accelerator": "gpu"}, "It belongs to the Trainer: Trainer(accelerator=..., strategy=...)."),
-    (
-        ParalDDPStrategy,
-        {"activation_checkpointing": True},
-        "cannot be a bool. Give ActivationCheckpointing(...)",
-    ),
+    (ParalDDPStrategy, {"activation_checkpointing": True}, "cannot be a bool. Give ActivationCheckpointing(...)"),
     (
         ParalDDPStrategy,
         {"activation_checkpointing": ActivationCheckpointing},
@@ -91,24 +87,12 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (ParalDDPStrategy, {"bucket_cap_mb": "25"}, "bucket_cap_mb cannot be a str. Give a number or None."),
     (ParalDDPStrategy, {"find_unused_parameters": "yes"}, "cannot be a str. Give True or False."),
     (ParalDDPStrategy, {"ddp_comm_hook": "bf16"}, "cannot be a str. Give a function or None."),
-    (
-        ParalDDPStrategy,
-        {"checkpoint": True},
-        "cannot be a bool. Give CheckpointOptions(...), 'full',",
-    ),
+    (ParalDDPStrategy, {"checkpoint": True}, "cannot be a bool. Give CheckpointOptions(...), 'full',"),
     (ParalDDPStrategy, {"checkpoint": CheckpointOptions}, "this is the class itself"),
-    (
-        ParalDDPStrategy,
-        {"shard_iterable": "no"},
-        "(shard_iterable='no'): shard_iterable cannot be a str",
-    ),
+    (ParalDDPStrategy, {"shard_iterable": "no"}, "(shard_iterable='no'): shard_iterable cannot be a str"),
     (ParalFSDPStrategy, {"units": 3}, "units cannot be an int. Give 'auto', a class, its name, a list of these"),
     (ParalFSDPStrategy, {"units": [nn.Linear(1, 1)]}, "units cannot be a list of Linear."),
-    (
-        ParalFSDPStrategy,
-        {"offload": "cpu"},
-        "FSDP offloads to host memory: offload=True.",
-    ),
+    (ParalFSDPStrategy, {"offload": "cpu"}, "FSDP offloads to host memory: offload=True."),
     (ParalFSDPStrategy, {"offload": Offload("nvme", path="/x")}, "offload cannot be an Offload. FSDP offloads to"),
     (ParalFSDPStrategy, {"replicate": True}, "replicate cannot be a bool. Give an integer."),
     (ParalFSDPStrategy, {"min_params": 1e6}, "min_params cannot be a float. Give 1000000, an integer."),
@@ -160,11 +144,7 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (ParalZeROStrategy, {"deepspeed_config": {"stage": 2}}, "Move it to the section zero_optimization"),
     (ParalZeROStrategy, {"deepspeed_config": {"fp16": {"enable": True}}}, "'enable' in fp16, which DeepSpeed does not"),
-    (
-        ParalZeROStrategy,
-        {"deepspeed_config": {"train_batch_size": 8}},
-        "train_batch_size=8, which Lightning controls",
-    ),
+    (ParalZeROStrategy, {"deepspeed_config": {"train_batch_size": 8}}, "train_batch_size=8, which Lightning controls"),
 ]
 
 

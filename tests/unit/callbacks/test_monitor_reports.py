@@ -14,9 +14,7 @@ from lightning_paral.callbacks.monitoring.planned import PlannedCosts
 from lightning_paral.callbacks.monitoring.rank_report import RankReport
 from lightning_paral.callbacks.monitoring.slow_rank import find_slow_rank
 from lightning_paral.callbacks.monitoring.summary import summary_of
-from lightning_paral.callbacks.monitoring.values import (
-    values_for_loggers,
-)
+from lightning_paral.callbacks.monitoring.values import values_for_loggers
 
 
 def report(**values: Any) -> RankReport:

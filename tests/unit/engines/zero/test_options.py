@@ -34,10 +34,7 @@ from tests.running import quiet_trainer
         ({"deepspeed_config": {"gradient_clipping": 1.0}}, r"gradient_clipping=1.0.*gradient_clip_val"),
         ({"deepspeed_config": {"train_micro_batch_size_per_gpu": 8}}, "train_micro_batch_size_per_gpu=8"),
         ({"deepspeed_config": {"optimizer": {"type": "Adam"}}}, "configure_optimizers"),
-        (
-            {"deepspeed_config": {"zero_optimization": {"compute_grad_norm": False}}},
-            r"compute_grad_norm=False.*clip",
-        ),
+        ({"deepspeed_config": {"zero_optimization": {"compute_grad_norm": False}}}, r"compute_grad_norm=False.*clip"),
         ({"stage": 2, "deepspeed_config": {"zero_optimization": {"stage": 3}}}, r"stage=3.*say 2"),
         (
             {"reduce_bucket_numel": 10, "deepspeed_config": {"zero_optimization": {"reduce_bucket_size": 20}}},
@@ -52,11 +49,7 @@ def test_contradictory_options_are_refused(options: dict[str, Any], message: str
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        ({"device": "nvme"}, "PARAL_NVME_PATH"),
-        ({"ratio": -0.1}, "not between 0"),
-        ({"buffer_count": 0}, "at least 1"),
-    ],
+    [({"device": "nvme"}, "PARAL_NVME_PATH"), ({"ratio": -0.1}, "not between 0"), ({"buffer_count": 0}, "at least 1")],
 )
 def test_offload_options_are_checked_on_construction(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
@@ -226,10 +219,7 @@ def test_offload_carries_every_hyper_parameter() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-            "SGD cannot be offloaded. Choose one of torch.optim",
-        ),
+        (lambda parameters: torch.optim.SGD(parameters, lr=0.1), "SGD cannot be offloaded. Choose one of torch.optim"),
         (lambda parameters: torch.optim.AdamW(parameters, amsgrad=True), "amsgrad=True"),
         (lambda parameters: torch.optim.AdamW(parameters, maximize=True), "maximize=True"),
     ],

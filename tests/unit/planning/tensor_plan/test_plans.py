@@ -79,10 +79,7 @@ def test_a_tied_vocabulary_is_split_in_both_layers_or_none() -> None:
             lambda m: setattr(m.blocks[0].down, "weight", m.blocks[1].down.weight),
             "shared by blocks.0.down, blocks.1.down",
         ),
-        (
-            lambda m: setattr(m.blocks[0].down, "bias", m.blocks[0].norm.bias),
-            "outside of its forward: layer_norm",
-        ),
+        (lambda m: setattr(m.blocks[0].down, "bias", m.blocks[0].norm.bias), "outside of its forward: layer_norm"),
     ],
 )
 def test_layers_that_cannot_be_split_stay_whole(change: Any, reason: str) -> None:
