@@ -10,7 +10,7 @@ from lightning_paral.planning.following import FollowedSteps, follow_steps
 from lightning_paral.planning.memory.ledger import Item, Ledger
 from lightning_paral.planning.settings import StepSettings
 from lightning_paral.planning.timeline import Kind, Timeline
-from tests.models.hugging_face import tokens
+from tests.models.hugging_face import made, tokens
 from tests.unit.planning.measured import peak_of_step
 from tests.unit.planning.models import Language, bytes_of_text, gpt
 
@@ -28,9 +28,9 @@ def peak_of(timeline: Timeline, followed: FollowedSteps) -> int:
 
 CASES: dict[str, tuple[Callable[[], LightningModule], Callable[[], Any]]] = {
     "gpt": (gpt, bytes_of_text),
-    "llama": (lambda: Language("LlamaForCausalLM"), tokens),
-    "bert": (lambda: Language("BertForSequenceClassification"), tokens),
-    "t5": (lambda: Language("T5ForConditionalGeneration"), tokens),
+    "llama": (lambda: Language(made("LlamaForCausalLM")), tokens),
+    "bert": (lambda: Language(made("BertForSequenceClassification")), tokens),
+    "t5": (lambda: Language(made("T5ForConditionalGeneration")), tokens),
 }
 
 

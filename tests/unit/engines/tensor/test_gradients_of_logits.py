@@ -12,24 +12,10 @@ from torch import Tensor
 from lightning_paral.engines.tensor.logits import SplitLogits
 from tests.unit.engines.tensor.logits import SIZES, OnRanks, Same, Square, own, pair, targets
 
-
-class Reversed(torch.autograd.Function):
-    """Its forward returns logits that are still split, without a graph of their own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return -0.5 * gradient
-
-
 MIXED: dict[str, Callable[[Any, Tensor], Any]] = {
     "loss and a sum": lambda x, target: F.cross_entropy(x, target) + (x.softmax(-1) ** 2).sum() + x[:, 0].sum(),
     "two losses": lambda x, target: F.cross_entropy(x, target) + F.cross_entropy(x / 2, target, label_smoothing=0.1),
     "own function": lambda x, target: Square.apply(x).sum() + F.cross_entropy(x, target),
-    "reversed gradient": lambda x, target: F.cross_entropy(2 * Reversed.apply(x), target),
     "identity": lambda x, target: F.cross_entropy(Same.apply(x), target),
     "checkpoint": lambda x, target: torch.utils.checkpoint.checkpoint(F.cross_entropy, x, target, use_reentrant=False),
 }

@@ -7,9 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from lightning_paral.engines.zero.training.elementwise import check_elementwise
-from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer, make_twin
 from lightning_paral.errors import ConfigurationError
-from tests.models.regression import Regression
 
 ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 
@@ -78,27 +76,3 @@ def test_optimizer_of_ones_own_passes_if_it_is_elementwise() -> None:
 def test_optimizers_that_are_not_elementwise_are_refused_by_name(make: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         check_elementwise(make(parameters()))
-
-
-def test_twin_follows_the_users_groups_and_shares_neither_state_nor_step() -> None:
-    module = Regression()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.5)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
-    users = UsersOptimizer(optimizer, module)
-    twin = make_twin(optimizer, users.trained_groups())
-    flat = Parameter(torch.zeros(4))
-    twin.param_groups[0]["params"] = [flat]
-    seen: list[Any] = []
-    optimizer.register_step_pre_hook(lambda ours, *_: seen.append(ours))
-    optimizer.register_step_post_hook(lambda ours, *_: seen.append(ours))
-    users.before_step()
-    flat.grad = torch.ones(4)
-    twin.step()
-    users.after_step()
-    scheduler.step()
-    users.before_step()
-    assert twin.param_groups[0]["lr"] == pytest.approx(0.05)
-    assert optimizer.param_groups[0]["params"] == list(module.parameters())
-    assert seen[:2] == [optimizer, optimizer]
-    assert list(twin.state) == [flat]
-    assert not optimizer.state

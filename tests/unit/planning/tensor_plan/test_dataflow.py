@@ -12,7 +12,6 @@ from lightning_paral.planning.tensor_plan.observations import Observations
 from lightning_paral.planning.tensor_plan.trace import plan_by_dataflow
 from tests.unit.planning.models import bytes_of_text, gpt
 from tests.unit.planning.tensor_plan.models import INPUTS, Step, as_text, observed
-from tests.unit.planning.tensor_plan.models import chains as chains_in_fork
 
 PROVEN = [("up", "down")]
 
@@ -136,17 +135,6 @@ def test_gate_and_up_are_split_together() -> None:
     assert [as_text(chain) for chain in found.chains] == [("gate up", "down")]
 
 
-def test_a_returned_tensor_is_used() -> None:
-    module = step_with(lambda m, x: None)
-
-    def training_step(batch: Tensor, batch_idx: int) -> Any:
-        hidden = module.up(batch)
-        return {"loss": module.down(hidden).mean(), "hidden": hidden}
-
-    module.training_step = training_step  # type: ignore[method-assign]
-    assert followed(module).leaks["up"] == "it is returned from the step"
-
-
 def test_weights_that_are_used_outside_of_their_layer_are_noticed() -> None:
     module = step_with(lambda m, x: m.down(m.up(x)) + m.up.weight.norm() + functional.linear(x, m.gate.weight).mean())
 
@@ -170,22 +158,6 @@ def test_validation_counts() -> None:
     found = observed(Validated(), evaluations={"validation_step": lambda: [INPUTS]})
 
     assert "used by mean" in found.leaks["up"]
-
-
-def test_manual_optimization_is_followed() -> None:
-    class Manual(Step):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-            loss = self(batch).mean()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-
-    assert chains_in_fork(Manual()) == PROVEN
 
 
 def test_the_example() -> None:

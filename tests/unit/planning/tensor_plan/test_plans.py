@@ -4,7 +4,6 @@ import re
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from torch import Tensor
 from torch.nn.utils import parametrizations, spectral_norm
@@ -12,7 +11,7 @@ from torch.nn.utils import parametrizations, spectral_norm
 from lightning_paral import ConfigurationError
 from lightning_paral.planning.tensor_plan.make import make_plan
 from tests.unit.planning.models import bytes_of_text, gpt
-from tests.unit.planning.tensor_plan.models import INPUTS, TOKENS, Classifier, Step, observed, planned, written
+from tests.unit.planning.tensor_plan.models import INPUTS, Classifier, Step, observed, planned, written
 
 BLOCKS = {f"blocks.{n}.{name}": style for n in range(2) for name, style in (("up", "colwise*"), ("down", "rowwise*"))}
 
@@ -36,14 +35,6 @@ def test_without_observations_every_layer_gathers() -> None:
 
     assert written(plan) == {"embedding": "vocab", **dict.fromkeys(BLOCKS, "colwise")}
     assert plan.whole == {"head": "2 ranks do not divide its 301 output features"}
-
-
-def test_a_step_that_reads_values_leaves_no_collective_out() -> None:
-    class Reads(Classifier):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return super().training_step(batch, batch_idx) * batch.sum().item()
-
-    assert "*" not in "".join(written(planned(Reads())).values())
 
 
 def test_only_the_vocabulary_is_uneven() -> None:
@@ -104,13 +95,6 @@ def test_a_plan_of_the_user_is_exact_and_leaves_out_what_is_proven() -> None:
     assert written(make_plan(Classifier(), 2, plan=plan))["blocks.0.up"] == "colwise"
 
 
-@pytest.mark.parametrize("styles", [("rowwise", "colwise"), ("colwise", "colwise"), ("rowwise", "rowwise")])
-def test_any_styles_are_exact(styles: tuple[str, str]) -> None:
-    made = planned(Classifier(), plan={"blocks.0.up": styles[0], "blocks.0.down": styles[1], "blocks.1.up": "colwise"})
-
-    assert written(made) == {"blocks.0.up": styles[0], "blocks.0.down": styles[1], "blocks.1.up": "colwise"}
-
-
 @pytest.mark.parametrize(
     ("plan", "num_ranks", "message"),
     [
@@ -156,10 +140,3 @@ def test_layers_that_cannot_be_split_are_named() -> None:
     step.forward = lambda x: step.down(step.up(x)) + step.up.weight.sum()  # type: ignore[method-assign]
     with pytest.raises(ConfigurationError, match="its weight is used outside of its forward: sum"):
         make_plan(step, 2, observed(step, INPUTS), {"up": "colwise"})
-
-
-def test_tokens_of_an_uneven_vocabulary_are_not_needed_to_plan_on_meta() -> None:
-    with torch.device("meta"):
-        module = Classifier()
-
-    assert written(planned(module, TOKENS)) == {"embedding": "vocab", **BLOCKS, "head": "vocab"}

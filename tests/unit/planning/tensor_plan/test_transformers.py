@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import transformers
-from torch import Tensor
 
 from lightning_paral import ConfigurationError
 from lightning_paral.planning.tensor_plan.make import make_plan
 from lightning_paral.planning.tensor_plan.observations import Observations
-from tests.models.hugging_face import made
-from tests.unit.planning.tensor_plan.models import TOKENS, Language, observed, planned, written
+from tests.unit.planning.models import Language
+from tests.unit.planning.tensor_plan.models import TOKENS, observed, planned, written
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -92,27 +91,3 @@ def test_an_attention_without_observations_gathers() -> None:
 
     assert styles["model.model.layers.0.self_attn.q_proj"] == "colwise"
     assert styles["model.model.embed_tokens"] == styles["model.lm_head"] == "vocab"
-
-
-@pytest.mark.parametrize(
-    ("kind", "pairs"),
-    [
-        ("GPT2LMHeadModel", {"c_fc": "colwise*", "c_proj": "rowwise*"}),
-        ("T5ForConditionalGeneration", {"wi": "colwise*", "wo": "rowwise*"}),
-    ],
-)
-def test_feed_forward_networks_of_models_without_a_plan(kind: str, pairs: dict[str, str]) -> None:
-    assert last_names(written(planned(Language(made(kind))))) == pairs
-
-
-def test_bert() -> None:
-    class Classified(Language):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-            return self.model(input_ids=batch, labels=batch[:, 0]).loss
-
-    styles = written(planned(Classified(made("BertForSequenceClassification"))))
-
-    layer = "model.bert.encoder.layer.0"
-    assert styles[f"{layer}.intermediate.dense"] == "colwise*"
-    assert styles[f"{layer}.output.dense"] == "rowwise*"
-    assert f"{layer}.attention.self.query" not in styles
