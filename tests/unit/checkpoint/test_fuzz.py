@@ -5,7 +5,6 @@ read.
 """
 
 import json
-import multiprocessing
 import os
 import pickle
 import random
@@ -41,6 +40,7 @@ from lightning_paral.checkpoint.load import peek
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
 from lightning_paral.checkpoint.save import SaveJob
 from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.planning.isolated import run_isolated
 
 SEED = 20
 MAX_SECONDS = 2.0
@@ -501,40 +501,14 @@ def tree(folder: Path) -> list[Any]:
     return sorted((str(path), path.lstat().st_mtime_ns, path.lstat().st_ino) for path in folder.rglob("*"))
 
 
-def in_a_child(work: Path, inputs: list[Input]) -> dict[str, Any]:
-    """Return the result of `run_all` in a forked process, so that a crash or hang fails only this test."""
-    context = multiprocessing.get_context("fork")
-    receiving, sending = context.Pipe(duplex=False)
-
-    def run() -> None:
-        try:
-            sending.send(run_all(work, inputs))
-        except BaseException:
-            sending.send({"faults": [traceback.format_exc()]})
-
-    child = context.Process(target=run)
-    child.start()
-    sending.close()
-    try:
-        assert receiving.poll(300), "an input hangs"
-        found: dict[str, Any] = receiving.recv()
-        return found
-    except EOFError:
-        pytest.fail("an input ended the process")
-    finally:
-        child.kill()
-        child.join()
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_each_damaged_or_hostile_checkpoint_is_loaded_or_named(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     (tmp_path / "sound").mkdir()
     make_all(tmp_path / "sound")
     inputs = [(form, mutate(name, number)) for form, name in FILES for number in range(NUM_MUTATED // 2)]
     inputs += [("lightning.ckpt", mutate_pickle(number)) for number in range(NUM_MUTATED)]
     inputs += hostile()
-    told = in_a_child(tmp_path, inputs)
+    told = run_isolated(lambda: run_all(tmp_path, inputs))
     print({key: value for key, value in told.items() if key != "faults"})
     assert told["faults"] == []
     assert told["inputs"] == len(inputs) >= 1800

@@ -153,11 +153,6 @@ def test_only_sizes_differ_from_deepspeeds_defaults_except_on_gloo(
     assert filled | said == filled
 
 
-def test_precision_in_the_configuration_may_not_contradict_the_trainer() -> None:
-    with pytest.raises(ConfigurationError, match=r"bf16\.enabled=False.*say True"):
-        settings.complete(settings.precision_section("bf16-true"), {"bf16": {"enabled": False}})
-
-
 def test_lbfgs_and_objects_that_are_not_optimizers_are_refused() -> None:
     module = Regression()
     with pytest.raises(ConfigurationError, match="LBFGS"):
