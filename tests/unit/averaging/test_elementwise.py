@@ -34,6 +34,12 @@ def test_functions_of_lists_pass(function: Any) -> None:
     check_elementwise("multi_avg_fn", function, multi=True)
 
 
+def test_state_of_a_function_is_restored() -> None:
+    warmed = Warmed()
+    check_elementwise("avg_fn", warmed, multi=False)
+    assert (warmed.calls, warmed.seen) == (0, [])
+
+
 def by_norm(average: Tensor, current: Tensor, count: Any) -> Tensor:
     return average + (current - average) / (1 + current.norm())
 

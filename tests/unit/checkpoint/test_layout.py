@@ -104,6 +104,15 @@ def test_balanced_ranges_divide_every_tensor_among_the_ranks(tensors, world_size
         position += numel * itemsize
 
 
+@given(st.integers(0, 1000), st.integers(1, 7))
+def test_shares_are_equal(numel, world_size) -> None:
+    sizes = []
+    for rank in range(world_size):
+        start, stop = balanced_range(rank, world_size, 4 * numel, 0, 4)
+        sizes.append(min(stop, numel) - min(start, numel))
+    assert max(sizes) - min(sizes) <= 1
+
+
 @given(st.data())
 def test_chunk_is_a_flat_range_if_it_is_contiguous(data) -> None:
     shape = data.draw(shapes)

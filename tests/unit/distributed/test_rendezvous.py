@@ -72,6 +72,15 @@ def test_ranks_meet_after_a_start_that_failed(open_store: Callable[[], Any]) -> 
     assert_met(join(open_store, range(3), 3, delays={0: 0.2}), "again")
 
 
+def test_ranks_meet_after_rank_0_was_killed_while_it_waited(open_store: Callable[[], Any]) -> None:
+    dead = open_store()
+    prefix = dist.PrefixStore("lightning_paral/2", dead)
+    prefix.set("current", "dead")
+    prefix.set("dead/answer/1", "the process that was rank 1")
+
+    assert_met(join(open_store, range(2), 2, delays={0: 0.2}), "alive")
+
+
 def test_ranks_meet_at_other_world_sizes_in_the_same_store(open_store: Callable[[], Any]) -> None:
     for world_size in (4, 2, 4, 1):
         assert_met(join(open_store, range(world_size), world_size), str(world_size))

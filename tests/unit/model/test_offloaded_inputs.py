@@ -109,6 +109,24 @@ def test_each_tensor_is_copied_once_and_back_only_if_it_was_freed(batch: Tensor)
     assert len({value for _, value in back}) == len(back)
 
 
+def test_no_copy_stays_after_backward_or_without_one(batch: Tensor) -> None:
+    net, offloaded = Net(), offloaded_here()
+    net(offloaded, batch).square().sum().backward()
+    assert all(storage() is None for storage in net.inputs)
+    net(offloaded, batch)  # a forward pass with gradients but no backward pass
+    assert all(storage() is None for storage in net.inputs)
+
+
+def test_a_tensor_written_to_between_units_is_copied_again() -> None:
+    offloaded, layer = offloaded_here(), nn.Linear(WIDTH, WIDTH)
+    table = torch.zeros(2, WIDTH)
+    for value in (1.0, 2.0):
+        table.fill_(value)
+        with offloaded.saving_inputs():
+            checkpoint(lambda x: layer(x), table, use_reentrant=False)
+    assert offloaded.copies == [("to host", 1.0), ("to host", 2.0)]
+
+
 @pytest.mark.parametrize("offloads", [True, False])
 @pytest.mark.parametrize("depth", [1, 4])
 def test_a_change_in_place_is_an_error_as_without_offloading(offloads: bool, depth: int) -> None:

@@ -60,6 +60,14 @@ def test_lightning_does_not_take_a_draft_for_a_checkpoint(tmp_path: Path) -> Non
         draft.discard()
 
 
+def test_nothing_is_closed_twice(tmp_path: Path) -> None:
+    draft = AtomicPath(tmp_path / "x.ckpt", folder=True)
+    draft.commit()
+    with open(tmp_path / "y", "w") as another:  # gets the file descriptor of the closed lock
+        draft.discard()
+        another.write("open")
+
+
 HOLDING = """
 import sys
 from pathlib import Path

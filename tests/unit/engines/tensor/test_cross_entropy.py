@@ -95,6 +95,25 @@ def test_cross_entropy_takes_two_small_all_reduces_forward_and_none_backward(on_
     assert on_ranks(2, collectives_of_losses) == [[["max 6", "sum 12"], ["max 6", "sum 18"]]] * 2
 
 
+def compare_gathered_losses() -> None:
+    for size in SIZES:
+        probabilities = torch.softmax(pair((4, size), seed=1)[0].detach(), -1)
+        for shape, target, change in (
+            ((4, size), probabilities, lambda logits: logits),
+            ((2, 3, size), targets(size, (2, 3)), lambda logits: logits.transpose(1, 2)),
+        ):
+            whole, local, logits = pair(shape)
+            expected, found = F.cross_entropy(change(whole), target), F.cross_entropy(change(logits), target)
+            torch.testing.assert_close(found, expected)
+            expected.backward()
+            found.backward()
+            torch.testing.assert_close(local.grad, own(whole.grad))
+
+
+def test_cross_entropy_of_probabilities_or_of_another_dimension_is_gathered(on_ranks: OnRanks) -> None:
+    on_ranks(3, compare_gathered_losses)
+
+
 def wrong_losses() -> None:
     _, _, logits = pair((4, 7))
     with pytest.raises(IndexError, match="Target 7 is out of bounds"):

@@ -42,6 +42,12 @@ class Langevin(Lion):
                 parameter.sub_(group["lr"] * (parameter.grad + torch.randn_like(parameter)))
 
 
+class Wrapping(Lion):
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups)
+        self.inner = inner
+
+
 def parameters() -> list[Parameter]:
     return [Parameter(torch.ones(2, 3))]
 
@@ -71,6 +77,7 @@ def test_optimizer_of_ones_own_passes_if_it_is_elementwise() -> None:
         (torch.optim.Muon, "Muon cannot step on flat tensors"),
         (Lars, "Lars is not elementwise.*paral_ddp.*trust_optimizer=True"),
         (Langevin, "Langevin is not elementwise"),
+        (lambda ours: Wrapping(torch.optim.SGD(ours)), "Wrapping refers to another optimizer.*'inner'"),
     ],
 )
 def test_optimizers_that_are_not_elementwise_are_refused_by_name(make: Any, message: str) -> None:
