@@ -102,13 +102,6 @@ def test_nothing_fits_is_said_with_what_would_help() -> None:
     assert "per rank and batch" in made.advice.text
 
 
-def test_memory_that_is_unknown_leads_to_no_recommendation() -> None:
-    made = plan(ConvNet(), images(), 2, strategies=["paral_ddp", "paral_fsdp"], device_type="cpu")
-
-    assert made.chosen is None
-    assert "Give the memory of a device" in made.advice.text
-
-
 def test_plan_is_json_and_text_and_a_picture(planned: Plan, tmp_path: Path) -> None:
     values = json.loads(json.dumps(planned.as_dict()))
     planned.draw(str(tmp_path / "plan.png"))

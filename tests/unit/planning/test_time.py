@@ -61,30 +61,6 @@ def test_ddp_takes_as_long_as_its_all_reduces_if_computation_takes_no_time(follo
     assert found == pytest.approx(2 * 2 * 3 * LATENCY + 2 * 3 / 4 * followed.states.gradient_bytes / LINK)
 
 
-def test_fsdp_on_cpu_overlaps_nothing(followed: FollowedSteps) -> None:
-    states, units = followed.states, followed.plain.units
-    num_units = len(units)
-    root = sum(states.parameters[number].num_bytes for number in units[-1].parameters)
-    gathered = states.parameter_bytes * 2 - root  # the root stays unsharded between forward and backward
-    sent = (gathered + states.gradient_bytes) * 3 / 4
-
-    found = seconds_of(followed, named("paral_fsdp"), 4, SLOW)
-
-    num_steps = 3 * (2 * num_units - 1) + num_units  # a reduce-scatter sends all its messages at once
-    assert found == pytest.approx(followed.plain.flops / FLOPS + sent / LINK + num_steps * LATENCY)
-
-
-def test_the_optimizer_updates_its_shard(followed: FollowedSteps) -> None:
-    states = followed.states
-    touched = states.parameter_bytes + states.gradient_bytes + states.optimizer_bytes
-    machine = Machine(flops=FLOPS, link=math.inf, latency=0.0, optimizer_bandwidth=1e9)
-    compute = followed.plain.flops / FLOPS
-
-    assert seconds_of(followed, named("paral_ddp"), 4, machine) - compute == pytest.approx(touched / 1e9)
-    for name in ("paral_fsdp", "paral_zero1"):
-        assert seconds_of(followed, named(name), 4, machine) - compute == pytest.approx(touched / 4 / 1e9)
-
-
 def test_times_that_depend_on_other_links_are_unknown(followed: FollowedSteps) -> None:
     events = StepEvents(followed.plain)
     for name, on_cpu in (("paral_zero2_offload", False), ("paral_zero3_nvme", True), ("paral_dp", True)):
