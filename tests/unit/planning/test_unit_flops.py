@@ -52,18 +52,18 @@ class CountedError(Exception):
 class Counts(Callback):
     def __init__(self, names: list[str], options: dict[str, Any]) -> None:
         self.names, self.options = names, options
+        self.found: list[int] = []
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        raise CountedError(count_unit_flops(trainer, pl_module, self.names, **self.options))
+        self.found = count_unit_flops(trainer, pl_module, self.names, **self.options)
+        raise CountedError
 
 
 def count(module: LightningModule, names: list[str], **options: Any) -> list[int]:
-    with pytest.raises(CountedError) as raised:
-        quiet_trainer(max_steps=1, callbacks=[Counts(names, options)]).fit(
-            module,
-            DataLoader(torch.ones(2 * BATCH, WIDTH), BATCH),  # type: ignore[arg-type]
-        )
-    return raised.value.args[0]
+    counts, loader = Counts(names, options), DataLoader(torch.ones(2 * BATCH, WIDTH), BATCH)  # type: ignore[arg-type]
+    with pytest.raises((CountedError, NotImplementedError)):  # Lightning's teardown cannot move parameters from meta
+        quiet_trainer(max_steps=1, callbacks=[counts]).fit(module, loader)
+    return counts.found
 
 
 NAMES = ["blocks.0", "blocks.1", "blocks.2"]
