@@ -86,26 +86,14 @@ def fit(label: str, num_devices: int, case: dict[str, Any], **more: Any) -> tupl
     }
     sampler = samplers[case["sampler"]]() if "sampler" in case else None
     generator = torch.Generator().manual_seed(case["seed"]) if case.get("generator") else None
-    loader = DataLoader(
-        Numbers(length),
-        batch_size,
-        shuffle=sampler is None,
-        sampler=sampler,
-        generator=generator,
-        num_workers=case.get("workers", 0),
-    )
+    options = {"generator": generator, "num_workers": case.get("workers", 0)}
+    loader = DataLoader(Numbers(length), batch_size, shuffle=sampler is None, sampler=sampler, **options)
     validation = case.get("validation")
     loaders = [loader, DataLoader(Numbers(5), 4, shuffle=validation == "shuffled")] if validation else [loader]
-    options = {"split": "global"} if label not in ("one process", "paral_dp") else {}
-    strategy = strategy_of(label, **options)
+    strategy = strategy_of(label, **({} if label == "one process" else {"split": "global"}))
     save_at, ckpt_path = more.pop("save_at", None), more.pop("ckpt_path", None)
     callbacks = [SaveAt(*save_at)] if save_at else []
-    settings = {
-        "max_epochs": case.get("epochs", 3),
-        "devices": num_devices,
-        "callbacks": callbacks,
-        "use_distributed_sampler": True,
-    } | more
+    settings = {"max_epochs": case.get("epochs", 3), "devices": num_devices, "callbacks": callbacks} | more
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(global_order, "_CHUNK", case.get("chunk", global_order._CHUNK))
         quiet_trainer(strategy=strategy, **settings).fit(module, *loaders, ckpt_path=ckpt_path)
@@ -130,21 +118,11 @@ def expected(rank_pool) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("label", "world_size"),
-    [
-        ("paral_ddp", 1),
-        ("paral_ddp", 2),
-        ("paral_ddp", 4),
-        ("paral_fsdp", 2),
-        ("paral_zero2", 2),
-        ("paral_dp", 1),
-    ],
+    [("paral_ddp", 1), ("paral_ddp", 2), ("paral_ddp", 4), ("paral_fsdp", 2), ("paral_zero2", 2), ("paral_dp", 1)],
 )
 def test_batches_equal_those_of_one_process(on_ranks, expected: list[Any], label: str, world_size: int) -> None:
-    num_devices = 2 if label == "paral_dp" else world_size
-    ranks = on_ranks(world_size, fit_all, label, num_devices, timeout=300)
+    ranks = on_ranks(world_size, fit_all, label, world_size, timeout=300)
     for number, case in enumerate(CASES):
-        if label == "paral_dp":  # replicas are threads, which record their sub-batches in any order
-            continue
         assert joined([rank[number][0] for rank in ranks]) == joined([expected[number][0]]), case
     orders = [str(drawn) for (drawn, _), case in zip(expected, CASES, strict=True) if "generator" not in case]
     assert len(set(orders)) == len(orders), "cases must differ in their order"

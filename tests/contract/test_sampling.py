@@ -68,8 +68,7 @@ def trained_in_one_process() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("label", "world_size"),
-    [parameter(case, size) for case in with_ranks(MAIN) for size in case.sizes_among(2, 4)],
+    ("label", "world_size"), [parameter(case, size) for case in with_ranks(MAIN) for size in case.sizes_among(2, 4)]
 )
 def test_training_on_global_batches_equals_one_process(on_ranks, label: str, world_size: int) -> None:
     expected, tolerance = trained_in_one_process(), BY_LABEL[label].tolerance

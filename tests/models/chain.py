@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.models.resumable import scheduled_adamw
 from tests.running import quiet_trainer
 
 GLOBAL_BATCH_SIZE = 12
@@ -46,14 +47,7 @@ class Regression(LightningModule):
         return self(batch[0])
 
     def configure_optimizers(self) -> Any:
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        groups = [
-            {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.3, "lr": 2e-2},
-            {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.3 * step))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return scheduled_adamw(self)
 
 
 class Block(nn.Module):

@@ -4,11 +4,11 @@ from argparse import Namespace
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.running import quiet_trainer
+from tests.running import SaveAt, quiet_trainer
 
 
 def users_hook(module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -41,18 +41,10 @@ def make_given() -> Given:
     return Given(net, nn.MSELoss(), {"parts": [net[3], Namespace(head=net[0])], "beside": nn.Linear(2, 2)})
 
 
-class Save(Callback):
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        trainer.save_checkpoint(self.path)
-
-
 def fit(strategy: Any, path: str, num_ranks: int, module: LightningModule | None = None) -> LightningModule:
     """Train on one batch and save to `path`."""
     module = make_given() if module is None else module
     data = torch.randn(8, 6, generator=torch.Generator().manual_seed(5))
-    trainer = quiet_trainer(strategy=strategy, devices=num_ranks, max_steps=1, callbacks=[Save(path)])
+    trainer = quiet_trainer(strategy=strategy, devices=num_ranks, max_steps=1, callbacks=[SaveAt(1, path)])
     trainer.fit(module, DataLoader(data, 8 // num_ranks))
     return module

@@ -23,6 +23,18 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
     return inputs, torch.stack([inputs.sum(dim=1), inputs.prod(dim=1), inputs[:, 0]], dim=1)
 
 
+def scheduled_adamw(module: nn.Module) -> Any:
+    """Return AdamW with two parameter groups, and a scheduler of its steps."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.3, "lr": 2e-2},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.3 * step))
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
 class Resumable(LightningModule):
     """Tied, frozen and 0-dimensional parameters, buffers, two parameter groups, a scheduler.
 
@@ -55,14 +67,7 @@ class Resumable(LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        trained = [p for p in self.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.3, "lr": 2e-2},
-            {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.3 * step))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return scheduled_adamw(self)
 
 
 class SaveOnce(Callback):

@@ -1,25 +1,19 @@
 """`ParalMonitor` in one process: its options, and the ways in which a fit runs and ends."""
 
-import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.profilers import SimpleProfiler
 from torch import Tensor
 
 from lightning_paral import ConfigurationError, ParalMonitor
 from lightning_paral.callbacks.monitoring import measured_steps
 from lightning_paral.callbacks.monitoring.memory import HostBeforeFit, read_memory
-from lightning_paral.callbacks.monitoring.timeline import Phase
 from lightning_paral.planning.isolated import run_isolated
 from tests.host_syncs import HostSyncs
 from tests.models.regression import GLOBAL_BATCH_SIZE, Regression, fit_regression, regression_data
-from tests.models.several_optimizers import Plain, Toggled
 from tests.running import quiet_trainer
 
 
@@ -45,23 +39,6 @@ def test_options_are_checked_at_construction(options: dict[str, Any], message: s
     assert message in str(raised.value)
 
 
-def test_options_are_frozen() -> None:
-    with pytest.raises(AttributeError):
-        ParalMonitor().options.every_n_steps = 3  # type: ignore[misc]
-
-
-class Recorder(Callback):
-    """Keeps what the callbacks of a Trainer see."""
-
-    def __init__(self) -> None:
-        self.callback_metrics: set[str] = set()
-        self.bar_metrics: set[str] = set()
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.callback_metrics = set(trainer.callback_metrics)
-        self.bar_metrics = set(trainer.progress_bar_metrics)
-
-
 def values_of(monitor: ParalMonitor, *names: str) -> list[float]:
     return [monitor.values[f"paral/{name}"] for name in names]
 
@@ -80,33 +57,11 @@ def test_parts_of_a_step_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ParalMonitor: 18 steps" in capsys.readouterr().out
 
 
-def test_training_and_its_metrics_are_the_same_with_the_callback() -> None:
-    recorder, without = Recorder(), Recorder()
-    losses, weights = fit_regression(6, 2, 1, callbacks=[ParalMonitor(every_n_steps=1), recorder])
-    expected_losses, expected = fit_regression(6, 2, 1, callbacks=[without])
-
-    assert losses == expected_losses
-    assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
-    assert recorder.callback_metrics == without.callback_metrics
-    assert recorder.bar_metrics == without.bar_metrics
-
-
-@pytest.mark.parametrize("module", [Plain, Toggled])
-def test_manual_optimization_with_several_optimizers(module: Any) -> None:
-    monitor = ParalMonitor(every_n_steps=2, print_summary=False)
-    trainer = quiet_trainer(max_epochs=1, callbacks=[monitor])
-    trainer.fit(module(), regression_data(5, 1))
-
-    assert min(values_of(monitor, "forward_seconds", "backward_seconds", "optimizer_seconds")) > 0
-
-
 @pytest.mark.parametrize(
     "options",
     [
         {"fast_dev_run": True},
-        {"limit_train_batches": 1},
         {"logger": False, "enable_progress_bar": False},
-        {"enable_progress_bar": True},
         {"max_steps": 3},
         {"callbacks": [EarlyStopping("loss", patience=0, check_on_train_epoch_end=True)], "max_epochs": 9},
     ],
@@ -169,21 +124,6 @@ def test_no_step_reads_a_tensor_or_the_memory(monkeypatch: pytest.MonkeyPatch) -
     assert reads == [3, 7, 10]  # in the 4th and 8th step, and at the end
 
 
-def test_callback_can_be_sent_to_other_processes() -> None:
-    monitor = ParalMonitor(every_n_steps=3)
-    fit_regression(3, 1, 1, callbacks=[monitor])
-
-    assert pickle.loads(pickle.dumps(monitor)).options == monitor.options
-
-
-def test_profiler_of_the_user_works_as_before() -> None:
-    profiler = SimpleProfiler()
-    trainer = quiet_trainer(max_epochs=1, callbacks=[ParalMonitor()], profiler=profiler)
-    trainer.fit(Regression(), regression_data(4, 1))
-
-    assert len(profiler.recorded_durations["[Strategy]SingleDeviceStrategy.training_step"]) == 4
-
-
 def test_progress_bar_shows_a_text_that_callbacks_do_not_see() -> None:
     shown: list[dict[str, Any]] = []
 
@@ -199,28 +139,6 @@ def test_progress_bar_shows_a_text_that_callbacks_do_not_see() -> None:
     assert "samples/s" in shown[-1]["paral"]
     assert "loss" in shown[-1]
     assert "get_metrics" not in vars(trainer.progress_bar_callback)
-
-
-def test_validation_is_in_no_step(tmp_path: Path) -> None:
-    class Validating(Logging):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val", self(batch[0]).mean())
-
-    monitor = ParalMonitor(every_n_steps=2, print_summary=False)
-    steps: list[Any] = []
-
-    class Reader(Callback):
-        def on_train_end(self, *_: Any) -> None:
-            steps.append(monitor._steps)
-
-    logger = CSVLogger(tmp_path)
-    trainer = quiet_trainer(max_epochs=2, callbacks=[Reader(), monitor], logger=logger, val_check_interval=2)
-    trainer.fit(Validating(), regression_data(4, 1), regression_data(2, 1))
-    outside = steps[0]._fit._seconds[Phase.OUTSIDE]
-
-    assert outside > 0
-    report = monitor.reports[0]
-    assert report.step * report.num_steps == pytest.approx(sum(steps[0]._fit._seconds) - outside)
 
 
 def grown_by_64_mebibytes() -> tuple[int | None, int | None]:

@@ -13,7 +13,6 @@ from lightning_paral.checkpoint.layout import (
     chunks_of_flat_range,
     coverage_fault,
     flat_range_of,
-    full_chunk,
     intersection,
 )
 
@@ -114,11 +113,6 @@ def test_shares_are_equal(numel, world_size) -> None:
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_full_tensor_is_one_chunk() -> None:
-    assert chunks_of_flat_range((3, 4), 0, 12) == [full_chunk((3, 4))]
-    assert chunks_of_flat_range((), 0, 1) == [full_chunk(())]
-
-
 @given(st.data())
 def test_chunk_is_a_flat_range_if_it_is_contiguous(data) -> None:
     shape = data.draw(shapes)
@@ -126,14 +120,3 @@ def test_chunk_is_a_flat_range_if_it_is_contiguous(data) -> None:
     numbers = torch.arange(prod(shape)).view(shape)[chunk.index].flatten().tolist()
     follow = numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
     assert flat_range_of(shape, chunk) == ((numbers[0], numbers[-1] + 1) if follow else None)
-
-
-@given(flat_ranges())
-def test_chunks_of_a_flat_range_are_flat_ranges(flat_range) -> None:
-    shape, start, stop = flat_range
-    for chunk in chunks_of_flat_range(shape, start, stop):
-        found = flat_range_of(shape, chunk)
-        assert found is not None
-        assert found[0] == start
-        start = found[1]
-    assert start == stop

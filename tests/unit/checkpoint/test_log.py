@@ -30,10 +30,3 @@ def test_saves_and_loads_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert committed.startswith(f"checkpoint committed: {path}, {nbytes} bytes, ")
     assert opened.startswith(f"checkpoint verified and opened: {path}, ")
     assert all(message.endswith(" s") for message in caplog.messages)
-
-
-def test_nothing_is_logged_by_default_by_saves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save(tmp_path / "x.ckpt", "full")
-
-    assert not caplog.messages
-    assert not logging.getLogger("lightning_paral").handlers

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -41,38 +39,21 @@ def tree(folder: Path) -> dict[str, Any]:
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
 
 
-def thesis(path: Path) -> None:
-    path.mkdir()
-    (path / "thesis.tex").write_text("ten years")
+def written(files: dict[str, str]) -> Any:
+    """Return a function that makes a folder of these files."""
+
+    def make(path: Path) -> None:
+        for name, text in files.items():
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_text(text)
+
+    return make
 
 
-def looks_alike(path: Path) -> None:
-    """Make a folder with the names of a checkpoint's files but without their contents."""
-    path.mkdir()
-    (path / "manifest.json").write_text('{"name": "an extension of a browser"}')
-    (path / "meta.pt").write_text("mine")
-
-
-def run_of_deepspeed(path: Path) -> None:
-    """Make a folder with checkpoints of several steps, as DeepSpeed saves them without Lightning."""
-    for tag in ("global_step10", "global_step20"):
-        (path / tag).mkdir(parents=True)
-        (path / tag / "mp_rank_00_model_states.pt").write_text("states")
-    (path / "latest").write_text("global_step20")
-
-
-def lone_latest(path: Path) -> None:
-    path.mkdir()
-    (path / "latest").write_text("news")
-    (path / "news").mkdir()
-
-
-def checkpoint_with(name: str) -> Any:
+def checkpoint_with(*names: str) -> Any:
     def make(path: Path) -> None:
         save(path, "sharded")
-        file = path / name
-        file.parent.mkdir(exist_ok=True)
-        file.write_text("mine")
+        written(dict.fromkeys(names, "mine"))(path)
 
     return make
 
@@ -83,19 +64,25 @@ def runs(path: Path) -> None:
     save(path / "b.ckpt", "full")
 
 
-def fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-KEPT = [thesis, looks_alike, run_of_deepspeed, lone_latest, runs, fifo]
-KEPT += [checkpoint_with(name) for name in ("thesis.tex", "README.md", "lightning_logs/events", "__0_0.distcp.bak")]
+thesis = written({"thesis.tex": "ten years"})
+KEPT = {
+    "thesis": thesis,
+    "looks alike": written({"manifest.json": '{"name": "an extension of a browser"}', "meta.pt": "mine"}),
+    "several steps of DeepSpeed": written(
+        {**{f"global_step{n}/mp_rank_00_model_states.pt": "states" for n in (10, 20)}, "latest": "global_step20"}
+    ),
+    "lone latest": written({"latest": "news", "news/x": ""}),
+    "runs": runs,
+    "fifo": os.mkfifo,
+    **{name: checkpoint_with(name) for name in ("thesis.tex", "README.md", "logs/events", "__0_0.distcp.bak")},
+}
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("make", KEPT)
-def test_folder_without_a_checkpoint_is_not_replaced(tmp_path: Path, form: Form, make: Any) -> None:
+@pytest.mark.parametrize("kind", KEPT)
+def test_folder_without_a_checkpoint_is_not_replaced(tmp_path: Path, form: Form, kind: str) -> None:
     path = tmp_path / "results"
-    make(path)
+    KEPT[kind](path)
     before = tree(tmp_path)
     with pytest.raises(CheckpointError, match="results") as raised:
         save(path, form)
@@ -125,47 +112,9 @@ def test_ordinary_file_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
         save(tmp_path / name, "full")  # as torch.save does
 
 
-def nothing(path: Path) -> None:
-    pass
-
-
-def empty(path: Path) -> None:
-    path.mkdir()
-
-
-def of_the_system(path: Path) -> None:
-    path.mkdir()
-    (path / ".DS_Store").write_text("")
-
-
-def ours(form: Form) -> Any:
-    def make(path: Path) -> None:
-        save(path, form)
-
-    return make
-
-
-def opened_on_a_mac(path: Path) -> None:
-    save(path, "sharded")
-    for name in (".DS_Store", "._meta.pt"):
-        (path / name).write_text("")
-
-
 def of_dcp(path: Path) -> None:
     dcp.save({"state_dict": {"a": torch.ones(3)}}, checkpoint_id=path, no_dist=True)
     torch.save({}, path / "meta.pt")
-
-
-def of_deepspeed(path: Path) -> None:
-    (path / "checkpoint").mkdir(parents=True)
-    for kind in ("model", "optim"):
-        (path / "checkpoint" / f"bf16_zero_pp_rank_0_mp_rank_00_{kind}_states.pt").write_text("states")
-    (path / "latest").write_text("checkpoint")
-    (path / "zero_to_fp32.py").write_text("")
-
-
-def of_lightning(path: Path) -> None:
-    torch.save({"state_dict": {}}, path)
 
 
 def link(path: Path) -> None:
@@ -179,14 +128,27 @@ def incomplete(path: Path) -> None:
     (path / "manifest.json").unlink()
 
 
-REPLACED = [nothing, empty, of_the_system, *map(ours, FORMS), opened_on_a_mac, of_dcp, of_deepspeed, of_lightning]
+OF_DEEPSPEED = [f"checkpoint/bf16_zero_pp_rank_0_mp_rank_00_{kind}_states.pt" for kind in ("model", "optim")]
+REPLACED = {
+    "nothing": lambda path: None,
+    "empty": Path.mkdir,
+    "of the system": written({".DS_Store": ""}),
+    "full": lambda path: save(path, "full"),
+    "sharded": lambda path: save(path, "sharded"),
+    "opened on a Mac": checkpoint_with(".DS_Store", "._meta.pt"),
+    "of DCP": of_dcp,
+    "of DeepSpeed": written(dict.fromkeys(OF_DEEPSPEED, "states") | {"latest": "checkpoint", "zero_to_fp32.py": ""}),
+    "of Lightning": lambda path: torch.save({"state_dict": {}}, path),
+    "link": link,
+    "incomplete": incomplete,
+}
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("make", [*REPLACED, link, incomplete])
-def test_checkpoints_are_replaced(tmp_path: Path, form: Form, make: Any) -> None:
+@pytest.mark.parametrize("kind", REPLACED)
+def test_checkpoints_are_replaced(tmp_path: Path, form: Form, kind: str) -> None:
     path = tmp_path / "last.ckpt"
-    make(path)
+    REPLACED[kind](path)
     save(path, form)
     assert peek(path)[1]["global_step"] == 1
     assert path.is_dir() == (form == "sharded")
@@ -223,13 +185,13 @@ def test_removing_keeps_other_files(tmp_path: Path) -> None:
     assert (path / "thesis.tex").read_text() == "mine"
 
 
-@pytest.mark.parametrize("make", [*REPLACED, link])
-def test_checkpoints_are_removed(tmp_path: Path, make: Any) -> None:
-    make(tmp_path / "x.ckpt")
+@pytest.mark.parametrize("kind", [kind for kind in REPLACED if kind != "incomplete"])
+def test_checkpoints_are_removed(tmp_path: Path, kind: str) -> None:
+    REPLACED[kind](tmp_path / "x.ckpt")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         remove_at(str(tmp_path / "x.ckpt"))
-    assert os.listdir(tmp_path) == (["newest.ckpt"] if make is link else [])
+    assert os.listdir(tmp_path) == (["newest.ckpt"] if kind == "link" else [])
 
 
 # Behind a URL
@@ -265,12 +227,7 @@ def test_files_beside_a_checkpoint_behind_a_url_are_kept(memory: Any, form: Form
 
 
 def test_checkpoints_behind_urls_are_replaced_and_removed(memory: Any) -> None:
-    for form in (
-        "sharded",
-        "sharded",
-        "full",
-        "full",
-    ):  # unlike in an object store, a folder cannot replace a file here
+    for form in (*["sharded"] * 2, *["full"] * 2):  # unlike in an object store, a folder cannot replace a file here
         save("memory://owned/x.ckpt", form)  # type: ignore[arg-type]
         assert peek("memory://owned/x.ckpt")[1]["global_step"] == 1
     remove_at("memory://owned/x.ckpt")
@@ -283,39 +240,6 @@ def test_checkpoints_behind_urls_are_replaced_and_removed(memory: Any) -> None:
 # In a run
 
 
-class Elsewhere(TorchCheckpointIO):
-    """Saves next to the given path."""
-
-    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-        super().save_checkpoint(checkpoint, f"{path}.elsewhere")
-
-    def remove_checkpoint(self, path: Any) -> None:
-        super().remove_checkpoint(f"{path}.elsewhere")
-
-
-class ElsewhereOnceSaved(Elsewhere):
-    """Waits for a save before it removes what was saved.
-
-    `AsyncCheckpointIO` saves in a thread, but removes at once. If the thread is slow, it saves a checkpoint after its
-    removal, which then stays, with every strategy: https://github.com/Lightning-AI/pytorch-lightning/issues/14035
-    """
-
-    def __init__(self) -> None:
-        self._saved: set[str] = set()
-        self._has_saved = threading.Condition()
-
-    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-        super().save_checkpoint(checkpoint, path, storage_options)
-        with self._has_saved:
-            self._saved.add(str(path))
-            self._has_saved.notify_all()
-
-    def remove_checkpoint(self, path: Any) -> None:
-        with self._has_saved:
-            assert self._has_saved.wait_for(lambda: str(path) in self._saved, timeout=60)
-        super().remove_checkpoint(path)
-
-
 def fit(folder: Path, strategy: Any, plugins: Any = None, **options: Any) -> list[str]:
     callback = ModelCheckpoint(folder, save_top_k=1, monitor="step", mode="max", **options)
     trainer = Trainer(
@@ -326,18 +250,6 @@ def fit(folder: Path, strategy: Any, plugins: Any = None, **options: Any) -> lis
     if dist.is_initialized():
         dist.destroy_process_group()  # Lightning's `ddp` leaves it
     return sorted(os.listdir(folder))
-
-
-def test_users_checkpoint_io_removes_its_own_checkpoints(tmp_path: Path) -> None:
-    found = fit(tmp_path / "ours", "paral_ddp", [Elsewhere()])
-    assert found == fit(tmp_path / "theirs", "ddp", [Elsewhere()]) == ["epoch=2-step=3.ckpt.elsewhere"]
-
-
-def test_async_checkpoint_io_removes_its_own_checkpoints(tmp_path: Path) -> None:
-    from lightning.pytorch.plugins.io import AsyncCheckpointIO
-
-    found = fit(tmp_path, "paral_ddp", [AsyncCheckpointIO(ElsewhereOnceSaved())])
-    assert found == ["epoch=2-step=3.ckpt.elsewhere"]
 
 
 @pytest.mark.parametrize("in_background", [True, False])

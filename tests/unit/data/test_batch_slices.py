@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from lightning_paral.data.batch_slices import BatchSlices, BatchTaker, num_samples_in
+from lightning_paral.data.batch_slices import BatchTaker, num_samples_in
 from lightning_paral.data.global_order import GlobalOrder, Seed
 from lightning_paral.data.sampler import RankBatchSampler, ShardSpec
 
@@ -115,12 +115,3 @@ def test_rank_slices_its_own_batches_only() -> None:
     assert steps[:2] == [[12, 13, 14, 15], [268, 269, 270, 271]]
     assert len(steps) == num_steps
     assert Counted.taken < 2 * num_steps * batch_size + 100  # including the first ones, which ranks compare
-
-
-def test_batch_slices_are_a_sequence() -> None:
-    batches = BatchSlices(list(range(100)), 10, 31, 5)
-    as_lists = [list(range(start, min(start + 5, 31))) for start in range(10, 31, 5)]
-    assert list(batches) == as_lists
-    assert list(batches[1:9]) == as_lists[1:]
-    assert list(batches[3:1]) == []
-    assert [batch[0] for batch in reversed(batches)] == [30, 25, 20, 15, 10]

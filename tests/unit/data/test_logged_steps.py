@@ -30,15 +30,11 @@ def parts(events: str) -> list[Part]:
     [
         ("|a", "|"),  # the second is slow
         ("|a.|a", "|a."),
-        ("|a.|a", "|a"),
         ("|ab", "|a"),
-        ("|a.", "|a."),
         ("|a.", "|.a"),  # another part, which the fingerprints allow: it has reduced as many
         ("|a" * 3000, "|a" * 1000),
-        ("|" + "a" * 3000, "|"),  # many values in one part
         ("|-a", "|-"),
         ("|---)|a", "|----)|"),  # in evaluation, ranks may have different numbers of batches
-        ("|---)|", "|----)|a"),
         ("|----", "|---)"),
     ],
 )
@@ -51,11 +47,9 @@ def test_slow_rank_has_left_out_nothing(first: str, second: str) -> None:
     ("first", "second", "where", "what"),
     [
         ("|a", "|.", "batch 0", "rank 0 logged 'a' and rank 1 did not"),
-        ("|a.|a", "|a.|.", "batch 1", "rank 0 logged 'a' and rank 1 did not"),
         ("|ab", "|a|", "batch 0", "rank 0 logged 'b' and rank 1 did not"),
         ("|-a-a", "|-a-)", "validation batch 2", "rank 0 logged 'a' and rank 1 did not"),
         ("|aa", "|a|", "batch 0", "rank 0 logged 'a' and rank 1 did so less often"),
-        ("|a.b", "|a.|", "batch 0", "rank 0 logged 'b' and rank 1 did not"),
         ("|ab", "|b", "batch 0", "rank 0 logged 'a' while rank 1 logged 'b'"),
         ("|", "a|", "the hooks before the first step", "rank 1 logged 'a' and rank 0 did not"),
         ("|a", "|" * 3000, "batch 2999", "is 1 on rank 0; 0 on rank 1"),

@@ -53,14 +53,3 @@ def test_checks_that_have_not_arrived_are_found_later(monkeypatch) -> None:
     monkeypatch.setattr(Arriving, "has_arrived", True)
     assert pending.first_failed(wait=False) == "much later"
     assert pending.first_failed(wait=False) is None
-
-
-def test_places_of_checks_that_have_arrived_are_forgotten(monkeypatch) -> None:
-    monkeypatch.setattr(Arriving, "has_arrived", True)
-    pending = checks(*[True] * 1023)
-    assert not pending.are_many
-    pending.add(torch.tensor(True), "last")
-    assert pending.are_many
-
-    assert pending.first_failed(wait=False) is None
-    assert not pending.are_many

@@ -11,12 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from lightning_paral.data.global_order import GlobalOrder, Seed
 from lightning_paral.data.sampler import RankBatchSampler, ShardSpec
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.options import Sampling
 
 lengths, batch_sizes, worlds = st.integers(0, 700), st.integers(1, 9), st.integers(1, 9)
 splits, remainders = st.sampled_from(["batch", "global"]), st.sampled_from(["drop", "wrap"])
@@ -218,24 +217,6 @@ def test_epoch_reaches_batch_sampler_and_sampler() -> None:
     assert (batches.epoch, batches.sampler.epoch) == (4, 4)
 
 
-@pytest.mark.parametrize(
-    "indices",
-    [
-        WeightedRandomSampler(torch.rand(50), 40, replacement=False),
-        SubsetRandomSampler(range(10, 50)),
-        SequentialSampler(range(40)),
-    ],
-    ids=lambda indices: type(indices).__name__,
-)
-def test_torchs_samplers_are_divided_without_overlap(indices) -> None:
-    drawn = [list(sampler_of(rank, 4, "batch", "wrap", BatchSampler(indices, 5, True))) for rank in range(4)]
-
-    flat = [index for batches in drawn for batch in batches for index in batch]
-    assert len(flat) == len(set(flat)) == 40
-    if isinstance(indices, SequentialSampler):
-        assert drawn[1] == [[5, 6, 7, 8, 9], [25, 26, 27, 28, 29]]
-
-
 def test_single_indices_go_to_the_ranks_in_turn() -> None:
     samplers = [sampler_of(rank, 3, "batch", "pad", SequentialSampler(range(7))) for rank in range(3)]
     for sampler in samplers:
@@ -243,15 +224,6 @@ def test_single_indices_go_to_the_ranks_in_turn() -> None:
 
     assert [list(sampler) for sampler in samplers] == [[0, 3, 6], [1, 4, 6], [2, 5, 6]]
     assert [sampler.padding_steps for sampler in samplers] == [set(), {2}, {2}]
-
-
-def test_sampling_options_are_checked() -> None:
-    with pytest.raises(ConfigurationError, match="split='whole' is not known"):
-        Sampling(split="whole")
-    with pytest.raises(ConfigurationError, match="remainder='pad' is not known"):
-        Sampling(remainder="pad")
-    with pytest.raises(ConfigurationError, match="shard_iterable='no'"):
-        Sampling(shard_iterable="no")
 
 
 def test_batch_with_fewer_samples_than_ranks_is_reported_once_in_training() -> None:

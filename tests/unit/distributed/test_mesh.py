@@ -46,13 +46,6 @@ def test_tensor_ranks_are_neighbors_and_draw_the_same_batches() -> None:
     assert dims[5].data_ranks == [1, 3, 5, 7]
 
 
-def test_the_shape_names_dimensions_of_more_than_one_rank() -> None:
-    assert str(ParallelDims()) == "1 replica"
-    assert str(ParallelDims(replicate=4)) == "4 replicas"
-    assert str(ParallelDims(replicate=2, shard=4)) == "2 replicas x 4 shards"
-    assert str(ParallelDims(shard=2, tensor=2, pipeline=3)) == "3 stages x 2 shards x 2 tensor ranks"
-
-
 @pytest.mark.parametrize("given", [{"rank": 2, "shard": 2}, {"rank": -1}, {"tensor": 0}])
 def test_ranks_outside_the_shape_are_refused(given: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="Sizes must be positive"):

@@ -36,7 +36,3 @@ def test_rank_world_size_backend_and_device_of_the_group_are_logged_at_info(on_r
     for rank, messages in enumerate(on_ranks(2, messages_of_a_fit, logging.INFO)):
         (message,) = messages
         assert message == f"process group reused: rank {rank} of 2, backend cpu:gloo,cuda:gloo, device cpu"
-
-
-def test_nothing_is_logged_by_default(on_ranks) -> None:
-    assert on_ranks(2, messages_of_a_fit, logging.NOTSET) == [[], []]

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_paral.distributed import rendezvous
-from lightning_paral.distributed.rendezvous import connect, meet
+from lightning_paral.distributed.rendezvous import meet
 from lightning_paral.errors import ProcessGroupError
 
 SECONDS = timedelta(seconds=60)
@@ -110,12 +110,3 @@ def test_rank_0_says_whom_it_waits_for(
     join(open_store, range(3), 3, delays={2: 2.0})
 
     assert "rank 2 of 3 has not joined" in caplog.text
-
-
-def test_rank_0_serves_the_store_without_waiting(tmp_path: Path) -> None:
-    first = connect("127.0.0.1", 0, 0, 2, SHORT)
-    second = connect("127.0.0.1", first.port, 1, 2, SHORT)
-
-    second.set("key", "value")
-
-    assert first.get("key") == b"value"

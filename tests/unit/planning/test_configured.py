@@ -97,13 +97,6 @@ def test_rows_of_objects_are_labelled_and_not_recommended_by_a_name_that_lacks_o
     assert all(row["is_configured"] for row in made.as_dict()["strategies"])
 
 
-def test_recomputation_that_cannot_be_followed_is_said() -> None:
-    strategy = ParalDDPStrategy(activation_checkpointing=ActivationCheckpointing())
-    made = plan(gpt(), None, 2, strategies=[strategy])  # without a batch, no step is followed
-
-    assert "activation_checkpointing, because its recomputation cannot be followed" in made.notes[0]
-
-
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [

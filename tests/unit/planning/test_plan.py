@@ -14,18 +14,17 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor, nn
-from torch.nn import functional
 
 import lightning_paral
-from lightning_paral import STRATEGIES, ConfigurationError, Plan, plan
+from lightning_paral import ConfigurationError, Plan, plan
 from lightning_paral.planning.advice import advise, candidates
 from lightning_paral.planning.batch import batch_of_shape
 from lightning_paral.planning.following import follow_steps
 from lightning_paral.planning.isolated import IsolatedError, run_isolated
-from lightning_paral.planning.layout import LAYOUTS, NOT_PLANNED
+from lightning_paral.planning.layout import LAYOUTS
 from lightning_paral.planning.plan import make_plan
 from lightning_paral.planning.settings import StepSettings
-from tests.unit.planning.models import Adversarial, ConvNet, DependsOnValues, ReadsValues, bytes_of_text, gpt, images
+from tests.unit.planning.models import ConvNet, DependsOnValues, ReadsValues, bytes_of_text, gpt, images
 
 ROOT = Path(lightning_paral.__file__).parents[1]
 
@@ -33,18 +32,6 @@ ROOT = Path(lightning_paral.__file__).parents[1]
 @pytest.fixture(scope="module")
 def planned() -> Plan:
     return plan(gpt(256, 6), bytes_of_text(16), world_size=4, device_memory="16GiB", max_batch=True)
-
-
-def test_every_registered_strategy_has_a_layout_with_its_arguments() -> None:
-    entries = [entry for entry in STRATEGIES if entry.name not in NOT_PLANNED]
-    assert [layout.strategy for layout in LAYOUTS] == [entry.name for entry in entries]
-    places = {None: "device", True: "host", "cpu": "host", "nvme": "nvme"}
-    for layout, entry in zip(LAYOUTS, entries, strict=True):
-        given = dict(entry.arguments)
-        assert layout.stage == given.get("stage", 0)
-        assert layout.all_reduce == given.get("all_reduce", "default")
-        assert layout.parameter_place == places[given.get("offload_parameters", given.get("offload"))]
-        assert layout.optimizer_place == places[given.get("offload_optimizer", given.get("offload"))]
 
 
 def test_rows_cover_every_strategy_with_and_without_recomputation(planned: Plan) -> None:
@@ -68,35 +55,15 @@ def test_sharding_and_recomputation_save_memory(planned: Plan) -> None:
     assert planned.of("paral_zero3_nvme").memory.nvme_bytes > 0
 
 
-def test_traffic_is_that_of_the_zero_paper(planned: Plan) -> None:
-    size = planned.states.parameter_bytes
-
-    assert planned.of("paral_ddp").wire_bytes == round(2 * size * 3 / 4)
-    assert planned.of("paral_fsdp").wire_bytes == round(3 * size * 3 / 4)
-    assert planned.of("paral_dp").wire_bytes == 0
-
-
 @pytest.mark.parametrize(
     ("on_cpu", "sequence"),
     [
-        (
-            True,
-            [
-                *("paral_ddp", "paral_zero1", "paral_fsdp", "paral_fsdp + recompute"),
-                *("paral_zero3_nvme", "paral_zero3_nvme + recompute", None),
-            ],
-        ),
-        (
-            False,
-            [
-                *("paral_ddp", "paral_fsdp", "paral_fsdp + recompute"),
-                *("paral_fsdp_offload", "paral_fsdp_offload + recompute", None),
-            ],
-        ),
+        (True, "paral_ddp, paral_zero1, paral_fsdp, paral_fsdp+, paral_zero3_nvme, paral_zero3_nvme+, nothing"),
+        (False, "paral_ddp, paral_fsdp, paral_fsdp+, paral_fsdp_offload, paral_fsdp_offload+, nothing"),
     ],
     ids=["cpu", "cuda"],
 )
-def test_choice_becomes_more_expensive_as_memory_shrinks(on_cpu: bool, sequence: list[str | None]) -> None:
+def test_choice_becomes_more_expensive_as_memory_shrinks(on_cpu: bool, sequence: str) -> None:
     settings = StepSettings()
     followed = follow_steps(gpt(512, 6) if on_cpu else gpt(256, 6), bytes_of_text(1), settings)
 
@@ -113,8 +80,8 @@ def test_choice_becomes_more_expensive_as_memory_shrinks(on_cpu: bool, sequence:
     rows = [each for each in made.estimates if each.layout in considered]
 
     choices = [advise(rows, mebibytes * 2**20).chosen for mebibytes in range(600, 1, -1)]
-    names = [None if each is None else each.layout.name for each in choices]
-    assert [name for name, _ in itertools.groupby(names)] == sequence
+    names = ["nothing" if each is None else each.layout.name.replace(" + recompute", "+") for each in choices]
+    assert ", ".join(name for name, _ in itertools.groupby(names)) == sequence
 
 
 def test_batches_that_fit_are_larger_where_less_memory_is_used(planned: Plan) -> None:
@@ -133,13 +100,6 @@ def test_nothing_fits_is_said_with_what_would_help() -> None:
     assert made.chosen is None
     assert "Nothing fits into 72.0 MiB" in made.advice.text
     assert "per rank and batch" in made.advice.text
-
-
-def test_memory_that_is_unknown_leads_to_no_recommendation() -> None:
-    made = plan(ConvNet(), images(), 2, strategies=["paral_ddp", "paral_fsdp"], device_type="cpu")
-
-    assert made.chosen is None
-    assert "Give the memory of a device" in made.advice.text
 
 
 def test_plan_is_json_and_text_and_a_picture(planned: Plan, tmp_path: Path) -> None:
@@ -196,18 +156,14 @@ class Ordinary(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=int(steps))]
 
 
-def test_loggers_schedules_and_clipping_do_not_hinder_a_plan() -> None:
-    made = plan(Ordinary(), torch.zeros(4, 8), 2, "1GiB")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_loggers_schedules_and_clipping_do_not_hinder_a_plan(device: str) -> None:
+    with torch.device(device):
+        module = Ordinary()
+    made = plan(module, torch.zeros(4, 8), 2, "1GiB")
 
     assert made.notes == ()
     assert made.of("paral_ddp").memory.peak_bytes > 5 * made.states.parameter_bytes
-
-
-def test_module_on_the_meta_device_creates_tensors_on_its_device() -> None:
-    with torch.device("meta"):
-        module = Ordinary()
-
-    assert plan(module, torch.zeros(4, 8), 2, "1GiB").notes == ()
 
 
 class SetsUp(Ordinary):
@@ -215,18 +171,10 @@ class SetsUp(Ordinary):
         return self.set_in_on_train_start * self.net(batch).mean()
 
 
-class Quadratic(BoringModel):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters())
+def test_step_that_cannot_be_followed_is_not_called_a_wrong_batch() -> None:
+    (note,) = plan(SetsUp(), torch.zeros(4, 8), 2).notes
 
-
-@pytest.mark.parametrize(
-    ("module", "cause"), [(SetsUp(), "no attribute 'set_in_on_train_start'"), (Quadratic(), "closure")]
-)
-def test_step_that_cannot_be_followed_is_not_called_a_wrong_batch(module: LightningModule, cause: str) -> None:
-    (note,) = plan(module, torch.zeros(4, 32 if isinstance(module, BoringModel) else 8), 2).notes
-
-    assert cause in note
+    assert "no attribute 'set_in_on_train_start'" in note
     assert "activations are not counted" in note
 
 
@@ -236,13 +184,6 @@ def test_lazy_layers_are_named() -> None:
 
     with pytest.raises(ConfigurationError, match=r"The shape of layer\.weight is not known"):
         plan(module, torch.zeros(4, 32), 2)
-
-
-def test_module_with_two_optimizers_is_planned() -> None:
-    made = plan(Adversarial(), torch.zeros(4, 8), 2, "1MiB")
-
-    assert made.chosen is not None
-    assert made.chosen.layout.name == "paral_ddp"
 
 
 def test_the_module_is_not_changed() -> None:
@@ -258,36 +199,12 @@ def test_the_module_is_not_changed() -> None:
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
-class Large(LightningModule):
-    """About 70 billion parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        width = 8192
-        self.embedding = nn.Embedding(32000, width)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 64, 4 * width, batch_first=True, dropout=0.0, norm_first=True)
-            for _ in range(86)
-        )
-        self.head = nn.Linear(width, 32000, bias=False)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        x = self.embedding(batch)
-        for layer in self.layers:
-            x = layer(x)
-        return functional.cross_entropy(self.head(x).flatten(0, 1), batch.flatten())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
 def test_70_billion_parameters_are_planned_without_allocating_them() -> None:
     program = (
         "import resource\n"
         "from lightning_paral import plan\n"
-        "from lightning_paral.planning.batch import batch_of_shape\n"
-        "from tests.unit.planning.test_plan import Large\n"
-        "made = plan(Large, batch_of_shape('1x2048:int64'), 64, '80GiB', precision='bf16-true')\n"
+        "from tests.unit.planning.models import bytes_of_text, gpt\n"
+        "made = plan(lambda: gpt(8192, 86), bytes_of_text(1), 64, '80GiB', precision='bf16-true')\n"
         "peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))\n"
         "print(made.states.num_params, peak * 1024, made.chosen.layout.name)\n"
     )
@@ -323,11 +240,6 @@ def test_shapes_of_a_batch_are_read() -> None:
 def test_bad_input_is_one_clear_error(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         plan(ConvNet(), **({"batch": images(), "world_size": 2} | arguments))
-
-
-def test_shape_that_does_not_parse_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match="'8xx:int64' is not a shape"):
-        batch_of_shape("8x128,8xx:int64")
 
 
 def test_configure_optimizers_that_fails_is_named() -> None:

@@ -48,15 +48,6 @@ def test_draft_takes_the_place_of_anything(tmp_path: Path, folder: bool, before:
     assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
-def test_draft_being_written_is_not_a_leftover(tmp_path: Path) -> None:
-    first, second = AtomicPath(tmp_path / "x.ckpt", folder=True), AtomicPath(tmp_path / "x.ckpt", folder=False)
-    assert first.path.is_dir()
-    assert second.path.is_file()
-    first.discard()
-    second.discard()
-    assert os.listdir(tmp_path) == []
-
-
 def test_lightning_does_not_take_a_draft_for_a_checkpoint(tmp_path: Path) -> None:
     for name in ("last.ckpt", "hpc_ckpt_2.ckpt"):
         write(tmp_path / name, "complete")

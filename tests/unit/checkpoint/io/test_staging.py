@@ -1,8 +1,6 @@
 """Staged copies for a background save have the right contents and take little memory."""
 
-import re
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +9,11 @@ from torch import Tensor
 from torch.nn import Linear, Parameter
 
 from lightning_paral.checkpoint.io import staging as module_under_test
-from lightning_paral.checkpoint.io.arena import ALIGNMENT, Arena, fresh_bytes
+from lightning_paral.checkpoint.io.arena import ALIGNMENT
 from lightning_paral.checkpoint.io.staging import Staging, copy_to_host
 from lightning_paral.checkpoint.layout import full_chunk
 from lightning_paral.checkpoint.save_plan import WriteItem
-from lightning_paral.checkpoint.shards import NO_SHARD, LocalShard, flat, identity
+from lightning_paral.checkpoint.shards import LocalShard, flat, identity
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
@@ -66,36 +64,6 @@ def test_saves_share_memory_that_grows_only_for_a_larger_one() -> None:
     assert [nbytes for _, nbytes in seen[3:]] == [20_000_000, 36_000_000]
 
 
-def test_cast_tensor_takes_the_memory_of_its_saved_dtype() -> None:
-    staging, value = Staging(), torch.rand(1000)
-    entries = [entry_of(value, torch.bfloat16), WriteItem(("state_dict", "y"), (7,), torch.float32, NO_SHARD)]
-
-    staging.stage(entries)
-
-    assert torch.equal(entries[0].shard.values(), value.bfloat16())
-    assert staging.arena.nbytes <= 2000 + ALIGNMENT
-    assert entries[1].shard is NO_SHARD
-
-
-def test_released_memory_is_freed_unless_it_is_in_use() -> None:
-    arena = Arena(pin=False)
-    arena.reserve(2**22)
-    taken = arena.take(2**20, torch.float32).fill_(3.0)
-
-    arena.release()
-
-    assert arena.nbytes == 0
-    assert taken.sum().item() == 3.0 * 2**20
-
-
-def test_taking_more_than_reserved_raises() -> None:
-    arena = Arena(pin=False)
-    arena.reserve(128)
-    arena.take(16, torch.float32)
-    with pytest.raises(AssertionError, match="more was taken than reserved"):
-        arena.take(17, torch.float32)
-
-
 @pytest.fixture
 def all_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat every tensor as if it were on another device."""
@@ -144,19 +112,3 @@ def test_host_copies_equal_deepcopy(all_elsewhere: None) -> None:
     copy["base"].fill_(5.0)
     assert copy["object"].tensor.tolist() == [5.0] * 4
     assert (copy["view"] == 5.0).all()
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
-def test_pinned_memory_is_not_inherited_by_forked_processes() -> None:
-    def flags(memory: Tensor) -> list[str]:
-        found = False
-        for line in Path("/proc/self/smaps").read_text().splitlines():
-            if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-                found = int(bounds[1], 16) <= memory.data_ptr() < int(bounds[2], 16)
-            elif found and line.startswith("VmFlags"):
-                return line.split()
-        raise AssertionError("no such memory")
-
-    ordinary, to_be_pinned = fresh_bytes(2**21), fresh_bytes(2**21, in_children=False)
-    assert "dc" not in flags(ordinary)
-    assert "dc" in flags(to_be_pinned)

@@ -1,8 +1,6 @@
 """Tensors are read as bytes, slice by slice, and through two buffers if they are on a GPU."""
 
 import io
-import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,53 +43,6 @@ def test_bytes_are_read_in_order_for_any_slices(request: pytest.FixtureRequest, 
 
     assert b"".join(found + rest) == expected
     assert buffered == (max(map(len, rest)) <= 64)
-
-
-def test_tensors_in_host_memory_are_not_copied() -> None:
-    value = torch.zeros(1000)
-    with HostBytes([value]) as source:
-        (view,) = source.read(4000)
-        value[3] = 1.0
-        assert torch.frombuffer(view, dtype=torch.float32)[3] == 1.0
-
-
-def test_the_next_slice_is_copied_while_one_is_used_in_two_buffers(through_buffers: None) -> None:
-    asked: list[int] = []
-
-    def one_by_one() -> Iterator[Tensor]:
-        for number in range(5):
-            asked.append(number)
-            yield torch.full((64,), number, dtype=torch.uint8)
-
-    places = []
-    with HostBytes(one_by_one()) as source:
-        for number, view in enumerate(source.read(5 * 64)):
-            assert set(view) == {number}
-            assert asked[-1] == min(number + 1, 4)
-            places.append(torch.frombuffer(view, dtype=torch.uint8).data_ptr())
-
-    assert len(set(places)) == 2
-
-
-def test_tensors_in_host_memory_are_requested_one_at_a_time() -> None:
-    asked = []
-    with HostBytes(asked.append(number) or torch.zeros(8) for number in range(3)) as source:
-        for number in range(3):
-            assert len(list(source.read(32))) == 1
-            assert asked == list(range(number + 1))
-
-
-def test_buffers_are_freed_if_reading_stops_early(through_buffers: None) -> None:
-    value = torch.zeros(1000)
-    of_value = weakref.ref(value)
-    source = HostBytes(iter([value]))
-    next(source.read(64))
-
-    source.close()
-
-    del value
-    assert of_value() is None
-    assert not source._buffers
 
 
 @pytest.mark.parametrize("form", ["full", "sharded"])

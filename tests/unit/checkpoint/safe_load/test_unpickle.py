@@ -223,17 +223,6 @@ def test_links_out_of_the_checkpoint_are_refused(folder: Path, name: str) -> Non
     refused(folder, "leads out of the checkpoint")
 
 
-@pytest.mark.parametrize("name", ["", "__0_0.distcp", "meta.pt", ".metadata", "manifest.json"])
-def test_a_fifo_is_refused_at_once(folder: Path, name: str) -> None:
-    if name:
-        (folder / name).unlink()
-        os.mkfifo(folder / name)
-        refused(folder, "is a FIFO")
-    else:
-        os.mkfifo(folder.parent / "fifo")
-        refused(folder.parent / "fifo", "is a FIFO")
-
-
 def test_links_to_a_checkpoint_and_inside_it_are_followed(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "last.ckpt").symlink_to("x.ckpt")
     (folder / "__0_0.distcp").rename(folder / "moved")

@@ -80,28 +80,6 @@ def test_one_of_the_waiting_ranks_prints_what_the_failed_rank_did_not() -> None:
     assert not second.wait_until_printed(0.1)
 
 
-def test_nobody_prints_what_was_printed() -> None:
-    store = dist.HashStore()
-    failed, other = FirstFailure(store, 0), FirstFailure(store, 1)
-    failed.report(failure_of(raised(ValueError("my bug")), 0, ""))
-    failed.set_printed()
-    other.check()
-
-    assert not other.wait_until_printed(0.0)
-
-
-def test_all_ranks_have_to_vote() -> None:
-    store = dist.HashStore()
-    first, second = FirstFailure(store, 0), FirstFailure(store, 1)
-    first.vote("exit", True)
-    assert not first.all_vote("exit", 2, 0.05)
-    second.vote("exit", True)
-    assert first.all_vote("exit", 2, 0.05)
-    second.vote("other", False)
-    first.vote("other", True)
-    assert not first.all_vote("other", 2, 100.0)  # at once
-
-
 @pytest.mark.parametrize(
     "error",
     [

@@ -66,17 +66,6 @@ def test_rank_0_notices_the_rank_that_was_killed_and_no_other(rank_0) -> None:
     lives.end()
 
 
-def test_end_of_a_run_is_not_a_death(rank_0) -> None:
-    first, second = connected(rank_0, 1), connected(rank_0, 2)
-
-    first.end()
-    assert poll_until(lambda: 1 not in rank_0._ranks, rank_0)
-    rank_0.end()
-    assert poll_until(lambda: second._is_done, second)
-
-    assert rank_0.dead == first.dead == second.dead == []
-
-
 def test_goodbye_is_not_a_death_and_each_rank_learns_it_of_the_other(rank_0) -> None:
     first, second = connected(rank_0, 1), connected(rank_0, 2)
 
@@ -89,18 +78,6 @@ def test_goodbye_is_not_a_death_and_each_rank_learns_it_of_the_other(rank_0) -> 
     assert poll_until(lambda: not rank_0.has_others, rank_0)
     assert rank_0.dead == [2]
     assert first.dead == second.dead == []
-
-
-def test_rank_that_was_not_accepted_before_rank_0_ended_reports_no_death() -> None:
-    rank_0 = LivenessOfOthers("127.0.0.1")
-    late = LivenessOfRankZero(1, rank_0.address)
-    dead: list[int] = []
-    late.on_death = dead.append
-    late.poll()  # connects, but rank 0 does not accept
-    rank_0.end()
-
-    assert poll_until(lambda: late._is_done, late)
-    assert dead == []
 
 
 def test_death_of_rank_0_is_noticed_although_a_forked_process_lives_on() -> None:
@@ -152,13 +129,3 @@ def test_rank_that_was_not_accepted_in_a_short_run_is_told_goodbye_and_waits_for
     assert not rank_0.has_others
     assert rank_0.dead == late.dead == []
     late.end()
-
-
-def test_rank_that_has_said_goodbye_does_not_connect(rank_0) -> None:
-    late = LivenessOfRankZero(1, rank_0.address)
-    late.say_goodbye()
-
-    late.poll()
-
-    assert late._connection is None
-    assert not late.has_others

@@ -69,13 +69,6 @@ def test_function_of_the_user_is_named_with_the_hook_that_called_it() -> None:
     assert stack.endswith("in help\n    time.sleep(0)\n")
 
 
-def test_hook_of_lightning_is_named_if_the_user_does_not_override_it() -> None:
-    (position, _), *_ = positions_in(fit, "run_backward")
-
-    called = line("quiet_trainer(devices=1, max_steps=1).fit(Module(), DataLoader(torch.ones(1, 2)))")
-    assert position == Position("in the backward pass", f"Lightning's `backward`, called at {called}", True)
-
-
 def test_collective_is_named_by_its_public_name() -> None:
     def tell() -> None:
         dist.broadcast_object_list([1], src=0)

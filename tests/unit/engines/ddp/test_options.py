@@ -6,15 +6,7 @@ from lightning_paral import ConfigurationError, ParalDDPStrategy
 from tests.running import quiet_trainer
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"all_reduce": "tree"}, "all_reduce='tree'.*'auto', 'ring', 'native', 'reduce_broadcast', 'all_to_all'"),
-        ({"wire_dtype": "int8"}, "wire_dtype='int8'.*None, 'bf16', 'fp16'"),
-        ({"ddp_comm_hook": print, "all_reduce": "ring"}, "one or the other"),
-        ({"find_unused_parameter": True}, "Did you mean find_unused_parameters"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [({"ddp_comm_hook": print, "all_reduce": "ring"}, "one or the other")])
 def test_invalid_option_is_refused_on_construction(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         ParalDDPStrategy(**options)

@@ -1,4 +1,3 @@
-import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -89,16 +88,6 @@ def test_replica_has_its_own_parameters_and_buffers_under_the_same_names() -> No
     assert replica.same is replica.first
 
 
-def test_unused_parameters_get_no_gradient() -> None:
-    master = Regression()
-    (replica,) = replicate(master).modules
-
-    replica.hidden(torch.ones(2, FEATURES)).sum().backward()
-
-    assert master.hidden.weight.grad is not None
-    assert master.out.weight.grad is None
-
-
 def test_sparse_gradients_stay_sparse() -> None:
     master = nn.Embedding(5, 2, sparse=True)
     indices = torch.tensor([1, 1, 3])
@@ -139,22 +128,3 @@ def test_copied_parameters_replace_the_old_and_follow_requires_grad() -> None:
     assert torch.equal(replica.first.weight, torch.full((4, 4), 3.0))
     assert torch.equal(replica(torch.ones(2, 4)), master(torch.ones(2, 4)))
     assert not replica.scalar.requires_grad
-
-
-def test_second_derivatives_flow_through_replicas() -> None:
-    master = nn.Linear(2, 1, bias=False)
-    (replica,) = replicate(master).modules
-
-    (gradient,) = torch.autograd.grad(replica(torch.ones(1, 2)).pow(3).sum(), master.weight, create_graph=True)
-    gradient.sum().backward()
-
-    value = master.weight.detach().sum()
-    torch.testing.assert_close(master.weight.grad, torch.full((1, 2), 12 * value.item()))
-
-
-@pytest.mark.parametrize("inference", [False, True])
-def test_without_gradients_replicas_require_none(inference: bool) -> None:
-    with torch.inference_mode(inference), torch.set_grad_enabled(False):
-        (replica,) = replicate(Parts()).modules
-
-    assert not any(parameter.requires_grad for parameter in replica.parameters())

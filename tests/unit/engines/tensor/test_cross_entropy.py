@@ -95,19 +95,6 @@ def test_cross_entropy_takes_two_small_all_reduces_forward_and_none_backward(on_
     assert on_ranks(2, collectives_of_losses) == [[["max 6", "sum 12"], ["max 6", "sum 18"]]] * 2
 
 
-def saved_by_loss() -> tuple[int, int]:
-    local = torch.randn(16, 500, requires_grad=True)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        F.cross_entropy(SplitLogits.of(local, 1000, dist.group.WORLD), targets(1000, (16,)))
-    others = [tensor for tensor in saved if tensor.untyped_storage().data_ptr() != local.untyped_storage().data_ptr()]
-    return len(saved) - len(others), max(tensor.numel() for tensor in others)
-
-
-def test_cross_entropy_keeps_the_logits_and_one_number_per_row(on_ranks: OnRanks) -> None:
-    assert on_ranks(2, saved_by_loss) == [(1, 16)] * 2
-
-
 def compare_gathered_losses() -> None:
     for size in SIZES:
         probabilities = torch.softmax(pair((4, size), seed=1)[0].detach(), -1)
@@ -141,22 +128,3 @@ def wrong_losses() -> None:
 
 def test_wrong_arguments_of_cross_entropy_raise_the_errors_of_torch(on_ranks: OnRanks) -> None:
     on_ranks(2, wrong_losses)
-
-
-def compare_second_derivatives() -> None:
-    weight = torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0, 1.0, 1.0], dtype=torch.float64)
-    for reduction in ("mean", "none"):
-        whole, local, logits = pair((5, 7), torch.float64)
-        target = targets(7, (5,))
-        target[0] = -100
-        for x in (whole * 1, logits * 1):
-            loss = F.cross_entropy(x, target, weight, reduction=reduction, label_smoothing=0.1)
-            (gradient,) = torch.autograd.grad(loss, x, loss.detach() * 2, create_graph=True)
-            assert gradient.requires_grad
-            (loss.mean() + (gradient**2).sum()).backward()
-        torch.testing.assert_close(local.grad, own(whole.grad))
-
-
-def test_second_derivatives_of_cross_entropy(on_ranks: OnRanks) -> None:
-    on_ranks(2, compare_second_derivatives)
-    on_ranks(3, compare_second_derivatives)

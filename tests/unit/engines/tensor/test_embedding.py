@@ -41,8 +41,3 @@ def test_embeddings_equal_those_of_all_rows(
     on_ranks: OnRanks, world_size: int, padding_idx: int | None, dtype: torch.dtype
 ) -> None:
     on_ranks(world_size, compare_embeddings, padding_idx, dtype)
-
-
-def test_padding_row_belongs_to_one_rank() -> None:
-    assert [local_padding_idx(3, slice(start, start + 3)) for start in (0, 3, 6)] == [None, 0, None]
-    assert local_padding_idx(None, slice(0, 3)) is None

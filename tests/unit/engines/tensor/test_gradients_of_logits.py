@@ -12,24 +12,10 @@ from torch import Tensor
 from lightning_paral.engines.tensor.logits import SplitLogits
 from tests.unit.engines.tensor.logits import SIZES, OnRanks, Same, Square, own, pair, targets
 
-
-class Reversed(torch.autograd.Function):
-    """Its forward returns logits that are still split, without a graph of their own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return -0.5 * gradient
-
-
 MIXED: dict[str, Callable[[Any, Tensor], Any]] = {
     "loss and a sum": lambda x, target: F.cross_entropy(x, target) + (x.softmax(-1) ** 2).sum() + x[:, 0].sum(),
     "two losses": lambda x, target: F.cross_entropy(x, target) + F.cross_entropy(x / 2, target, label_smoothing=0.1),
     "own function": lambda x, target: Square.apply(x).sum() + F.cross_entropy(x, target),
-    "reversed gradient": lambda x, target: F.cross_entropy(2 * Reversed.apply(x), target),
     "identity": lambda x, target: F.cross_entropy(Same.apply(x), target),
     "checkpoint": lambda x, target: torch.utils.checkpoint.checkpoint(F.cross_entropy, x, target, use_reentrant=False),
 }
@@ -49,51 +35,6 @@ def compare_mixed() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gradients_add_up(on_ranks: OnRanks, world_size: int) -> None:
     on_ranks(world_size, compare_mixed)
-
-
-def compare_gradients_of_logits() -> None:
-    whole, local, logits = pair((5, 7))
-    target = targets(7, (5,))
-    seen: list[Tensor] = []
-
-    def double(gradient: Tensor) -> Tensor:
-        seen.append(gradient + 0)
-        return 2 * gradient
-
-    def loss(x: Any) -> Tensor:
-        return F.cross_entropy(x, target) + x.softmax(-1)[:, 0].sum()
-
-    for leaf, x in ((whole, whole * 1), (local, logits * 1)):
-        (first,) = torch.autograd.grad(loss(x), x)
-        (second,) = torch.autograd.grad(loss(x), [x])
-        seen += [first + 0, second + 0]
-        assert not x.retains_grad
-        x.retain_grad()
-        assert x.retains_grad
-        x.register_hook(double)
-        loss(x).backward()
-        seen += [x.grad + 0, leaf.grad]
-    for expected, found in zip(seen[:4], seen[5:9], strict=True):
-        torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(local.grad, own(whole.grad))
-
-
-def test_gradients_of_the_logits_themselves(on_ranks: OnRanks) -> None:
-    on_ranks(2, compare_gradients_of_logits)
-
-
-def compare_gradients_from_logits() -> None:
-    whole, local, logits = pair((5, 7))
-    scale = torch.arange(35.0).reshape(5, 7)
-    (expected,) = torch.autograd.grad(whole * 2, whole, scale)
-    (found,) = torch.autograd.grad(logits * 2, local, scale)
-    assert torch.equal(found, own(expected))
-    (logits * 2).backward(scale)
-    assert torch.equal(local.grad, own(expected))
-
-
-def test_gradients_from_the_logits_themselves(on_ranks: OnRanks) -> None:
-    on_ranks(2, compare_gradients_from_logits)
 
 
 def use_without_gradients() -> None:

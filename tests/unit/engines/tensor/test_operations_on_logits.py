@@ -1,7 +1,6 @@
 """Operations on split logits equal those on whole ones, and gather them no more than needed."""
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -16,34 +15,22 @@ from tests.unit.engines.tensor.logits import SIZES, OnRanks, counted, own, pair
 
 SPLIT: dict[str, Callable[[Any], Any]] = {
     "flatten": lambda x: x.flatten(0, 1),
-    "torch.flatten": lambda x: torch.flatten(x, end_dim=-2),
     "view": lambda x: x.view(-1, x.size(-1)),
-    "view of a shape": lambda x: x.view((3, 2, x.shape[-1])),
     "reshape": lambda x: x.reshape(6, -1),
     "unsqueeze": lambda x: x.unsqueeze(0).squeeze(0),
     "float": lambda x: x.float(),
-    "double": lambda x: x.double(),
     "bfloat16": lambda x: x.bfloat16(),
-    "half": lambda x: x.half(),
     "to": lambda x: x.to(torch.float64),
-    "to like": lambda x: x.to(torch.zeros(1, dtype=torch.float64)),
     "to a device": lambda x: x.to("cpu"),
-    "type": lambda x: x.type(torch.float64),
     "contiguous": lambda x: x[:, :-1].contiguous(),
     "clone": lambda x: x.clone(),
     "all but the last": lambda x: x[:, :-1, :],
     "ellipsis": lambda x: x[..., 1:, :],
     "one position": lambda x: x[:, -1],
-    "one position, all classes": lambda x: x[:, 0, : x.shape[-1]],
-    "ellipsis at the end": lambda x: x[1, ...],
     "new dimension": lambda x: x[:, None],
     "mask": lambda x: x[torch.tensor([[True, False, True], [False, True, True]])],
-    "indices": lambda x: x[torch.tensor([0, 1, 1]), torch.tensor([2, 0, 0])],
     "transpose": lambda x: x.transpose(0, 1),
     "permute": lambda x: x.permute(1, 0, 2),
-    "swapaxes": lambda x: torch.swapaxes(x, -2, -3),
-    "unflatten": lambda x: x.unflatten(0, (1, 2)),
-    "times a boolean": lambda x: x * True,
     "scale": lambda x: 2 * x / 0.7 * 3,
     "detach": lambda x: x.detach(),
     "data": lambda x: x.data,
@@ -53,37 +40,24 @@ GATHERED: dict[str, Callable[[Any], Any]] = {
     "argmax": lambda x: x.argmax(-1),
     "softmax": lambda x: x.softmax(-1),
     "log_softmax": lambda x: torch.log_softmax(x, dim=-1),
-    "functional softmax": lambda x: F.softmax(x, dim=-1, dtype=torch.float64),
     "topk": lambda x: torch.topk(x, 2).values,
     "mean": lambda x: x.mean(),
     "sum of products": lambda x: (x * x).sum(-1),
     "kl_div": lambda x: F.kl_div(x.log_softmax(-1), torch.full_like(x, 0.5), reduction="sum"),
     "nll_loss": lambda x: F.nll_loss(F.log_softmax(x.view(-1, x.shape[-1]), -1), torch.zeros(6, dtype=torch.long)),
     "class": lambda x: x[..., 1],
-    "rounded quotient": lambda x: x.div(2, rounding_mode="floor"),
     "number over": lambda x: 2 / x,
     "powers": lambda x: x**2,
-    "other type": lambda x: x.detach().view(torch.int32),
-    "position by tensor": lambda x: x[torch.tensor(1)],
-    "positions by list": lambda x: x[[0, 1]],
-    "integers": lambda x: x.detach().to(torch.int64),
     "matrix transposed": lambda x: x.mT,
     "some classes": lambda x: x[..., :-1],
     "classes by mask": lambda x: x[x.detach() > 0],
-    "classes by index": lambda x: x[:, 1, [0, 1]],
-    "after the classes": lambda x: x[..., None],
     "last transposed": lambda x: x.transpose(-1, 0) + 0,
-    "last permuted": lambda x: torch.permute(x, (2, 0, 1)),
     "all flat": lambda x: x.flatten(),
-    "other shape": lambda x: x.reshape(-1, 3),
     "plus": lambda x: 1 + x,
-    "scaled by a tensor": lambda x: x / torch.tensor(2.0),
     "concatenated": lambda x: torch.cat([x, x]),
     "masked": lambda x: x.masked_fill(torch.ones_like(x) > 2, 0.0),
-    "iterated": lambda x: torch.stack(list(x)),
     "as a number": lambda x: x[0, 0, 0] * float(x[0, 0, 1].detach()),
     "in numpy": lambda x: torch.from_numpy(x.detach().numpy()).clone(),
-    "on the CPU": lambda x: x.detach().cpu(),
     "max": lambda x: x.max(dim=-1)[0],
     "einsum": lambda x: torch.einsum("btv,btv->bt", x, x),
     "accuracy": lambda x: accuracy(
@@ -153,30 +127,3 @@ def gathers() -> list[list[str]]:
 
 def test_gathers_once_and_again_if_only_the_first_has_no_graph(on_ranks: OnRanks) -> None:
     assert on_ranks(2, gathers) == [[["gather 24"], ["gather 24"] * 2]] * 2
-
-
-def save() -> tuple[Tensor, Tensor]:
-    whole, _, logits = pair((4, 7))
-    file = io.BytesIO()
-    torch.save({"logits": logits.detach()}, file)
-    file.seek(0)
-    loaded = torch.load(file)["logits"]
-    assert type(loaded) is Tensor
-    with pytest.raises(RuntimeError, match="deepcopy"):
-        copy.deepcopy(logits * 1)  # as torch does, because it is not a leaf
-    return loaded, whole.detach()
-
-
-def test_saves_the_whole_logits(on_ranks: OnRanks) -> None:
-    for loaded, whole in on_ranks(3, save):
-        assert torch.equal(loaded, whole)
-
-
-def described() -> str:
-    return repr(pair((2, 3, 7))[2].detach())
-
-
-def test_repr_has_the_whole_shape_and_the_own_classes(on_ranks: OnRanks) -> None:
-    for rank, text in enumerate(on_ranks(3, described)):
-        own = f"{3 * rank}:{min(7, 3 * rank + 3)}"
-        assert text.startswith(f"SplitLogits(shape=(2, 3, 7), {own} of dimension 2 on this rank=")

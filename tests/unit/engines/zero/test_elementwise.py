@@ -4,13 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_paral.engines.zero.training.elementwise import check_elementwise
-from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer, make_twin
 from lightning_paral.errors import ConfigurationError
-from tests.models.regression import Regression
 
 ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 
@@ -79,7 +76,6 @@ def test_optimizer_of_ones_own_passes_if_it_is_elementwise() -> None:
         (torch.optim.Adafactor, "Adafactor is not elementwise"),
         (torch.optim.Muon, "Muon cannot step on flat tensors"),
         (Lars, "Lars is not elementwise.*paral_ddp.*trust_optimizer=True"),
-        (lambda ours: Lars(ours, lr=1e-9), "Lars is not elementwise"),
         (Langevin, "Langevin is not elementwise"),
         (lambda ours: Wrapping(torch.optim.SGD(ours)), "Wrapping refers to another optimizer.*'inner'"),
     ],
@@ -87,53 +83,3 @@ def test_optimizer_of_ones_own_passes_if_it_is_elementwise() -> None:
 def test_optimizers_that_are_not_elementwise_are_refused_by_name(make: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         check_elementwise(make(parameters()))
-
-
-def test_twin_follows_the_users_groups_and_shares_neither_state_nor_step() -> None:
-    module = Regression()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.5)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
-    users = UsersOptimizer(optimizer, module)
-    twin = make_twin(optimizer, users.trained_groups())
-    flat = Parameter(torch.zeros(4))
-    twin.param_groups[0]["params"] = [flat]
-    seen: list[Any] = []
-    optimizer.register_step_pre_hook(lambda ours, *_: seen.append(ours))
-    optimizer.register_step_post_hook(lambda ours, *_: seen.append(ours))
-    users.before_step()
-    flat.grad = torch.ones(4)
-    twin.step()
-    users.after_step()
-    scheduler.step()
-    users.before_step()
-    assert twin.param_groups[0]["lr"] == pytest.approx(0.05)
-    assert optimizer.param_groups[0]["params"] == list(module.parameters())
-    assert seen[:2] == [optimizer, optimizer]
-    assert list(twin.state) == [flat]
-    assert not optimizer.state
-
-
-def test_group_added_during_the_run_is_refused() -> None:
-    module = Regression()
-    optimizer = torch.optim.SGD(module.hidden.parameters(), lr=0.5)
-    users = UsersOptimizer(optimizer, module)
-    users.trained_groups()
-    optimizer.add_param_group({"params": module.out.parameters()})
-    with pytest.raises(ConfigurationError, match="had 1 parameter groups when the run began, and has 2"):
-        users.before_step()
-
-
-def test_state_of_the_users_optimizer_raises_while_it_is_elsewhere() -> None:
-    module = Regression()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
-    users = UsersOptimizer(optimizer, module)
-    weight: Tensor = module.out.weight
-    sharded: dict[Any, dict[str, Any]] = {}
-    users.hide_state(lambda set_to_none=True: None, sharded)
-    with pytest.raises(RuntimeError, match=r"full_optimizer_state\(parameter, key\)"):
-        optimizer.state[weight]
-    sharded[weight] = {"step": torch.tensor(1.0), "z": torch.ones(4)}
-    with pytest.raises(RuntimeError, match=r'full_optimizer_state\(parameter, "z"\)'):
-        optimizer.state[weight]
-    users.show_state()
-    assert not optimizer.state[weight]

@@ -1,6 +1,5 @@
 """Steps in pieces equal steps on the whole tensor, bit for bit."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -46,39 +45,6 @@ def test_pieces_give_the_same_bits_and_states(name: str) -> None:
     for key, value in expected.state[whole].items():
         assert torch.equal(torch.as_tensor(found.state[pieces][key]), torch.as_tensor(value)), key
     assert found.param_groups[0]["params"] == [pieces]
-
-
-def test_a_state_that_was_loaded_is_continued() -> None:
-    whole, pieces = flat(), flat()
-    expected, found = OPTIMIZERS["adamw"]([whole]), OPTIMIZERS["adamw"]([pieces])
-    steps(expected, whole, 2)
-    steps(found, pieces, 2)
-    found.load_state_dict(copy.deepcopy(expected.state_dict()))  # loading does not copy tensors
-    step_in_pieces(found, piece_numel=50)
-
-    steps(expected, whole, 2, seed=3)
-    steps(found, pieces, 2, seed=3)
-
-    assert torch.equal(pieces, whole)
-
-
-def test_a_step_that_fails_leaves_the_parameter_in_its_group() -> None:
-    parameter = flat()
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    calls: list[int] = []
-
-    def fail() -> None:
-        calls.append(1)
-        raise KeyError("my mistake")
-
-    optimizer.step = fail  # type: ignore[assignment, method-assign]
-    step_in_pieces(optimizer, piece_numel=64)
-    parameter.grad = torch.ones(NUMEL)
-
-    with pytest.raises(KeyError, match="my mistake"):
-        optimizer.step()
-    assert calls == [1]
-    assert optimizer.param_groups[0]["params"] == [parameter]
 
 
 def test_optimizers_of_others_step_on_the_whole_tensor() -> None:

@@ -65,17 +65,6 @@ class Classifier(LightningModule):
         return functional.cross_entropy(self(batch).flatten(0, 1).float(), batch.flatten())
 
 
-class Language(LightningModule):
-    """A model of transformers."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return self.model(input_ids=batch, labels=batch).loss
-
-
 INPUTS = torch.zeros(2, 3, 8)
 TOKENS = torch.zeros(2, 6, dtype=torch.long)
 

@@ -6,14 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from lightning_paral.planning.tensor_plan.make import make_plan
 from lightning_paral.planning.tensor_plan.observations import Observations
 from lightning_paral.planning.tensor_plan.trace import plan_by_dataflow
-from tests.distributed.pipeline.test_hugging_face import LENGTH, VOCABULARY, LanguageModel
-from tests.distributed.tensor.test_attention import Model
-from tests.unit.planning.models import bytes_of_text, gpt
 from tests.unit.planning.tensor_plan.models import Step
 
 HEADS, SIZE = 4, 4
@@ -79,45 +75,8 @@ def test_a_use_of_all_heads_is_noticed(between: Any, reason: str) -> None:
     assert reason in " ".join([found.reason or "", *found.leaks.values()])
 
 
-def test_a_layer_that_mixes_heads_ends_a_chain() -> None:
-    found = followed(Attention(lambda m, q, k, v: m.mix((q @ k.mT).movedim(1, -1)).movedim(-1, 1).softmax(-1) @ v))
-
-    assert [(chain.opening, chain.closing) for chain in found.chains] == [(("q", "k"), ("mix",))]
-
-
 def test_ranks_that_do_not_divide_the_heads_gather() -> None:
     found = followed(Attention(attend), num_ranks=8)
 
     assert found.chains == ()
     assert found.leaks["q"] == "its output is used by view"
-
-
-def test_a_second_use_decides_how_a_layer_is_split() -> None:
-    def halves(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        one, other = functional.silu(m.up(torch.ones(2, 3, 8))).chunk(2, -1)
-        return attend(m, q, k, v) + m.mix(torch.zeros(2, 3, 1, HEADS)).mean() + (one * other).mean()
-
-    assert "its output is used by mean" in followed(Attention(halves)).leaks["up"]
-
-
-def test_each_attention_that_people_write_is_a_chain() -> None:
-    found = followed(Model(), batch=torch.randn(2, 6, 64))
-
-    assert {chain.opening: chain.segments for chain in found.chains} == {
-        ("layers.0.inner.qkv",): ((64, 64, 64),),
-        ("layers.1.inner.q", "layers.1.inner.k", "layers.1.inner.v"): ((64,),) * 3,
-        ("layers.2.inner.qkv",): ((64, 32, 32),),
-        ("layers.3.inner.up",): ((128, 128),),
-    }
-
-
-@pytest.mark.parametrize("kind", ["gpt", "gpt2", "bert", "t5", "llama", "qwen3"])
-def test_all_layers_of_blocks_are_in_chains(kind: str) -> None:
-    module = gpt(num_layers=2) if kind == "gpt" else LanguageModel(kind, tied=False)
-    batch = bytes_of_text() if kind == "gpt" else torch.randint(0, VOCABULARY, (4, LENGTH))
-
-    found = followed(module, batch=batch)
-
-    outside = {"head", "model.lm_head", "model.cls.predictions.transform.dense", "model.cls.predictions.decoder"}
-    assert set(found.leaks) <= outside
-    assert found.chains

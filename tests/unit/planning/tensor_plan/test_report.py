@@ -6,17 +6,11 @@ from typing import Any
 
 import pytest
 import yaml
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
-from torch.utils.data import DataLoader
 
-from lightning_paral import ConfigurationError
 from lightning_paral.cli.plan import plan_command
-from lightning_paral.planning.tensor_plan.following import observe_evaluation, observe_fit
 from lightning_paral.planning.tensor_plan.make import make_plan
 from lightning_paral.planning.tensor_plan.report import report_of
-from tests.running import quiet_trainer
-from tests.unit.planning.tensor_plan.models import TOKENS, Classifier, Step, as_text, observed
+from tests.unit.planning.tensor_plan.models import TOKENS, Classifier, observed
 
 ROOT = Path(__file__).parents[4]
 
@@ -36,53 +30,33 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert "Other parameters, such as those of norms, stay whole: 9.00 KiB." in lines
 
 
+def layers_in_json(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, dict[str, Any]]:
+    plan_command(["--config", str(ROOT / "configs/gpt.yaml"), "--tensor-parallel", "2", "--json", *options])
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["tensor_parallel"] == 2
+    return {row["name"]: row for row in printed["layers"]}
+
+
 def test_command_prints_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(ROOT)
 
-    plan_command(
-        ["--config", "configs/gpt.yaml", "--tensor-parallel", "2", "--json", "--batch-shape", "2x16:int64,2x16:int64"]
-    )
+    head = layers_in_json(capsys, "--batch-shape", "2x16:int64,2x16:int64")["head"]
 
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["tensor_parallel"] == 2
-    assert printed["notes"] == []
-    rows = {row["name"]: row for row in printed["layers"]}
-    assert rows["head"] == {
-        "name": "head",
-        "count": 1,
-        "style": "vocab",
-        "gathers_output": None,
-        "bytes": 256 * 128 * 4,
-        "rank_bytes": 256 * 128 * 2,
-        "reason": "",
-    }
-
-
-def test_command_names_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-
-    with pytest.raises(ConfigurationError, match="tensor_parallel=0"):
-        plan_command(
-            ["--config", "configs/gpt.yaml", "--tensor-parallel", "0", "--batch-shape", "2x16:int64,2x16:int64"]
-        )
+    assert (head["count"], head["style"], head["gathers_output"], head["reason"]) == (1, "vocab", None, "")
+    assert (head["bytes"], head["rank_bytes"]) == (256 * 128 * 4, 256 * 128 * 2)
 
 
 def test_command_reads_the_plan_of_the_configuration(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    strategy = {
-        "class_path": "lightning_paral.ParalFSDPStrategy",
-        "init_args": {"tensor_parallel": 2, "plan": {"head": "vocab"}},
-    }
+    options = {"tensor_parallel": 2, "plan": {"head": "vocab"}}
+    strategy = {"class_path": "lightning_paral.ParalFSDPStrategy", "init_args": options}
     (tmp_path / "tensor.yaml").write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
 
-    plan_command(
-        ["--config", "configs/gpt.yaml", "--config", str(tmp_path / "tensor.yaml"), "--tensor-parallel", "2", "--json"]
-    )
+    layers = layers_in_json(capsys, "--config", str(tmp_path / "tensor.yaml"))
 
-    printed = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in printed["layers"] if row["style"] != "whole"] == ["head"]
+    assert [name for name, row in layers.items() if row["style"] != "whole"] == ["head"]
 
 
 def test_shared_weights_count_once() -> None:
@@ -94,45 +68,3 @@ def test_shared_weights_count_once() -> None:
     assert report.num_bytes == sum(each.numel() * each.element_size() for each in module.parameters())
     assert {row.name: row.rank_bytes for row in report.rows}["embedding"] == 300 * 64 * 2
     assert {row.name: row.num_bytes for row in report.rows}["head"] == 0
-
-
-def test_uneven_rows_count_the_largest_part() -> None:
-    module = Classifier(301)
-    found = observed(module, TOKENS)
-
-    report = report_of(module, 2, make_plan(module, 2, found), found)
-
-    assert {row.name: row.rank_bytes for row in report.rows}["head"] == 151 * 64 * 4
-
-
-class Observed(Callback):
-    def __init__(self, observe: Any) -> None:
-        self.observe = observe
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.found = self.observe(trainer, pl_module, 1)
-
-
-class Evaluated(Step):
-    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.gate(batch).mean()
-
-    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.up(batch)
-
-
-def test_a_fit_and_evaluations_are_observed() -> None:
-    loader = DataLoader(TOKENS.float()[:, None].expand(2, 3, 6).repeat(1, 1, 2)[..., :8], batch_size=2)
-
-    fit = Observed(observe_fit)
-    quiet_trainer(callbacks=[fit], max_steps=1).fit(Evaluated(), loader, loader)
-    assert [as_text(chain) for chain in fit.found.chains] == [("up", "down")]
-    assert fit.found.leaks["gate"] == "its output is used by mean"
-
-    validation = Observed(observe_evaluation)
-    quiet_trainer(callbacks=[validation]).validate(Evaluated(), loader, verbose=False)
-    assert validation.found.called == {"gate"}
-
-    prediction = Observed(observe_evaluation)
-    quiet_trainer(callbacks=[prediction]).predict(Evaluated(), loader)
-    assert prediction.found.leaks["up"] == "it is returned from predict_step"

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import transformers
-from torch import Tensor
 
 from lightning_paral import ConfigurationError
 from lightning_paral.planning.tensor_plan.make import make_plan
 from lightning_paral.planning.tensor_plan.observations import Observations
-from tests.models.hugging_face import made
-from tests.unit.planning.tensor_plan.models import TOKENS, Language, observed, planned, written
+from tests.unit.planning.models import Language
+from tests.unit.planning.tensor_plan.models import TOKENS, observed, planned, written
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -87,71 +86,8 @@ def test_heads_that_cannot_be_divided_gather_in_a_plan_of_the_user() -> None:
     assert "*" not in "".join(written(make_plan(llama(), 4, llama_observed(), plan)).values())
 
 
-def test_attention_weights_that_are_used_make_the_attention_gather() -> None:
-    class Distilled(Language):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-            output = self.model(input_ids=batch, labels=batch, output_attentions=True)
-            return output.loss + output.attentions[0].square().mean()
-
-    class Kept(Language):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-            return dict(self.model(input_ids=batch, labels=batch, output_attentions=True))
-
-    for kind in (Distilled, Kept):
-        styles = written(planned(kind(llama(attn_implementation="eager").model)))
-        assert styles.get("model.model.layers.0.self_attn.q_proj") != "colwise*"
-        assert styles["model.model.layers.0.mlp.gate_proj"] == "colwise*"
-
-
-def test_an_attention_that_names_its_number_of_heads_gathers() -> None:
-    class Named(Language):
-        def __init__(self, model: Any) -> None:
-            super().__init__(model)
-            for layer in model.model.layers:
-                layer.self_attn.q_proj.register_forward_hook(lambda part, args, output: output.view(*output.shape))
-
-    plan = planned(Named(llama(hidden_size=64, head_dim=16).model))
-
-    assert written(plan)["model.model.layers.0.self_attn.q_proj"] == "colwise"
-
-
-def test_an_unknown_style_makes_the_attention_gather() -> None:
-    module = llama(hidden_size=64, head_dim=16)
-    plan = dict(module.model.tp_plan)
-    plan["model.layers.*.self_attn.k_proj"] = "diagonal"
-    type(module.model).tp_plan, before = property(lambda self: plan), type(module.model).tp_plan
-    try:
-        assert written(planned(module))["model.model.layers.0.self_attn.q_proj"] == "colwise"
-    finally:
-        type(module.model).tp_plan = before
-
-
 def test_an_attention_without_observations_gathers() -> None:
     styles = written(make_plan(llama(hidden_size=64, head_dim=16), 2))
 
     assert styles["model.model.layers.0.self_attn.q_proj"] == "colwise"
     assert styles["model.model.embed_tokens"] == styles["model.lm_head"] == "vocab"
-
-
-@pytest.mark.parametrize(
-    ("kind", "pairs"),
-    [
-        ("GPT2LMHeadModel", {"c_fc": "colwise*", "c_proj": "rowwise*"}),
-        ("T5ForConditionalGeneration", {"wi": "colwise*", "wo": "rowwise*"}),
-    ],
-)
-def test_feed_forward_networks_of_models_without_a_plan(kind: str, pairs: dict[str, str]) -> None:
-    assert last_names(written(planned(Language(made(kind))))) == pairs
-
-
-def test_bert() -> None:
-    class Classified(Language):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-            return self.model(input_ids=batch, labels=batch[:, 0]).loss
-
-    styles = written(planned(Classified(made("BertForSequenceClassification"))))
-
-    layer = "model.bert.encoder.layer.0"
-    assert styles[f"{layer}.intermediate.dense"] == "colwise*"
-    assert styles[f"{layer}.output.dense"] == "rowwise*"
-    assert f"{layer}.attention.self.query" not in styles
