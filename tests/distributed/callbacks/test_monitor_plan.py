@@ -22,14 +22,6 @@ STRATEGIES = ("paral_ddp", "paral_fsdp", "paral_zero2")
 WIDTH, NUM_LAYERS, BATCH_SIZE = 256, 4, 4
 
 
-@pytest.fixture
-def fresh_ranks() -> Any:
-    """Ranks whose memory has never been larger than now."""
-    pool = RankPool()
-    yield pool
-    pool.close()
-
-
 def planned_and_measured(strategy: str, accumulate: int) -> tuple[dict[str, float], str, int | None]:
     """Return the values of a fit, the name of the plan, and by how much the host memory of rank 0 has grown."""
     monitor = ParalMonitor(plan=True)

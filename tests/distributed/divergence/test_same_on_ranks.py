@@ -9,7 +9,6 @@ from lightning_paral.distributed.differences.same_on_ranks import first_differen
 from tests.contract.cases import PER_PLACEMENT, strategy_of, with_ranks
 from tests.contract.parameters import parameter
 from tests.distributed.divergence.modules import BuiltDifferently, Differing, error_of, fit, loader
-from tests.rank_pool import RankPool
 from tests.running import quiet_trainer
 
 CASES = with_ranks(PER_PLACEMENT, 2)
@@ -82,12 +81,8 @@ def test_different_module_is_named_before_validation(on_ranks: Any, strategy: st
 
 
 @pytest.mark.parametrize("kind", BUILT)
-def test_different_module_is_named_while_it_is_built_partitioned(rank_pool: RankPool, kind: str) -> None:
-    rank_pool.renew_world()
-    try:
-        messages = rank_pool.run(2, fit_built_differently, kind, timeout=60)
-    finally:
-        rank_pool.renew_world()
+def test_different_module_is_named_while_it_is_built_partitioned(in_own_world: Any, kind: str) -> None:
+    messages = in_own_world(2, fit_built_differently, kind, timeout=60)
 
     assert BUILT[kind] in messages[1]
     assert messages[0].startswith("RankFailedError: Rank 0 ended because rank 1")

@@ -1,8 +1,6 @@
 """A fit in which one rank sleeps, and what the ranks log of it."""
 
 import logging
-import os
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,10 @@ from torch import Tensor
 
 from lightning_paral.distributed.process_group import release_process_group
 from tests.contract.cases import strategy_of
+from tests.launching import free_port as free_port
+from tests.launching import leave_pool
 from tests.models.regression import Regression, regression_data
 from tests.running import quiet_trainer
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 class Sleeper(Regression):
@@ -70,16 +65,13 @@ def fit_with_own_group(
     label: str,
     model: Regression,
     logged: Logged,
-    port: int,
     folder: str,
     timeout: float,
     *callbacks: Callback,
     num_batches: int = 3,
 ) -> str:
     """Fit in a process group that the strategy creates; return the error, or an empty string."""
-    dist.barrier()  # otherwise the other rank could still be connecting
-    dist.destroy_process_group()
-    os.environ["MASTER_PORT"] = str(port)
+    leave_pool()
     logging.getLogger("lightning_paral").addHandler(logged)
     trainer = quiet_trainer(
         devices=2,
