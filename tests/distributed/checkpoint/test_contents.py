@@ -16,7 +16,7 @@ from lightning_paral import ConfigurationError
 from lightning_paral.checkpoint.integrity import verify
 from lightning_paral.checkpoint.load import load
 from lightning_paral.distributed.agreement import RankGroup
-from tests.models.resumable import NUM_BATCHES, SAVED_AFTER, Resumable, SaveOnce, assert_continues, losses, refusal
+from tests.models.resumable import NUM_BATCHES, Resumable, SaveOnce, assert_continues, losses, refusal
 from tests.running import quiet_trainer
 
 FORMS = ("full", "sharded")
@@ -231,11 +231,6 @@ def test_checkpoint_from_before_the_first_step_resumes(
 def test_checkpoint_io_is_refused_if_parameters_are_sharded(strategy: str) -> None:
     with pytest.raises(ConfigurationError, match=r"AsyncCheckpointIO saves the state of one rank.*async_save=True"):
         quiet_trainer(strategy=strategy, plugins=[AsyncCheckpointIO()], devices=1)
-
-
-def test_checkpoint_io_is_used_if_parameters_are_replicated(tmp_path: Path) -> None:
-    losses("paral_ddp", save_to=tmp_path / "x.ckpt", plugins=[AsyncCheckpointIO()])
-    assert torch.load(tmp_path / "x.ckpt", weights_only=True)["global_step"] == SAVED_AFTER // 2
 
 
 def test_averages_of_weights_resume_under_ddp(on_ranks, tmp_path: Path) -> None:

@@ -62,11 +62,6 @@ def fit_with(name: str) -> str:
     return fit("paral_ddp", Differing("", 0), {}, **{name: SETTINGS[name][int(os.environ["RANK"])]})
 
 
-@pytest.mark.parametrize("strategy", map(parameter, CASES))
-def test_equal_ranks_train(on_ranks: Any, strategy: str) -> None:
-    assert on_ranks(2, fit_differing, strategy, "") == ["", ""]
-
-
 @pytest.mark.parametrize("kind", MODULES)
 @pytest.mark.parametrize("strategy", map(parameter, CASES))
 def test_different_module_is_named_on_all_ranks(on_ranks: Any, strategy: str, kind: str) -> None:

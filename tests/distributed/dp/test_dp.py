@@ -17,7 +17,7 @@ from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryF1Sco
 
 from lightning_paral import ConfigurationError
 from tests.models.architectures import MODULES
-from tests.models.regression import FEATURES, Regression, regression_data
+from tests.models.regression import FEATURES
 from tests.models.tokens import fit
 from tests.running import quiet_trainer
 from tests.unit.cli.test_commands import ROOT
@@ -271,28 +271,6 @@ def test_batch_norm_normalizes_by_replica_and_keeps_the_first_replicas_statistic
     torch.testing.assert_close(module.norm.running_mean, first.mean(dim=0))
     assert module.num_seen == 2
     assert torch.equal(module.last, first)  # also true of attributes
-
-
-def fit_from(path: Path | None, num_epochs: int, **options: Any) -> Any:
-    torch.manual_seed(3)
-    model = Regression()
-    trainer = quiet_trainer(max_epochs=num_epochs, gradient_clip_val=0.1, **options)
-    trainer.fit(model, regression_data(6, 1), ckpt_path=path)
-    return trainer, model.state_dict()
-
-
-def test_checkpoint_is_an_ordinary_file_and_resumes_on_any_number_of_devices(tmp_path: Path) -> None:
-    _, expected = fit_from(None, 2, devices=1)
-
-    trainer, _ = fit_from(None, 1, devices=3, strategy="paral_dp")
-    path = tmp_path / "model.ckpt"
-    trainer.save_checkpoint(path)
-
-    keys = list(torch.load(path, weights_only=True)["state_dict"])
-    assert keys == ["hidden.weight", "hidden.bias", "out.weight", "out.bias"]
-    Regression.load_from_checkpoint(path)
-    for options in ({"devices": 1}, {"devices": 2, "strategy": "paral_dp"}, {"devices": 1, "strategy": "paral_ddp"}):
-        assert_same_weights(fit_from(path, 2, **options)[1], expected)
 
 
 # Logging and evaluation

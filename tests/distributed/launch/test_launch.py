@@ -49,14 +49,6 @@ def test_torchrun(launch, tmp_path: Path) -> None:
     check_two_fits(tmp_path, launch(*script("two_fits", tmp_path), by=TORCHRUN))
 
 
-def test_slurm(launch, tmp_path: Path) -> None:
-    tasks = [
-        launch(*script("two_fits", tmp_path), SLURM_PROCID=rank, SLURM_LOCALID=rank, **slurm_variables())
-        for rank in ("0", "1")
-    ]
-    check_two_fits(tmp_path, *tasks)
-
-
 def test_two_nodes(launch, tmp_path: Path) -> None:
     reason = why_no_nodes()
     if reason:
