@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import TORCHRUN, Process, free_port
-from tests.launching import outputs as outputs
-from tests.launching import start as start
+from tests.launching import TORCHRUN, Process, free_port, outputs
 from tests.network import joined_nodes, why_no_nodes
 
 SLEEPING = ("rank_one_sleeps", "rank_one_sleeps_in_ring")
