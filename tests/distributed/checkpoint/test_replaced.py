@@ -75,7 +75,7 @@ def test_checkpoint_moved_by_a_running_process_is_left_alone(target: Path, other
     assert not target.exists()
     assert verify(target) == []
     (said,) = outputs(other)
-    assert said.endswith("saved\n")
+    assert "saved\n" in said
     assert sorted(os.listdir(target.parent)) == ["x.ckpt", "y.ckpt"]
     assert verify(target) == []
 

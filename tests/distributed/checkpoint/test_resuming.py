@@ -75,10 +75,11 @@ class OwnStateDict(Resumable):
         return super().load_state_dict(loaded, strict=strict)
 
 
-def rename(state: dict[str, Any], old: str, new: str, factor: float = 1.0) -> None:
+def rename(state: dict[str, Any], old: str, new: str, factor: float | None = None) -> None:
     for kind in ("weight", "bias"):
         if f"{old}.{kind}" in state:
-            state[f"{new}.{kind}"] = state.pop(f"{old}.{kind}") * factor
+            value = state.pop(f"{old}.{kind}")
+            state[f"{new}.{kind}"] = value if factor is None else value * factor
 
 
 class OldVersion(Resumable):

@@ -173,7 +173,6 @@ ORDERED: dict[str, Rows] = {
 
 
 def trained(rows: dict[str, Rows], name: str) -> list[Any]:
-    torch.manual_seed(dist.get_rank())  # ranks agree on the order although their generators differ
     make, options, _ = rows[name]
     return fit(make(), **options).trained
 
@@ -203,6 +202,7 @@ SHUFFLED: dict[str, Rows] = {
 
 def trained_shuffled(name: str) -> list[Any]:
     """Return the samples of two fits with one loader."""
+    torch.manual_seed(dist.get_rank())  # ranks agree on the order although their generators differ
     make, options, _ = SHUFFLED[name]
     loader = make()
     return [fit(loader, **options).trained for _ in range(2)]

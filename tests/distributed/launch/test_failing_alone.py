@@ -58,6 +58,8 @@ def fail_alone(label: str) -> tuple[list[str], str]:
         groups._owned = replace(groups._owned, backend="cuda:nccl,cpu:gloo")
 
     model.on_train_start = pretend
+    stores: list[Any] = []
+    model.on_train_epoch_start = lambda: stores.append(dist.distributed_c10d._get_default_store())
     error: BaseException | None = None
     try:
         trainer.fit(model, regression_data(2, 2))
