@@ -437,28 +437,15 @@ def test_replica_may_compute_gradients_with_respect_to_inputs() -> None:
     assert_same_weights(weights, expected)
 
 
-class Compiled(Scores):
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = torch.compile(self.hidden)
+def with_hidden(change: Any) -> Scores:
+    module = Scores()
+    module.hidden = change(module.hidden)
+    return module
 
 
-class CompiledInPlace(Scores):
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden.compile()
-
-
-class Scripted(Scores):
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = torch.jit.script(self.hidden)
-
-
-class Lazy(Scores):
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = nn.LazyLinear(6)
+def compiled_in_place(module: nn.Module) -> nn.Module:
+    module.compile()
+    return module
 
 
 class FromIterator(Scores):
@@ -469,10 +456,10 @@ class FromIterator(Scores):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Compiled, "hidden is compiled.*paral_ddp"),
-        (CompiledInPlace, "hidden is compiled.*paral_ddp"),
-        (Scripted, "hidden is a ScriptModule.*paral_ddp"),
-        (Lazy, "hidden.weight has no shape yet.*Run a batch"),
+        (lambda: with_hidden(torch.compile), "hidden is compiled.*paral_ddp"),
+        (lambda: with_hidden(compiled_in_place), "hidden is compiled.*paral_ddp"),
+        (lambda: with_hidden(torch.jit.script), "hidden is a ScriptModule.*paral_ddp"),
+        (lambda: with_hidden(lambda _: nn.LazyLinear(6)), "hidden.weight has no shape yet.*Run a batch"),
         (FromIterator, "training_step takes `dataloader_iter`"),
     ],
 )
