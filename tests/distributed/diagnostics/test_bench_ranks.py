@@ -93,7 +93,7 @@ def test_ranks_end_with_the_command(launch, signum: int) -> None:
         "    ranks.results()\n"
     )
     command = launch("-c", program)
-    rank = psutil.Process(int(command.stdout.readline()))
+    rank = psutil.Process(int(next(line for line in command.stdout if line.strip().isdigit())))
     command.send_signal(signum)
     command.wait(timeout=30)
     rank.wait(timeout=30)  # raises psutil.TimeoutExpired
