@@ -1,5 +1,8 @@
-"""Run a Trainer in a test, and compare the trained weights."""
+"""Run a Trainer in a test, read what it says, and compare the trained weights."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,3 +46,18 @@ def assert_same_fit(
         assert weights.keys() == expected[1].keys()
         for name, weight in weights.items():
             assert ((weight - expected[1][name]).abs() <= tolerance).all(), name
+
+
+@contextmanager
+def logged(name: str, level: int = logging.INFO) -> Iterator[list[str]]:
+    """Collect the messages that the logger `name` gets inside the context."""
+    logger, messages = logging.getLogger(name), list[str]()
+    handler, level_before = logging.Handler(level), logger.level
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level_before)

@@ -68,8 +68,9 @@ class SaveAfterEpoch(Callback):
 def fit(
     strategy: Any,
     num_ranks: int,
-    callback: Callback,
+    callback: Callback | None,
     *,
+    module: Averaged | None = None,
     save_to: Path | None = None,
     resume_from: Path | None = None,
     with_norm: bool = False,
@@ -78,8 +79,12 @@ def fit(
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Fit; return the final weights and the validation loss of each epoch."""
     torch.manual_seed(3)
-    module = Averaged(with_norm)
-    callbacks = [callback, *options.pop("callbacks", []), *([SaveAfterEpoch(save_to)] if save_to else [])]
+    module = Averaged(with_norm) if module is None else module
+    callbacks = [
+        *([callback] if callback else []),
+        *options.pop("callbacks", []),
+        *([SaveAfterEpoch(save_to)] if save_to else []),
+    ]
     options = {"max_epochs": MAX_EPOCHS, "num_sanity_val_steps": 0} | options
     trainer = quiet_trainer(devices=num_ranks, strategy=strategy, callbacks=callbacks, **options)
     num_loading = 1 if strategy == "paral_dp" else num_ranks

@@ -1,14 +1,21 @@
-"""A module whose fit can be resumed anywhere, and a function that fits it, saves and resumes."""
+"""A module whose fit can be resumed anywhere, and functions that fit it, save and resume."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_paral import CheckpointError, CheckpointOptions
+from tests.contract.cases import strategy_of
 from tests.running import quiet_trainer
+
+Losses = dict[int, float]
 
 GLOBAL_BATCH_SIZE = 8
 FEATURES = 5
@@ -105,5 +112,39 @@ def fit(
     return module
 
 
-def mean_losses(ranks: list[dict[int, float]]) -> dict[int, float]:
+def losses(
+    strategy: Any, make: Callable[[], LightningModule] = Resumable, *, checkpoint: Any = None, **options: Any
+) -> Losses:
+    """Fit what `make` returns on all ranks of the pool, or on one device outside of it; return this rank's losses.
+
+    Args:
+        strategy: the label of a case or a function that returns a strategy.
+        make: returns the module. The generators have the same seed in every call.
+        checkpoint: the options of `CheckpointOptions`, or its `form`.
+        **options: those of `fit`.
+    """
+    more = {"form": checkpoint} if isinstance(checkpoint, str) else checkpoint
+    given = {} if more is None else {"checkpoint": CheckpointOptions(**more)}
+    made = strategy(**given) if callable(strategy) else strategy_of(strategy, **given)
+    torch.manual_seed(3)
+    found: Losses = fit(made, int(os.environ.get("WORLD_SIZE", "1")), module=make(), **options).losses
+    return found
+
+
+def refusal(*args: Any, **options: Any) -> str:
+    """Return the message of the `CheckpointError` that the fit of `losses` raises."""
+    with pytest.raises(CheckpointError) as raised:
+        losses(*args, **options)
+    return str(raised.value)
+
+
+def mean_losses(ranks: list[Losses]) -> Losses:
     return {number: sum(losses[number] for losses in ranks) / len(ranks) for number in ranks[0]}
+
+
+def assert_continues(ranks: list[Losses], whole: list[Losses], tolerance: float = 1e-5, about: str = "") -> None:
+    """Assert that `ranks`, which have resumed, have the mean losses of those of the whole run after the save."""
+    found, expected = mean_losses(ranks), mean_losses(whole)
+    assert list(found) == list(range(SAVED_AFTER, NUM_BATCHES))
+    for number, loss in found.items():
+        assert loss == pytest.approx(expected[number], rel=tolerance), f"{about}, batch {number}"

@@ -31,10 +31,7 @@ def lanes_of(table: Table, rule: Rule, columns: Container[str] = COLUMNS) -> dic
 def parameters(table: Table) -> list[Any]:
     """Return all cells as parameters `row` and `column`, marked with their lanes. A new cell is in the default lane."""
     by_cell = lanes_of(table, table.rule)
-    return [
-        pytest.param(*cell, marks=pytest.mark.lane(by_cell.get(cell, "default")))
-        for cell in table.cells()
-    ]
+    return [pytest.param(*cell, marks=pytest.mark.lane(by_cell.get(cell, "default"))) for cell in table.cells()]
 
 
 def assert_as_on_page(table: Table, row: str, column: str, pool: RankPool) -> None:

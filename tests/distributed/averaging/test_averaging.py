@@ -173,6 +173,7 @@ class ReadsWeights(Callback):
 
 class LowPrecision(Averaged):
     def __init__(self) -> None:
+        torch.manual_seed(3)
         super().__init__()
         self.losses: list[float] = []
 
@@ -185,16 +186,14 @@ class LowPrecision(Averaged):
         super().validation_step([part.to(self.dtype) for part in batch], batch_idx)
 
 
-def losses_in_bf16(label: str, callbacks: list[Callback]) -> list[float]:
-    torch.manual_seed(3)
-    module = LowPrecision()
-    options = {"strategy": STRATEGIES[label](), "precision": "bf16-true", "callbacks": callbacks}
-    quiet_trainer(devices=2, max_epochs=2, **options).fit(module, regression_data(4, 2), regression_data(2, 2))
-    return module.losses
-
-
-def losses_with_and_without_average(label: str) -> tuple[list[float], list[float]]:
-    return losses_in_bf16(label, []), losses_in_bf16(label, [EMAWeightAveraging(decay=0.5), ReadsWeights()])
+def losses_with_and_without_average(label: str) -> list[list[float]]:
+    losses = []
+    for callbacks in ([], [EMAWeightAveraging(decay=0.5), ReadsWeights()]):
+        module = LowPrecision()
+        options = {"max_epochs": 2, "num_batches": 4, "precision": "bf16-true", "callbacks": callbacks}
+        fit(STRATEGIES[label](), 2, None, module=module, **options)
+        losses.append(module.losses)
+    return losses
 
 
 @pytest.mark.parametrize("label", ["zero2", "zero3", "zero3_partitioned"])
@@ -233,6 +232,7 @@ class Alternating(Averaged):
     """Steps two optimizers in turn."""
 
     def __init__(self) -> None:
+        torch.manual_seed(3)
         super().__init__()
         self.automatic_optimization = False
 
@@ -249,13 +249,8 @@ class Alternating(Averaged):
 
 
 def fit_alternating(label: str, num_ranks: int) -> tuple[dict[str, Tensor], list[float]]:
-    torch.manual_seed(3)
-    module = Alternating()
-    strategy = STRATEGIES[label]() if label in STRATEGIES else label
-    callback = EMAWeightAveraging(decay=0.6)
-    trainer = quiet_trainer(devices=num_ranks, strategy=strategy, max_epochs=2, callbacks=[callback])
-    trainer.fit(module, regression_data(4, num_ranks), regression_data(2, num_ranks))
-    return {name: value.clone() for name, value in module.state_dict().items()}, module.validated
+    strategy, average = STRATEGIES.get(label, lambda: label)(), EMAWeightAveraging(decay=0.6)
+    return fit(strategy, num_ranks, average, module=Alternating(), max_epochs=2, num_batches=4)
 
 
 @pytest.mark.parametrize("label", ["fsdp", "zero2", "zero3_partitioned"])

@@ -2,12 +2,12 @@
 
 import errno
 import json
-import logging
 import os
 import shutil
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +20,14 @@ from lightning_paral import (
     AutoResume,
     CheckpointError,
     ConfigurationError,
-    ParalDDPStrategy,
-    ParalFSDPStrategy,
-    ParalZeROStrategy,
 )
 from lightning_paral.callbacks.progress_note import FILE_NAME, ProgressNote, read_progress
 from lightning_paral.checkpoint.candidates import find_candidates
+from tests.contract.cases import strategy_of
 from tests.models.witnessed import Witnessed, numbered_loader
-from tests.running import quiet_trainer
+from tests.running import logged, quiet_trainer
 
-STRATEGIES: dict[str, Callable[..., Any]] = {
-    "ddp": ParalDDPStrategy,
-    "fsdp": ParalFSDPStrategy,
-    "zero2": lambda **options: ParalZeROStrategy(stage=2, **options),
-}
 NUM_STEPS = 14  # two epochs of six steps, and two steps
-
-
-class Messages(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 class Fail(Callback):
@@ -80,7 +64,7 @@ def train(
             ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every, save_top_k=-1, save_last="link")
         )
     callbacks += [Fail(fail_at)] if fail_at else []
-    made = "auto" if strategy is None else STRATEGIES[strategy](split=split)
+    made = "auto" if strategy is None else strategy_of(f"paral_{strategy}", split=split)
     if load_fails:
         made.load_checkpoint = fail_to_read
     trainer = quiet_trainer(
@@ -90,18 +74,14 @@ def train(
         enable_checkpointing=saves,
         callbacks=callbacks,
     )
-    messages, error = Messages(), ""
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    logger.addHandler(messages)
-    with warnings.catch_warnings(record=True) as warned:
+    error = ""
+    with logged("lightning.pytorch.utilities.rank_zero") as texts, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
             trainer.fit(module, numbered_loader(), ckpt_path=ckpt_path)
         except (CheckpointError, RuntimeError, OSError) as raised:
             error = str(raised)
-        finally:
-            logger.removeHandler(messages)
-    texts = messages.texts + [str(each.message) for each in warned]
+    texts += [str(each.message) for each in warned]
     return {
         "seen": module.seen,
         "weights": {name: value.detach().clone() for name, value in module.state_dict().items()} if not error else {},
@@ -237,12 +217,8 @@ def test_checkpoints_that_are_all_damaged_are_an_error(on_ranks, folder: Path) -
         assert rank["seen"] == []
 
 
-def train_with_a_broken_disk(folder: str) -> dict[str, Any]:
-    return train(folder, load_fails=True)
-
-
 def test_error_that_is_no_damage_is_raised_and_no_older_checkpoint_is_taken(on_ranks, folder: Path) -> None:
-    for rank in on_ranks(2, train_with_a_broken_disk, str(folder)):
+    for rank in on_ranks(2, partial(train, str(folder), load_fails=True)):
         assert "the disk does not answer" in rank["error"]
         assert rank["messages"] == []
         assert rank["seen"] == []
@@ -293,22 +269,15 @@ def test_ranks_share_the_verification_of_a_checkpoint_of_lightning(on_ranks, tmp
         assert min(step for _, step, _, _ in rank["seen"]) == 4
 
 
-def test_checkpoint_of_lightning_without_checksums_is_taken(tmp_path: Path) -> None:
-    torch.serialization.set_crc32_options(False)
+@pytest.mark.parametrize(("strategy", "checksums"), [(None, False), ("ddp", True)])
+def test_one_process_resumes_from_lightnings_checkpoint(tmp_path: Path, strategy: Any, checksums: bool) -> None:
+    torch.serialization.set_crc32_options(checksums)
     try:
         save_with_lightning(str(tmp_path))
     finally:
         torch.serialization.set_crc32_options(True)
 
-    outcome = train(str(tmp_path), None)
-
-    assert f"resuming from {tmp_path}/step=8.ckpt: step 8" in outcome["messages"][0]
-
-
-def test_one_process_resumes_from_lightnings_checkpoint(tmp_path: Path) -> None:
-    train(str(tmp_path), None, fail_at=10)
-
-    outcome = train(str(tmp_path), "ddp")
+    outcome = train(str(tmp_path), strategy)
 
     assert f"resuming from {tmp_path}/step=8.ckpt: step 8" in outcome["messages"][0]
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,45 +140,30 @@ def check(found: list[tuple[str | None, SEEN, SEEN, SEEN]]) -> None:
     assert len({len(before) for _, before, *_ in found}) == 1
 
 
-@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3", "paral_auto"])
-def test_signal_to_one_rank_inside_an_accumulation_window(on_ranks, tmp_path: Path, strategy: str) -> None:
-    signal_at = SignalAt("batch", 0, 1)
-    options = {"strategy": strategy, "signal_at": signal_at, "accumulate_grad_batches": 3}
-
-    check(on_ranks(2, preempt_and_resume_with, str(tmp_path), options))
-
-
-def test_signal_before_auto_has_chosen(on_ranks, tmp_path: Path) -> None:
-    options = {"strategy": "paral_auto", "signal_at": SignalAt("setup")}
-
-    check(on_ranks(2, preempt_and_resume_with, str(tmp_path), options))
-
-
-def preempt_and_resume_with(folder: str, options: dict[str, Any]) -> tuple[str | None, SEEN, SEEN, SEEN]:
-    return preempt_and_resume(folder, **options)
+WINDOW = {"signal_at": SignalAt("batch", 0, 1), "accumulate_grad_batches": 3}
+STRATEGIES = ("paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3", "paral_auto")
+TIMES = (
+    SignalAt("fit_start"),
+    SignalAt("sanity", rank=0),
+    SignalAt("batch", 0, 0, rank=None),
+    SignalAt("val", 0, 1),
+    SignalAt("val", 1, 0, rank=0),
+    SignalAt("batch", 0, 5),
+    SignalAt("epoch_end", 0),
+)
 
 
 @pytest.mark.parametrize(
-    "signal_at",
+    "options",
     [
-        SignalAt("fit_start"),
-        SignalAt("sanity", rank=0),
-        SignalAt("batch", 0, 0, rank=None),
-        SignalAt("val", 0, 1),
-        SignalAt("val", 1, 0, rank=0),
-        SignalAt("batch", 0, 5),
-        SignalAt("epoch_end", 0),
+        *(pytest.param(WINDOW | {"strategy": strategy}, id=strategy) for strategy in STRATEGIES),
+        pytest.param({"strategy": "paral_auto", "signal_at": SignalAt("setup")}, id="before auto has chosen"),
+        pytest.param({"signal_at": SignalAt("batch", 0, 3), "automatic": False}, id="manual"),
+        *(pytest.param({"signal_at": each}, id=f"{each.at}-{each.rank}") for each in TIMES),
     ],
-    ids=lambda signal_at: f"{signal_at.at}-{signal_at.rank}",
 )
-def test_signal_at_any_time_of_a_fit(on_ranks, tmp_path: Path, signal_at: SignalAt) -> None:
-    check(on_ranks(2, preempt_and_resume_with, str(tmp_path), {"signal_at": signal_at}))
-
-
-def test_manual_optimization(on_ranks, tmp_path: Path) -> None:
-    options = {"signal_at": SignalAt("batch", 0, 3), "automatic": False}
-
-    check(on_ranks(2, preempt_and_resume_with, str(tmp_path), options))
+def test_all_ranks_stop_after_the_same_batch_and_resume(on_ranks, tmp_path: Path, options: dict[str, Any]) -> None:
+    check(on_ranks(2, partial(preempt_and_resume, str(tmp_path), **options)))
 
 
 @pytest.mark.parametrize("signal_at", [SignalAt("epoch_end", 1), SignalAt("train_end", 2)], ids=["epoch", "train"])
@@ -265,11 +251,19 @@ def test_deadline(tmp_path: Path) -> None:
     assert verify(str(preemption.checkpoint_path)) == []
 
 
-class Stuck(Noisy):
+class Signaled(Noisy):
+    """Gets SIGTERM `times` times in its first batch, with pauses of `pause` seconds."""
+
+    def __init__(self, times: int = 1, pause: float = 0.0) -> None:
+        super().__init__()
+        self.times, self.pause = times, pause
+
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60)
-        raise AssertionError("the grace period did not end the process")
+        for _ in range(self.times):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(self.pause)
+        assert not self.pause, "no signal ended the process"
+        return super().training_step(batch, batch_idx)
 
 
 def status_of_child(train: Callable[[], object]) -> int:
@@ -290,32 +284,19 @@ def fit_alone(module: LightningModule, **options: Any) -> None:
     trainer.fit(module, DataLoader(torch.randn(8, 4)))
 
 
-class Signaled(Noisy):
-    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
 def test_process_exits_with_the_status_of_the_signal_or_of_the_option(tmp_path: Path) -> None:
     assert status_of_child(lambda: fit_alone(Signaled(), dirpath=tmp_path)) == 143
     assert status_of_child(lambda: fit_alone(Signaled(), dirpath=tmp_path, exit_status=85)) == 85
 
 
 def test_grace_period_ends_a_process_that_does_not_reach_the_end_of_the_batch(tmp_path: Path) -> None:
-    assert status_of_child(lambda: fit_alone(Stuck(), dirpath=tmp_path, grace=0.5)) == 143
+    assert status_of_child(lambda: fit_alone(Signaled(1, 60), dirpath=tmp_path, grace=0.5)) == 143
     assert not list(tmp_path.iterdir())
 
 
-class SignaledTwice(Noisy):
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(4)  # earlier signals are taken for copies of the first
-        time.sleep(60)
-        raise AssertionError("the second signal did not end the process")
-
-
 def test_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
-    assert status_of_child(lambda: fit_alone(SignaledTwice(), dirpath=tmp_path)) == 143
+    # Earlier signals are taken for copies of the first.
+    assert status_of_child(lambda: fit_alone(Signaled(2, 4), dirpath=tmp_path)) == 143
     assert not list(tmp_path.iterdir())
 
 

@@ -1,7 +1,6 @@
 """Kill ranks repeatedly while they save.
 
     python -m tests.distributed.checkpoint.killed FOLDER STRATEGY FORM MODE NUM_KILLS SEED
-    python -m tests.distributed.checkpoint.killed --all [KILLS_PER_CASE [SEED]]
 
 Python and Lightning are imported once; each attempt is two forked ranks that resume from the newest checkpoint, train
 and save after every step until both get a SIGKILL. After it, every checkpoint that has its name has to be complete.
@@ -12,16 +11,12 @@ import os
 import random
 import signal
 import sys
-import tempfile
 import time
-import traceback
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_paral import CheckpointOptions
@@ -29,39 +24,16 @@ from lightning_paral.checkpoint.integrity import verify
 from lightning_paral.checkpoint.load import load
 from lightning_paral.distributed.agreement import RankGroup
 from tests.contract.cases import strategy_of
+from tests.launching import fork_ranks
 from tests.models.resumable import fit
 
-CASES = [
-    ("paral_ddp", "full", "sync"),
-    ("paral_ddp", "sharded", "async"),
-    ("paral_fsdp", "sharded", "sync"),
-    ("paral_fsdp", "full", "async"),
-    ("paral_fsdp_offload", "sharded", "async"),
-    ("paral_zero1", "sharded", "sync"),
-    ("paral_zero2", "sharded", "sync"),
-    ("paral_zero2", "full", "async"),
-    ("paral_zero3", "sharded", "async"),
-    ("paral_zero3", "full", "sync"),
-    ("paral_zero2_offload", "sharded", "sync"),
-    ("paral_zero3_offload", "sharded", "async"),
-    ("paral_zero3_offload", "full", "sync"),
-]
-"""Strategy, form and mode of the cases of `--all`."""
 
-
-def train(rank: int, folder: Path, attempt: int, strategy: str, options: CheckpointOptions) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", TORCHELASTIC_RUN_ID="killed"
-    )
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    store = dist.FileStore(str(folder.parent / f"store-{attempt}"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+def train(folder: Path, strategy: str, options: CheckpointOptions) -> None:
     callback = ModelCheckpoint(
         folder, save_top_k=2, monitor="step", mode="max", save_last=True, every_n_train_steps=1, filename="{step}"
     )
     made = strategy_of(strategy, checkpoint=options)
-    resume = newest(folder)
-    fit(made, 2, resume_from=resume, num_batches=10_000, callbacks=[callback], enable_checkpointing=True)
+    fit(made, 2, resume_from=newest(folder), num_batches=10_000, callbacks=[callback], enable_checkpointing=True)
 
 
 def visible(folder: Path) -> list[Path]:
@@ -78,16 +50,8 @@ def newest(folder: Path) -> Path | None:
 
 def attempt_once(folder: Path, attempt: int, strategy: str, options: CheckpointOptions, chance: random.Random) -> None:
     before = moments(folder)
-    children = []
-    for rank in range(2):
-        child = os.fork()
-        if child == 0:
-            try:
-                train(rank, folder, attempt, strategy, options)
-            except BaseException:
-                traceback.print_exc()
-            os._exit(1)
-        children.append(child)
+    store = folder.parent / f"store-{attempt}"
+    children = fork_ranks(2, store, lambda rank: train(folder, strategy, options))
     deadline = time.monotonic() + 40
     try:
         # Wait until the run has saved, so that every attempt also shows that the previous one can be resumed.
@@ -121,7 +85,7 @@ def kill_repeatedly(folder: Path, strategy: str, form: str, mode: str, num_kills
         import deepspeed  # noqa: F401  once, not in every child
     options = CheckpointOptions(form, async_save=mode == "async")  # type: ignore[arg-type]
     chance = random.Random(seed)
-    best, leftovers = 0, 0
+    best = 0
     for attempt in range(num_kills):
         attempt_once(folder, attempt, strategy, options, chance)
         found = visible(folder)
@@ -133,8 +97,7 @@ def kill_repeatedly(folder: Path, strategy: str, form: str, mode: str, num_kills
         reached = max(map(step_of, found))
         assert reached >= best, f"attempt {attempt}: back at step {reached} from {best}"
         best = max(best, reached)
-        leftovers += len(list(folder.glob(".*")))
-    return {"kills": num_kills, "steps": best, "leftovers": leftovers, "left": len(list(folder.glob(".*")))}
+    return {"steps": best, "left": len(list(folder.glob(".*")))}
 
 
 def check_not_mixed(path: Path) -> None:
@@ -147,27 +110,7 @@ def check_not_mixed(path: Path) -> None:
     assert rates["last_epoch"] == step, f"{path}: the scheduler is at {rates['last_epoch']}, not at {step}"
 
 
-def kill_all(folder: Path, num_kills: int, seed: int) -> bool:
-    """Run every case and print a table. Return whether all cases passed."""
-    passed = True
-    print("| strategy | form | mode | kills | steps | leftovers | result |\n|---|---|---|---|---|---|---|", flush=True)
-    for number, (strategy, form, mode) in enumerate(CASES):
-        try:
-            told = kill_repeatedly(folder / str(number) / "run", strategy, form, mode, num_kills, seed + number)
-            result = "none lost, none mixed"
-        except AssertionError as error:
-            told, result, passed = {"kills": num_kills, "steps": "-", "leftovers": "-"}, f"FAILED: {error}", False
-        print(f"| {strategy} | {form} | {mode} | {told['kills']} | {told['steps']} | {told['leftovers']} | {result} |")
-        sys.stdout.flush()
-    return passed
-
-
 def main() -> None:
-    if sys.argv[1] == "--all":
-        num_kills = int(sys.argv[2]) if len(sys.argv) > 2 else 10
-        seed = int(sys.argv[3]) if len(sys.argv) > 3 else 1
-        with tempfile.TemporaryDirectory() as folder:
-            sys.exit(0 if kill_all(Path(folder), num_kills, seed) else 1)
     folder, strategy, form, mode, num_kills, seed = sys.argv[1:]
     print(json.dumps(kill_repeatedly(Path(folder), strategy, form, mode, int(num_kills), int(seed))))
 

@@ -8,22 +8,20 @@ import os
 import signal
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_paral import CheckpointOptions
 from lightning_paral.checkpoint.integrity import verify
 from tests.contract.cases import strategy_of
+from tests.launching import fork_ranks
 from tests.models.resumable import GLOBAL_BATCH_SIZE, NUM_BATCHES, Resumable, fit
 
 SECONDS_PER_RUN = 60.0
@@ -109,15 +107,6 @@ class Faulty(Resumable):
         self.happen("batch end")
 
 
-def join(rank: int, world_size: int, store: Path) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
-    )
-    os.environ.update(TORCHELASTIC_RUN_ID="survived", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    file = dist.FileStore(str(store), world_size)
-    dist.init_process_group("gloo", store=file, rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
-
-
 def strategy_for(fault: Fault) -> Any:
     options = dict(fault.options)
     if fault.form is not None or options.get("async_save"):
@@ -125,20 +114,14 @@ def strategy_for(fault: Fault) -> Any:
     return strategy_of(fault.strategy, **options)
 
 
-def run_ranks(world_size: int, function: Callable[[int], Any], folder: Path) -> list[Any]:
+def run_ranks(world_size: int, function: Callable[[int], Any], folder: Path, store: Path) -> list[Any]:
     """Return what `function` returns on each forked rank, and `None` for those that were killed."""
-    children = []
-    for rank in range(world_size):
-        child = os.fork()
-        if child == 0:
-            try:
-                result = function(rank)
-                torch.save(result, folder / f"told-{rank}.tmp")
-                os.rename(folder / f"told-{rank}.tmp", folder / f"told-{rank}.pt")
-            except BaseException:
-                traceback.print_exc()
-            os._exit(0)
-        children.append(child)
+
+    def report(rank: int) -> None:
+        torch.save(function(rank), folder / f"told-{rank}.tmp")
+        os.rename(folder / f"told-{rank}.tmp", folder / f"told-{rank}.pt")
+
+    children = fork_ranks(world_size, store, report)
     deadline = time.monotonic() + SECONDS_PER_RUN
     for child in children:
         while os.waitpid(child, os.WNOHANG) == (0, 0):
@@ -153,8 +136,7 @@ def run_ranks(world_size: int, function: Callable[[int], Any], folder: Path) -> 
     return found
 
 
-def train(rank: int, fault: Fault, folder: Path, resume: Path | None, store: Path, *, fails: bool) -> Any:
-    join(rank, fault.world_size, store)
+def train(fault: Fault, folder: Path, resume: Path | None, *, fails: bool) -> Any:
     module = Faulty()
     module.fault = fault if fails else None
     checkpoint = ModelCheckpoint(
@@ -188,9 +170,7 @@ def train(rank: int, fault: Fault, folder: Path, resume: Path | None, store: Pat
 def let_fail(fault: Fault, folder: Path) -> Told:
     folder.mkdir(parents=True)
     started = time.monotonic()
-    told = run_ranks(
-        fault.world_size, lambda rank: train(rank, fault, folder, None, folder / "store-1", fails=True), folder
-    )
+    told = run_ranks(fault.world_size, lambda _: train(fault, folder, None, fails=True), folder, folder / "store-1")
     seconds = time.monotonic() - started
     saved = sorted((folder / "saved").glob("*.ckpt"))
     for path in saved:
@@ -213,10 +193,9 @@ def check_resumed(fault: Fault, folder: Path, path: Path) -> list[int]:
     resumed, whole = (
         run_ranks(
             fault.world_size,
-            lambda rank, found=found, number=number: train(  # type: ignore[misc]
-                rank, fault, folder, found, folder / f"store-{number}", fails=False
-            ),
+            lambda _, found=found: train(fault, folder, found, fails=False),  # type: ignore[misc]
             folder,
+            folder / f"store-{number}",
         )
         for number, found in ((2, path), (3, None))
     )

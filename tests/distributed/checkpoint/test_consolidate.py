@@ -1,10 +1,7 @@
 """`paral consolidate` writes shards of safetensors that other tools read, in the given dtype, and no partial files."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,35 +12,28 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lightning_paral import ParalDDPStrategy
 from lightning_paral.checkpoint.load import load
-from lightning_paral.cli import main
 from lightning_paral.distributed.agreement import RankGroup
-from tests.models.resumable import fit
+from tests.launching import outputs
+from tests.models.resumable import losses
 
-ROOT = Path(__file__).parents[3]
 TIED = {"second.weight", "tied.weight"}
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("saved") / "x.ckpt"
-    fit(ParalDDPStrategy(checkpoint="sharded"), 1, save_to=path)
+    losses("paral_ddp", checkpoint="sharded", save_to=path)
     return path
 
 
 @pytest.fixture
-def consolidate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def consolidate(paral) -> Any:
     """A function that runs the command and returns the files that it names, or its error."""
 
     def run(*arguments: Any) -> list[Path] | str:
-        monkeypatch.setattr(sys, "argv", ["paral", "consolidate", *map(str, arguments)])
-        capsys.readouterr()
-        try:
-            main()
-        except SystemExit as end:
-            return str(end)
-        return [Path(line) for line in capsys.readouterr().out.splitlines()]
+        said = paral("consolidate", *arguments)
+        return said if said.startswith("paral: ") else [Path(line) for line in said.splitlines()]
 
     return run
 
@@ -160,27 +150,20 @@ def test_lack_of_space_is_detected_before_writing(
 
 
 @pytest.mark.parametrize("name", ["x.ckpt", "x.safetensors"])
-def test_interruption_leaves_nothing(tmp_path: Path, name: str) -> None:
+def test_interruption_leaves_nothing(launch, tmp_path: Path, name: str) -> None:
     state = {"state_dict": {f"w{n}": torch.ones(2**23) for n in range(16)}}  # 512 MiB
     torch.save(state, tmp_path / "big.ckpt")
     folder = tmp_path / "out"
     folder.mkdir()
-    command = [sys.executable, "-m", "lightning_paral", "consolidate", str(tmp_path / "big.ckpt"), str(folder / name)]
-    process = subprocess.Popen(
-        [*command, "--max-shard-size", "64MB"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    arguments = [str(tmp_path / "big.ckpt"), str(folder / name), "--max-shard-size", "64MB"]
+    process = launch("-m", "lightning_paral", "consolidate", *arguments)
     deadline = time.monotonic() + 60
     while not any(path.stat().st_size for path in folder.glob(".*.saving-*")):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "it did not begin to write"
         time.sleep(0.002)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    assert "Traceback" not in errors
+    (printed,) = outputs(process)
+    assert process.returncode == 130, printed
+    assert "Traceback" not in printed
     assert not list(folder.iterdir())

@@ -1,5 +1,6 @@
 """Our strategies resume from checkpoints of Lightning's own strategies, and these from ours."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,12 +18,22 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from lightning_paral import CheckpointError, ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
+from lightning_paral import CheckpointError, ParalZeROStrategy
 from lightning_paral.checkpoint.consolidate import write_file
 from lightning_paral.checkpoint.load import load
 from lightning_paral.distributed.agreement import RankGroup
-from lightning_paral.options import CheckpointOptions
-from tests.models.resumable import Resumable, fit, mean_losses
+from tests.models.resumable import (
+    NUM_BATCHES,
+    SAVED_AFTER,
+    Losses,
+    Resumable,
+    assert_continues,
+    fit,
+    losses,
+    mean_losses,
+    refusal,
+)
+from tests.running import quiet_trainer
 
 ABOUT = {"form": "full", "strategy": "", "world_size": 2, "epoch": 0, "global_step": 2}
 OURS = ("paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3")
@@ -45,44 +56,34 @@ class ModelParallelOnCPU(ModelParallelStrategy):
         super().__init__(data_parallel_size=2, tensor_parallel_size=1)
 
 
-def weights(module: torch.nn.Module) -> dict[str, Any]:
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
-
-
-def assert_same_losses(ranks: list[dict[int, float]], expected: list[dict[int, float]]) -> None:
-    found, wanted = mean_losses(ranks), mean_losses(expected)
-    assert list(found) == [4, 5, 6, 7, 8, 9]
-    for number, loss in found.items():
-        assert loss == pytest.approx(wanted[number], rel=1e-5)
-
-
 # Lightning's files and folders
 
 
-def save_with_ddp_of_lightning(path: str) -> dict[int, float]:
-    return fit(LightningDDPStrategy(process_group_backend="gloo"), 2, save_to=path).losses
+def ddp_of_lightning() -> Any:
+    return LightningDDPStrategy(process_group_backend="gloo")
 
 
-def save_with_model_parallel(path: str) -> dict[int, float]:
-    return fit(ModelParallelOnCPU(), 2, save_to=path, module=seeded(Sharded)).losses
+def save_with_ddp_of_lightning(path: str) -> None:
+    losses(ddp_of_lightning, save_to=path)
 
 
-def seeded(make: Any) -> Any:
-    torch.manual_seed(3)
-    return make()
+def one_dimensional() -> Resumable:
+    return Resumable(scalar=False)
 
 
-def resume(path: str, strategy: str, world_size: int, scalar: bool) -> dict[int, float]:
-    return fit(strategy, world_size, resume_from=path, module=Resumable(scalar)).losses
+def assert_ours_continue(on_ranks: Any, path: Path, make: Any, whole: Any) -> None:
+    for label in OURS:
+        assert_continues(on_ranks(2, partial(losses, label, make, resume_from=path)), whole)
+    assert_continues(on_ranks(1, partial(losses, "paral_ddp", make, resume_from=path)), whole)
 
 
-@pytest.mark.parametrize(("save", "scalar"), [(save_with_ddp_of_lightning, True), (save_with_model_parallel, False)])
-def test_checkpoints_of_lightning_resume(on_ranks, tmp_path: Path, save: Any, scalar: bool) -> None:
-    path = str(tmp_path / "theirs.ckpt")
-    expected = on_ranks(2, save, path)
-    for strategy in OURS:
-        assert_same_losses(on_ranks(2, resume, path, strategy, 2, scalar), expected)
-    assert_same_losses(on_ranks(1, resume, path, "paral_ddp", 1, scalar), expected)
+@pytest.mark.parametrize(
+    ("strategy", "theirs", "ours"),
+    [(ddp_of_lightning, Resumable, Resumable), (ModelParallelOnCPU, Sharded, one_dimensional)],
+)
+def test_checkpoints_of_lightning_resume(on_ranks, tmp_path: Path, strategy: Any, theirs: Any, ours: Any) -> None:
+    whole = on_ranks(2, partial(losses, strategy, theirs, save_to=tmp_path / "theirs.ckpt"))
+    assert_ours_continue(on_ranks, tmp_path / "theirs.ckpt", ours, whole)
 
 
 # Lightning's FSDPStrategy, on FSDP1
@@ -127,45 +128,26 @@ class GroupedByName(Resumable):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def save_with_fsdp1(path: str, form: str) -> dict[int, float]:
+def save_with_fsdp1(path: Path, form: str) -> Losses:
     with mock.patch("lightning.pytorch.strategies.fsdp._get_full_state_dict_context", gathering_on_cpu):
-        return fit(FSDP1OnCPU(form), 2, save_to=path, module=seeded(GroupedByName)).losses
-
-
-def resume_from_fsdp1(path: str, strategy: str, world_size: int) -> dict[int, float]:
-    return fit(strategy, world_size, resume_from=path, module=GroupedByName()).losses
+        return losses(partial(FSDP1OnCPU, form), GroupedByName, save_to=path)
 
 
 @pytest.mark.parametrize("form", ["sharded", "full"])
 def test_checkpoints_of_lightnings_fsdp_strategy_resume(on_ranks, tmp_path: Path, form: str) -> None:
-    path = str(tmp_path / "theirs.ckpt")
-    expected = on_ranks(2, save_with_fsdp1, path, form)
-    for strategy in OURS:
-        assert_same_losses(on_ranks(2, resume_from_fsdp1, path, strategy, 2), expected)
-    assert_same_losses(on_ranks(1, resume_from_fsdp1, path, "paral_ddp", 1), expected)
+    whole = on_ranks(2, save_with_fsdp1, tmp_path / "theirs.ckpt", form)
+    assert_ours_continue(on_ranks, tmp_path / "theirs.ckpt", GroupedByName, whole)
 
 
 # Our checkpoints in Lightning
 
 
-def save(path: str, strategy: str, form: Any) -> dict[int, float]:
-    made: Any = {"ddp": ParalDDPStrategy, "fsdp": ParalFSDPStrategy, "zero3": ParalZeROStrategy}[strategy]
-    stage = {"stage": 3} if strategy == "zero3" else {}
-    return fit(
-        made(checkpoint=form, **stage), 2, save_to=path, module=seeded(lambda: Resumable(scalar=form == "full"))
-    ).losses
-
-
-def resume_in_model_parallel(path: str) -> dict[int, float]:
-    return fit(ModelParallelOnCPU(), 2, resume_from=path, module=Sharded()).losses
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
+@pytest.mark.parametrize("strategy", ["paral_dp", "paral_ddp", "paral_fsdp", "paral_zero3"])
 def test_full_form_is_an_ordinary_file_of_lightning(on_ranks, tmp_path: Path, strategy: str) -> None:
     path = str(tmp_path / "ours.ckpt")
-    expected = on_ranks(2, save, path, strategy, "full")
+    whole = on_ranks(1 if strategy == "paral_dp" else 2, partial(losses, strategy, checkpoint="full", save_to=path))
 
-    assert_same_losses([fit("auto", 1, resume_from=path).losses], expected)
+    assert_continues([losses("one process", resume_from=path)], whole)
     loaded = Resumable.load_from_checkpoint(path)
     saved = torch.load(path)["state_dict"]
     for name, value in loaded.state_dict().items():
@@ -173,12 +155,12 @@ def test_full_form_is_an_ordinary_file_of_lightning(on_ranks, tmp_path: Path, st
     assert saved["tied.weight"].data_ptr() == saved["second.weight"].data_ptr()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
+@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero3"])
 def test_sharded_form_is_an_ordinary_distributed_checkpoint(on_ranks, tmp_path: Path, strategy: str) -> None:
     path = str(tmp_path / "ours.ckpt")
-    expected = on_ranks(2, save, path, strategy, "sharded")
+    whole = on_ranks(2, partial(losses, strategy, one_dimensional, checkpoint="sharded", save_to=path))
 
-    assert_same_losses(on_ranks(2, resume_in_model_parallel, path), expected)
+    assert_continues(on_ranks(2, partial(losses, ModelParallelOnCPU, Sharded, resume_from=path)), whole)
     dcp_to_torch_save(path, tmp_path / "converted.pt")
     converted = torch.load(tmp_path / "converted.pt", weights_only=True)
     write_file(load(path, RankGroup()), tmp_path / "consolidated.ckpt", ABOUT, lambda nbytes: None)
@@ -217,22 +199,11 @@ def save_with_deepspeed(path: str, precision: str, options: dict[str, Any]) -> t
 
 
 def validate_weights(path: str, strategy: str) -> dict[str, Any]:
-    from tests.running import quiet_trainer
-
     module = Resumable()
     module.validation_step = lambda *_: None  # type: ignore[method-assign]
     trainer = quiet_trainer(devices=2, strategy=strategy)
     trainer.validate(module, torch.utils.data.DataLoader(range(2)), ckpt_path=path, verbose=False)  # type: ignore[arg-type]
-    return weights(module)
-
-
-def resume_weights_only(path: str, strategy: str) -> dict[int, float]:
-    with pytest.raises(CheckpointError, match=r"CheckpointOptions\(restore_optimizer=False\)"):
-        fit(strategy, 2, resume_from=path)
-    options = CheckpointOptions(restore_optimizer=False)
-    made = ParalDDPStrategy(checkpoint=options) if strategy == "paral_ddp" else ParalZeROStrategy(checkpoint=options)
-    losses: dict[int, float] = fit(made, 2, resume_from=path).losses
-    return losses
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
 def read_by_deepspeed(path: str) -> dict[str, Any]:
@@ -282,9 +253,11 @@ def test_resuming_from_deepspeed_starts_a_new_optimizer(on_ranks, tmp_path: Path
         [losses for _, losses in on_ranks(2, save_with_deepspeed, path, "32-true", {"stage": stage})]
     )
 
-    found = mean_losses(on_ranks(2, resume_weights_only, path, strategy))
-
-    assert list(found) == [4, 5, 6, 7, 8, 9]
+    for message in on_ranks(2, partial(refusal, strategy, resume_from=path)):
+        assert "CheckpointOptions(restore_optimizer=False)" in message
+    anew = partial(losses, strategy, checkpoint={"restore_optimizer": False}, resume_from=path)
+    found = mean_losses(on_ranks(2, anew))
+    assert list(found) == list(range(SAVED_AFTER, NUM_BATCHES))
     for number in (4, 5):  # before the optimizer's first step
         assert found[number] == pytest.approx(expected[number], rel=1e-5)
 
@@ -298,7 +271,5 @@ def test_deepspeed_folder_that_lacks_a_rank_is_refused(on_ranks, tmp_path: Path)
 
 
 def test_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is not a checkpoint"):
-        fit("paral_ddp", 1, resume_from=tmp_path)
-    with pytest.raises(CheckpointError, match="There is no checkpoint at"):
-        fit("paral_ddp", 1, resume_from=tmp_path / "nowhere")
+    assert "is not a checkpoint" in refusal("paral_ddp", resume_from=tmp_path)
+    assert "There is no checkpoint at" in refusal("paral_ddp", resume_from=tmp_path / "nowhere")

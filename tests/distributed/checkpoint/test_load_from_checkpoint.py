@@ -1,8 +1,6 @@
 """`load_from_checkpoint` accepts folders: verified, and without a second copy of any tensor in memory."""
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch import nn
 from lightning_paral import CheckpointError, MissingCheckpointError
 from lightning_paral.checkpoint import lazy_tensor as stored
 from lightning_paral.compat.lightning import load_from_checkpoint
+from tests.launching import outputs
 from tests.models.hyper_parameters import Given, fit
 from tests.running import quiet_trainer
 
@@ -111,11 +110,11 @@ print(old.pl_load.__wrapped__.__module__)
 """
 
 
-def test_pytorch_lightning_is_patched_as_well() -> None:
+def test_pytorch_lightning_is_patched_as_well(launch) -> None:
     if importlib.util.find_spec("pytorch_lightning") is None:  # importing it here would change Lightning's loggers
         pytest.skip("pytorch_lightning is not installed")
-    done = subprocess.run([sys.executable, "-c", OLD_NAME], capture_output=True, text=True, timeout=300)
-    assert done.stdout.strip() == "lightning_fabric.utilities.cloud_io", done.stderr
+    (printed,) = outputs(launch("-c", OLD_NAME))
+    assert "lightning_fabric.utilities.cloud_io" in printed.splitlines(), printed
 
 
 @pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp"])

@@ -2,30 +2,26 @@
 
 import os
 import shutil
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_paral import CheckpointError, ParalDDPStrategy
+from lightning_paral import CheckpointError
 from lightning_paral.checkpoint.integrity import verify
 from lightning_paral.checkpoint.io import atomic as commit
 from lightning_paral.checkpoint.io.storage import remove_at
 from lightning_paral.checkpoint.load import load
 from lightning_paral.distributed.agreement import RankGroup, all_ranks
-from tests.models.resumable import SAVED_AFTER, Resumable, fit
-
-ROOT = Path(__file__).parents[3]
+from tests.launching import Process, outputs
+from tests.models.resumable import SAVED_AFTER, losses, refusal
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("saved") / "x.ckpt"
-    fit(ParalDDPStrategy(checkpoint="sharded"), 1, save_to=path)
+    losses("paral_ddp", checkpoint="sharded", save_to=path)
     return path
 
 
@@ -35,19 +31,16 @@ def target(saved: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def other(target: Path) -> Iterator["subprocess.Popen[str]"]:
+def other(launch, target: Path) -> Process:
     """A process that has moved the target away and not yet moved the new checkpoint there."""
-    command = [sys.executable, "-m", "tests.distributed.checkpoint.replaced", str(target)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "between\n"
-        assert not target.exists()
-        yield process
-        process.kill()
+    process = launch("-m", "tests.distributed.checkpoint.replaced", str(target))
+    assert "between\n" in process.stdout
+    assert not target.exists()
+    return process
 
 
 def save_another(target: Path) -> None:
-    fit(ParalDDPStrategy(checkpoint="sharded"), 1, save_to=target.with_name("y.ckpt"))
+    losses("paral_ddp", checkpoint="sharded", save_to=target.with_name("y.ckpt"))
 
 
 def step_seen(path: str) -> int:
@@ -60,7 +53,7 @@ def test_checkpoint_moved_by_a_dead_process_is_found_and_restored(on_ranks, targ
     found = sorted(os.listdir(target.parent))
     assert verify(target) == []
     assert on_ranks(2, step_seen, str(target)) == [SAVED_AFTER // 2] * 2
-    fit("paral_ddp", 1, resume_from=target)
+    losses("paral_ddp", resume_from=target)
     assert sorted(os.listdir(target.parent)) == found, "reading changed what was read"
 
     save_another(target)
@@ -81,8 +74,8 @@ def test_checkpoint_moved_by_a_running_process_is_left_alone(target: Path, other
     save_another(target)
     assert not target.exists()
     assert verify(target) == []
-    said, _ = other.communicate(timeout=60)
-    assert said == "saved\n"
+    (said,) = outputs(other)
+    assert "saved\n" in said
     assert sorted(os.listdir(target.parent)) == ["x.ckpt", "y.ckpt"]
     assert verify(target) == []
 
@@ -118,8 +111,7 @@ def test_old_checkpoint_stays_if_the_new_one_cannot_replace_it(target: Path, mon
     monkeypatch.setattr(commit, "exchange", lambda first, second: False)
     monkeypatch.setattr(os, "rename", rename_not)
     before = target.stat().st_ino
-    with pytest.raises(CheckpointError, match="the disk"):
-        fit(ParalDDPStrategy(checkpoint="sharded"), 1, save_to=target)
+    assert "the disk" in refusal("paral_ddp", checkpoint="sharded", save_to=target)
     assert target.stat().st_ino == before
     assert os.listdir(target.parent) == ["x.ckpt"]
 
@@ -151,8 +143,7 @@ def test_loading_while_another_thread_saves(target: Path, monkeypatch: pytest.Mo
 def test_loaded_tensors_do_not_change_when_the_file_is_replaced(target: Path) -> None:
     loaded = load(target, RankGroup())
     expected = {name: value.clone() for name, value in load(target, RankGroup())["state_dict"].items()}
-    torch.manual_seed(4)
-    fit(ParalDDPStrategy(checkpoint="sharded"), 1, save_to=target, module=Resumable())
+    losses("paral_ddp", checkpoint="sharded", save_to=target, accumulate_grad_batches=1)
     weight = "first.weight"
     assert not torch.equal(load(target, RankGroup())["state_dict"][weight].clone(), expected[weight])
     assert all(torch.equal(value.clone(), expected[name]) for name, value in loaded["state_dict"].items())

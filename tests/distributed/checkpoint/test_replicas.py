@@ -1,7 +1,9 @@
 """Replicas with different values are never saved in parts from several ranks."""
 
 import warnings
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,14 +54,16 @@ def fit(path: str, strategy: object, drift: str | None, *callbacks: Callback) ->
     return saves.said, saves.weights
 
 
+MADE: dict[str, Any] = {
+    "ddp": ParalDDPStrategy,
+    "ddp_sharded": partial(ParalDDPStrategy, checkpoint="sharded"),
+    "zero1": partial(ParalZeROStrategy, stage=1, checkpoint="full"),
+    "hybrid": partial(ParalFSDPStrategy, replicate=2, checkpoint="full"),
+}
+
+
 def fit_by_name(path: str, name: str, drift: str | None) -> tuple[list[str], dict[str, Tensor]]:
-    made = {
-        "ddp": lambda: ParalDDPStrategy(),
-        "ddp_sharded": lambda: ParalDDPStrategy(checkpoint="sharded"),
-        "zero1": lambda: ParalZeROStrategy(stage=1, checkpoint="full"),
-        "hybrid": lambda: ParalFSDPStrategy(replicate=2, checkpoint="full"),
-    }
-    return fit(path, made[name](), drift)
+    return fit(path, MADE[name](), drift)
 
 
 @pytest.mark.parametrize(

@@ -76,21 +76,15 @@ class SaveAtEnd(Callback):
 
 
 def run_late(strategy: str, path: str) -> Any:
-    as_if_large = pytest.MonkeyPatch()
-    as_if_large.setattr(recorder, "DEFERRED_BYTES", 0)
-    try:
+    with pytest.MonkeyPatch.context() as as_if_large:
+        as_if_large.setattr(recorder, "DEFERRED_BYTES", 0)
         return run(strategy, path, late=True)
-    finally:
-        as_if_large.undo()
 
 
 def run(strategy: str, path: str, late: bool = False) -> Any:
-    saved = Tuned(late)
-    trainer = quiet_trainer(
-        strategy=strategy, devices=2, max_epochs=1, callbacks=[Counting(), SaveAtEnd(path)], precision="32-true"
-    )
+    saved, module, counting = Tuned(late), Tuned(late), Counting()
+    trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1, callbacks=[Counting(), SaveAtEnd(path)])
     trainer.fit(saved, DataLoader(DATA, 4))
-    counting, module = Counting(), Tuned(late)
     trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=2, callbacks=[counting])
     trainer.fit(module, DataLoader(DATA, 4), ckpt_path=path)
     return counting.at_start, saved.head.weight.flatten().tolist(), module.loads

@@ -5,29 +5,25 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
 
 from lightning_paral.checkpoint.lazy_tensor import materialize
 from lightning_paral.checkpoint.load import load
 from lightning_paral.compat.torch.pytree import tree_map_only
 from lightning_paral.distributed.agreement import RankGroup
-from tests.contract.cases import MAIN, labels, strategy_of, with_ranks
-from tests.models.resumable import fit
+from tests.contract.cases import MAIN, labels, with_ranks
+from tests.models.resumable import SaveOnce, losses
 
 
-class SavesFirstBatch(Callback):
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+class SaveFirst(SaveOnce):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if not Path(self.path).exists():
             trainer.save_checkpoint(self.path)
 
 
-def save_and_save_again(strategy: str, first: str, second: str) -> None:
-    fit(strategy_of(strategy), 2, save_to=first)
+def save_and_save_again(label: str, first: Path, second: Path) -> None:
+    losses(label, save_to=first)
     # With two batches per optimizer step, the first batch ends without a step.
-    fit(strategy_of(strategy), 2, resume_from=first, callbacks=[SavesFirstBatch(second)])
+    losses(label, resume_from=first, callbacks=[SaveFirst(str(second))])
 
 
 def optimizer_state(path: Path) -> Any:
@@ -37,8 +33,9 @@ def optimizer_state(path: Path) -> Any:
 
 @pytest.mark.parametrize("strategy", labels(with_ranks(MAIN, 2)))
 def test_optimizer_states_are_saved_again_before_the_first_step(on_ranks, tmp_path: Path, strategy: str) -> None:
-    on_ranks(2, save_and_save_again, strategy, str(tmp_path / "first.ckpt"), str(tmp_path / "second.ckpt"))
+    paths = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
+    on_ranks(2, save_and_save_again, strategy, *paths)
 
-    first, second = (optimizer_state(tmp_path / name) for name in ("first.ckpt", "second.ckpt"))
+    first, second = map(optimizer_state, paths)
     assert first
     torch.testing.assert_close(second, first, rtol=0.0, atol=0.0)

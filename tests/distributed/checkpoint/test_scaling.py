@@ -45,37 +45,33 @@ def trainer_of(label: str, **options: Any) -> Any:
     strategies: dict[str, Any] = {
         "ddp": ParalDDPStrategy,
         "fsdp": ParalFSDPStrategy,
+        "fsdp_full": lambda: ParalFSDPStrategy(checkpoint="full"),
         "lightning": lambda: LightningDDPStrategy(process_group_backend="gloo"),
     }
     scaler = torch.amp.GradScaler("cpu")
     return quiet_trainer(strategy=strategies[label](), plugins=[MixedPrecision("16-mixed", "cpu", scaler)], **options)
 
 
-def fit(label: str, path: str, resume: bool) -> dict[str, Any]:
+def fit(label: str, path: str, resume: bool = False) -> dict[str, Any]:
     """Return the state of the loss scale when the run was saved or resumed."""
-    as_on_cuda = pytest.MonkeyPatch()
-    as_on_cuda.setattr("lightning_paral.engines.zero.run_settings.check_precision", lambda *_: None)
-    as_on_cuda.setattr("lightning_paral.strategies.fsdp.check_precision", lambda *_: None)
     torch.manual_seed(3)
     model = Overflowing()
-    trainer = trainer_of(label, max_epochs=1, devices=2, callbacks=[] if resume else [SaveOnce(path)])
-    trainer.fit(model, regression_data(SAVED_AFTER + 1, 2), ckpt_path=path if resume else None)
-    as_on_cuda.undo()
+    with pytest.MonkeyPatch.context() as as_on_cuda:
+        as_on_cuda.setattr("lightning_paral.engines.zero.run_settings.check_precision", lambda *_: None)
+        as_on_cuda.setattr("lightning_paral.strategies.fsdp.check_precision", lambda *_: None)
+        trainer = trainer_of(label, max_epochs=1, devices=2, callbacks=[] if resume else [SaveOnce(path)])
+        trainer.fit(model, regression_data(SAVED_AFTER + 1, 2), ckpt_path=path if resume else None)
     return model.scale
 
 
-def save_under(label: str, path: str) -> dict[str, Any]:
-    return fit(label, path, False)
-
-
 def resume_under_all(path: str, labels: list[str]) -> dict[str, dict[str, Any]]:
-    return {label: fit(label, path, True) for label in labels}
+    return {label: fit(label, path, resume=True) for label in labels}
 
 
 @pytest.mark.parametrize("source", ["ddp", "fsdp", "zero1", "zero3", "lightning"])
 def test_loss_scale_resumes_under_every_strategy(on_ranks, tmp_path: Path, source: str) -> None:
     path = str(tmp_path / "x.ckpt")
-    (saved, same) = on_ranks(2, save_under, source, path)
+    (saved, same) = on_ranks(2, fit, source, path)
     assert saved == same
     assert saved["scale"] < 2.0**16
     assert saved["growth_interval"] == GROWTH_INTERVAL
@@ -87,7 +83,7 @@ def test_loss_scale_resumes_under_every_strategy(on_ranks, tmp_path: Path, sourc
 def test_loss_scale_of_lightnings_fsdp_resumes(on_ranks, tmp_path: Path) -> None:
     """Lightning's FSDPStrategy needs CUDA, so the test renames the entry as its plugin would."""
     path = tmp_path / "x.ckpt"
-    (saved, _) = on_ranks(2, save_under, "lightning", str(path))
+    (saved, _) = on_ranks(2, fit, "lightning", str(path))
     checkpoint = torch.load(path)
     checkpoint["FSDPPrecision"] = checkpoint.pop("MixedPrecision")
     torch.save(checkpoint, path)
@@ -97,17 +93,9 @@ def test_loss_scale_of_lightnings_fsdp_resumes(on_ranks, tmp_path: Path) -> None
 
 def test_lightning_resumes_our_loss_scale(on_ranks, tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
-    (saved, _) = on_ranks(2, save_full_under_fsdp, str(path))
+    (saved, _) = on_ranks(2, fit, "fsdp_full", str(path))
     for found in on_ranks(2, resume_under_all, str(path), ["lightning"]):
         assert found == {"lightning": saved}
-
-
-def save_full_under_fsdp(path: str) -> dict[str, Any]:
-    whole = pytest.MonkeyPatch()
-    whole.setattr(ParalFSDPStrategy, "_default_form", "full")
-    saved = save_under("fsdp", path)
-    whole.undo()
-    return saved
 
 
 def save_without_scale(path: str) -> None:

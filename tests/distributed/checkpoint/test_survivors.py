@@ -1,24 +1,27 @@
 """After some ranks have failed or died, the others save the last completed step if they have everything."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.launching import outputs
 
 
-def fail(folder: Path, *faults: dict[str, Any]) -> list[dict[str, Any]]:
-    """Let runs fail one after another, and return what `survived.py` told of each."""
-    command = [sys.executable, "-m", "tests.distributed.checkpoint.survived", str(folder), *map(json.dumps, faults)]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
-    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
-    told = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith('{"saved')]
-    assert len(told) == len(faults)
-    return told
+@pytest.fixture
+def fail(launch, tmp_path: Path) -> Any:
+    """A function that lets runs fail one after another, and returns what `survived.py` told of each."""
+
+    def run(*faults: dict[str, Any]) -> list[dict[str, Any]]:
+        process = launch("-m", "tests.distributed.checkpoint.survived", str(tmp_path), *map(json.dumps, faults))
+        (printed,) = outputs(process)
+        assert process.returncode == 0, printed[-3000:]
+        told = [json.loads(line) for line in printed.splitlines() if line.startswith('{"saved')]
+        assert len(told) == len(faults)
+        return told
+
+    return run
 
 
 def warned(told: dict[str, Any]) -> str:
@@ -30,10 +33,9 @@ def warned(told: dict[str, Any]) -> str:
     return warning
 
 
-def test_replicas_that_live_save_the_last_completed_step(tmp_path: Path) -> None:
+def test_replicas_that_live_save_the_last_completed_step(fail) -> None:
     ddp = {"strategy": "paral_ddp", "world_size": 2, "ranks": [1]}
     forward, second_of_window, in_update, rank_0, epoch, in_background = fail(
-        tmp_path,
         ddp,
         ddp | {"batch": 7, "form": "sharded"},
         ddp | {"batch": 7, "where": "inside update"},
@@ -54,10 +56,9 @@ def test_replicas_that_live_save_the_last_completed_step(tmp_path: Path) -> None
     assert "by ranks 1, 2 alone: rank 0 of 3 ended" in warned(rank_0)
 
 
-def test_exceptions_let_all_ranks_save_that_are_at_the_same_step(tmp_path: Path) -> None:
+def test_exceptions_let_all_ranks_save_that_are_at_the_same_step(fail) -> None:
     raising = {"strategy": "paral_ddp", "kill": False}
     alone, in_update, together, last_batch, sharded = fail(
-        tmp_path,
         raising | {"world_size": 3, "ranks": [1]},
         raising | {"world_size": 2, "ranks": [1], "batch": 7, "where": "inside update"},
         raising | {"world_size": 2, "ranks": [0, 1], "batch": 0, "epoch": 1},
@@ -75,10 +76,9 @@ def test_exceptions_let_all_ranks_save_that_are_at_the_same_step(tmp_path: Path)
     assert "rank 1: inside the optimizer step after step 3" in warned(in_update)
 
 
-def test_hybrid_sharding_saves_while_each_shard_has_a_rank_that_lives(tmp_path: Path) -> None:
+def test_hybrid_sharding_saves_while_each_shard_has_a_rank_that_lives(fail) -> None:
     hybrid = {"strategy": "fsdp_hybrid", "world_size": 4}
     one, two, in_update, shard_gone = fail(
-        tmp_path,
         hybrid | {"ranks": [0], "batch": 7, "where": "backward"},
         hybrid | {"ranks": [1, 2], "form": "full"},
         hybrid | {"ranks": [3], "batch": 7, "where": "inside update", "kill": False},
@@ -93,9 +93,8 @@ def test_hybrid_sharding_saves_while_each_shard_has_a_rank_that_lives(tmp_path: 
 
 
 @pytest.mark.deepspeed
-def test_shards_without_replicas_are_named(tmp_path: Path) -> None:
+def test_shards_without_replicas_are_named(fail) -> None:
     fsdp, zero2, zero3, weights = fail(
-        tmp_path,
         {"strategy": "paral_fsdp", "world_size": 2, "ranks": [1]},
         {"strategy": "paral_zero2", "world_size": 2, "ranks": [1]},
         {"strategy": "paral_zero3", "world_size": 2, "ranks": [0], "batch": 7},

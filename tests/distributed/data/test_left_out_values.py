@@ -1,20 +1,18 @@
 """A rank that leaves out a value which the others reduce in a step gets an error that names it, not a hang."""
 
-import os
 import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import Tensor
 from torchmetrics import MeanMetric
 
 from lightning_paral.distributed.process_group import release_process_group
 from tests.contract.cases import strategy_of
-from tests.processes import free_port
+from tests.launching import leave_pool
+from tests.models.linear import Linear, ones
 from tests.running import quiet_trainer
 
 LAST = 3
@@ -22,12 +20,11 @@ LAST = 3
 ON_STEP: dict[str, Any] = {"on_step": True, "on_epoch": False, "sync_dist": True}
 
 
-class Logging(LightningModule):
+class Logging(Linear):
     """Rank 1 leaves out the value `odd` in batch `odd_batch` of `stage`, or sleeps before it logs it."""
 
     def __init__(self, stage: str, odd_batch: int, sleeps: float = 0.0) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 4)
         self.stage, self.odd_batch, self.sleeps = stage, odd_batch, sleeps
         self.metric = MeanMetric(dist_sync_on_step=True)
 
@@ -42,9 +39,8 @@ class Logging(LightningModule):
         if not (self.stage == "metric" and batch_idx == self.odd_batch and self.global_rank == 1):
             self.metric(batch.sum())
         self.log("even", torch.tensor(2.0), **ON_STEP)
-        loss = self.layer(batch).square().mean()
         self.log_odd("training", batch_idx)
-        return loss
+        return super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
         self.log_odd("training end", batch_idx)
@@ -52,9 +48,6 @@ class Logging(LightningModule):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.layer(batch)
         self.log_odd("validation", batch_idx)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class LoggingAtEnd(Logging):
@@ -71,15 +64,13 @@ class LoggingAtEnd(Logging):
         self.log_odd("on_validation_epoch_end", 0)
 
 
-def fit(label: str, port: int, *arguments: Any) -> tuple[str, dict[str, float]]:
+def fit(label: str, *arguments: Any) -> tuple[str, dict[str, float]]:
     """Fit in a process group that the strategy creates. Return the error of this rank, and the logged values."""
-    dist.barrier()  # otherwise the other rank could still be connecting
-    dist.destroy_process_group()
-    os.environ["MASTER_PORT"] = str(port)
+    leave_pool()
     at_end = arguments[0].startswith("on_")
     options = {"max_epochs": 2 if at_end else 1, "num_sanity_val_steps": 0}
     trainer = quiet_trainer(devices=2, strategy=strategy_of(label, timeout=90.0), **options)
-    loader = DataLoader(torch.ones(16, 4), batch_size=2)
+    loader = ones(16, 2)
     try:
         if len(arguments) == 1:
             trainer.validate(LoggingAtEnd(*arguments, 0), loader, verbose=False)
@@ -90,14 +81,6 @@ def fit(label: str, port: int, *arguments: Any) -> tuple[str, dict[str, float]]:
         return f"{type(error).__name__}: {error}", {}
     finally:
         release_process_group(after_failure=True)
-
-
-def on_two_ranks(on_ranks: Any, rank_pool: Any, *arguments: Any) -> list[Any]:
-    rank_pool.renew_world()
-    try:
-        return list(on_ranks(2, fit, arguments[0], free_port(), *arguments[1:], timeout=100.0))
-    finally:
-        rank_pool.renew_world()
 
 
 @pytest.mark.parametrize(
@@ -113,11 +96,11 @@ def on_two_ranks(on_ranks: Any, rank_pool: Any, *arguments: Any) -> list[Any]:
         pytest.param("paral_zero3", "validation", LAST, marks=pytest.mark.deepspeed),
     ],
 )
-def test_value_that_a_rank_leaves_out_is_named(on_ranks, rank_pool, label: str, stage: str, batch: int) -> None:
+def test_value_that_a_rank_leaves_out_is_named(in_own_world, label: str, stage: str, batch: int) -> None:
     hook = {"training": "training_step", "training end": "on_train_batch_end", "validation": "validation_step"}[stage]
     where = f"validation batch {batch}" if stage == "validation" else f"training batch {batch} of epoch 0"
 
-    (first, _), (second, _) = on_two_ranks(on_ranks, rank_pool, label, stage, batch)
+    (first, _), (second, _) = in_own_world(2, fit, label, stage, batch)
 
     what = f"rank 0 logged '{hook}.odd' with sync_dist=True and rank 1 did not"
     expected = f"The ranks have not synchronized the same values in {where}: {what}. Every rank must log the same keys"
@@ -139,10 +122,8 @@ def test_value_that_a_rank_leaves_out_is_named(on_ranks, rank_pool, label: str, 
         ),  # rank 1 ends the evaluation
     ],
 )
-def test_value_that_a_rank_leaves_out_at_the_end_is_named(
-    on_ranks, rank_pool, label: str, hook: Any, where: str
-) -> None:
-    (first, _), (second, _) = on_two_ranks(on_ranks, rank_pool, label, *hook)
+def test_value_that_a_rank_leaves_out_at_the_end_is_named(in_own_world, label: str, hook: Any, where: str) -> None:
+    (first, _), (second, _) = in_own_world(2, fit, label, *hook)
 
     what = f"rank 0 logged '{hook[0]}.odd' with sync_dist=True and rank 1 did not"
     assert f"ConfigurationError: The ranks have not synchronized the same values in {where}: {what}" in first
@@ -151,8 +132,8 @@ def test_value_that_a_rank_leaves_out_at_the_end_is_named(
 
 
 @pytest.mark.parametrize("label", ["paral_ddp", "paral_fsdp"])
-def test_metric_that_a_rank_does_not_update_is_named(on_ranks, rank_pool, label: str) -> None:
-    messages = [message for message, _ in on_two_ranks(on_ranks, rank_pool, label, "metric", 1)]
+def test_metric_that_a_rank_does_not_update_is_named(in_own_world, label: str) -> None:
+    messages = [message for message, _ in in_own_world(2, fit, label, "metric", 1)]
 
     for message in messages:
         assert "The ranks have not synchronized the same values in training batch 1 of epoch 0: rank " in message
@@ -169,14 +150,13 @@ class OnRankZero(Logging):
         if rank:
             del self.metric
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.layer(batch).square().mean()
+    training_step = Linear.training_step
 
 
 def fit_on_rank_zero() -> str:
     trainer = quiet_trainer(devices=2, strategy=strategy_of("paral_ddp", timeout=20.0), max_epochs=1)
     try:
-        trainer.fit(OnRankZero(dist.get_rank()), DataLoader(torch.ones(8, 4), batch_size=2))
+        trainer.fit(OnRankZero(dist.get_rank()), ones(8, 2))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "fitted"
@@ -186,8 +166,8 @@ def test_metric_that_only_some_ranks_have_does_not_hang(on_ranks) -> None:
     assert on_ranks(2, fit_on_rank_zero, timeout=60.0) == ["fitted"] * 2
 
 
-def test_values_of_different_steps_are_not_averaged(on_ranks, rank_pool) -> None:
-    (first, _), (second, _) = on_two_ranks(on_ranks, rank_pool, "paral_ddp", "validation", 1)
+def test_values_of_different_steps_are_not_averaged(in_own_world) -> None:
+    (first, _), (second, _) = in_own_world(2, fit, "paral_ddp", "validation", 1)
 
     assert "logged 'validation_step.odd' with sync_dist=True in validation batch 1 while another rank" in first
     assert "logged the same key in another step: rank 1 logged 'validation_step.odd' in validation batch 2" in first
@@ -195,8 +175,8 @@ def test_values_of_different_steps_are_not_averaged(on_ranks, rank_pool) -> None
 
 
 @pytest.mark.parametrize("label", ["paral_ddp", "paral_fsdp", pytest.param("paral_zero3", marks=pytest.mark.deepspeed)])
-def test_rank_that_is_slow_to_log_is_waited_for(on_ranks, rank_pool, label: str) -> None:
-    for error, values in on_two_ranks(on_ranks, rank_pool, label, "training", 1, 8.0):
+def test_rank_that_is_slow_to_log_is_waited_for(in_own_world, label: str) -> None:
+    for error, values in in_own_world(2, fit, label, "training", 1, 8.0):
         assert error == ""
         assert values["odd"] == 1.5
 
@@ -216,8 +196,7 @@ def validate_unevenly() -> dict[str, float]:
     """Fit with loaders of different lengths. Return the logged values of this rank."""
     options = {"max_epochs": 2, "num_sanity_val_steps": 0, "strategy": "paral_ddp", "use_distributed_sampler": False}
     trainer = quiet_trainer(devices=2, **options)
-    own = DataLoader(torch.ones(8 - 2 * dist.get_rank(), 4), batch_size=2)
-    trainer.fit(UnevenlyValidated("none", 0), DataLoader(torch.ones(8, 4), batch_size=2), own)
+    trainer.fit(UnevenlyValidated("none", 0), ones(8, 2), ones(8 - 2 * dist.get_rank(), 2))
     return {key: float(value) for key, value in trainer.logged_metrics.items()}
 
 

@@ -5,13 +5,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import Tensor
 from torchmetrics import MeanMetric, Metric
 
 from lightning_paral.data import logged_keys
 from lightning_paral.data.async_scalar import AsyncScalar
+from tests.models.linear import Linear, ones
 from tests.running import quiet_trainer
 
 ORDERS = {
@@ -23,35 +22,45 @@ ORDERS = {
 }
 
 
-class Logging(LightningModule):
+class Logging(Linear):
     """Logs the keys that the test gives its rank."""
 
     def __init__(self, keys: str, reduce_fx: str, on_step: bool) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 4)
         self.keys = ORDERS[keys]
         self.options = {"reduce_fx": reduce_fx, "on_step": on_step, "on_epoch": not on_step, "sync_dist": True}
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         for key in self.keys[self.global_rank]:
             self.log(key, torch.tensor(1.0 + self.global_rank + ord(key)), **self.options)
-        return self.layer(batch).square().mean()
+        return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("v", torch.tensor(1.0 + self.global_rank), on_step=True, on_epoch=True, sync_dist=True)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
-
-def fit(strategy: str, keys: str, reduce_fx: str, on_step: bool) -> dict[str, float] | str:
-    trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=2, num_sanity_val_steps=0)
-    loader = DataLoader(torch.ones(16, 4), batch_size=4)
+def outcome(run: Any, trainer: Any, *arguments: Any, **options: Any) -> dict[str, float] | str:
+    """Return the logged values, or the error."""
     try:
-        trainer.fit(Logging(keys, reduce_fx, on_step), loader, loader)
+        run(*arguments, **options)
     except ValueError as error:
         return str(error)
     return {key: float(value) for key, value in trainer.callback_metrics.items()}
+
+
+def fit_module(module: Linear, strategy: str = "paral_ddp", **options: Any) -> dict[str, float] | str:
+    trainer = quiet_trainer(strategy=strategy, devices=2, **({"max_epochs": 1, "limit_val_batches": 0} | options))
+    return outcome(trainer.fit, trainer, module, ones(), ones())
+
+
+def validate(module: Linear, num_samples: int) -> dict[str, float] | str:
+    trainer = quiet_trainer(strategy="paral_ddp", devices=2)
+    return outcome(trainer.validate, trainer, module, ones(num_samples, 2), verbose=False)
+
+
+def fit(strategy: str, keys: str, reduce_fx: str, on_step: bool) -> dict[str, float] | str:
+    options = {"max_epochs": 2, "limit_val_batches": 1.0, "num_sanity_val_steps": 0}
+    return fit_module(Logging(keys, reduce_fx, on_step), strategy, **options)
 
 
 @pytest.mark.parametrize("reduce_fx", ["mean", "sum", "max", "min"])
@@ -88,18 +97,7 @@ class OtherDtypes(Logging):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         dtype = torch.float64 if self.global_rank == 0 else torch.float32
         self.log("a", torch.tensor(5.0 + 2 * self.global_rank, dtype=dtype), **self.options)
-        return self.layer(batch).square().mean()
-
-
-def fit_module(module: LightningModule, *arguments: Any, **options: Any) -> dict[str, float] | str:
-    options = {"strategy": "paral_ddp", "devices": 2, "max_epochs": 1, "limit_val_batches": 0} | options
-    trainer = quiet_trainer(**options)
-    loader = DataLoader(torch.ones(16, 4), batch_size=4)
-    try:
-        trainer.fit(module, loader, loader)
-    except ValueError as error:
-        return str(error)
-    return {key: float(value) for key, value in trainer.callback_metrics.items()}
+        return super().training_step(batch, batch_idx)
 
 
 def fit_other_dtypes(reduce_fx: str, on_step: bool) -> dict[str, float] | str:
@@ -125,14 +123,8 @@ class OtherSteps(Logging):
             self.log("x", torch.tensor(1.0 + batch_idx), **self.options)
 
 
-def validate_other_steps(distance: int, reduce_fx: str, in_group: bool) -> str:
-    module = OtherSteps(distance, reduce_fx, dist.new_group([0, 1]) if in_group else None)
-    trainer = quiet_trainer(strategy="paral_ddp", devices=2)
-    try:
-        trainer.validate(module, DataLoader(torch.ones(48, 4), batch_size=2), verbose=False)
-    except ValueError as error:
-        return str(error)
-    return str(trainer.logged_metrics)
+def validate_other_steps(distance: int, reduce_fx: str, in_group: bool) -> Any:
+    return validate(OtherSteps(distance, reduce_fx, dist.new_group([0, 1]) if in_group else None), 48)
 
 
 @pytest.mark.parametrize(("reduce_fx", "in_group"), [("mean", False), ("sum", True), ("max", False), ("min", True)])
@@ -189,7 +181,7 @@ class LogsMetric(Logging):
         self.metric.update(torch.tensor(1.0 + self.global_rank))
         if self.global_rank == 0:
             self.log("acc", self.metric, **self.options)
-        return self.layer(batch).square().mean()
+        return Linear.training_step(self, batch, batch_idx)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.training_step(batch, batch_idx)
@@ -223,10 +215,8 @@ def test_metric_that_is_synchronized_and_that_only_rank_0_logs_is_reported(on_ra
         )
 
 
-def validate_metric_of_rank_0(kind: str) -> dict[str, float]:
-    trainer = quiet_trainer(strategy="paral_ddp", devices=2)
-    trainer.validate(LogsMetric(metric_of(kind), rank_zero_only=True), DataLoader(torch.ones(8, 4), 2), verbose=False)
-    return {key: float(value) for key, value in trainer.callback_metrics.items()}
+def validate_metric_of_rank_0(kind: str) -> Any:
+    return validate(LogsMetric(metric_of(kind), rank_zero_only=True), 8)
 
 
 def test_metric_that_rank_0_logs_in_evaluation_is_computed_on_all_ranks(on_ranks) -> None:

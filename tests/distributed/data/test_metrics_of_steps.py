@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import CatMetric, MetricCollection, SumMetric
 
 from tests.contract.cases import strategy_of
+from tests.models.linear import Linear
 from tests.running import quiet_trainer
 
 LABELS = ["paral_ddp", "paral_fsdp", pytest.param("paral_zero3", marks=pytest.mark.deepspeed)]
@@ -22,12 +22,11 @@ class Numbers(IterableDataset[Tensor]):
         return iter(samples())
 
 
-class Recording(LightningModule):
+class Recording(Linear):
     """Records the values of its metrics in each step."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
+        super().__init__(1)
         self.metric = SumMetric(dist_sync_on_step=True)
         self.in_list = [MetricCollection([SumMetric(dist_sync_on_step=True)])]
         self.of_steps: list[float] = []
@@ -76,12 +75,11 @@ def test_ranks_with_different_parts_of_a_stream_synchronize_no_step(on_ranks) ->
     assert values["sum_epoch"] == others["sum_epoch"] == 21.0
 
 
-class Computing(LightningModule):
+class Computing(Linear):
     """Computes a metric in each step, and again at the end."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
+        super().__init__(1)
         self.metrics = MetricCollection([CatMetric(), SumMetric()])
         self.of_steps: list[float] = []
 

@@ -4,34 +4,26 @@ import os
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import Tensor
 
+from tests.models.linear import Linear, ones
 from tests.running import quiet_trainer
 
 VALUES = ([3.0, 1.0, 2.0], [1.5, 2.5, 0.5])
 """The value of each rank in each epoch."""
 
 
-class Logging(LightningModule):
+class Logging(Linear):
     """Logs a value in validation that differs between the ranks, without `sync_dist`."""
 
     def __init__(self, rank_zero_only: bool) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 4)
         self.rank_zero_only = rank_zero_only
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.layer(batch).square().mean()
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         value = torch.tensor(VALUES[self.global_rank][self.current_epoch])
         self.log("val_loss", value, rank_zero_only=self.rank_zero_only)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def fit(strategy: str, folder: str, rank_zero_only: bool) -> tuple[str, float, list[str], bool]:
@@ -39,8 +31,7 @@ def fit(strategy: str, folder: str, rank_zero_only: bool) -> tuple[str, float, l
     trainer = quiet_trainer(
         strategy=strategy, devices=2, max_epochs=3, num_sanity_val_steps=0, enable_checkpointing=True, callbacks=best
     )
-    loader = DataLoader(torch.ones(16, 4), batch_size=4)
-    trainer.fit(Logging(rank_zero_only), loader, loader)
+    trainer.fit(Logging(rank_zero_only), ones(), ones())
     assert best.best_model_score is not None
     is_restored = "_monitor_candidates" not in vars(best)
     return best.best_model_path, float(best.best_model_score), list(best.best_k_models), is_restored

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from lightning_paral import ConfigurationError
+from tests.models.linear import Linear
 from tests.running import quiet_trainer
 
 NUM_SAMPLES, BATCH_SIZE = 14, 2
@@ -73,12 +73,11 @@ PLAIN: dict[str, Callable[[], Any]] = {
 """Iterables without a sampler, which neither Lightning's ddp nor our strategies divide among ranks."""
 
 
-class Sums(LightningModule):
+class Sums(Linear):
     """Adds up its samples by loader."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
+        super().__init__(1, lr=0.0)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.layer(batch[0].view(-1, 1)).mean()
@@ -89,9 +88,6 @@ class Sums(LightningModule):
             if part is not None:
                 assert isinstance(part, Tensor)
                 self.log(name, part.sum(), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
 def sums_of(strategy: str, devices: int, name: str) -> dict[str, Any]:

@@ -1,16 +1,18 @@
 """Data ranks draw their own random numbers where they read samples and, with `split="batch"`, in steps."""
 
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_paral import ParalDDPStrategy
+from tests.models.linear import Linear
 from tests.running import SaveAt, quiet_trainer
 
 NUM_SAMPLES = 16
@@ -28,13 +30,12 @@ class Augmented(Dataset[Tensor]):
         return torch.tensor([index, *draw()], dtype=torch.double)
 
 
-class Noisy(LightningModule):
+class Noisy(Linear):
     """Draws in the dataset, in steps, in hooks, and in the optimizer."""
 
     def __init__(self, manual: bool = False) -> None:
-        super().__init__()
+        super().__init__(1)
         self.automatic_optimization = not manual
-        self.layer = nn.Linear(1, 1)
         self.read: list[list[float]] = []
         self.in_steps: list[list[float]] = []
         self.outside: list[list[float]] = []
@@ -118,21 +119,13 @@ def test_draws_of_a_rank_differ_and_others_are_equal(
 @pytest.mark.parametrize("split", ["batch", "global"])
 def test_a_resumed_run_draws_the_same_numbers(on_ranks, tmp_path, split: str) -> None:
     path = str(tmp_path / "x.ckpt")
-    whole = on_ranks(2, fit_and_save, split, path)
-    resumed = on_ranks(2, fit_resumed, split, path)
+    whole = on_ranks(2, partial(fit, split, False, 0, save_at=(6, path)))
+    resumed = on_ranks(2, partial(fit, split, False, 0, resumes=True, ckpt_path=path))
 
     for ours, expected in zip(resumed, whole, strict=True):
         for found, all_drawn in zip(ours[:3], expected[:3], strict=True):
             assert found == all_drawn[-len(found) :]
         assert ours[3] == expected[3]
-
-
-def fit_and_save(split: str, path: str) -> Any:
-    return fit(split, False, 0, save_at=(6, path))
-
-
-def fit_resumed(split: str, path: str) -> Any:
-    return fit(split, False, 0, resumes=True, ckpt_path=path)
 
 
 def masks() -> list[float]:

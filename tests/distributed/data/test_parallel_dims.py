@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 from torchmetrics import SumMetric
@@ -17,6 +16,7 @@ from lightning_paral.errors import ConfigurationError
 from tests.contract.cases import BY_LABEL, variant
 from tests.contract.test_sampling import assert_evaluation_equals, mean_losses
 from tests.models.judged import evaluate, train
+from tests.models.linear import Linear
 from tests.running import quiet_trainer
 
 
@@ -36,12 +36,11 @@ class Together(ParalDDPStrategy):
         return ParallelDims(rank=self.global_rank, tensor=self.world_size)
 
 
-class Recording(LightningModule):
+class Recording(Linear):
     """Records samples and decisions. Its random generators differ between ranks when the order of samples is drawn."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
+        super().__init__(1, lr=0.01)
         self.total = SumMetric()
         self.samples: list[float] = []
         self.decisions: list[bool] = []
@@ -65,9 +64,6 @@ class Recording(LightningModule):
         decide = self.trainer.strategy.reduce_boolean_decision
         on_one, on_all = self.global_rank == 1, True
         self.decisions = [decide(on_all), decide(on_one), decide(on_one, all=False), decide(not on_all, all=False)]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def fit(strategy: type[ParalDDPStrategy], num_ranks: int) -> tuple[list[float], list[bool], float]:

@@ -5,21 +5,20 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import Tensor
 from torchmetrics import MeanMetric
 
 from lightning_paral import ConfigurationError
 from tests.contract.cases import strategy_of
+from tests.models.linear import Linear, ones
 from tests.running import quiet_trainer
 
 
-class TwoMetrics(LightningModule):
+class TwoMetrics(Linear):
     """Logs one metric and a value, and computes another metric at the end of the epoch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 4)
         self.logged, self.computed = MeanMetric(), MeanMetric()
         self.values: list[float] = []
 
@@ -28,14 +27,11 @@ class TwoMetrics(LightningModule):
         self.computed.update(100.0 + self.global_rank)
         self.log("logged", self.logged, on_step=False, on_epoch=True)
         self.log("value", torch.tensor(7.0 + self.global_rank), on_step=False, on_epoch=True, sync_dist=True)
-        return self.layer(batch).square().mean()
+        return super().training_step(batch, batch_idx)
 
     def on_train_epoch_end(self) -> None:
         self.values.append(float(self.computed.compute()))
         self.computed.reset()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class UpdatesAtEnd(TwoMetrics):
@@ -68,7 +64,7 @@ def fit(label: str, with_bar: bool) -> tuple[dict[str, float], list[float], list
     callbacks = [] if with_bar else [reader]
     options: dict[str, Any] = {"enable_progress_bar": with_bar, "callbacks": callbacks, "max_epochs": 2}
     trainer = quiet_trainer(devices=2, strategy=strategy_of(label, timeout=30.0), **options)
-    trainer.fit(module, DataLoader(torch.ones(16, 4), batch_size=2))
+    trainer.fit(module, ones(16, 2))
     return {key: float(value) for key, value in trainer.callback_metrics.items()}, module.values, reader.found
 
 
@@ -84,18 +80,15 @@ def test_values_are_those_of_one_process(on_ranks, label: str, with_bar: bool) -
 def fit_with_update(resets: bool) -> tuple[str, dict[str, float]]:
     trainer = quiet_trainer(devices=2, strategy=strategy_of("paral_ddp"), max_epochs=2)
     try:
-        trainer.fit(UpdatesAtEnd(resets), DataLoader(torch.ones(16, 4), batch_size=2))
+        trainer.fit(UpdatesAtEnd(resets), ones(16, 2))
     except ConfigurationError as error:
         return str(error), {}
     return "", {key: float(value) for key, value in trainer.callback_metrics.items()}
 
 
-def test_metric_that_a_hook_updates_after_it_was_logged_is_named(on_ranks, rank_pool) -> None:
-    try:
-        for message, _ in on_ranks(2, fit_with_update, False):
-            assert message.startswith("The metric 'logged' was logged in training_step, and then updated in a hook")
-    finally:
-        rank_pool.renew_world()
+def test_metric_that_a_hook_updates_after_it_was_logged_is_named(in_own_world) -> None:
+    for message, _ in in_own_world(2, fit_with_update, False):
+        assert message.startswith("The metric 'logged' was logged in training_step, and then updated in a hook")
 
 
 def test_metric_that_a_hook_resets_has_the_value_of_the_epoch(on_ranks) -> None:

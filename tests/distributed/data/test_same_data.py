@@ -5,24 +5,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, random_split
 
 from lightning_paral.errors import ConfigurationError
+from tests.models.linear import Linear
 from tests.running import quiet_trainer
 
 
-class Summing(LightningModule):
+class Summing(Linear):
     def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
+        super().__init__(1)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.layer(batch[0]).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch[0], batch_idx)
 
 
 def dataset_of(kind: str) -> Dataset[Any]:
@@ -35,11 +30,15 @@ def dataset_of(kind: str) -> Dataset[Any]:
     return TensorDataset(torch.zeros(16 + 4 * dist.get_rank(), 1))
 
 
-def error_of(kind: str) -> str:
-    trainer = quiet_trainer(strategy="paral_ddp", devices=2, max_epochs=1)
+def error_of(strategy: str, dataset: Any) -> str:
+    trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1)
     with pytest.raises(ConfigurationError) as raised:
-        trainer.fit(Summing(), DataLoader(dataset_of(kind), 1))
+        trainer.fit(Summing(), DataLoader(dataset, 4))
     return str(raised.value)
+
+
+def error_of_kind(kind: str) -> str:
+    return error_of("paral_ddp", dataset_of(kind))
 
 
 @pytest.mark.parametrize(
@@ -51,7 +50,7 @@ def error_of(kind: str) -> str:
     ],
 )
 def test_differences_are_named_on_every_rank(on_ranks, kind: str, words: str) -> None:
-    for message in on_ranks(2, error_of, kind):
+    for message in on_ranks(2, error_of_kind, kind):
         assert words in message
         assert "call seed_everything() first" in message
 
@@ -76,14 +75,7 @@ class Repeats(Dataset[Any]):
         return (torch.full((1,), float(dist.get_rank())),)
 
 
-def error_of_first_batch() -> str:
-    trainer = quiet_trainer(strategy="paral_tp", devices=2, max_epochs=1)
-    with pytest.raises(ConfigurationError) as raised:
-        trainer.fit(Summing(), DataLoader(Repeats(), 4))
-    return str(raised.value)
-
-
 def test_different_batches_of_tensor_ranks_are_named(on_ranks) -> None:
-    for message in on_ranks(2, error_of_first_batch):
+    for message in on_ranks(2, error_of, "paral_tp", Repeats()):
         assert "The tensor ranks have different batches in the first training_step" in message
         assert "call seed_everything() first" in message

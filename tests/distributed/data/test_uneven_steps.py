@@ -76,9 +76,13 @@ def fit(module: LightningModule, loader: Any, *callbacks: Any, ckpt_path: Any = 
 # What is weighted
 
 
-def values_without_sync() -> tuple[list[float], list[float]]:
-    watch = fit(Recording(), DataLoader(samples(5), 4))
+def values_of(module: Recording, num: int, batch_size: int, **options: Any) -> tuple[list[float], list[float]]:
+    watch = fit(module, DataLoader(samples(num), batch_size), **options)
     return watch.steps, watch.epochs
+
+
+def values_without_sync() -> tuple[list[float], list[float]]:
+    return values_of(Recording(), 5, 4)
 
 
 def test_values_without_sync_dist_stay_those_of_each_rank(on_ranks) -> None:
@@ -103,15 +107,14 @@ def test_repeated_samples_count_nowhere(on_ranks, reduce_fx: str) -> None:
 
 
 def values_of_copies(reduce_fx: str) -> tuple[list[float], list[float]]:
-    watch = fit(NotANumberForCopies(sync_dist=True, reduce_fx=reduce_fx), DataLoader(samples(4), 3))
-    return watch.steps, watch.epochs
+    return values_of(NotANumberForCopies(sync_dist=True, reduce_fx=reduce_fx), 4, 3)
 
 
 def values_in_a_group() -> tuple[list[float], list[float]] | None:
     group = dist.new_group([0, 1])
     module = Recording(sync_dist=dist.get_rank() < 2, sync_dist_group=group if dist.get_rank() < 2 else None)
-    watch = fit(module, DataLoader(samples(4), 4))
-    return (watch.steps, watch.epochs) if dist.get_rank() < 2 else None
+    values = values_of(module, 4, 4)
+    return values if dist.get_rank() < 2 else None
 
 
 def test_means_in_a_group_are_over_the_samples_of_the_group(on_ranks) -> None:
@@ -217,8 +220,7 @@ def test_metrics_are_restored_if_the_step_fails(on_ranks) -> None:
 
 def values_of_batches(remainder: str) -> tuple[list[float], list[float]]:
     strategy = ParalDDPStrategy(split="batch", remainder=remainder)
-    watch = fit(Recording(sync_dist=True), DataLoader(samples(9), 2), strategy=strategy)
-    return watch.steps, watch.epochs
+    return values_of(Recording(sync_dist=True), 9, 2, strategy=strategy)
 
 
 def test_values_of_whole_batches_are_means_over_ranks_per_step_and_over_samples_per_epoch(on_ranks) -> None:
@@ -258,29 +260,10 @@ def test_values_after_resuming_equal_those_of_the_uninterrupted_run(on_ranks, tm
         assert saved + resumed[-3:] == expected
 
 
-class DrawsItself(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
+class DrawsItself(Recording):
     def training_step(self, dataloader_iter: Any) -> Tensor:
         batch, *_ = next(dataloader_iter)
         return (self.weight * batch).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-def draws_itself() -> str:
-    trainer = quiet_trainer(strategy=ParalDDPStrategy(split="global"), devices=RANKS, max_epochs=1)
-    with pytest.raises(ConfigurationError) as raised:
-        trainer.fit(DrawsItself(), DataLoader(samples(5), 4))
-    return str(raised.value)
-
-
-def test_a_step_that_draws_its_batches_rejects_a_batch_with_fewer_samples_than_ranks(on_ranks) -> None:
-    for message in on_ranks(RANKS, draws_itself):
-        assert "fewer samples than there are ranks, 1 for 3, and training_step takes a `dataloader_iter`" in message
 
 
 class Synchronized(Recording):
@@ -288,15 +271,22 @@ class Synchronized(Recording):
         self.norm = nn.SyncBatchNorm(3, affine=False)  # torch refuses to wrap one on the CPU
 
 
-def synchronized_norm() -> str:
+def refusal(kind: type[Recording]) -> str:
     with pytest.raises(ConfigurationError) as raised:
-        fit(Synchronized(), DataLoader(samples(5), 4))
+        fit(kind(), DataLoader(samples(5), 4))
     return str(raised.value)
 
 
-def test_sync_batch_norm_rejects_a_batch_with_fewer_samples_than_ranks(on_ranks) -> None:
-    for message in on_ranks(RANKS, synchronized_norm):
-        assert "fewer samples than there are ranks, and norm is a SyncBatchNorm" in message
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (DrawsItself, ", 1 for 3, and training_step takes a `dataloader_iter`"),
+        (Synchronized, ", and norm is a SyncBatchNorm"),
+    ],
+)
+def test_a_batch_with_fewer_samples_than_ranks_is_rejected(on_ranks, kind: Any, words: str) -> None:
+    for message in on_ranks(RANKS, refusal, kind):
+        assert f"fewer samples than there are ranks{words}" in message
 
 
 def unequal_loaders() -> list[str]:

@@ -1,18 +1,19 @@
 """Iterable datasets that divide themselves by `get_worker_info()` give what they give in one process."""
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_paral import ParalDDPStrategy
 from lightning_paral.errors import ConfigurationError
+from tests.models.linear import Linear
 from tests.running import SaveAt, quiet_trainer
 
 NUM_SAMPLES = 26
@@ -41,10 +42,9 @@ class Ignores(Divides):
         yield from map(float, range(self.num_samples))
 
 
-class Listening(LightningModule):
+class Listening(Linear):
     def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
+        super().__init__(1, lr=0.01)
         self.trained: list[list[float]] = []
         self.validated: list[float] = []
 
@@ -56,9 +56,6 @@ class Listening(LightningModule):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.validated += batch.tolist()
         self.log("mean", batch.mean(), sync_dist=True)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 Seen = tuple[list[list[float]], list[float], float]
@@ -95,61 +92,43 @@ def joined(ranks: Any) -> list[list[float]]:
     return [sorted(set(chain.from_iterable(parts))) for parts in zip(*ranks, strict=True)]
 
 
-def test_global_batches_equal_those_of_one_process(on_ranks) -> None:
+@pytest.mark.parametrize("split", ["batch", "global"])
+def test_each_sample_is_used_once_and_global_batches_equal_those_of_one_process(on_ranks, split: str) -> None:
     (expected,) = on_ranks(1, fit_all, None, timeout=300)
-    ranks = on_ranks(2, fit_all, "global", timeout=300)
+    ranks = on_ranks(2, fit_all, split, timeout=300)
 
     *divided, ignored = range(len(expected))
     for number in divided:
-        assert joined([rank[number][0] for rank in ranks]) == joined([expected[number][0]])
+        found, whole = joined([rank[number][0] for rank in ranks]), joined([expected[number][0]])
+        assert found == whole if split == "global" else set(chain(*found)) == set(chain(*whole))
         assert sorted(ranks[0][number][1] + ranks[1][number][1]) == sorted(expected[number][1])
         for rank in ranks:
             assert rank[number][2] == pytest.approx(expected[number][2])
-    assert joined([rank[ignored][0] for rank in ranks]) == [[i, i + 1.0] for i in range(0, NUM_SAMPLES, 2)]
-
-
-def test_each_sample_is_used_once_with_whole_batches(on_ranks) -> None:
-    (expected,) = on_ranks(1, fit_all, None, timeout=300)
-    ranks = on_ranks(2, fit_all, "batch", timeout=300)
-
-    *divided, ignored = range(len(expected))
-    for number in divided:
-        assert set(chain.from_iterable(joined([rank[number][0] for rank in ranks]))) == set(chain(*expected[number][0]))
-        assert sorted(ranks[0][number][1] + ranks[1][number][1]) == sorted(expected[number][1])
-        for rank in ranks:
-            assert rank[number][2] == pytest.approx(expected[number][2])
-    assert joined([rank[ignored][0] for rank in ranks])[0] == [0.0, 1.0, 2.0, 3.0]
+    size = 2 if split == "global" else 4
+    assert joined([rank[ignored][0] for rank in ranks])[0] == list(range(size))
 
 
 @pytest.mark.parametrize("split", ["batch", "global"])
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_run_continues_inside_an_epoch(on_ranks, tmp_path, split: str, step: int) -> None:
     path = str(tmp_path / "x.ckpt")
-    whole = on_ranks(2, fit_and_save, split, 2, (step, path))
-    resumed = on_ranks(2, fit_resumed, split, 2, path)
+    whole = on_ranks(2, partial(fit, split, Divides(), 2, save_at=(step, path)))
+    resumed = on_ranks(2, partial(fit, split, Divides(), 2, ckpt_path=path))
 
     for rank, uninterrupted in zip(resumed, whole, strict=True):
         assert rank[0] == uninterrupted[0][step:]
 
 
-def fit_and_save(split: str, num_workers: int, save_at: tuple[int, str]) -> Seen:
-    return fit(split, Divides(), num_workers, save_at=save_at)
-
-
-def fit_resumed(split: str, num_workers: int, path: str) -> Seen:
-    return fit(split, Divides(), num_workers, ckpt_path=path)
-
-
 def error_of_resumed(num_workers: int, path: str) -> str:
     with pytest.raises(ConfigurationError) as raised:
-        fit_resumed("global", num_workers, path)
+        fit("global", Divides(), num_workers, ckpt_path=path)
     return str(raised.value)
 
 
 @pytest.mark.parametrize(("step", "num_workers"), [(2, 3), (11, 2)])
 def test_positions_in_parts_that_are_not_known_are_refused(on_ranks, tmp_path, step: int, num_workers: int) -> None:
     path = str(tmp_path / "x.ckpt")
-    on_ranks(2, fit_and_save, "global", 2, (step, path))
+    on_ranks(2, partial(fit, "global", Divides(), 2, save_at=(step, path)))
 
     for message in on_ranks(2, error_of_resumed, num_workers, path):
         assert "Divides divides itself by get_worker_info()" in message

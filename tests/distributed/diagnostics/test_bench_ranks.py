@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from datetime import timedelta
 
@@ -87,22 +85,15 @@ def test_ranks_that_take_too_long_are_named() -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
-def test_ranks_end_with_the_command(signum: int) -> None:
+def test_ranks_end_with_the_command(launch, signum: int) -> None:
     program = (
         "from lightning_paral.diagnostics.bench.ranks import Ranks\n"
         f"with Ranks('{HERE}:sleeping', {{}}, num_ranks=1) as ranks:\n"
         "    print(ranks._processes[0].pid, flush=True)\n"
         "    ranks.results()\n"
     )
-    command = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    try:
-        assert command.stdout is not None
-        rank = psutil.Process(int(command.stdout.readline()))
-        command.send_signal(signum)
-        command.wait(timeout=30)
-        rank.wait(timeout=30)  # raises psutil.TimeoutExpired
-    finally:
-        command.kill()
-        command.wait()
+    command = launch("-c", program)
+    rank = psutil.Process(int(next(line for line in command.stdout if line.strip().isdigit())))
+    command.send_signal(signum)
+    command.wait(timeout=30)
+    rank.wait(timeout=30)  # raises psutil.TimeoutExpired

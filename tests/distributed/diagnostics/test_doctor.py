@@ -1,21 +1,18 @@
 """`paral doctor` on real ranks."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
+import pytest
 
 from lightning_paral import STRATEGIES
 from lightning_paral.diagnostics.doctor.collectives import COLLECTIVES
 from lightning_paral.diagnostics.doctor.processes import CollectiveRow, run_collectives
+from tests.launching import outputs
 
-ROOT = Path(__file__).parents[3]
 RANK = "lightning_paral.diagnostics.doctor.rank"
 INTERRUPTED = "from lightning_paral.diagnostics.doctor.processes import run_collectives; run_collectives(1)"
 
@@ -35,17 +32,12 @@ def assert_ended(ranks: list[psutil.Process]) -> None:
     assert not running
 
 
-def test_every_collective_answers() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_paral", "doctor", "--ranks", "2", "--json"],
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name != "PARAL_NVME_PATH"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+def test_every_collective_answers(launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PARAL_NVME_PATH", raising=False)
+    process = launch("-m", "lightning_paral", "doctor", "--ranks", "2", "--json")
+    (printed,) = outputs(process)
+    assert process.returncode == 0, printed
+    found, _ = json.JSONDecoder().raw_decode(printed, printed.index("{"))
     rows = {row["name"]: row for row in found["collectives"]["rows"]}
     assert list(rows) == ["start", *COLLECTIVES]
     assert {row["state"] for row in rows.values()} == {"ok"}
@@ -75,15 +67,15 @@ def test_a_rank_that_is_stopped_or_killed_is_named_and_none_is_left() -> None:
     assert_ended(started)
 
 
-def test_nothing_is_left_after_ctrl_c() -> None:
-    process = subprocess.Popen([sys.executable, "-c", INTERRUPTED], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+def test_nothing_is_left_after_ctrl_c(launch) -> None:
+    process = launch("-c", INTERRUPTED)
     deadline = time.monotonic() + 120
     while len(ranks := ranks_of(psutil.Process(process.pid))) < 1:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "no rank was started"
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    (printed,) = outputs(process)
 
-    assert errors.strip().endswith("KeyboardInterrupt")
+    assert printed.strip().endswith("KeyboardInterrupt")
     assert_ended(ranks)  # one that was starting ends when it finds its input closed

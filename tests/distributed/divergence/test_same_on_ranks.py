@@ -9,7 +9,6 @@ from lightning_paral.distributed.differences.same_on_ranks import first_differen
 from tests.contract.cases import PER_PLACEMENT, strategy_of, with_ranks
 from tests.contract.parameters import parameter
 from tests.distributed.divergence.modules import BuiltDifferently, Differing, error_of, fit, loader
-from tests.rank_pool import RankPool
 from tests.running import quiet_trainer
 
 CASES = with_ranks(PER_PLACEMENT, 2)
@@ -63,11 +62,6 @@ def fit_with(name: str) -> str:
     return fit("paral_ddp", Differing("", 0), {}, **{name: SETTINGS[name][int(os.environ["RANK"])]})
 
 
-@pytest.mark.parametrize("strategy", map(parameter, CASES))
-def test_equal_ranks_train(on_ranks: Any, strategy: str) -> None:
-    assert on_ranks(2, fit_differing, strategy, "") == ["", ""]
-
-
 @pytest.mark.parametrize("kind", MODULES)
 @pytest.mark.parametrize("strategy", map(parameter, CASES))
 def test_different_module_is_named_on_all_ranks(on_ranks: Any, strategy: str, kind: str) -> None:
@@ -82,12 +76,8 @@ def test_different_module_is_named_before_validation(on_ranks: Any, strategy: st
 
 
 @pytest.mark.parametrize("kind", BUILT)
-def test_different_module_is_named_while_it_is_built_partitioned(rank_pool: RankPool, kind: str) -> None:
-    rank_pool.renew_world()
-    try:
-        messages = rank_pool.run(2, fit_built_differently, kind, timeout=60)
-    finally:
-        rank_pool.renew_world()
+def test_different_module_is_named_while_it_is_built_partitioned(in_own_world: Any, kind: str) -> None:
+    messages = in_own_world(2, fit_built_differently, kind, timeout=60)
 
     assert BUILT[kind] in messages[1]
     assert messages[0].startswith("RankFailedError: Rank 0 ended because rank 1")

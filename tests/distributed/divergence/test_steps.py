@@ -5,25 +5,23 @@ import time
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.contract.cases import BY_LABEL
 from tests.contract.parameters import parameter
 from tests.distributed.divergence.modules import fit
+from tests.models.linear import Linear
 
 CASES = [BY_LABEL[label] for label in ("paral_ddp", "paral_fsdp")]
 REMEDY = "All ranks must run the same steps"
 
 
-class Skipping(LightningModule):
+class Skipping(Linear):
     """Skips work of batch 2 on rank 1, in the way that `kind` names."""
 
     def __init__(self, kind: str, rank: int) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 4)
         self.kind = kind
         self.skips = rank == 1 or kind.endswith("on all")
         self.automatic_optimization = "manual" not in kind
@@ -33,7 +31,7 @@ class Skipping(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
         skips = self.skips and batch_idx == 2
-        loss = self.layer(batch).square().mean()
+        loss = super().training_step(batch, batch_idx)
         if self.kind.startswith("None"):
             return None if skips else loss
         if not self.automatic_optimization:
@@ -45,9 +43,6 @@ class Skipping(LightningModule):
                 optimizer.step()
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 def fit_skipping(strategy: str, kind: str) -> str:
     message = fit(strategy, Skipping(kind, int(os.environ["RANK"])), {}, max_epochs=2)
@@ -57,21 +52,15 @@ def fit_skipping(strategy: str, kind: str) -> str:
 
 
 @pytest.mark.parametrize("strategy", map(parameter, CASES))
-def test_step_that_returns_none_is_named(on_ranks: Any, rank_pool: Any, strategy: str) -> None:
-    try:
-        _, message = on_ranks(2, fit_skipping, strategy, "None")
-    finally:
-        rank_pool.renew_world()
+def test_step_that_returns_none_is_named(in_own_world: Any, strategy: str) -> None:
+    _, message = in_own_world(2, fit_skipping, strategy, "None")
     assert "training_step returned None on rank 1, for batch 2 of epoch 0" in message
 
 
 @pytest.mark.parametrize("kind", ["-1", "manual step"])
 @pytest.mark.parametrize("strategy", map(parameter, CASES))
-def test_skipped_work_is_named(on_ranks: Any, rank_pool: Any, strategy: str, kind: str) -> None:
-    try:
-        messages = on_ranks(2, fit_skipping, strategy, kind)
-    finally:
-        rank_pool.renew_world()
+def test_skipped_work_is_named(in_own_world: Any, strategy: str, kind: str) -> None:
+    messages = in_own_world(2, fit_skipping, strategy, kind)
     assert REMEDY in messages[1], messages
 
 

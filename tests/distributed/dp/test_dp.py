@@ -17,7 +17,7 @@ from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryF1Sco
 
 from lightning_paral import ConfigurationError
 from tests.models.architectures import MODULES
-from tests.models.regression import FEATURES, Regression, regression_data
+from tests.models.regression import FEATURES
 from tests.models.tokens import fit
 from tests.running import quiet_trainer
 from tests.unit.cli.test_commands import ROOT
@@ -273,28 +273,6 @@ def test_batch_norm_normalizes_by_replica_and_keeps_the_first_replicas_statistic
     assert torch.equal(module.last, first)  # also true of attributes
 
 
-def fit_from(path: Path | None, num_epochs: int, **options: Any) -> Any:
-    torch.manual_seed(3)
-    model = Regression()
-    trainer = quiet_trainer(max_epochs=num_epochs, gradient_clip_val=0.1, **options)
-    trainer.fit(model, regression_data(6, 1), ckpt_path=path)
-    return trainer, model.state_dict()
-
-
-def test_checkpoint_is_an_ordinary_file_and_resumes_on_any_number_of_devices(tmp_path: Path) -> None:
-    _, expected = fit_from(None, 2, devices=1)
-
-    trainer, _ = fit_from(None, 1, devices=3, strategy="paral_dp")
-    path = tmp_path / "model.ckpt"
-    trainer.save_checkpoint(path)
-
-    keys = list(torch.load(path, weights_only=True)["state_dict"])
-    assert keys == ["hidden.weight", "hidden.bias", "out.weight", "out.bias"]
-    Regression.load_from_checkpoint(path)
-    for options in ({"devices": 1}, {"devices": 2, "strategy": "paral_dp"}, {"devices": 1, "strategy": "paral_ddp"}):
-        assert_same_weights(fit_from(path, 2, **options)[1], expected)
-
-
 # Logging and evaluation
 
 
@@ -459,28 +437,15 @@ def test_replica_may_compute_gradients_with_respect_to_inputs() -> None:
     assert_same_weights(weights, expected)
 
 
-class Compiled(Scores):
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = torch.compile(self.hidden)
+def with_hidden(change: Any) -> Scores:
+    module = Scores()
+    module.hidden = change(module.hidden)
+    return module
 
 
-class CompiledInPlace(Scores):
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden.compile()
-
-
-class Scripted(Scores):
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = torch.jit.script(self.hidden)
-
-
-class Lazy(Scores):
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = nn.LazyLinear(6)
+def compiled_in_place(module: nn.Module) -> nn.Module:
+    module.compile()
+    return module
 
 
 class FromIterator(Scores):
@@ -491,10 +456,10 @@ class FromIterator(Scores):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Compiled, "hidden is compiled.*paral_ddp"),
-        (CompiledInPlace, "hidden is compiled.*paral_ddp"),
-        (Scripted, "hidden is a ScriptModule.*paral_ddp"),
-        (Lazy, "hidden.weight has no shape yet.*Run a batch"),
+        (lambda: with_hidden(torch.compile), "hidden is compiled.*paral_ddp"),
+        (lambda: with_hidden(compiled_in_place), "hidden is compiled.*paral_ddp"),
+        (lambda: with_hidden(torch.jit.script), "hidden is a ScriptModule.*paral_ddp"),
+        (lambda: with_hidden(lambda _: nn.LazyLinear(6)), "hidden.weight has no shape yet.*Run a batch"),
         (FromIterator, "training_step takes `dataloader_iter`"),
     ],
 )

@@ -123,39 +123,47 @@ def test_manual_optimization_equals_one_process(make: Any) -> None:
     assert_same_weights(weights, expected)
 
 
-def test_diverging_replicas_raise() -> None:
-    class Divergent(Manual):
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-            if batch[0][0, 0] != samples().dataset[0][0][0]:
-                self.manual_backward(super().training_step(batch, batch_idx))
+class DivergesOrEnds(Manual):
+    """Only the first replica, or only the others, run the backward pass; unless `ends`, all clear the gradients."""
+
+    def __init__(self, ends: bool, first: bool) -> None:
+        super().__init__()
+        self.ends, self.first = ends, first
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        is_first = bool(batch[0][0, 0] == samples().dataset[0][0][0])
+        if is_first == self.first:
+            self.manual_backward(super().training_step(batch, batch_idx))
+        if not self.ends:
             self.optimizers().zero_grad()
 
-    with pytest.raises(
-        ConfigurationError,
-        match=r"replica 0 was at optimizer 0\.zero_grad, replica 1 was at self\.manual_backward.*paral_ddp",
-    ):
-        dp_trainer().fit(Divergent(), samples())
+
+class FailsInOne(Manual):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        if batch[0][0, 0] == samples().dataset[1][0][0]:
+            raise ZeroDivisionError("the reason")
+        self.manual_backward(super().training_step(batch, batch_idx))
 
 
-def test_replica_that_ends_early_does_not_deadlock_the_others() -> None:
-    class Early(Manual):
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-            if batch[0][0, 0] == samples().dataset[0][0][0]:
-                self.manual_backward(super().training_step(batch, batch_idx))
-
-    with pytest.raises(ConfigurationError, match=r"replica 0 was at self\.manual_backward, replica 1 was at the end"):
-        dp_trainer().fit(Early(), samples())
-
-
-def test_error_of_one_replica_releases_those_that_wait() -> None:
-    class Failing(Manual):
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-            if batch[0][0, 0] == samples().dataset[1][0][0]:
-                raise ZeroDivisionError("the reason")
-            self.manual_backward(super().training_step(batch, batch_idx))
-
-    with pytest.raises(ZeroDivisionError, match="the reason"):
-        dp_trainer().fit(Failing(), samples())
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: DivergesOrEnds(ends=False, first=False),
+            ConfigurationError,
+            r"replica 0 was at optimizer 0\.zero_grad, replica 1 was at self\.manual_backward.*paral_ddp",
+        ),
+        (
+            lambda: DivergesOrEnds(ends=True, first=True),
+            ConfigurationError,
+            r"replica 0 was at self\.manual_backward, replica 1 was at the end",
+        ),
+        (FailsInOne, ZeroDivisionError, "the reason"),
+    ],
+)
+def test_replicas_that_differ_or_fail_do_not_deadlock(make: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        dp_trainer().fit(make(), samples())
 
 
 def test_lbfgs_under_manual_optimization_is_refused() -> None:

@@ -1,18 +1,17 @@
 """Every command and every snippet of the README runs and does what the text says."""
 
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from lightning_paral import STRATEGIES
 from tests.benchmarks.measure import BENCHMARKS
-from tests.distributed.launch.test_launch import outputs, start
+from tests.launching import outputs
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
@@ -34,11 +33,18 @@ SHORT = (
 )
 
 
-def run(command: list[str]) -> str:
-    process = start(command)
-    (printed,) = outputs(process)
-    assert process.returncode == 0, printed
-    return printed
+@pytest.fixture
+def run(launch) -> Any:
+    """A function that runs a command and returns its output."""
+
+    def run(command: list[str], **options: Any) -> str:
+        program, *arguments = command
+        process = launch(*arguments, by=(program,), **options)
+        (printed,) = outputs(process)
+        assert process.returncode == 0, printed
+        return str(printed)
+
+    return run
 
 
 def test_every_command_is_accounted_for() -> None:
@@ -73,42 +79,30 @@ def test_measurements_name_commands_that_are_measured() -> None:
 
 
 @pytest.mark.parametrize("command", TRAININGS)
-def test_training_command(command: str, tmp_path: Path) -> None:
+def test_training_command(run, command: str, tmp_path: Path) -> None:
     printed = run([*shlex.split(command), *SHORT.split(), f"--trainer.default_root_dir={tmp_path}"])
 
     assert "step 2: validation loss" in printed
     assert "max_steps=2` reached" in printed
 
 
-def test_strategies_are_listed_and_planned() -> None:
-    assert "paral_ddp_ring" in run(["paral", "strategies"])
+def test_strategies_are_listed_and_planned(run) -> None:
+    assert "paral_ddp_ring" in run(shlex.split("paral strategies"))
     assert 'Use strategy="paral_ddp"' in run(shlex.split(PLAN))
 
 
-def test_snippets_and_commands_on_checkpoints_run_in_the_order_they_are_read(tmp_path: Path) -> None:
+def test_snippets_and_commands_on_checkpoints_run_in_the_order_they_are_read(run, tmp_path: Path) -> None:
     for number, (language, text) in enumerate(BLOCKS):
         if language == "python":
-            run_snippet(tmp_path / f"snippet_{number}.py", text)
+            (tmp_path / f"snippet_{number}.py").write_text(text)
+            run([sys.executable, f"snippet_{number}.py"], cwd=tmp_path)
         elif language == "bash":
             for command in text.splitlines():
                 if command in ON_CHECKPOINTS:
-                    run_on_checkpoint(command, tmp_path)
+                    run_on_checkpoint(run, command, tmp_path)
 
 
-def run_snippet(path: Path, text: str) -> None:
-    path.write_text(text)
-    process = subprocess.run(
-        [sys.executable, str(path)],
-        cwd=path.parent,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-
-
-def run_on_checkpoint(command: str, folder: Path) -> None:
+def run_on_checkpoint(run: Any, command: str, folder: Path) -> None:
     program, *words = shlex.split(command)
     words = [str(folder / word) if word.endswith(".ckpt") else word for word in words]
     if " fit " not in command:

@@ -1,7 +1,6 @@
 """A fit in which one rank sleeps, and what the ranks log of it."""
 
 import logging
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from torch import Tensor
 
 from lightning_paral.distributed.process_group import release_process_group
 from tests.contract.cases import strategy_of
+from tests.launching import free_port as free_port
+from tests.launching import leave_pool
 from tests.models.regression import Regression, regression_data
 from tests.running import quiet_trainer
 
@@ -64,16 +65,13 @@ def fit_with_own_group(
     label: str,
     model: Regression,
     logged: Logged,
-    port: int,
     folder: str,
     timeout: float,
     *callbacks: Callback,
     num_batches: int = 3,
 ) -> str:
     """Fit in a process group that the strategy creates; return the error, or an empty string."""
-    dist.barrier()  # otherwise the other rank could still be connecting
-    dist.destroy_process_group()
-    os.environ["MASTER_PORT"] = str(port)
+    leave_pool()
     logging.getLogger("lightning_paral").addHandler(logged)
     trainer = quiet_trainer(
         devices=2,

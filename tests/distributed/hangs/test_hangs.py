@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lightning_paral import Preemption
 from tests.distributed.hangs.sleeping import Logged, Sleeper, fit_with_own_group
-from tests.processes import free_port
 
 SECONDS = 5.0
 STRATEGIES = (
@@ -23,24 +22,20 @@ STRATEGIES = (
 STAGES = ("configure_model", "training_step", "validation_step", "on_save_checkpoint")
 
 
-def hang(label: str, stage: str, sleeper: int, port: int, folder: str) -> tuple[list[str], str]:
+def hang(label: str, stage: str, sleeper: int, folder: str) -> tuple[list[str], str]:
     """Let a rank sleep until the other one has given up. Return what this rank logged, and its error."""
     awake, logged = Path(folder, "awake"), Logged()
-    error = fit_with_own_group(label, Sleeper(stage, sleeper, awake), logged, port, folder, SECONDS)
+    error = fit_with_own_group(label, Sleeper(stage, sleeper, awake), logged, folder, SECONDS)
     awake.touch()
     return logged.messages, error
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("label", STRATEGIES)
-def test_hang_ends_at_the_timeout_and_names_the_rank_that_sleeps(on_ranks, rank_pool, tmp_path, label, stage) -> None:
+def test_hang_ends_at_the_timeout_and_names_the_rank_that_sleeps(in_own_world, tmp_path, label, stage) -> None:
     sleeper = 0 if stage == "on_save_checkpoint" else 1
     waiting = 1 - sleeper
-    rank_pool.renew_world()
-    try:
-        told = on_ranks(2, hang, label, stage, sleeper, free_port(), str(tmp_path), timeout=90.0)
-    finally:
-        rank_pool.renew_world()
+    told = in_own_world(2, hang, label, stage, sleeper, str(tmp_path), timeout=90.0)
 
     assert "did not finish within timeout=0:00:05, set by `Paral" in told[waiting][1]
     printed = "\n".join(told[0][0] + told[1][0])
@@ -50,12 +45,12 @@ def test_hang_ends_at_the_timeout_and_names_the_rank_that_sleeps(on_ranks, rank_
     assert f"; rank {waiting} has waited " in printed
 
 
-def ask_by_signal(port: int, folder: str) -> tuple[list[str], str]:
+def ask_by_signal(folder: str) -> tuple[list[str], str]:
     """Let rank 1 sleep until the summary is logged, and send SIGUSR2 to rank 0, which waits in a collective."""
     awake, process = Path(folder, "awake"), Path(folder, "process")
     logged = Logged("SIGUSR2 reached rank 0.", awake)
     model = Asking(process, awake)
-    return logged.messages, fit_with_own_group("paral_ddp", model, logged, port, folder, 60.0)
+    return logged.messages, fit_with_own_group("paral_ddp", model, logged, folder, 60.0)
 
 
 class Asking(Sleeper):
@@ -76,12 +71,8 @@ class Asking(Sleeper):
         super().sleep_at(stage)
 
 
-def test_signal_shows_where_all_ranks_are_and_the_run_continues(on_ranks, rank_pool, tmp_path) -> None:
-    rank_pool.renew_world()
-    try:
-        told = on_ranks(2, ask_by_signal, free_port(), str(tmp_path), timeout=90.0)
-    finally:
-        rank_pool.renew_world()
+def test_signal_shows_where_all_ranks_are_and_the_run_continues(in_own_world, tmp_path) -> None:
+    told = in_own_world(2, ask_by_signal, str(tmp_path), timeout=90.0)
 
     assert [error for _, error in told] == ["", ""]
     stack, summary = told[0][0]
@@ -95,10 +86,10 @@ def test_signal_shows_where_all_ranks_are_and_the_run_continues(on_ranks, rank_p
     assert "time.sleep(0.1)" in stack
 
 
-def terminate(port: int, folder: str, label: str, callbacks: list[Preemption], hangs: bool) -> tuple[str, int]:
+def terminate(folder: str, label: str, callbacks: list[Preemption], hangs: bool) -> tuple[str, int]:
     """Send SIGTERM to rank 0, from rank 1 in batch 1, and return the error and the number of steps of this rank."""
     logged, model = Logged(), Terminating(Path(folder), hangs)
-    error = fit_with_own_group(label, model, logged, port, folder, 60.0, *callbacks, num_batches=20_000)
+    error = fit_with_own_group(label, model, logged, folder, 60.0, *callbacks, num_batches=20_000)
     return error, model.num_steps
 
 
@@ -121,13 +112,9 @@ class Terminating(Sleeper):
         return loss
 
 
-def test_sigterm_ends_a_run_that_hangs_and_names_where_the_ranks_are(on_ranks, rank_pool, tmp_path) -> None:
-    rank_pool.renew_world()
-    try:
-        arguments = (free_port(), str(tmp_path), "paral_fsdp", [Preemption(grace=1.0)], True)
-        told = on_ranks(2, terminate, *arguments, timeout=90.0)
-    finally:
-        rank_pool.renew_world()
+def test_sigterm_ends_a_run_that_hangs_and_names_where_the_ranks_are(in_own_world, tmp_path) -> None:
+    arguments = (str(tmp_path), "paral_fsdp", [Preemption(grace=1.0)], True)
+    told = in_own_world(2, terminate, *arguments, timeout=90.0)
 
     for error, num_steps in told:
         assert "The job received SIGTERM, but no batch ended for 1 s. Rank 1 has been in `sleep_at` (" in error
@@ -136,12 +123,8 @@ def test_sigterm_ends_a_run_that_hangs_and_names_where_the_ranks_are(on_ranks, r
         assert num_steps <= 2
 
 
-def test_sigterm_stops_all_ranks_after_the_same_step_without_a_callback(on_ranks, rank_pool, tmp_path) -> None:
-    rank_pool.renew_world()
-    try:
-        told = on_ranks(2, terminate, free_port(), str(tmp_path), "paral_fsdp", [], False, timeout=90.0)
-    finally:
-        rank_pool.renew_world()
+def test_sigterm_stops_all_ranks_after_the_same_step_without_a_callback(in_own_world, tmp_path) -> None:
+    told = in_own_world(2, terminate, str(tmp_path), "paral_fsdp", [], False, timeout=90.0)
 
     assert told[0] == told[1]
     assert told[0][0] == "SIGTERMException"

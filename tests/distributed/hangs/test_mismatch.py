@@ -5,12 +5,8 @@ import sys
 import pytest
 
 from tests.distributed.hangs import mismatched
-from tests.distributed.launch.test_launch import outputs, start
+from tests.launching import TORCHRUN, outputs
 
-LAUNCHERS = {
-    "python": [sys.executable],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-}
 UNITS = {
     "paral_fsdp": (
         "the all-gather of FSDP unit `experts.0` (`training_step`, mismatched.py:",
@@ -20,10 +16,10 @@ UNITS = {
 }
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("by", [(sys.executable,), TORCHRUN], ids=["python", "torchrun"])
 @pytest.mark.parametrize("strategy", ["paral_fsdp", pytest.param("paral_zero3", marks=pytest.mark.deepspeed)])
-def test_ranks_that_run_other_units_are_named_with_the_remedy(strategy: str, launcher: str) -> None:
-    process = start([*LAUNCHERS[launcher], "-m", mismatched.__name__, strategy])
+def test_ranks_that_run_other_units_are_named_with_the_remedy(launch, strategy: str, by: tuple[str, ...]) -> None:
+    process = launch("-m", mismatched.__name__, strategy, by=by)
 
     (printed,) = outputs(process)
 

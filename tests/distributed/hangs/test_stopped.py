@@ -1,13 +1,12 @@
 """Real processes of which one is stopped by a signal, as by a debugger or a scheduler."""
 
-import sys
 from pathlib import Path
 
-from tests.distributed.launch.test_launch import outputs, start
+from tests.launching import outputs
 
 
-def test_run_ends_although_rank_0_is_stopped_and_its_store_does_not_answer(tmp_path: Path) -> None:
-    process = start([sys.executable, "-m", "tests.distributed.hangs.stopped", str(tmp_path)])
+def test_run_ends_although_rank_0_is_stopped_and_its_store_does_not_answer(launch, tmp_path: Path) -> None:
+    process = launch("-m", "tests.distributed.hangs.stopped", str(tmp_path))
 
     (printed,) = outputs(process)  # ends only when every process that holds the pipe has ended
 

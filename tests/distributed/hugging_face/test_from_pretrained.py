@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,26 +148,6 @@ def test_values_equal_the_folder_and_no_rank_copies_the_files(
         assert seen.written == 0
 
 
-@pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "BertForSequenceClassification"])
-@pytest.mark.parametrize("label", WHOLE)
-def test_values_equal_one_process_if_every_rank_holds_the_model(
-    on_ranks, tmp_path: Path, label: str, kind: str
-) -> None:
-    made(kind).save_pretrained(tmp_path)
-    assert_as_in_one_process(on_ranks(2, load, label, 2, kind, str(tmp_path)), kind, tmp_path)
-
-
-@pytest.mark.parametrize("threshold_bytes", [16, recorder.DEFERRED_BYTES])
-@pytest.mark.parametrize("label", [*DIVIDED, *WHOLE])
-def test_weights_that_are_not_in_the_folder_are_drawn_as_in_one_process(
-    on_ranks, tmp_path: Path, label: str, threshold_bytes: int
-) -> None:
-    kind = "BertForSequenceClassification"
-    made(kind).bert.save_pretrained(tmp_path)
-    ranks = on_ranks(2, load, label, 2, kind, str(tmp_path), None, threshold_bytes)
-    assert_as_in_one_process(ranks, kind, tmp_path)
-
-
 def test_weights_drawn_on_another_device_than_in_one_process_are_named(tmp_path: Path) -> None:
     kind = "BertForSequenceClassification"
     made(kind).bert.save_pretrained(tmp_path)
@@ -217,47 +198,51 @@ def convert(module: Any) -> None:
     module.model = transformers.GPT2LMHeadModel.from_pretrained(module.folder, dtype=torch.bfloat16)
 
 
+@dataclass(frozen=True)
+class Case:
+    kind: str = "GPT2LMHeadModel"
+    then: Any = None
+    """What `configure_model` does with the loaded model."""
+    threshold_bytes: int = 16
+    precision: Any = None
+    whole: bool = True
+    """Whether the folder has all weights. Otherwise some are drawn."""
+
+    def __str__(self) -> str:
+        then = "whole" if self.whole else "part"
+        return f"{self.kind}, {self.then.__name__ if self.then else then}, {self.threshold_bytes}, {self.precision}"
+
+
+DEFERRED, BERT = recorder.DEFERRED_BYTES, "BertForSequenceClassification"
+DRAWN = [Case(BERT, None, threshold_bytes, whole=False) for threshold_bytes in (16, DEFERRED)]
+OF_DIVIDED = [
+    *DRAWN,
+    *(Case(then=then) for then in (resize, add_head, change, load_another, nest, convert)),
+    *(Case(then=then, threshold_bytes=DEFERRED) for then in (resize, nest)),
+    *(Case(then=then, precision="bf16-true") for then in (resize, change, load_another, nest)),
+    *(Case(kind, precision="bf16-true", whole=False) for kind in KINDS),
+    *(Case(kind, precision="bf16-mixed", whole=False) for kind in (KINDS[0], KINDS[-1])),
+]
+OF_WHOLE = [*DRAWN, *(Case(kind, threshold_bytes=DEFERRED) for kind in ("GPT2LMHeadModel", BERT))]
+
+
 @pytest.mark.parametrize(
-    ("then", "threshold_bytes"),
+    ("label", "case"),
     [
-        *((then, 16) for then in (resize, add_head, change, load_another, nest, convert)),
-        *((then, recorder.DEFERRED_BYTES) for then in (resize, nest)),
+        *((label, case) for label in DIVIDED for case in OF_DIVIDED),
+        *((label, case) for label in WHOLE for case in OF_WHOLE),
     ],
+    ids=str,
 )
-@pytest.mark.parametrize("label", DIVIDED)
-def test_changes_after_loading_equal_one_process(
-    on_ranks, tmp_path: Path, label: str, threshold_bytes: int, then: Any
-) -> None:
-    kind = "GPT2LMHeadModel"
-    made(kind).save_pretrained(tmp_path)
-    if (label, then) == ("paral_zero3", convert):
+def test_values_equal_one_process(on_ranks, tmp_path: Path, label: str, case: Case) -> None:
+    saved = made(case.kind)
+    (saved if case.whole else saved.base_model).save_pretrained(tmp_path)
+    run = partial(load, label, 2, case.kind, str(tmp_path), case.then, case.threshold_bytes, case.precision)
+    if (label, case.then) == ("paral_zero3", convert):
         with pytest.raises(RankError, match=r"wte\.weight has dtype bfloat16.*precision='bf16-true'"):
-            on_ranks(2, load, label, 2, kind, str(tmp_path), then, threshold_bytes)
-        return
-    ranks = on_ranks(2, load, label, 2, kind, str(tmp_path), then, threshold_bytes)
-    assert_as_in_one_process(ranks, kind, tmp_path, then)
-
-
-@pytest.mark.parametrize(
-    ("precision", "kind"),
-    [*(("bf16-true", kind) for kind in KINDS), *(("bf16-mixed", kind) for kind in (KINDS[0], KINDS[-1]))],
-)
-@pytest.mark.parametrize("label", DIVIDED)
-def test_low_precision(on_ranks, tmp_path: Path, label: str, precision: str, kind: str) -> None:
-    made(kind).base_model.save_pretrained(tmp_path)  # without its head
-    ranks = on_ranks(2, load, label, 2, kind, str(tmp_path), None, 16, precision)
-    assert_as_in_one_process(ranks, kind, tmp_path, None, precision)
-
-
-@pytest.mark.parametrize("then", [resize, change, load_another, nest], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("label", DIVIDED)
-def test_changes_after_loading_in_low_precision_equal_one_process(
-    on_ranks, tmp_path: Path, label: str, then: Any
-) -> None:
-    kind = "GPT2LMHeadModel"
-    made(kind).save_pretrained(tmp_path)
-    ranks = on_ranks(2, load, label, 2, kind, str(tmp_path), then, 16, "bf16-true")
-    assert_as_in_one_process(ranks, kind, tmp_path, then, "bf16-true")
+            on_ranks(2, run)
+    else:
+        assert_as_in_one_process(on_ranks(2, run), case.kind, tmp_path, case.then, case.precision)
 
 
 @pytest.mark.parametrize("label", DIVIDED)

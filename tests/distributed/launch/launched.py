@@ -9,6 +9,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,14 +74,13 @@ def rank_one_fails() -> object:
     return fit(Trouble("raise"), strategy="paral_ddp")
 
 
-def rank_one_sleeps() -> object:
+def rank_one_sleeps(**options: Any) -> object:
     fit(Regression(), strategy="paral_ddp")  # both ranks have started when the timeout begins
-    return fit(Trouble("sleep"), strategy=ParalDDPStrategy(timeout=timedelta(seconds=12)))
+    return fit(Trouble("sleep"), strategy=ParalDDPStrategy(timeout=timedelta(seconds=12), **options))
 
 
 def rank_one_sleeps_in_ring() -> object:
-    fit(Regression(), strategy="paral_ddp")
-    return fit(Trouble("sleep"), strategy=ParalDDPStrategy(all_reduce="ring", timeout=timedelta(seconds=12)))
+    return rank_one_sleeps(all_reduce="ring")
 
 
 def nobody_else_comes() -> object:

@@ -9,32 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
 from lightning_paral import Preemption
+from tests.models.linear import Linear
 from tests.running import quiet_trainer
 
 FOLDER, STRATEGY, CALLBACK = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 
 
-class Slow(LightningModule):
+class Slow(Linear):
     """Writes its losses, and takes a while for each batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         hangs = CALLBACK == "hang" and batch_idx == 3 and self.global_rank == 1
         time.sleep(600 if hangs else 0.1)
-        loss = self.layer(batch[0]).pow(2).mean()
+        loss = super().training_step(batch[0], batch_idx)
         with (FOLDER / f"losses-{self.trainer.global_rank}").open("a") as file:
             file.write(f"{self.trainer.current_epoch} {batch_idx} {loss.item()!r}\n")
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ The schedulers are simulated by the environment variables that they set.
 import json
 import os
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from lightning.pytorch import Trainer
 
 from lightning_paral import ConfigurationError
 from tests.contract.cases import PER_ENGINE, labels, strategy_of, with_ranks
-from tests.distributed.launch.test_launch import outputs, start
+from tests.distributed.launch.test_launch import slurm_variables
+from tests.launching import TORCHRUN, Process, free_port, outputs
 from tests.network import joined_nodes, why_no_nodes
 from tests.running import quiet_trainer
 
@@ -65,32 +65,25 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def free_port() -> str:
-    with socket.create_server(("", 0)) as server:
-        return str(server.getsockname()[1])
-
-
 def slurm(folder: Path) -> list[dict[str, str]]:
-    common = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_NODEID": "0"}
-    common |= {"SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "train", "SLURM_NODELIST": "127.0.0.1"}
-    common |= {"SLURM_STEP_NUM_TASKS": "2", "MASTER_PORT": free_port()}
+    common = slurm_variables() | {"SLURM_STEP_NUM_TASKS": "2", "MASTER_PORT": str(free_port())}
     return [common | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
 
 
 def lsf(folder: Path) -> list[dict[str, str]]:
     (folder / "hosts").write_text("\n".join(["login", *[socket.gethostname()] * 2]))
     common = {"LSB_JOBID": "17", "LSB_DJOB_RANKFILE": str(folder / "hosts"), "JSM_NAMESPACE_SIZE": "2"}
-    common |= {"MASTER_PORT": free_port()}
+    common |= {"MASTER_PORT": str(free_port())}
     return [common | {"JSM_NAMESPACE_RANK": rank, "JSM_NAMESPACE_LOCAL_RANK": rank} for rank in "01"]
 
 
 def kubeflow(folder: Path) -> list[dict[str, str]]:
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     return [common | {"RANK": rank} for rank in "01"]
 
 
 def own(folder: Path) -> list[dict[str, str]]:
-    common = {"OWN_SIZE": "2", "OWN_PORT": free_port()}
+    common = {"OWN_SIZE": "2", "OWN_PORT": str(free_port())}
     return [common | {"OWN_RANK": rank} for rank in "01"]
 
 
@@ -99,49 +92,45 @@ def own(folder: Path) -> list[dict[str, str]]:
     [(lsf, "paral_ddp"), (kubeflow, "paral_fsdp"), (own, "paral_zero3"), (slurm, "paral_zero2")],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_ranks_that_a_cluster_started_join(cluster: Any, label: str, tmp_path: Path) -> None:
-    processes = [
-        start([sys.executable, *SCRIPT, cluster.__name__, label, str(tmp_path)], **variables)
-        for variables in cluster(tmp_path)
-    ]
+def test_ranks_that_a_cluster_started_join(launch, cluster: Any, label: str, tmp_path: Path) -> None:
+    arguments = [*SCRIPT, cluster.__name__, label, str(tmp_path)]
 
-    printed = outputs(*processes)
+    printed = outputs_of_both_ranks(tmp_path, [launch(*arguments, **variables) for variables in cluster(tmp_path)])
 
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(printed)
-    reports = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    assert printed.count(f"{label}: 2 ranks") == 1
+
+
+def outputs_of_both_ranks(folder: Path, processes: list[Process]) -> str:
+    """Assert that two ranks have trained together, and return what they print."""
+    printed = "\n".join(outputs(*processes))
+    assert [process.returncode for process in processes] == [0, 0], printed
+    reports = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     assert [(report["rank"], report["world_size"], report["sum"]) for report in reports] == [(0, 2, 2.0), (1, 2, 2.0)]
     assert reports[0]["weight"] == reports[1]["weight"]
-    assert "".join(printed).count(f"{label}: 2 ranks") == 1
+    return printed
 
 
-def test_torchrun_on_two_nodes(tmp_path: Path) -> None:
+def test_torchrun_on_two_nodes(launch, tmp_path: Path) -> None:
     reason = why_no_nodes()
     if reason:
         pytest.skip(reason)
     with joined_nodes(2) as nodes:
-        launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
+        launcher = [*TORCHRUN[:3], "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
         launcher += ["--rdzv-endpoint", f"{nodes.addresses[0]}:29577"]
         processes = [
-            start(
-                nodes.command_on(
-                    node,
-                    [
-                        *[sys.executable, *launcher, "--local-addr", nodes.addresses[node]],
-                        # torchrun cannot tell: the nodes have the same host name.
-                        *["--rdzv-conf", f"is_host={int(node == 0)}"],
-                        *[*SCRIPT, "torchrun_on_two_nodes", "paral_fsdp", str(tmp_path)],
-                    ],
-                ),
+            launch(
+                *["--local-addr", nodes.addresses[node]],
+                # torchrun cannot tell: the nodes have the same host name.
+                *["--rdzv-conf", f"is_host={int(node == 0)}"],
+                *[*SCRIPT, "torchrun_on_two_nodes", "paral_fsdp", str(tmp_path)],
+                by=nodes.command_on(node, launcher),
                 GLOO_SOCKET_IFNAME="eth0",
             )
             for node in (0, 1)
         ]
-        printed = outputs(*processes)
+        printed = outputs_of_both_ranks(tmp_path, processes)
 
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(printed)
-    reports = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
-    assert [(report["rank"], report["world_size"], report["sum"]) for report in reports] == [(0, 2, 2.0), (1, 2, 2.0)]
-    assert "paral_fsdp: 2 ranks (2 shards) on 2 nodes" in "".join(printed)
+    assert "paral_fsdp: 2 ranks (2 shards) on 2 nodes" in printed
 
 
 KUBEFLOW = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": "2", "RANK": "0"}

@@ -1,7 +1,5 @@
 """A rank that fails alone ends the others, also if they cannot notice it by an exception, as with NCCL (simulated)."""
 
-import os
-import socket
 import threading
 import time
 from dataclasses import replace
@@ -23,6 +21,7 @@ from lightning_paral.errors import RankFailedError
 from lightning_paral.model.host_memory_check import host_memory_shortage
 from lightning_paral.strategies import collectives
 from tests.contract.cases import PER_ENGINE, labels, strategy_of, with_ranks
+from tests.launching import leave_pool
 from tests.models.regression import Regression, regression_data
 from tests.running import quiet_trainer
 
@@ -38,21 +37,20 @@ class FailsAlone(Regression):
         return super().training_step(batch, batch_idx)
 
 
-def fail_alone(label: str, port: int) -> tuple[list[str], str]:
-    dist.barrier()
-    dist.destroy_process_group()  # the group of the rank pool
-    os.environ["MASTER_PORT"] = str(port)
+def fail_alone(label: str) -> tuple[list[str], str]:
+    leave_pool()
     happened: list[str] = []
-    before = collectives.nccl_backends, failure_watch.abort_nccl, groups.abort_all, collectives.abort_nccl
-    collectives.nccl_backends = lambda: [object()]
-    failure_watch.abort_nccl = lambda: happened.append("woken")
-    collectives.abort_nccl = lambda: happened.append("aborted NCCL")
+    patch = pytest.MonkeyPatch()
+    abort_before = groups.abort_all
+    patch.setattr(collectives, "nccl_backends", lambda: [object()])
+    patch.setattr(failure_watch, "abort_nccl", lambda: happened.append("woken"))
+    patch.setattr(collectives, "abort_nccl", lambda: happened.append("aborted NCCL"))
 
     def abort_all() -> None:
         happened.append("aborted all")
-        before[2]()
+        abort_before()
 
-    groups.abort_all = abort_all
+    patch.setattr(groups, "abort_all", abort_all)
     model = FailsAlone()
     trainer = quiet_trainer(strategy=strategy_of(label), devices=2, max_epochs=1)
 
@@ -68,7 +66,7 @@ def fail_alone(label: str, port: int) -> tuple[list[str], str]:
     except (KeyError, RankFailedError) as raised:
         error = raised
     finally:
-        collectives.nccl_backends, failure_watch.abort_nccl, groups.abort_all, collectives.abort_nccl = before
+        patch.undo()
     assert not dist.is_initialized()
     threads = {thread.name for thread in threading.enumerate()}
     assert threads.isdisjoint({"lightning_paral_timeout", "lightning_paral_watcher"})
@@ -76,14 +74,8 @@ def fail_alone(label: str, port: int) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize("label", labels(with_ranks(PER_ENGINE, 2)))
-def test_a_rank_that_fails_alone_aborts_and_wakes_the_others(on_ranks, rank_pool, label: str) -> None:
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
-    rank_pool.renew_world()
-    try:
-        told = on_ranks(2, fail_alone, label, port)
-    finally:
-        rank_pool.renew_world()
+def test_a_rank_that_fails_alone_aborts_and_wakes_the_others(in_own_world, label: str) -> None:
+    told = in_own_world(2, fail_alone, label)
 
     assert [happened for happened, _ in told] == [
         ["woken", "aborted NCCL", "aborted all"],
@@ -151,13 +143,8 @@ def host_tensors_beside_a_group_for_cuda(folder: str) -> list[Any]:
     return [tensor.tolist(), lack, mean.item(), same, groups.host_group() is None]
 
 
-def test_host_tensors_have_a_group_of_their_own_beside_one_for_cuda_only(on_ranks, rank_pool, tmp_path) -> None:
-    rank_pool.renew_world()
-    try:
-        told = on_ranks(2, host_tensors_beside_a_group_for_cuda, str(tmp_path))
-    finally:
-        rank_pool.renew_world()
-
+def test_host_tensors_have_a_group_of_their_own_beside_one_for_cuda_only(in_own_world, tmp_path) -> None:
+    told = in_own_world(2, host_tensors_beside_a_group_for_cuda, str(tmp_path))
     assert told == [[[1.0, 1.0, 1.0], None, 0.5, True, True]] * 2
 
 

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,10 +20,10 @@ from lightning_paral import ConfigurationError, ParalDDPStrategy, ParalFSDPStrat
 from lightning_paral.distributed.launching import rank_processes, start_method
 from lightning_paral.errors import RankFailedError
 from lightning_paral.strategies.process_launcher import ProcessLauncher
+from tests.launching import outputs
 from tests.models.regression import FEATURES, Regression
 from tests.running import quiet_trainer
 
-ROOT = Path(__file__).parents[3]
 STRATEGIES = {
     "ddp": lambda **options: ParalDDPStrategy(split="global", **options),
     "fsdp": lambda **options: ParalFSDPStrategy(split="global", **options),
@@ -243,21 +242,6 @@ def test_results_that_cannot_be_pickled_are_refused() -> None:
         trainer.predict(Strange(), loader())
 
 
-def program(*arguments: str, stdin: str = "", **environment: str) -> "subprocess.CompletedProcess[str]":
-    """Run Python as a user does, outside of pytest, for five minutes at most."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
 CANNOT_FORK = (
     "This process has trained before, and with this build of torch, ranks that are forked now cannot compute "
     "gradients. Restart the kernel or the interpreter, and begin with the run on several ranks. Otherwise, set "
@@ -265,34 +249,35 @@ CANNOT_FORK = (
     "set devices=1."
 )
 
-CELLS = """
+IMPORTS = """
+import os, time
 import torch
-from lightning.pytorch import Trainer
+import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
-from lightning_paral import ConfigurationError
+from lightning_paral import ConfigurationError, ParalDDPStrategy
+from tests.launching import outputs
 from tests.models.regression import Regression
 from tests.running import quiet_trainer
 
 data = DataLoader(TensorDataset(torch.ones(8, 8), torch.ones(8, 2)), batch_size=2)
+"""
+
+OWN = f"""{IMPORTS}
 torch.ones(1 << 22).sum()  # starts the threads of OpenMP, if there are several
 
 class Own(Regression):
     validation_step = Regression.training_step
 
 model = Own()
-trainer = quiet_trainer(strategy="paral_ddp", devices=2, max_epochs=1)
-trainer.fit(model, data)
-print("fitted", trainer.global_step, len(model.losses))
-trainer = quiet_trainer(strategy="paral_fsdp", devices=2, max_epochs=1)
-trainer.fit(model, data)
-print("fitted", trainer.global_step, len(model.losses))
-print("validated", trainer.validate(model, data))
 """
 
-AFTER_A_RUN_ALONE = (
-    CELLS.partition("model = Own()")[0]
-    + """
-model = Own()
+CELLS = f"""{OWN}
+for strategy in ("paral_ddp", "paral_fsdp"): trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1); trainer.fit(model, data); print("fitted", trainer.global_step, len(model.losses))
+
+print("validated", trainer.validate(model, data))
+"""  # noqa: E501  an interactive session needs it in one line
+
+AFTER_A_RUN_ALONE = f"""{OWN}
 trainer = quiet_trainer(strategy="paral_fsdp", devices=1, max_epochs=1)
 trainer.fit(model, data)
 print("fitted alone", trainer.global_step)
@@ -303,39 +288,34 @@ try:
 except ConfigurationError as error:
     print(error)
 """
-)
 
 
 @pytest.mark.parametrize("how", ["interactive", "command", "stdin"])
-def test_session_that_cannot_run_again_forks_although_it_has_used_threads(how: str) -> None:
+def test_session_that_cannot_run_again_forks_although_it_has_used_threads(launch, how: str) -> None:
     arguments = {"interactive": ["-i"], "command": ["-c", CELLS], "stdin": []}[how]
-    done = program(*arguments, stdin="" if how == "command" else CELLS, OMP_NUM_THREADS="2")
+    process = launch(*arguments, OMP_NUM_THREADS="2")
+    (printed,) = outputs(process, stdin="" if how == "command" else CELLS)
 
-    printed = done.stdout
-    assert done.returncode == 0, done.stderr
-    assert "fitted 2 2\n" in printed, done.stderr
+    assert process.returncode == 0, printed
+    assert "fitted 2 2\n" in printed, printed
     assert "fitted 2 4\n" in printed
     assert "validated [{}]\n" in printed
-    assert done.stderr.count("computes with one thread") == 2  # once per Trainer with forked ranks
+    assert printed.count("computes with one thread") == 2  # once per Trainer with forked ranks
 
 
-def test_session_that_has_trained_forks_or_says_why_it_cannot() -> None:
-    done = program("-c", AFTER_A_RUN_ALONE, OMP_NUM_THREADS="2")
+def test_session_that_has_trained_forks_or_says_why_it_cannot(launch) -> None:
+    process = launch("-c", AFTER_A_RUN_ALONE, OMP_NUM_THREADS="2")
+    (printed,) = outputs(process)
 
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, printed
+    assert "fitted alone 4\n" in printed
     # With CUDA, or a build of torch for it, autograd has threads by then.
-    assert done.stdout in ("fitted alone 4\nfitted 2\n", f"fitted alone 4\n{CANNOT_FORK}\n")
+    assert ("\nfitted 2\n" in printed) != (f"\n{CANNOT_FORK}\n" in printed), printed
 
 
-MESHES = """
-import torch
-import torch.distributed as dist
+MESHES = f"""{IMPORTS}
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
-from torch.utils.data import DataLoader, TensorDataset
-import lightning_paral
-from tests.models.regression import Regression
-from tests.running import quiet_trainer
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 tensor = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)))
@@ -343,74 +323,55 @@ tensor = tensor + tensor  # DTensor keeps the mesh, and with it the process grou
 del tensor
 dist.destroy_process_group()
 
-data = DataLoader(TensorDataset(torch.ones(8, 8), torch.ones(8, 2)), batch_size=2)
 trainer = quiet_trainer(strategy="paral_fsdp", devices=2, max_epochs=1)
 trainer.fit(Regression(), data)
 print("fitted", trainer.global_step)
 """
 
 
-def test_session_forks_although_dtensor_keeps_process_groups_that_were_destroyed() -> None:
-    done = program("-c", MESHES)
+def test_session_forks_although_dtensor_keeps_process_groups_that_were_destroyed(launch) -> None:
+    process = launch("-c", MESHES)
+    (printed,) = outputs(process)
 
-    assert done.returncode == 0, done.stderr
-    assert "fitted 2\n" in done.stdout
+    assert process.returncode == 0, printed
+    assert "fitted 2\n" in printed
 
 
-SCRIPT = """
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-from lightning_paral import ParalDDPStrategy
-from tests.models.regression import Regression
-from tests.running import quiet_trainer
-
+SCRIPT = f"""{IMPORTS}
 print("ran")
 trainer = quiet_trainer(strategy=ParalDDPStrategy(start_method="spawn"), devices=2, max_epochs=1)
-trainer.fit(Regression(), DataLoader(TensorDataset(torch.ones(8, 8), torch.ones(8, 2))))
+trainer.fit(Regression(), data)
 """
 
 
-def test_missing_main_guard_is_one_error(tmp_path: Path) -> None:
+def test_missing_main_guard_is_one_error(launch, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
+    process = launch(str(tmp_path / "train.py"))
+    (printed,) = outputs(process)
 
-    done = program(str(tmp_path / "train.py"))
-
-    assert done.returncode == 1
-    assert done.stdout.count("ran") == 3  # this process and two ranks
-    assert done.stderr.count("Error") == 1, done.stderr
-    assert 'Put the code that starts it under `if __name__ == "__main__":`' in done.stderr
+    assert process.returncode == 1
+    assert printed.count("ran\n") == 3  # this process and two ranks
+    assert printed.count("Error") == 1, printed
+    assert 'Put the code that starts it under `if __name__ == "__main__":`' in printed
 
 
-ENDLESS = """
-import os, time
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-import lightning_paral
-from tests.models.regression import Regression
-from tests.running import quiet_trainer
-
+ENDLESS = f"""{IMPORTS}
 class Endless(Regression):
     def on_train_start(self):
-        os.write(1, f"rank {os.getpid()}\\n".encode())  # at once: unbuffered, `print` writes each word
+        os.write(1, f"rank {{os.getpid()}}\\n".encode())  # at once: unbuffered, `print` writes each word
         time.sleep(1000)
 
-trainer = quiet_trainer(strategy="paral_ddp", devices=2, max_epochs=1)
-trainer.fit(Endless(), DataLoader(TensorDataset(torch.ones(8, 8), torch.ones(8, 2))))
+quiet_trainer(strategy="paral_ddp", devices=2, max_epochs=1).fit(Endless(), data)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children together with their parent")
-def test_forked_ranks_end_with_the_process_that_started_them() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", ENDLESS], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE
-    )
-    try:
-        assert process.stdout is not None
-        lines = [process.stdout.readline().split() for _ in range(2)]
-        ranks = [int(pid) for _, pid in lines]
-    finally:
-        process.kill()
-        process.wait()
+def test_forked_ranks_end_with_the_process_that_started_them(launch) -> None:
+    process = launch("-c", ENDLESS)
+    told = (line.split() for line in process.stdout if line.startswith("rank "))
+    ranks = [int(next(told)[1]) for _ in range(2)]
+    process.kill()
+    process.wait()
     deadline = time.monotonic() + 60
     while any(map(is_running, ranks)) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -54,9 +54,8 @@ def handler_after_failure(hook: str, is_preemptible: bool, before: Any) -> tuple
 @pytest.mark.parametrize("before", [_own_handler, signal.SIG_DFL])
 @pytest.mark.parametrize("is_preemptible", [False, True])
 @pytest.mark.parametrize("hook", ["setup", "training_step"])
-def test_handler_of_sigterm_is_restored(on_ranks, rank_pool, hook: str, is_preemptible: bool, before: Any) -> None:
-    results = on_ranks(2, handler_after_failure, hook, is_preemptible, before)
-    rank_pool.renew_world()
+def test_handler_of_sigterm_is_restored(in_own_world, hook: str, is_preemptible: bool, before: Any) -> None:
+    results = in_own_world(2, handler_after_failure, hook, is_preemptible, before)
 
     assert [restored for _, restored in results] == [True, True]
     assert {name for name, _ in results} == {"KeyError", "RankFailedError"}

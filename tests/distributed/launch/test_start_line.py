@@ -1,6 +1,5 @@
 """A fit first prints one line with strategy, ranks, backend, precision, split, batch size and parameters per rank."""
 
-import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,16 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_paral import ParalDDPStrategy, ParalDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 from tests.models.regression import FEATURES, Regression
-from tests.running import quiet_trainer
-
-
-class Kept(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+from tests.running import logged, quiet_trainer
 
 
 def batches(batch_size: int | None = 4) -> DataLoader[Any]:
@@ -45,18 +35,11 @@ class Both(Regression):
 
 def printed(strategy: Callable[[], Any], loaders: Any, several: bool = False, **options: Any) -> list[str]:
     """Fit twice; return the start line of each fit on this rank."""
-    logger, kept = logging.getLogger("lightning.pytorch.utilities.rank_zero"), Kept()
-    level = logger.level
-    logger.addHandler(kept)
-    logger.setLevel(logging.INFO)
-    try:
+    with logged("lightning.pytorch.utilities.rank_zero") as messages:
         for _ in range(2):
             module = Both() if several else Regression()
             quiet_trainer(strategy=strategy(), devices=2, max_steps=1, **options).fit(module, loaders)
-    finally:
-        logger.removeHandler(kept)
-        logger.setLevel(level)
-    return [line for line in kept.lines if re.match(r"paral_\w+: \d", line)]
+    return [line for line in messages if re.match(r"paral_\w+: \d", line)]
 
 
 def on_rank() -> dict[str, list[str]]:

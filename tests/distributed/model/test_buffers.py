@@ -1,13 +1,15 @@
 """All ranks use rank 0's buffers under every strategy, as under DDP."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_paral import ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 from lightning_paral.comm.broadcast import broadcast
 from tests.contract.cases import MAIN, labels, strategy_of, with_ranks
 from tests.running import quiet_trainer
@@ -59,17 +61,13 @@ def rows(num: int, seed: int, rank: int) -> DataLoader[Tensor]:
     return DataLoader(data[rank::2], batch_size=4)
 
 
-def fit(strategy: str | Strategy, accumulate: int, manual: bool = False, num_evaluated: int = 16) -> dict[str, object]:
+def fit(strategy: str, manual: bool = False, of_strategy: Any = None, **options: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Normalized()
     model.automatic_optimization = not manual
-    options = {} if manual else {"accumulate_grad_batches": accumulate}
-    if isinstance(strategy, str):
-        strategy = strategy_of(strategy)
-    trainer = quiet_trainer(
-        strategy=strategy, devices=2, max_epochs=2, use_distributed_sampler=False, num_sanity_val_steps=0, **options
-    )
-    trainer.fit(model, rows(48, 1, trainer.global_rank), rows(num_evaluated, 2, trainer.global_rank))
+    defaults = {"max_epochs": 2, "use_distributed_sampler": False, "num_sanity_val_steps": 0}
+    trainer = quiet_trainer(strategy=strategy_of(strategy, **(of_strategy or {})), devices=2, **(defaults | options))
+    trainer.fit(model, rows(48, 1, trainer.global_rank), rows(16, 2, trainer.global_rank))
     return {
         "training": model.in_training,
         "validation": model.in_validation,
@@ -81,9 +79,10 @@ def fit(strategy: str | Strategy, accumulate: int, manual: bool = False, num_eva
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_buffers_equal_those_under_ddp(on_ranks, strategy: str, accumulate: int) -> None:
-    expected = on_ranks(2, fit, "ddp", accumulate)
+    options = {"accumulate_grad_batches": accumulate}
+    expected = on_ranks(2, partial(fit, "ddp", **options))
 
-    for rank, found in enumerate(on_ranks(2, fit, strategy, accumulate)):
+    for rank, found in enumerate(on_ranks(2, partial(fit, strategy, **options))):
         assert found["loss"] == pytest.approx(expected[0]["loss"], rel=1e-5)
         for stage in ("training", "validation"):
             assert torch.tensor(found[stage]).sub(torch.tensor(expected[rank][stage])).abs().max() < 1e-4
@@ -92,49 +91,25 @@ def test_buffers_equal_those_under_ddp(on_ranks, strategy: str, accumulate: int)
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_rank_zeros_buffers_are_evaluated_in_manual_optimization(on_ranks, strategy: str) -> None:
-    first, second = on_ranks(2, fit, strategy, 1, True)
+    first, second = on_ranks(2, fit, strategy, True)
 
     assert first["validation"] == second["validation"]
     assert first["training"] == second["training"]
     assert first["after"] == second["after"]
 
 
-def fit_with_validation_in_the_window(label: str) -> list[list[float]]:
-    torch.manual_seed(0)
-    model = Normalized()
-    trainer = quiet_trainer(
-        strategy=strategy_of(label),
-        devices=2,
-        max_epochs=1,
-        accumulate_grad_batches=3,
-        val_check_interval=4,
-        use_distributed_sampler=False,
-        num_sanity_val_steps=0,
-    )
-    trainer.fit(model, rows(48, 1, trainer.global_rank), rows(16, 2, trainer.global_rank))
-    return model.in_validation
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_rank_zeros_buffers_are_evaluated_between_micro_batches(on_ranks, strategy: str) -> None:
-    first, second = on_ranks(2, fit_with_validation_in_the_window, strategy)
+    options = {"accumulate_grad_batches": 3, "val_check_interval": 4, "max_epochs": 1}
+    first, second = on_ranks(2, partial(fit, strategy, **options))
 
-    assert len(first) > 1
-    assert first == second
-
-
-def fit_apart(name: str) -> dict[str, object]:
-    made = {
-        "ddp": lambda: ParalDDPStrategy(broadcast_buffers=False),
-        "fsdp": lambda: ParalFSDPStrategy(broadcast_buffers=False),
-        "zero": lambda: ParalZeROStrategy(stage=1, broadcast_buffers=False),
-    }
-    return fit(made[name](), 1)
+    assert len(first["validation"]) > 1
+    assert first["validation"] == second["validation"]
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero"])
-def test_ranks_keep_their_own_buffers_on_request(on_ranks, name: str) -> None:
-    first, second = on_ranks(2, fit_apart, name)
+@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero1"])
+def test_ranks_keep_their_own_buffers_on_request(on_ranks, strategy: str) -> None:
+    first, second = on_ranks(2, partial(fit, strategy, of_strategy={"broadcast_buffers": False}))
 
     assert first["after"] != second["after"]
 
@@ -166,8 +141,6 @@ def test_all_ranks_evaluate_rank_zeros_model(on_ranks, strategy: str) -> None:
 
 
 def broadcast_various() -> list[Tensor]:
-    import torch.distributed as dist
-
     generator = torch.Generator().manual_seed(dist.get_rank())
     real = torch.randn(600, 700, generator=generator)
     tensors = [

@@ -37,14 +37,6 @@ CASES = [
 ]
 
 
-@pytest.fixture
-def fresh_ranks() -> Any:
-    """Ranks without remains of other tests, whose memory would be counted."""
-    pool = RankPool()
-    yield pool
-    pool.close()
-
-
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_peak_of_a_rank_is_predicted_within_a_tenth(fresh_ranks: RankPool, num_ranks: int) -> None:
     for name, ranks, batch_size, precision, recomputes in CASES:

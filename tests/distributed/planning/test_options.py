@@ -17,14 +17,6 @@ from tests.unit.planning.models import gpt
 BATCH_SIZE = 8
 
 
-@pytest.fixture
-def fresh_ranks() -> Any:
-    """Ranks without remains of other tests, whose memory would be counted."""
-    pool = RankPool()
-    yield pool
-    pool.close()
-
-
 def planned(strategy: Any, num_ranks: int, batch_size: int = BATCH_SIZE) -> Estimate:
     batch = torch.zeros((), dtype=torch.long).expand(batch_size, LENGTH)
     made = plan(gpt(WIDTH, NUM_LAYERS), (batch, batch), num_ranks, strategies=[strategy], device_type="cpu")

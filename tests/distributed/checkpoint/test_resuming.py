@@ -1,0 +1,252 @@
+"""Modules that save and load in their own way resume as if training had not stopped."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_paral import CheckpointError
+from lightning_paral.checkpoint.integrity import verify
+from lightning_paral.checkpoint.load import peek
+from tests.contract.cases import PER_PLACEMENT, labels, with_ranks
+from tests.models.resumable import Resumable, assert_continues, losses, refusal
+
+PLACEMENTS = labels(with_ranks(PER_PLACEMENT, 2))
+FORMS = ("full", "sharded")
+
+
+class EditedInHooks(Resumable):
+    """Changes the checkpoint when it is saved, and undoes that when it is loaded."""
+
+    saved = ("renamed", "added")
+    not_saved = ("out.bias", "frozen.bias")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen_bias = self.frozen.bias.detach().clone()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        state["renamed"] = state.pop("out.bias")
+        state["added"] = torch.full((3,), 2.5)
+        state["first.bias"] = state["first.bias"].to(torch.float64) * 2
+        del state["frozen.bias"]
+        checkpoint["mine"] = {"note": "kept", "values": torch.arange(4)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        assert state["first.bias"].dtype == torch.float64
+        state["out.bias"] = state.pop("renamed")
+        state["first.bias"] = state["first.bias"] / 2
+        state["frozen.bias"] = self.frozen_bias
+        assert state.pop("added").sum() == 7.5
+        assert checkpoint["mine"]["note"] == "kept"
+        assert checkpoint["mine"]["values"].tolist() == [0, 1, 2, 3]
+
+
+class OwnStateDict(Resumable):
+    """Saves `first` as `input` with doubled weights, omits frozen parameters, and undoes that when it loads."""
+
+    saved = ("added", "input.weight", "out.weight")
+    not_saved = ("first", "frozen")
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        saved: dict[str, Any] = {"added": torch.ones(2)}
+        for name, value in super().state_dict().items():
+            if name.startswith("first."):
+                saved[name.replace("first", "input")] = value * 2
+            elif not name.startswith("frozen."):
+                saved[name] = value
+        return saved
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+        loaded: dict[str, Tensor] = {f"frozen.{name}": value for name, value in self.frozen.state_dict().items()}
+        for name, value in state_dict.items():
+            if name.startswith("input."):
+                loaded[name.replace("input", "first")] = value / 2
+            elif name != "added":
+                loaded[name] = value
+        if hasattr(self.frozen.weight, "ds_id"):  # partitioned, and not gathered here
+            loaded = {name: value for name, value in loaded.items() if not name.startswith("frozen.")}
+            return super().load_state_dict(loaded, strict=False)
+        return super().load_state_dict(loaded, strict=strict)
+
+
+def rename(state: dict[str, Any], old: str, new: str, factor: float | None = None) -> None:
+    for kind in ("weight", "bias"):
+        if f"{old}.{kind}" in state:
+            value = state.pop(f"{old}.{kind}")
+            state[f"{new}.{kind}"] = value if factor is None else value * factor
+
+
+class OldVersion(Resumable):
+    saved = ("input.weight",)
+    not_saved = ("first",)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        rename(checkpoint["state_dict"], "first", "input", 2.0)
+
+
+class LoadsOldVersion(Resumable):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_pre_hook(
+            lambda _, state, prefix, *__: rename(state, f"{prefix}input", f"{prefix}first", 0.5)
+        )
+
+
+class HooksOfTorch(Resumable):
+    """Saves parameters under other names, and renames them back when it loads."""
+
+    saved = ("stripped.weight",)
+    not_saved = ("second",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._register_state_dict_hook(
+            lambda _, state, prefix, *__: rename(state, f"{prefix}second", f"{prefix}stripped")
+        )
+        self.register_load_state_dict_pre_hook(
+            lambda _, state, prefix, *__: rename(state, f"{prefix}stripped", f"{prefix}second")
+        )
+
+
+class Lookahead(torch.optim.AdamW):
+    """Lookahead (arXiv:1907.08610): pulls weights towards slow weights, which it saves outside `state`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        fast = [p for group in self.param_groups for p in group["params"]]
+        for mine, parameter in zip(self.slow, fast, strict=True):
+            parameter.copy_(mine.lerp_(parameter, 0.5))
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"slow": dict(enumerate(self.slow))}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.slow = list(state_dict["slow"].values())
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+
+
+class OtherOptimizer(Resumable):
+    def __init__(self, make_optimizer: Any, **options: Any) -> None:
+        super().__init__()
+        self.make_optimizer = partial(make_optimizer, **options)
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer([p for p in self.parameters() if p.requires_grad])
+
+
+class Untrained(Resumable):
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+WithLookahead = partial(OtherOptimizer, Lookahead, lr=1e-2)
+WithLBFGS = partial(OtherOptimizer, torch.optim.LBFGS, lr=0.1, max_iter=2, history_size=3)
+WithoutState = partial(OtherOptimizer, torch.optim.SGD, lr=1e-2)
+CASES: list[tuple[Any, Any, str, str | None, int]] = [
+    *((OwnStateDict, OwnStateDict, label, None, 2) for label in PLACEMENTS),
+    *((OldVersion, LoadsOldVersion, label, None, 2) for label in PLACEMENTS),
+    *((HooksOfTorch, HooksOfTorch, label, None, 2) for label in PLACEMENTS),
+    *((EditedInHooks, EditedInHooks, label, "full", 2) for label in ("paral_ddp", "paral_zero3")),
+    *((EditedInHooks, EditedInHooks, label, "sharded", 2) for label in ("paral_fsdp", "paral_zero2")),
+    *((each, each, "paral_ddp", form, 1) for each in (WithLookahead, WithLBFGS) for form in FORMS),
+    *((WithoutState, WithoutState, label, form, 2) for label in ("paral_ddp", "paral_fsdp") for form in FORMS),
+    *((Untrained, Untrained, "paral_ddp", form, 2) for form in FORMS),
+]
+
+
+@pytest.mark.parametrize(("saving", "loading", "label", "form", "num_ranks"), CASES)
+def test_module_resumes(
+    on_ranks, tmp_path: Path, saving: Any, loading: Any, label: str, form: str | None, num_ranks: int
+) -> None:
+    path = tmp_path / "x.ckpt"
+    whole = on_ranks(num_ranks, partial(losses, label, saving, checkpoint=form, save_to=path))
+    assert verify(path) == []
+    names = peek(path)[1]["state_dict"].keys()
+    assert set(getattr(saving, "saved", ())) <= names
+    assert not [name for name in names if name.startswith(getattr(saving, "not_saved", ()))]
+
+    assert_continues(on_ranks(num_ranks, partial(losses, label, loading, checkpoint=form, resume_from=path)), whole)
+
+
+class ReadsValues(Resumable):
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return {
+            name: value.sum(0, keepdim=True) if value.dim() else value for name, value in super().state_dict().items()
+        }
+
+
+class ReadsInHook(Resumable):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"]["first.weight"].sum()
+
+
+@pytest.mark.parametrize("make", [ReadsValues, ReadsInHook])
+def test_reading_values_of_shards_is_refused(on_ranks, tmp_path: Path, make: Any) -> None:
+    for message in on_ranks(2, partial(refusal, "paral_zero3", make, save_to=tmp_path / "x.ckpt")):
+        assert "a tensor of which this rank holds only a shard" in message
+
+
+def test_names_that_nothing_renames_are_listed(tmp_path: Path) -> None:
+    class Strict(Resumable):
+        def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+            return super().load_state_dict(state_dict, strict=strict)
+
+    losses("paral_fsdp", OwnStateDict, save_to=tmp_path / "own.ckpt")
+    with pytest.raises(RuntimeError, match=r"Missing key.*first\.weight"):
+        losses("paral_fsdp", Strict, resume_from=tmp_path / "own.ckpt")
+    losses("paral_ddp", OldVersion, save_to=tmp_path / "old.ckpt")
+    with pytest.raises(CheckpointError, match=r"Missing in the checkpoint: first\.bias, first\.weight"):
+        losses("paral_ddp", HooksOfTorch, resume_from=tmp_path / "old.ckpt")
+
+
+class Other(Resumable):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 9)
+        self.extra = nn.Linear(2, 2)
+        del self.out
+
+
+class Regrouped(Resumable):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad and p.dim() > 1])
+
+
+@pytest.mark.parametrize("label", ["paral_ddp", "paral_fsdp", "paral_zero2"])
+def test_mismatches_are_listed_by_name(on_ranks, tmp_path: Path, label: str) -> None:
+    path = tmp_path / "x.ckpt"
+    on_ranks(2, partial(losses, "paral_ddp", save_to=path))
+
+    for message in on_ranks(2, partial(refusal, label, Other, resume_from=path)):
+        assert "Missing in the checkpoint: extra.bias, extra.weight." in message
+        assert "Only in the checkpoint: out.bias, out.weight." in message
+        assert "first.weight (checkpoint (7, 5), module (9, 5))" in message
+    for message in on_ranks(2, partial(refusal, label, Regrouped, resume_from=path)):
+        assert "Only in the checkpoint: first.bias, out.bias, scale, second.bias, tied.bias." in message
+
+
+class Grown(Resumable):
+    def __init__(self) -> None:
+        super().__init__()
+        self.grown = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.strict_loading = False
+
+
+def test_loading_without_strict_takes_matching_entries(tmp_path: Path) -> None:
+    whole = losses("paral_ddp", save_to=tmp_path / "x.ckpt")
+    module = Grown()
+    found = losses("paral_ddp", lambda: module, resume_from=tmp_path / "x.ckpt")
+    assert module.grown.tolist() == [1.0, 1.0]
+    assert_continues([found], [whole])
