@@ -67,16 +67,16 @@ class Worktree:
         options = [] if lane == NAMED else ["--lane", lane]
         failing = None
         for tests in (fix.tests, paths)[: 1 if lane == NAMED else 2]:
-            failing = failing or self._find_among(fix, [*options, *tests])
+            failing = failing or self._find_among(fix, options, list(tests))
         return {"found_by": failing, "seconds": round(time.monotonic() - start)}
 
-    def _find_among(self, fix: Fix, arguments: list[str]) -> str | None:
+    def _find_among(self, fix: Fix, options: list[str], tests: list[str]) -> str | None:
         while True:
             with self.without(fix):
-                failing = self.first_failure(arguments)
-            if failing is None or "::" not in failing or self.first_failure([failing]) is None:
+                failing = self.first_failure([*options, *tests])
+            if failing is None or "::" not in failing or self.first_failure([*options, failing]) is None:
                 return failing
-            arguments = [*arguments, "--deselect", failing]  # it fails with the fix, too
+            options = [*options, "--deselect", failing]  # it fails with the fix, too
 
     @contextmanager
     def without(self, fix: Fix) -> Iterator[None]:
