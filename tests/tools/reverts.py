@@ -78,6 +78,11 @@ class Worktree:
                 return failing
             options = [*options, "--deselect", failing]  # it fails with the fix, too
 
+    def applies(self, fix: Fix) -> bool:
+        """Return whether the code is still such that the patch of `fix` can change it."""
+        check = ["git", "apply", "--check", str(fix.patch)]
+        return subprocess.run(check, cwd=self._path, capture_output=True).returncode == 0
+
     @contextmanager
     def without(self, fix: Fix) -> Iterator[None]:
         """Revert `fix` inside the block."""
@@ -157,6 +162,8 @@ def main() -> None:
     stored = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
     results = stored.setdefault(git("rev-parse", "HEAD", at=REPOSITORY), {})
     with worktree(arguments.limit) as checkout:
+        if outdated := [fix.patch.name for fix in fixes if not checkout.applies(fix)]:
+            parser.error(f"write these patches for the code of today: {', '.join(outdated)}")
         for fix in fixes:
             for key, lane in ((f"{fix.commit} {lane}", lane) for lane in lanes):
                 if key not in results:
