@@ -2,7 +2,7 @@
 
     python -m tests.tools.reverts                    # all fixes in the lanes default and full, which takes hours
     python -m tests.tools.reverts --lane full tests/unit --only 9ca728c
-    python -m tests.tools.reverts --named            # only the tests that the patches name, in no lane
+    python -m tests.tools.reverts --named            # only the tests that the patches name
 
 Each file in `tests/tools/reverts` brings the defect of a past fix back into the code of today. It is a patch whose
 first lines name the commit of the fix, its area, and tests that fail without it. These tests run first. If the lane
@@ -64,7 +64,7 @@ class Worktree:
     def find(self, fix: Fix, lane: str, paths: Sequence[str]) -> dict[str, Any]:
         """Return the first test that fails without `fix`, or `None`, and how many seconds it took to find out."""
         start = time.monotonic()
-        options = [] if lane == NAMED else ["--lane", lane]
+        options = ["--lane", "all" if lane == NAMED else lane]
         failing = None
         for tests in (fix.tests, paths)[: 1 if lane == NAMED else 2]:
             failing = failing or self._find_among(fix, options, list(tests))
@@ -150,7 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", help="restrict the lanes to these files and folders")
     parser.add_argument("--lane", action="append", help="a lane; may be repeated (default: default and full)")
-    parser.add_argument("--named", action="store_true", help="run only the tests that the patches name, in no lane")
+    parser.add_argument("--named", action="store_true", help="run only the tests that the patches name, of any lane")
     parser.add_argument("--only", action="append", metavar="HASH", help="revert only this fix; may be repeated")
     parser.add_argument("--limit", type=float, default=3600, metavar="SECONDS", help="time limit of a call of pytest")
     parser.add_argument("--results", type=Path, default="reverts.json", help="results by commit; a run continues them")
