@@ -1,7 +1,6 @@
 """Processes that tests start themselves, outside of the pool of ranks."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,17 +13,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.processes import free_port
+
 ROOT = Path(__file__).parents[1]
 SECONDS = 300
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 OF_LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "TORCHELASTIC_RUN_ID")
 
 Process = subprocess.Popen[str]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def leave_pool() -> None:
