@@ -12,6 +12,7 @@ from lightning_paral.planning.tensor_plan.observations import Observations
 from lightning_paral.planning.tensor_plan.trace import plan_by_dataflow
 from tests.unit.planning.models import bytes_of_text, gpt
 from tests.unit.planning.tensor_plan.models import INPUTS, Step, as_text, observed
+from tests.unit.planning.tensor_plan.models import chains as chains_in_fork
 
 PROVEN = [("up", "down")]
 
@@ -117,12 +118,15 @@ class Between(Step):
         lambda m, h: h * m.up.bias,
     ],
 )
-@pytest.mark.parametrize("is_trained", [True, False])
-def test_gradients_of_a_parameter_between_two_layers_would_be_parts_of_a_sum(between: Any, is_trained: bool) -> None:
-    found = followed(Between(between).requires_grad_(is_trained))
+def test_gradients_of_a_parameter_between_two_layers_would_be_parts_of_a_sum(between: Any) -> None:
+    found = followed(Between(between))
 
     assert found.chains == ()
     assert found.leaks["up"].startswith("its output is used by")
+
+
+def test_a_frozen_parameter_counts_since_it_may_be_unfrozen() -> None:
+    assert chains_in_fork(Between(lambda m, h: m.scale * h).requires_grad_(False)) == []
 
 
 def test_a_buffer_with_one_number_is_a_constant() -> None:
