@@ -34,6 +34,7 @@ def assert_equals_one_process(
             assert (weight - expected_weights[name]).abs().max() <= tolerance, name
 
 
+@pytest.mark.lane("default")
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(
     ("label", "world_size"),

@@ -43,6 +43,7 @@ def assert_evaluation_equals(ranks: list[dict[str, Any]], expected: dict[str, An
         assert sorted(collected) == sorted(expected["collected"][index])
 
 
+@pytest.mark.lane("default")
 @pytest.mark.parametrize("split", ["batch", "global"])
 @pytest.mark.parametrize(("label", "world_size"), WITH_SIZES)
 def test_evaluation_equals_one_process(on_ranks, label: str, split: str, world_size: int) -> None:
@@ -67,6 +68,7 @@ def trained_in_one_process() -> dict[str, Any]:
     return train("one process", 1, {}, {})
 
 
+@pytest.mark.lane("default")
 @pytest.mark.parametrize(
     ("label", "world_size"), [parameter(case, size) for case in with_ranks(MAIN) for size in case.sizes_among(2, 4)]
 )
@@ -83,6 +85,7 @@ def test_training_on_global_batches_equals_one_process(on_ranks, label: str, wor
         assert rank["metrics"] == pytest.approx(expected["metrics"], abs=tolerance)
 
 
+@pytest.mark.lane("default")
 @pytest.mark.parametrize("split", ["batch", "global"])
 @pytest.mark.parametrize("label", RESUMED)
 def test_resuming_inside_an_epoch_equals_the_uninterrupted_run(on_ranks, tmp_path, label: str, split: str) -> None:

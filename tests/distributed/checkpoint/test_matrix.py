@@ -60,6 +60,7 @@ def parameters() -> list[Any]:
     ]
 
 
+@pytest.mark.lane("default")
 @pytest.mark.parametrize(("sources", "target", "size"), parameters())
 def test_resuming_continues_with_the_losses_of_the_uninterrupted_run(
     on_ranks, saved, sources: str, target: str, size: int

@@ -78,7 +78,7 @@ def test_measurements_name_commands_that_are_measured() -> None:
     assert set(commands) <= measured
 
 
-@pytest.mark.parametrize("command", TRAININGS)
+@pytest.mark.parametrize("command", [pytest.param(TRAININGS[0], marks=pytest.mark.lane("default")), *TRAININGS[1:]])
 def test_training_command(run, command: str, tmp_path: Path) -> None:
     printed = run([*shlex.split(command), *SHORT.split(), f"--trainer.default_root_dir={tmp_path}"])
 
@@ -91,6 +91,7 @@ def test_strategies_are_listed_and_planned(run) -> None:
     assert 'Use strategy="paral_ddp"' in run(shlex.split(PLAN))
 
 
+@pytest.mark.lane("default")
 def test_snippets_and_commands_on_checkpoints_run_in_the_order_they_are_read(run, tmp_path: Path) -> None:
     for number, (language, text) in enumerate(BLOCKS):
         if language == "python":

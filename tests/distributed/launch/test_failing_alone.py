@@ -73,6 +73,7 @@ def fail_alone(label: str) -> tuple[list[str], str]:
     return happened, repr(error)
 
 
+@pytest.mark.lane("default")
 @pytest.mark.parametrize("label", labels(with_ranks(PER_ENGINE, 2)))
 def test_a_rank_that_fails_alone_aborts_and_wakes_the_others(in_own_world, label: str) -> None:
     told = in_own_world(2, fail_alone, label)

@@ -39,10 +39,12 @@ def check_two_fits(folder: Path, *processes: Process) -> None:
         assert reports[0]["fits"][fit]["weight"] == reports[1]["fits"][fit]["weight"]
 
 
+@pytest.mark.lane("default")
 def test_lightnings_own_launcher(launch, tmp_path: Path) -> None:
     check_two_fits(tmp_path, launch(*script("two_fits", tmp_path)))
 
 
+@pytest.mark.lane("default")
 def test_torchrun(launch, tmp_path: Path) -> None:
     check_two_fits(tmp_path, launch(*script("two_fits", tmp_path), by=TORCHRUN))
 
@@ -78,6 +80,7 @@ def test_port_in_use_is_named_before_any_process_starts(launch, tmp_path: Path) 
     assert printed.count("Traceback") == 1
 
 
+@pytest.mark.lane("default")
 def test_failure_of_one_rank_ends_all_and_prints_its_error(launch, tmp_path: Path) -> None:
     process = launch(*script("rank_one_fails", tmp_path))
 

@@ -210,6 +210,7 @@ def test_forked_ranks_that_save_after_a_failure_have_the_time_they_need(tmp_path
     assert torch.load(saved, weights_only=False)["global_step"] == 1
 
 
+@pytest.mark.lane("default")
 def test_spawned_ranks_train_and_send_the_weights_back() -> None:
     results = []
     for method in ("fork", "spawn"):
