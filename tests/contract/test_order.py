@@ -118,7 +118,7 @@ def expected(rank_pool) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("label", "world_size"),
-    [("paral_ddp", 1), ("paral_ddp", 2), ("paral_ddp", 4), ("paral_fsdp", 2), ("paral_zero2", 2), ("paral_dp", 1)],
+    [("paral_ddp", 1), ("paral_ddp", 2), ("paral_ddp", 4), ("paral_fsdp", 2), ("paral_zero2", 2)],
 )
 def test_batches_equal_those_of_one_process(on_ranks, expected: list[Any], label: str, world_size: int) -> None:
     ranks = on_ranks(world_size, fit_all, label, world_size, timeout=300)
