@@ -76,6 +76,8 @@ def _tensors(where: str, ours: Tensor, theirs: Tensor, tolerance: float) -> Iter
     if ours.shape != theirs.shape:
         yield f"{where}: shape {tuple(ours.shape)}, expected {tuple(theirs.shape)}"
         return
+    if theirs.is_complex():
+        ours, theirs = torch.view_as_real(ours), torch.view_as_real(theirs)
     ours, theirs = ours.double(), theirs.double()
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())
     if not same.all():

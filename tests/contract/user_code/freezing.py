@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 from torch import nn
 
-from tests.contract.user_code.models import Supervised, regression
+from tests.contract.user_code.models import Supervised
 from tests.contract.user_code.rows import row
 
 LONGER = {"max_epochs": 3}
@@ -87,6 +87,14 @@ class InTurns(Supervised):
         self.head.requires_grad_(batch_idx % 2 == 1)
 
 
+@row("freezing and unfreezing in turns, by AdamW", trainer=LONGER, names="took")
+class InTurnsByAdam(InTurns):
+    """requires_grad_ of backbone and head in turns, in on_train_batch_start, of an optimizer that counts steps."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
 @row("unfreezing, optimizer.add_param_group", trainer=LONGER)
 class AddedGroup(Unfrozen):
     """optimizer.add_param_group of the backbone as it is unfrozen."""
@@ -126,12 +134,6 @@ row(
 )(Supervised)
 
 
-class Normalized(Supervised):
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone.blocks.append(nn.Sequential(nn.Linear(7, 7), nn.LayerNorm(7)))
-
-
 row(
     "unfreezing by BackboneFinetuning, resumed",
     sentence="BackboneFinetuning over a resume.",
@@ -165,6 +167,52 @@ class SometimesUsed(Supervised):
         return nn.functional.mse_loss(outputs, targets)
 
 
+row(
+    "parameters used in some steps, accumulating",
+    sentence="A layer that every second batch uses, with accumulate_grad_batches=2.",
+    trainer={"accumulate_grad_batches": 2},
+)(SometimesUsed)
+
+
+class UsedIn(SometimesUsed):
+    """The spare layer is used in the batches of `used`, and decays by weight."""
+
+    used: tuple[int, ...]
+    optimizer: Any = torch.optim.SGD
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, targets = batch
+        outputs = self(inputs)
+        if batch_idx in self.used:
+            outputs = outputs + self.spare(outputs)
+        return nn.functional.mse_loss(outputs, targets)
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters(), lr=1e-2, weight_decay=0.5)
+
+
+@row("parameters used in later steps")
+class UsedLater(UsedIn):
+    """A layer that only the last two batches use, by SGD with weight decay."""
+
+    used = (2, 3)
+
+
+@row("parameters used in early steps, by AdamW")
+class UsedEarly(UsedIn):
+    """A layer that only the first two batches use, by AdamW with weight decay."""
+
+    used = (0, 1)
+    optimizer = torch.optim.AdamW
+
+
+@row("parameters used now and then, by AdamW")
+class UsedNowAndThen(UsedEarly):
+    """A layer that only the first and the last batch use, by AdamW with weight decay."""
+
+    used = (0, 3)
+
+
 @row("a layer added in on_fit_start")
 class AddedLayer(Supervised):
     """self.head = nn.Linear(...) in setup() (a new head for a pretrained backbone)."""
@@ -185,6 +233,3 @@ class ReplacedLayer(Supervised):
             optimizer.state.pop(old, None)
             for group in optimizer.param_groups:
                 group["params"] = [self.head.weight if p is old else p for p in group["params"]]
-
-
-__all__ = ["regression"]

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch import nn
 from torch.nn.utils import prune
@@ -112,5 +111,3 @@ add(
     callbacks=lambda: [StochasticWeightAveraging(0.05, 1)],
     trainer={"max_epochs": 3},
 )
-
-__all__ = ["torch"]

@@ -11,12 +11,16 @@ PATH = Path(__file__).parents[3] / "docs" / "user-code.md"
 TITLES = {
     "updates": "Target networks and averages",
     "trained": "Trained parameters written by hand",
+    "values": "Values of weights in hooks",
     "gradients": "Gradients",
     "derivatives": "Derivatives that a step computes",
     "optimizers": "Optimizers",
+    "steps": "Backward passes and steps by hand",
     "buffers": "Buffers and attributes",
     "freezing": "Freezing, unfreezing, replacing",
     "modules": "Modules",
+    "networks": "Whole networks, several optimizers, precision",
+    "chains": "Blocks in a chain",
     "logs": "Logging, metrics, callbacks",
     "loops": "Loaders, schedulers, loops",
     "pruning": "Pruning, parametrizations, averaging",
@@ -42,7 +46,8 @@ which is one process.
 `paral_zero3` is run with `stage3_param_persistence_threshold=0`, so that all parameters are partitioned; "defaults"
 leaves those below 100,000 elements whole. Rows marked *resumed* save after an epoch, load into a new module and go on.
 
-Under `paral_tp`, two tensor ranks split even the smallest layers.
+Under `paral_tp`, two tensor ranks split even the smallest layers. Under `paral_pp`, two stages divide each batch into
+two micro-batches.
 
 `tests/contract/test_user_code.py` runs every cell. `python -m tests.contract.user_code --write` writes this page.
 """

@@ -1,0 +1,47 @@
+"""What options of a strategy change in the outcomes of the rows that concern them, and that others change nothing."""
+
+import re
+
+import pytest
+
+import tests.contract.user_code.themes  # noqa: F401  registers the rows
+from tests.contract.user_code import table
+from tests.contract.user_code.outcomes import columns_of, outcome
+from tests.contract.user_code.rows import ROWS
+from tests.rank_pool import RankPool
+
+HOOKED = "gradient hook|module with (backward|forward) hooks"
+USED = "^parameters used in (some|later|early)|^parameters unused"
+AS_BY_DEFAULT = {
+    "ddp_static_graph": ("paral_ddp", "^freezing|^unfreezing"),
+    "ddp_checkpointing": ("paral_ddp", "^freezing|^unfreezing"),
+    "fsdp_linear": ("paral_fsdp", "^freezing|^unfreezing|target .* in on_train_batch_end|trained .* in training_step"),
+    "fsdp_unsharded": ("paral_fsdp", f"{HOOKED}|^unfreezing by hand"),
+}
+"""Options -> the column that has the same outcomes, and a pattern of the rows."""
+CHANGED = {
+    ("ddp_find_unused", f"{USED}|^optimizers, several: (Toggled|Plain|Adding|Wasserstein|ActorCritic)"): "equal",
+    ("fsdp_filters", "^parameters that are complex"): "equal",
+    **{(f"zero{stage}_find_unused", USED): "equal" for stage in (1, 2, 3)},
+    **{(f"zero{stage}_find_unused", "^parameters used now and then"): "refused" for stage in (1, 2, 3)},
+}
+"""Options and a pattern of the rows -> the outcome."""
+SAID = table.read()
+CELLS = [
+    (row.label, options, SAID[row.label, column][0])
+    for options, (column, pattern) in AS_BY_DEFAULT.items()
+    for row in ROWS.values()
+    if re.search(pattern, row.label) and column in columns_of(row)
+] + [
+    (row.label, options, word)
+    for (options, pattern), word in CHANGED.items()
+    for row in ROWS.values()
+    if re.search(pattern, row.label)
+]
+
+
+@pytest.mark.parametrize(("row", "options", "expected"), CELLS)
+def test_outcome_with_options(row: str, options: str, expected: str, rank_pool: RankPool) -> None:
+    found = outcome(row, options, rank_pool)
+
+    assert table.word(found) == expected, f"{found.reason}\n{found.detail}"
