@@ -10,13 +10,13 @@ from tests.contract.user_code.outcomes import columns_of, outcome
 from tests.contract.user_code.rows import ROWS
 from tests.rank_pool import RankPool
 
-HOOKED = "gradient hook|module with (backward|forward) hooks"
+FREEZING = "^freezing during|^freezing and unfreezing in turns$|^unfreezing by hand|^unfreezing, optimizer"
 USED = "^parameters used in (some|later|early)|^parameters unused"
 AS_BY_DEFAULT = {
-    "ddp_static_graph": ("paral_ddp", "^freezing|^unfreezing"),
-    "ddp_checkpointing": ("paral_ddp", "^freezing|^unfreezing"),
-    "fsdp_linear": ("paral_fsdp", "^freezing|^unfreezing|target .* in on_train_batch_end|trained .* in training_step"),
-    "fsdp_unsharded": ("paral_fsdp", f"{HOOKED}|^unfreezing by hand"),
+    "ddp_static_graph": ("paral_ddp", FREEZING),
+    "ddp_checkpointing": ("paral_ddp", FREEZING),
+    "fsdp_linear": ("paral_fsdp", f"{FREEZING}|target .* in on_train_batch_end|trained .* in training_step"),
+    "fsdp_unsharded": ("paral_fsdp", "^gradient hook of a parameter"),
 }
 """Options -> the column that has the same outcomes, and a pattern of the rows."""
 CHANGED = {
