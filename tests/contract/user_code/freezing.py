@@ -198,7 +198,7 @@ class UsedLater(UsedIn):
     used = (2, 3)
 
 
-@row("parameters used in early steps, by AdamW")
+@row("parameters used in early steps, by AdamW", apart=(r"optimizer_states: 0: state: \d+: step",))
 class UsedEarly(UsedIn):
     """A layer that only the first two batches use, by AdamW with weight decay."""
 
