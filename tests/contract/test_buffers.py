@@ -63,7 +63,7 @@ def validate_in_one_process(state: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize(
     ("label", "num_ranks"),
-    [parameter(case, max(case.world_sizes[:2]), slow=case.differs_in == "option") for case in CASES if case.has_ranks],
+    [parameter(case, max(case.world_sizes[:2])) for case in CASES if case.has_ranks],
 )
 def test_validation_in_a_fit_equals_one_process_with_the_final_weights_and_buffers(
     on_ranks, label: str, num_ranks: int

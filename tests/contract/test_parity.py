@@ -38,12 +38,7 @@ def assert_equals_one_process(
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(
     ("label", "world_size"),
-    [
-        parameter(case, size, slow=case.differs_in == "option" and size != 2)
-        for case in CASES
-        for size in case.world_sizes
-        if GLOBAL_BATCH_SIZE % size == 0
-    ],
+    [parameter(case, size) for case in CASES for size in case.world_sizes if GLOBAL_BATCH_SIZE % size == 0],
 )
 def test_training_equals_one_process(on_ranks, label: str, accumulate: int, world_size: int) -> None:
     ranks = on_ranks(world_size, fit_by_case, label, accumulate, world_size)

@@ -10,7 +10,7 @@ from tests.contract.cases import BY_LABEL, MAIN, PER_PLACEMENT, with_ranks
 from tests.contract.parameters import parameter
 from tests.models.judged import SIZES, evaluate, train
 
-WITH_SIZES = [parameter(case, size, slow=size == 4) for case in with_ranks(MAIN) for size in case.world_sizes]
+WITH_SIZES = [parameter(case, size) for case in with_ranks(MAIN) for size in case.world_sizes]
 RESUMED = [parameter(case) for case in with_ranks(PER_PLACEMENT, 2)]
 
 

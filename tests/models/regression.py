@@ -1,5 +1,6 @@
 """A small model and its data, with which training under every strategy equals training in one process."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from tests.running import quiet_trainer
 
 GLOBAL_BATCH_SIZE = 12
 FEATURES = 8
+Fitted = tuple[list[float], dict[str, Tensor]]
+"""Losses and weights."""
 
 
 class Regression(LightningModule):
@@ -36,21 +39,31 @@ class Regression(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def regression_data(num_batches: int, num_ranks: int) -> DataLoader[tuple[Tensor, ...]]:
-    """Return a loader of this rank's samples of `num_batches` global batches, in order."""
+def samples(num_batches: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(7)
     inputs = torch.randn(num_batches * GLOBAL_BATCH_SIZE, FEATURES, generator=generator)
-    targets = torch.stack([inputs.sum(dim=1), inputs.prod(dim=1)], dim=1)
-    dataset = TensorDataset(inputs, targets)
+    return TensorDataset(inputs, torch.stack([inputs.sum(dim=1), inputs.prod(dim=1)], dim=1))
+
+
+def regression_data(num_batches: int, num_ranks: int) -> DataLoader[tuple[Tensor, ...]]:
+    """Return a loader of this rank's samples of `num_batches` global batches, in order."""
+    dataset = samples(num_batches)
     # Strategies do not replace a DistributedSampler, so each rank draws the same samples under all of them.
     rank = dist.get_rank() if dist.is_initialized() else 0
     sampler = DistributedSampler(dataset, num_ranks, rank, shuffle=False)
     return DataLoader(dataset, GLOBAL_BATCH_SIZE // num_ranks, sampler=sampler)
 
 
-def fit_regression(
-    num_steps: int, accumulate: int, num_ranks: int, **trainer_options: Any
-) -> tuple[list[float], dict[str, Tensor]]:
+def fit(make: Callable[[], Any], num_batches: int, num_ranks: int, **options: Any) -> Fitted:
+    """Fit what `make` returns for an epoch; return this rank's losses and the final weights."""
+    torch.manual_seed(3)
+    model = make()
+    trainer = quiet_trainer(**({"max_epochs": 1, "devices": num_ranks} | options))
+    trainer.fit(model, regression_data(num_batches, num_ranks))
+    return model.losses, {name: weight.detach().cpu().clone() for name, weight in model.state_dict().items()}
+
+
+def fit_regression(num_steps: int, accumulate: int, num_ranks: int, **trainer_options: Any) -> Fitted:
     """Train for `num_steps` steps; return this rank's losses and the final weights.
 
     With accumulation, the last accumulation window lacks a batch.

@@ -68,14 +68,31 @@ class Toggled(GAN):
             (generator, self.generator_loss, (0.05, "norm")),
             (discriminator, self.discriminator_loss, (0.02, "value")),
         ):
-            self.toggle_optimizer(optimizer)
-            self.descend(loss(batch[0]))
-            self.clip_gradients(optimizer, *limit)
-            optimizer.step()
-            optimizer.zero_grad()
-            self.untoggle_optimizer(optimizer)
+            with optimizer.toggle_model():
+                self.descend(loss(batch[0]))
+                self.clip_gradients(optimizer, *limit)
+                optimizer.step()
+                optimizer.zero_grad()
         for scheduler in self.lr_schedulers():
             scheduler.step()
+
+
+class InTurns(GAN):
+    """`toggle_optimizer` and `untoggle_optimizer`, with two backward passes of the discriminator."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        generator, discriminator = self.optimizers()
+        self.toggle_optimizer(generator)
+        generator.zero_grad()
+        self.descend(self.generator_loss(batch[0]))
+        generator.step()
+        self.untoggle_optimizer(generator)
+        self.toggle_optimizer(discriminator)
+        discriminator.zero_grad()
+        for _ in range(2):
+            self.descend(0.5 * self.discriminator_loss(batch[0]))
+        discriminator.step()
+        self.untoggle_optimizer(discriminator)
 
 
 class Plain(GAN):
@@ -153,7 +170,7 @@ class ActorCritic(Several):
         return [torch.optim.AdamW(each, lr=1e-2) for each in (actors, self.critic.parameters(), [self.log_std])]
 
 
-KINDS = {kind.__name__: kind for kind in (Toggled, Plain, Adding, Wasserstein, ActorCritic)}
+KINDS = {kind.__name__: kind for kind in (Toggled, InTurns, Plain, Adding, Wasserstein, ActorCritic)}
 
 
 def fit(model: Any, num_ranks: int, num_batches: int = 6, **options: Any) -> Fitted:

@@ -74,6 +74,8 @@ def _numbers(where: str, ours: Tensor, theirs: Tensor, tolerance: float) -> Iter
     if ours.shape != theirs.shape:
         yield f"{where}: shape {tuple(ours.shape)}, expected {tuple(theirs.shape)}"
         return
+    if theirs.is_complex():
+        ours, theirs = torch.view_as_real(ours), torch.view_as_real(theirs)
     ours, theirs = ours.double(), theirs.double()
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())
     off = (ours - theirs).abs()

@@ -61,7 +61,7 @@ def outcome(table: Table, label: str, column: str, pool: RankPool) -> Outcome:
 def results(table: Table, row: Row, column: str, pool: RankPool) -> list[Results] | Outcome:
     """Return the results of each rank in a column or a reference, or the outcome if ranks raised errors."""
     others = RUNNABLE[column].names if column in RUNNABLE else ""
-    names = f"{row.names}|{others}" if row.names and others else row.names
+    names = "|".join(filter(None, (row.names, others)))
     with tempfile.TemporaryDirectory(dir=IN_MEMORY, ignore_cleanup_errors=True) as folder:
         arguments = table.package, row.label, column, folder
         try:

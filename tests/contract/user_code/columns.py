@@ -7,7 +7,13 @@ from functools import partial
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 
-from lightning_paral import ParalFSDPStrategy, ParalPipelineStrategy
+from lightning_paral import (
+    ActivationCheckpointing,
+    ParalDDPStrategy,
+    ParalFSDPStrategy,
+    ParalPipelineStrategy,
+    ParalZeROStrategy,
+)
 from lightning_paral.planning.tensor_plan import make
 from tests.contract.case import StrategyCase
 from tests.contract.cases import CASES, OWN_CASES
@@ -29,7 +35,7 @@ class Column:
     ranks_per_sample: int = 1
     """The number of ranks that draw the same samples."""
     names: str = ""
-    """What refusals of the column may name in place of `Row.names`, because it has other reasons."""
+    """What refusals of the column may name besides `Row.names`, because it has other reasons."""
     documented: bool = True
     """Whether the page has the column. Strategies of other packages are not on it: their cells must be allowed."""
 
@@ -68,17 +74,29 @@ class SplitsSmallLayers(ParalFSDPStrategy):
 
 _columns = [column_of(case) for case in CASES if case.themes_of_user_code and case.sizes_among(2)]
 _columns.append(Column("paral_tp", SplitsSmallLayers, ranks_per_sample=2))
+_columns.append(
+    Column(
+        "paral_pp",
+        partial(ParalPipelineStrategy, micro_batches=2),
+        ranks_per_sample=2,
+        names=r"blocks\.\d|layers\.\d|embedding\.|\w+ uses manual optimization|\w+\.training_step"
+        r"|module cannot be copied|No repeated blocks were found in \w+|is a BatchNorm",
+    )
+)
 _columns.sort(key=lambda column: (not column.always, "offload" in column.label))
 COLUMNS = {column.label: column for column in _columns}
 
-PIPELINE = Column(
-    "paral_pp",
-    partial(ParalPipelineStrategy, micro_batches=2),
-    ranks_per_sample=2,
-    names=r"backbone\.blocks|embedding\.|\w+ uses manual optimization|\w+\.training_step|module cannot be copied",
-)
-"""Has no column on the page: tests/distributed/pipeline/test_user_code.py runs the rows."""
-RUNNABLE = COLUMNS | {PIPELINE.label: PIPELINE}
+OPTIONS = {
+    "ddp_find_unused": partial(ParalDDPStrategy, find_unused_parameters=True),
+    "ddp_static_graph": partial(ParalDDPStrategy, static_graph=True),
+    "ddp_checkpointing": partial(ParalDDPStrategy, activation_checkpointing=ActivationCheckpointing(units=["Linear"])),
+    "fsdp_linear": partial(ParalFSDPStrategy, units=["Linear"]),
+    "fsdp_filters": partial(ParalFSDPStrategy, units=["Filter"]),
+    "fsdp_unsharded": partial(ParalFSDPStrategy, units=["Linear"], accumulate="unsharded"),
+    **{f"zero{n}_find_unused": partial(ParalZeROStrategy, stage=n, find_unused_parameters=True) for n in (1, 2, 3)},
+}
+"""Options with which tests/contract/test_user_code_options.py runs some rows."""
+RUNNABLE = COLUMNS | {label: Column(label, strategy) for label, strategy in OPTIONS.items()}
 
 RANKS = tuple(column.label for column in COLUMNS.values() if column.always and column.on_ranks)
 """The columns with a process per device."""

@@ -36,7 +36,7 @@ class Penalty(Skipping):
         return nn.functional.mse_loss(outputs, targets) + 0.1 * slopes.pow(2).mean()
 
 
-@row("derivatives by inputs, in validation_step", loaders=validated)
+@row("derivatives by inputs, in validation_step", loaders=validated, names="autograd.grad")
 class Forces(Skipping):
     """Forces in validation_step: torch.autograd.grad of the energy by the positions, in torch.enable_grad()."""
 
@@ -46,7 +46,7 @@ class Forces(Skipping):
         self.log("forces", slopes.pow(2).mean(), sync_dist=True)
 
 
-@row("derivatives by inputs, for adversarial samples")
+@row("derivatives by inputs, for adversarial samples", names="autograd.grad")
 class Adversarial(Skipping):
     """inputs + 0.1 * gradient.sign(), of a gradient by the inputs, then a second forward pass (FGSM)."""
 
@@ -173,3 +173,29 @@ class AllowingUnused(Supervised):
         slopes = torch.autograd.grad(loss, list(self.parameters()), retain_graph=True, allow_unused=True)
         self.log("slopes", sum(each.sum() for each in slopes if each is not None), sync_dist=True)
         return loss
+
+
+@row("derivatives by the outputs")
+class ByOutputs(Supervised):
+    """torch.autograd.grad by the outputs, create_graph=True, in the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, targets = batch
+        outputs = self(inputs)
+        (slope,) = torch.autograd.grad(outputs.square().sum(), outputs, create_graph=True)
+        return nn.functional.mse_loss(outputs, targets) + 0.1 * slope.square().mean()
+
+
+@row("derivatives of a network beside the blocks", names="autograd.grad")
+class Beside(Supervised):
+    """The gradient by inputs of another network, added to the inputs and to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside = nn.Linear(FEATURES, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, targets = batch
+        inputs = inputs.clone().requires_grad_()
+        (slopes,) = torch.autograd.grad(torch.tanh(self.beside(inputs)).sum(), inputs, create_graph=True)
+        return nn.functional.mse_loss(self(inputs + slopes), targets) + 0.1 * slopes.square().mean()

@@ -87,6 +87,14 @@ class InTurns(Supervised):
         self.head.requires_grad_(batch_idx % 2 == 1)
 
 
+@row("freezing and unfreezing in turns, by AdamW", trainer=LONGER, names="took")
+class InTurnsByAdam(InTurns):
+    """requires_grad_ of backbone and head in turns, in on_train_batch_start, of an optimizer that counts steps."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
 @row("unfreezing, optimizer.add_param_group", trainer=LONGER, names="backbone.stem")
 class AddedGroup(Unfrozen):
     """optimizer.add_param_group of the backbone as it is unfrozen."""
@@ -128,12 +136,6 @@ row(
 )(Supervised)
 
 
-class Normalized(Supervised):
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone.blocks.append(nn.Sequential(nn.Linear(7, 7), nn.LayerNorm(7)))
-
-
 row(
     "unfreezing by BackboneFinetuning, resumed",
     sentence="BackboneFinetuning over a resume.",
@@ -166,6 +168,52 @@ class SometimesUsed(Supervised):
         if batch_idx % 2:
             outputs = self.spare(outputs)
         return nn.functional.mse_loss(outputs, targets)
+
+
+row(
+    "parameters used in some steps, accumulating",
+    sentence="A layer that every second batch uses, with accumulate_grad_batches=2.",
+    trainer={"accumulate_grad_batches": 2},
+)(SometimesUsed)
+
+
+class UsedIn(SometimesUsed):
+    """The spare layer is used in the batches of `used`, and decays by weight."""
+
+    used: tuple[int, ...]
+    optimizer: Any = torch.optim.SGD
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, targets = batch
+        outputs = self(inputs)
+        if batch_idx in self.used:
+            outputs = outputs + self.spare(outputs)
+        return nn.functional.mse_loss(outputs, targets)
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters(), lr=1e-2, weight_decay=0.5)
+
+
+@row("parameters used in later steps", names="spare")
+class UsedLater(UsedIn):
+    """A layer that only the last two batches use, by SGD with weight decay."""
+
+    used = (2, 3)
+
+
+@row("parameters used in early steps, by AdamW", names="spare", apart=(r"optimizer_states: 0: state: \d+: step",))
+class UsedEarly(UsedIn):
+    """A layer that only the first two batches use, by AdamW with weight decay."""
+
+    used = (0, 1)
+    optimizer = torch.optim.AdamW
+
+
+@row("parameters used now and then, by AdamW", names="spare")
+class UsedNowAndThen(UsedEarly):
+    """A layer that only the first and the last batch use, by AdamW with weight decay."""
+
+    used = (0, 3)
 
 
 @row("a layer added in on_fit_start")

@@ -7,6 +7,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities import grad_norm
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
+from tests.contract.user_code.columns import RANKS
 from tests.contract.user_code.models import Manual, Supervised
 from tests.contract.user_code.places import acting
 from tests.contract.user_code.rows import add, row
@@ -336,6 +337,14 @@ class MaskingHook(Supervised):
             p.register_hook(lambda grad, mask=mask: grad * mask)
 
 
+row(
+    "gradient hook of a parameter, accumulating",
+    sentence="A mask of the parameter's shape in p.register_hook, with accumulate_grad_batches=2.",
+    names="MaskingHook",
+    **ACCUMULATING,
+)(MaskingHook)
+
+
 def halve(parameter: Any) -> None:
     parameter.grad.mul_(0.5)
 
@@ -348,6 +357,25 @@ class PostHook(Supervised):
         super().__init__()
         for p in [self.head.weight, self.backbone.blocks[0].layer.weight]:
             p.register_post_accumulate_grad_hook(halve)
+
+
+@row("gradient hooks added and removed", only=RANKS, names="ChangingHooks")
+class ChangingHooks(Supervised):
+    """p.register_hook in __init__, in on_train_start and in the first step; some change gradients, one is removed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight.register_hook(lambda grad: grad * 0.5)
+        self.removed = self.head.weight.register_hook(lambda grad: grad * 0.0)
+
+    def on_train_start(self) -> None:
+        self.removed.remove()
+        self.backbone.blocks[1].layer.weight.register_hook(lambda grad: grad * 0.7)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if not batch_idx:
+            self.backbone.blocks[0].layer.bias.register_hook(lambda grad: grad + 0.01)
+        return self.loss(batch)
 
 
 @row("gradient hook of an activation")

@@ -189,6 +189,18 @@ def layerwise(module: Any) -> Any:
 
 
 add("optimizer group for every parameter", "A learning rate per layer, a group each.", optimized(layerwise))
+
+
+def adagrad(module: Any) -> Any:
+    groups = [
+        {"params": module.backbone.parameters(), "lr": 0.05, "initial_accumulator_value": 0.1},
+        {"params": module.head.parameters(), "weight_decay": 0.2},
+    ]
+    optimizer = torch.optim.Adagrad(groups, lr=0.02, initial_accumulator_value=0.1)
+    return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8), "interval": "step"}]
+
+
+add("optimizer groups by Adagrad", "Adagrad with options of two groups, and a scheduler.", optimized(adagrad))
 add(
     "optimizer with named_parameters",
     "torch.optim.AdamW(self.named_parameters()).",
@@ -304,51 +316,3 @@ class SameParameters(Supervised):
                 all(p is q for p, q in zip(held, self.parameters(), strict=False)),
             ]
         )
-
-
-@row("optimizers, two, by toggling (GAN)")
-class Gan(Manual):
-    """Two optimizers, toggle_optimizer, manual_backward, step, untoggle (Lightning's GAN)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.critic = torch.nn.Sequential(torch.nn.Linear(3, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        inputs, targets = batch
-        first, second = self.optimizers()
-        self.toggle_optimizer(first)
-        loss = -self.critic(self(inputs)).mean() + torch.nn.functional.mse_loss(self(inputs), targets)
-        first.zero_grad()
-        self.manual_backward(loss)
-        first.step()
-        self.untoggle_optimizer(first)
-        self.toggle_optimizer(second)
-        critic_loss = self.critic(self(inputs).detach()).mean() - self.critic(targets).tanh().mean()
-        second.zero_grad()
-        self.manual_backward(critic_loss)
-        second.step()
-        self.untoggle_optimizer(second)
-        return loss + critic_loss
-
-    def configure_optimizers(self) -> Any:
-        networks = [*self.backbone.parameters(), *self.head.parameters()]
-        return torch.optim.Adam(networks, lr=1e-2), torch.optim.Adam(self.critic.parameters(), lr=1e-2)
-
-
-@row("optimizers, two, without toggling")
-class TwoPlain(Gan):
-    """Two optimizers; the generator's backward leaves gradients in the critic, which zero_grad takes away."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        inputs, targets = batch
-        first, second = self.optimizers()
-        loss = -self.critic(self(inputs)).mean() + torch.nn.functional.mse_loss(self(inputs), targets)
-        first.zero_grad()
-        self.manual_backward(loss)
-        first.step()
-        critic_loss = self.critic(self(inputs).detach()).mean() - self.critic(targets).tanh().mean()
-        second.zero_grad()
-        self.manual_backward(critic_loss)
-        second.step()
-        return loss + critic_loss

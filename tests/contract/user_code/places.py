@@ -20,6 +20,7 @@ PLACES = (
     "on_before_zero_grad",
     "on_train_batch_end",
     "on_train_epoch_end",
+    "validation_step",
     "on_validation_end",
     "callback.on_train_batch_start",
     "callback.on_before_zero_grad",

@@ -10,12 +10,16 @@ from tests.contract.user_code.rows import ROWS
 TITLES = {
     "updates": "Target networks and averages",
     "trained": "Trained parameters written by hand",
+    "values": "Values of weights in hooks",
     "gradients": "Gradients",
     "derivatives": "Derivatives that a step computes",
     "optimizers": "Optimizers",
+    "steps": "Backward passes and steps by hand",
     "buffers": "Buffers and attributes",
     "freezing": "Freezing, unfreezing, replacing",
     "modules": "Modules",
+    "networks": "Whole networks, several optimizers, precision",
+    "chains": "Blocks in a chain",
     "logs": "Logging, metrics, callbacks",
     "loops": "Loaders, schedulers, loops",
     "pruning": "Pruning, parametrizations, averaging",
@@ -41,13 +45,15 @@ which is one process.
 `paral_zero3` is run with `stage3_param_persistence_threshold=0`, so that all parameters are partitioned; "defaults"
 leaves those below 100,000 elements whole. Rows marked *resumed* save after an epoch, load into a new module and go on.
 
-Under `paral_tp`, two tensor ranks split even the smallest layers.
+Under `paral_tp`, two tensor ranks split even the smallest layers. Under `paral_pp`, two stages divide each batch into
+two micro-batches.
 
 `tests/contract/test_user_code.py` runs the cells. `python -m tests.contract.user_code --write` writes this page; with
 `--only-new` it runs only cells that are not on it.
 """
 CLEAR = (
     "\ntorch: ",  # explained by this package
+    r"of stage \d+, a tensor of which this rank holds only a shard",  # from this package, quoted by load_state_dict
     "The Finetuning callback does not support running with the DeepSpeed strategy",  # from Lightning
 )
 TABLE = Table(
@@ -58,7 +64,16 @@ TABLE = Table(
     titles=TITLES,
     clear=CLEAR,
     rule=Rule(
-        engines=("paral_dp", "paral_ddp", "paral_fsdp", "paral_zero1", "paral_zero2", "paral_zero3", "paral_tp"),
+        engines=(
+            "paral_dp",
+            "paral_ddp",
+            "paral_fsdp",
+            "paral_zero1",
+            "paral_zero2",
+            "paral_zero3",
+            "paral_tp",
+            "paral_pp",
+        ),
         follows={
             "paral_dp": "paral_ddp",
             "paral_ddp_ring": "paral_ddp",

@@ -2,16 +2,20 @@
 
 from tests.contract.user_code import (  # noqa: F401
     buffers,
+    chains,
     derivatives,
     freezing,
     gradients,
     logs,
     loops,
     modules,
+    networks,
     optimizers,
     pruning,
     reports,
     saving,
+    steps,
     trained,
     updates,
+    values,
 )

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from tests.contract.user_code.models import Manual, Supervised
+from tests.contract.user_code.models import Manual, Momentum, Supervised
 from tests.contract.user_code.places import PLACES, acting
 from tests.contract.user_code.rows import add, row
 
@@ -108,7 +108,7 @@ class ManualClamp(Manual):
         return loss
 
 
-@row("trained set before the fit")
+@row("trained set before the fit", names=r"\.eye\.")
 class SetInFitStart(Supervised):
     """nn.init.orthogonal_ and p.data = ... in on_fit_start and configure_optimizers."""
 
@@ -132,3 +132,24 @@ class SlowWeights(Supervised):
             for p, slow in zip(self.parameters(), self.slow, strict=True):
                 slow += 0.5 * (p.data - slow)
                 p.data.copy_(slow)
+
+
+@row("trained through aliases and groups")
+class Aliased(Momentum):
+    """q.data and q.detach() of a frozen copy, kept since the first step, and group["params"], written in hooks."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if not batch_idx:
+            self.aliases = [self.target.stem.weight.data, self.target.blocks[0].layer.bias.detach()]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with torch.no_grad():
+            self.head.weight[0, :3] = 0.0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for alias in self.aliases:
+            alias.mul_(0.8).add_(0.1)
+        for group in self.optimizers().param_groups:
+            for parameter in group["params"]:
+                parameter.data.clamp_(-0.3, 0.3)
+        self.head.bias.data = self.head.bias.data - self.head.bias.data.mean()

@@ -132,7 +132,7 @@ def folder(interrupted: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(interrupted, tmp_path / "checkpoints", ignore=shutil.ignore_patterns("last.ckpt")))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("zero2", marks=pytest.mark.deepspeed)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
 def test_run_continues_as_if_it_had_not_ended(on_ranks, rank_pool, tmp_path, undisturbed, strategy: str) -> None:
     first = on_ranks(2, train, str(tmp_path), strategy, 10)
     rank_pool.renew_world()

@@ -92,7 +92,6 @@ def test_hybrid_sharding_saves_while_each_shard_has_a_rank_that_lives(fail) -> N
     assert "no rank that could save has the shards of ranks 0, 2." in warned(shard_gone)
 
 
-@pytest.mark.deepspeed
 def test_shards_without_replicas_are_named(fail) -> None:
     fsdp, zero2, zero3, weights = fail(
         {"strategy": "paral_fsdp", "world_size": 2, "ranks": [1]},

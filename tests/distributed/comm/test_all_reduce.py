@@ -13,7 +13,7 @@ from lightning_paral.comm.by_size import LEAST_CHUNK_BYTES, all_reduce_by_size
 from lightning_paral.comm.chunks import balanced_cuts
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8)
-WORLD_SIZES = (2, 3, pytest.param(4, marks=pytest.mark.slow))
+WORLD_SIZES = (2, 3, 4)
 LENGTHS = (0, 1, 3, 5, 97, 1000, 200_003)
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 

@@ -91,9 +91,9 @@ def fit(label: str, *arguments: Any) -> tuple[str, dict[str, float]]:
         ("paral_ddp", "validation", LAST),
         ("paral_fsdp", "training", LAST),
         ("paral_fsdp", "validation", 1),
-        pytest.param("paral_zero2", "training", 1, marks=pytest.mark.deepspeed),
-        pytest.param("paral_zero3", "training", 1, marks=pytest.mark.deepspeed),
-        pytest.param("paral_zero3", "validation", LAST, marks=pytest.mark.deepspeed),
+        ("paral_zero2", "training", 1),
+        ("paral_zero3", "training", 1),
+        ("paral_zero3", "validation", LAST),
     ],
 )
 def test_value_that_a_rank_leaves_out_is_named(in_own_world, label: str, stage: str, batch: int) -> None:
@@ -174,7 +174,7 @@ def test_values_of_different_steps_are_not_averaged(in_own_world) -> None:
     assert "in validation batch 2 while" in second
 
 
-@pytest.mark.parametrize("label", ["paral_ddp", "paral_fsdp", pytest.param("paral_zero3", marks=pytest.mark.deepspeed)])
+@pytest.mark.parametrize("label", ["paral_ddp", "paral_fsdp", "paral_zero3"])
 def test_rank_that_is_slow_to_log_is_waited_for(in_own_world, label: str) -> None:
     for error, values in in_own_world(2, fit, label, "training", 1, 8.0):
         assert error == ""

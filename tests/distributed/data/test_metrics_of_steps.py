@@ -12,7 +12,7 @@ from tests.contract.cases import strategy_of
 from tests.models.linear import Linear
 from tests.running import quiet_trainer
 
-LABELS = ["paral_ddp", "paral_fsdp", pytest.param("paral_zero3", marks=pytest.mark.deepspeed)]
+LABELS = ["paral_ddp", "paral_fsdp", "paral_zero3"]
 
 
 class Numbers(IterableDataset[Tensor]):

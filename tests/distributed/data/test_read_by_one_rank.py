@@ -69,7 +69,7 @@ def fit(label: str, with_bar: bool) -> tuple[dict[str, float], list[float], list
 
 
 @pytest.mark.parametrize("with_bar", [True, False])
-@pytest.mark.parametrize("label", ["paral_ddp", "paral_fsdp", pytest.param("paral_zero2", marks=pytest.mark.deepspeed)])
+@pytest.mark.parametrize("label", ["paral_ddp", "paral_fsdp", "paral_zero2"])
 def test_values_are_those_of_one_process(on_ranks, label: str, with_bar: bool) -> None:
     for rank, (logged, computed, found) in enumerate(on_ranks(2, fit, label, with_bar, timeout=100.0)):
         assert logged == {"logged": 1.5, "value": 7.5}

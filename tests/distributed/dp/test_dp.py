@@ -16,9 +16,7 @@ from torchmetrics import MeanMetric, MetricCollection, PearsonCorrCoef
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryF1Score
 
 from lightning_paral import ConfigurationError
-from tests.models.architectures import MODULES
 from tests.models.regression import FEATURES
-from tests.models.tokens import fit
 from tests.running import quiet_trainer
 from tests.unit.cli.test_commands import ROOT
 from tests.unit.cli.test_commands import run as run_cli
@@ -75,15 +73,6 @@ class Scores(LightningModule):
 
 
 # Training
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_module_trains_as_in_one_process_when_the_parts_are_unequal(name: str) -> None:
-    _, expected = fit(MODULES[name], 5, 1, gradient_clip_val=0.5)
-
-    _, weights = fit(MODULES[name], 5, 1, gradient_clip_val=0.5, strategy="paral_dp", devices=3)
-
-    assert_same_weights(weights, expected)
 
 
 def test_replicas_run_at_the_same_time_and_two_runs_give_the_same_bits() -> None:
@@ -410,31 +399,6 @@ def test_error_in_a_replica_keeps_its_type_and_traceback_and_says_where() -> Non
     assert caught.value.__notes__ == ["This was raised in replica 2 of 3 (paral_dp), on cpu."]
     assert "log" not in module.__dict__
     dp_trainer().fit(Scores(), samples())
-
-
-def test_backward_pass_of_a_single_replica_is_refused() -> None:
-    class OwnBackward(Scores):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-            super().training_step(batch, batch_idx).backward()
-
-    with pytest.raises(ConfigurationError, match=r"backward pass of its own.*self\.manual_backward.*paral_ddp"):
-        dp_trainer().fit(OwnBackward(), samples())
-
-
-def test_replica_may_compute_gradients_with_respect_to_inputs() -> None:
-    class Penalized(Scores):
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            inputs = batch[0].clone().requires_grad_()
-            (slope,) = torch.autograd.grad(self(inputs).sum(), inputs, create_graph=True)
-            return super().training_step(batch, batch_idx) + slope.square().sum(dim=1).mean()
-
-    expected, weights = one_process_and_dp(Penalized, fitted)
-
-    assert_same_weights(weights, expected)
 
 
 def with_hidden(change: Any) -> Scores:

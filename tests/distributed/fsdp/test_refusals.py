@@ -8,8 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_paral import ActivationCheckpointing, ConfigurationError, ParalFSDPStrategy
-from tests.models.architectures import Contrastive, TiedLanguageModel
-from tests.models.blocks import OnTheModule, Tied
+from tests.models.blocks import Contrastive, OnTheModule, Tied
 from tests.models.tokens import token_loader
 from tests.running import quiet_trainer
 
@@ -105,13 +104,3 @@ def test_invalid_options_are_named_with_the_remedy(on_ranks) -> None:
         for label, message in messages.items():
             for part in REFUSED[label][3]:
                 assert part in message, (label, part, message)
-
-
-def weight_used_outside() -> str:
-    return fit(TiedLanguageModel, {}, {})
-
-
-def test_weight_used_outside_its_unit_is_explained(on_ranks) -> None:
-    for message in on_ranks(2, weight_used_outside):
-        assert "block.0" in message
-        assert "units=" in message

@@ -16,8 +16,8 @@ STRATEGIES = (
     "paral_ddp",
     "paral_ddp_ring",
     "paral_fsdp",
-    pytest.param("paral_zero2", marks=pytest.mark.deepspeed),
-    pytest.param("paral_zero3", marks=pytest.mark.deepspeed),
+    "paral_zero2",
+    "paral_zero3",
 )
 STAGES = ("configure_model", "training_step", "validation_step", "on_save_checkpoint")
 

@@ -17,7 +17,7 @@ UNITS = {
 
 
 @pytest.mark.parametrize("by", [(sys.executable,), TORCHRUN], ids=["python", "torchrun"])
-@pytest.mark.parametrize("strategy", ["paral_fsdp", pytest.param("paral_zero3", marks=pytest.mark.deepspeed)])
+@pytest.mark.parametrize("strategy", ["paral_fsdp", "paral_zero3"])
 def test_ranks_that_run_other_units_are_named_with_the_remedy(launch, strategy: str, by: tuple[str, ...]) -> None:
     process = launch("-m", mismatched.__name__, strategy, by=by)
 

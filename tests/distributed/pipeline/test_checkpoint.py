@@ -78,9 +78,9 @@ def saved(rank_pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
         *((layout, PIPELINES) for layout in OTHERS if layout in SEEN),
         (SHARDED, ["one process", "paral_fsdp", "4 stages", "2 stages x 2 replicas", SHARDED, HYBRID]),
         (HYBRID, [SHARDED]),
-        pytest.param(ZERO, PIPELINES, marks=pytest.mark.deepspeed),
-        pytest.param("2 stages", [ZERO], marks=pytest.mark.deepspeed),
-        pytest.param(SHARDED, [ZERO], marks=pytest.mark.deepspeed),
+        (ZERO, PIPELINES),
+        ("2 stages", [ZERO]),
+        (SHARDED, [ZERO]),
     ],
     ids=str,
 )

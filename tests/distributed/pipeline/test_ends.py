@@ -162,73 +162,55 @@ def test_a_rank_holds_its_own_end_only(on_ranks) -> None:
 # What is refused
 
 
-class SkipsChain(HasEnds):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.first(x).mean()
+def through(module: Any, x: Tensor) -> Tensor:
+    for block in module.blocks:
+        x = block(x)
+    return x
 
 
-class AddsEmbedding(HasEnds):
-    def forward(self, x: Tensor) -> Tensor:
-        embedded = self.first(x)
-        hidden = embedded
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(hidden + embedded)
+def skips_chain(module: Any, x: Tensor) -> Tensor:
+    return HasEnds.forward(module, x) + module.first(x).mean()
 
 
-class GivesToSecond(HasEnds):
-    def forward(self, x: Tensor) -> Tensor:
-        embedded = self.first(x)
-        hidden = embedded
-        for number, block in enumerate(self.blocks):
-            hidden = block(hidden, embedded if number == 2 else None)
-        return self.head(hidden)
+def adds_embedding(module: Any, x: Tensor) -> Tensor:
+    embedded = module.first(x)
+    return module.head(through(module, embedded) + embedded)
 
 
-class CallsHeadBefore(HasEnds):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        before = self.head(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x) + before
+def gives_to_second(module: Any, x: Tensor) -> Tensor:
+    hidden = embedded = module.first(x)
+    for number, block in enumerate(module.blocks):
+        hidden = block(hidden, embedded if number == 2 else None)
+    return module.head(hidden)
 
 
-class Logs(HasEnds):
-    def forward(self, x: Tensor) -> Tensor:
-        embedded = self.first(x)
-        self.log("embedded", embedded.mean())
-        for block in self.blocks:
-            embedded = block(embedded)
-        return self.head(embedded)
+def calls_head_before(module: Any, x: Tensor) -> Tensor:
+    x = module.first(x)
+    return module.head(x) + module.head(through(module, x))
 
 
-class Keeps(HasEnds):
-    def forward(self, x: Tensor) -> Tensor:
-        self.embedded = [self.first(x)]
-        x = self.embedded[0]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def logs(module: Any, x: Tensor) -> Tensor:
+    embedded = module.first(x)
+    module.log("embedded", embedded.mean())
+    return module.head(through(module, embedded))
 
 
-class ReadsValue(HasEnds):
-    def forward(self, x: Tensor) -> Tensor:
-        embedded = self.first(x)
-        hidden = embedded / max(1.0, embedded.norm().item())
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(hidden)
+def keeps(module: Any, x: Tensor) -> Tensor:
+    module.embedded = [module.first(x)]
+    return module.head(through(module, module.embedded[0]))
 
 
-class Penalizes(HasEnds):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + 1e-3 * self.first.inner.weight.norm()
+def reads_value(module: Any, x: Tensor) -> Tensor:
+    embedded = module.first(x)
+    return module.head(through(module, embedded / max(1.0, embedded.norm().item())))
 
 
-class PenalizesHeadBefore(HasEnds):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * self.head[1].weight.norm())
+def penalizes(module: Any, x: Tensor) -> Tensor:
+    return HasEnds.forward(module, x) + 1e-3 * module.first.inner.weight.norm()
+
+
+def penalizes_head_before(module: Any, x: Tensor) -> Tensor:
+    return HasEnds.forward(module, x * module.head[1].weight.norm())
 
 
 class LogsInValidation(HasEnds):
@@ -257,49 +239,42 @@ class TiesEnds(HasEnds):
         self.head[1].weight = self.out.weight
 
 
-def refusal(make: Callable[[], HasEnds], options: dict[str, Any]) -> str:
+def refusal(use: Any, options: dict[str, Any]) -> str:
+    """Fit a subclass of `HasEnds`, or one with `use` as its `forward`."""
     torch.manual_seed(3)
+    make = use if isinstance(use, type) else type("Uses", (HasEnds,), {"forward": use})
     strategy = ParalPipelineStrategy(split="global", **options)
     with pytest.raises((ConfigurationError, RankFailedError)) as error:
         quiet_trainer(devices=2, strategy=strategy, max_steps=1).fit(make(), loader(2), loader(1))
     return str(error.value)
 
 
+LOGS = "the step logs or keeps in an attribute what first has returned"
+
+
 @pytest.mark.parametrize(
-    ("make", "options", "message"),
+    ("use", "options", "message"),
     [
-        (
-            SkipsChain,
-            ENDS,
-            "first was called after the first unit, but first_stage keeps it",
-        ),
-        (AddsEmbedding, ENDS, "the code after the last unit uses what first has returned"),
-        (GivesToSecond, ENDS, "blocks.2 uses what first has returned"),
-        (
-            CallsHeadBefore,
-            ENDS,
-            "head was called before the last unit, but last_stage keeps it",
-        ),
-        (Logs, ENDS, "the step logs or keeps in an attribute what first has returned"),
-        (Keeps, ENDS, "the step logs or keeps in an attribute what first has returned"),
-        (ReadsValue, ENDS, "The code before the first unit reads a value of what first has returned"),
-        (Penalizes, ENDS, "first.inner.weight"),
-        (PenalizesHeadBefore, ENDS, "head.1.weight"),
+        (skips_chain, ENDS, "first was called after the first unit, but first_stage keeps it"),
+        (adds_embedding, ENDS, "the code after the last unit uses what first has returned"),
+        (gives_to_second, ENDS, "blocks.2 uses what first has returned"),
+        (calls_head_before, ENDS, "head was called before the last unit, but last_stage keeps it"),
+        (logs, ENDS, LOGS),
+        (keeps, ENDS, LOGS),
+        (reads_value, ENDS, "The code before the first unit reads a value of what first has returned"),
+        (penalizes, ENDS, "first.inner.weight"),
+        (penalizes_head_before, ENDS, "head.1.weight"),
         (LogsInValidation, ENDS, "the code after the last unit uses what first has returned"),
         (CopiesHead, ENDS, "A module cannot be copied while it is divided"),
         (CallsInHook, ENDS, "head was called outside of a training, validation, test or predict step"),
         (TiesEnds, ENDS, "last_stage names 'head', but its parameter '1.weight' is also 'out.weight', which other"),
-        (
-            HasEnds,
-            {"first_stage": ["embed"]},
-            "has no such submodule. Those with parameters outside of the units are:",
-        ),
+        (HasEnds, {"first_stage": ["embed"]}, "has no such submodule. Those with parameters outside of the units are:"),
         (HasEnds, {"first_stage": ["blocks.0"]}, "'blocks.0', which overlaps with the unit 'blocks.0'"),
         (HasEnds, {"first_stage": ["first"], "last_stage": ["first.inner"]}, "overlaps with 'first' of first_stage"),
     ],
-    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+    ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_uses_of_ends_are_refused(on_ranks, make: Any, options: dict[str, Any], message: str) -> None:
-    messages = on_ranks(2, refusal, make, options)
+def test_uses_of_ends_are_refused(on_ranks, use: Any, options: dict[str, Any], message: str) -> None:
+    messages = on_ranks(2, refusal, use, options)
 
     assert any(message in each for each in messages), messages

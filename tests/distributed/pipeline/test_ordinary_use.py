@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter, WeightAveraging
+from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanMetric
@@ -90,30 +90,6 @@ def test_collected_outputs_metrics_and_predictions_are_those_of_one_process(
         assert found[1] == pytest.approx(validated, rel=1e-5)
         assert found[2] == pytest.approx(seen, rel=1e-5)
         torch.testing.assert_close(found[3], predicted, rtol=1e-5, atol=1e-6)
-
-
-class Rewinds(Chain):
-    """Keeps its weights after the first epoch, and loads them after the second (Reptile, SAM)."""
-
-    def on_train_epoch_end(self) -> None:
-        if self.current_epoch == 0:
-            self.kept = {name: value.detach().clone() for name, value in self.state_dict().items()}
-        elif self.current_epoch == 1:
-            self.load_state_dict(self.kept)
-
-
-def fit_rewinding(world_size: int) -> dict[str, Tensor]:
-    _, module, _ = fit_chain(strategy_for(world_size), world_size, module=Rewinds(), num_batches=4, max_epochs=3)
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
-
-
-def test_weights_that_hooks_keep_and_load_are_those_of_one_process(on_ranks) -> None:
-    expected = fit_rewinding(1)
-
-    for weights in on_ranks(2, fit_rewinding, 2):
-        assert weights.keys() == expected.keys()
-        for name, weight in weights.items():
-            assert (weight - expected[name]).abs().max() <= 1e-5, name
 
 
 class Writes(BasePredictionWriter):
@@ -351,27 +327,6 @@ def test_failure_of_a_stage_ends_all(number: int) -> None:
 
     assert sum(each.startswith("RuntimeError: made to fail") for each in messages) == 1
     assert sum(each.startswith("RankFailedError") and "made to fail" in each for each in messages) == 1
-
-
-def averaged(world_size: int) -> dict[str, Tensor]:
-    torch.manual_seed(3)
-    average = WeightAveraging(avg_fn=_mean)
-    module = Chain()
-    trainer = quiet_trainer(devices=world_size, strategy=strategy_for(world_size), max_epochs=1, callbacks=[average])
-    trainer.fit(module, loader(5))
-    return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
-
-
-def _mean(average: Tensor, current: Tensor, number: Any) -> Tensor:
-    return average + (current - average) * 0.5
-
-
-def test_averages_of_weights_are_those_of_one_process(on_ranks) -> None:
-    expected = averaged(1)
-
-    for weights in on_ranks(2, averaged, 2):
-        for name, weight in weights.items():
-            torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6)
 
 
 def shapes_of(world_size: int) -> list[float]:

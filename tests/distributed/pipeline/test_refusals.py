@@ -8,37 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_paral import ConfigurationError, ParalPipelineStrategy
 from lightning_paral.model.trainer_of import trainer_of
 from tests.models.chain import FEATURES, WIDTH, Chain, fit_chain
 from tests.running import quiet_trainer
-
-
-class SkipsBlock(Chain):
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        for block in self.blocks[1:]:
-            x = block(x)
-        return self.out(x)
-
-
-class CallsTwice(Chain):
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        for block in (*self.blocks, self.blocks[0]):
-            x = block(x)
-        return self.out(x)
-
-
-class EndsEarly(Chain):
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        for block in self.blocks[:-1]:
-            x = block(x)
-        return self.out(x)
 
 
 class EndsAtOnce(Chain):
@@ -62,12 +37,11 @@ class Averages(Chain):
         return super().training_step(batch, batch_idx)
 
 
-class IsCheckpointedReentrant(Chain):
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        for block in self.blocks:
-            x = checkpoint(block, x, self.shift, use_reentrant=True)
-        return self.out(x)
+class GrowsLate(Chain):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.more = nn.Linear(3, 3)
+            self.trainer.optimizers[0].add_param_group({"params": self.more.parameters()})
 
 
 class HooksLate(Chain):
@@ -76,13 +50,6 @@ class HooksLate(Chain):
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
             self.out.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))  # type: ignore[no-untyped-call]
-
-
-class GrowsLate(Chain):
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            self.more = nn.Linear(3, 3)
-            self.trainer.optimizers[0].add_param_group({"params": self.more.parameters()})
 
 
 class ScalesByAllNorms(torch.optim.SGD):
@@ -102,78 +69,6 @@ class ScalesByAllNorms(torch.optim.SGD):
 class CombinesParameters(Chain):
     def configure_optimizers(self) -> Any:
         return ScalesByAllNorms(self.parameters(), lr=0.01)
-
-
-class Skips(Chain):
-    """As in a U-Net: a later block uses what an earlier one has returned."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        kept = []
-        for block in self.blocks:
-            x = block(x)
-            kept.append(x)
-        return self.out(x + kept[1])
-
-
-class Between(Chain):
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.blocks[0](torch.tanh(self.first(x)))
-        second = self.blocks[1](first)
-        return self.out(self.blocks[3](self.blocks[2](second + first)))
-
-
-class KeepsInside(Chain):
-    """Uses a tensor that a block keeps as an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block.register_forward_hook(self.keep)
-
-    def keep(self, block: Any, inputs: Any, output: Tensor) -> Tensor:
-        block.kept = output * 2.0
-        return output
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.blocks[-1].kept.sum()
-
-
-class UsesWeight(Chain):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self._loss(batch) + self.blocks[-1].inner.weight.square().sum()
-
-
-class Sums(Chain):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self._loss(batch) * len(batch[0])
-
-
-class DropsOutAndSums(Sums):
-    """Draws random numbers in its blocks, which must not hide that the loss is a sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block.inner = nn.Sequential(block.inner, nn.Dropout(0.5))
-
-
-class Normalizes(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-
-class Manual(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
-class HasTwoOptimizers(Chain):
-    def configure_optimizers(self) -> Any:
-        first, *others = self.parameters()
-        return [torch.optim.SGD([first], 0.1), torch.optim.SGD(others, 0.1)]
 
 
 class TakesOptimizerIndex(Chain):
@@ -198,11 +93,6 @@ class NoBlocks(Chain):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList()
-
-
-class ReturnsNone(Chain):
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self._loss(batch)
 
 
 def in_first_block(name: str, _: nn.Module) -> bool:
@@ -233,27 +123,13 @@ def refusal(make: Callable[[], Any], options: dict[str, Any], world_size: int, t
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (SkipsBlock, {}, "blocks.1 was called first. In a pipeline, every step must call each of the units blocks.0"),
-        (CallsTwice, {}, "blocks.0 was called after blocks.3"),
-        (EndsEarly, {}, "training_step ended without calling blocks.3"),
         (EndsAtOnce, {}, "training_step ended without calling blocks.1"),
         (CombinesParameters, {}, "ScalesByAllNorms combines parameters: in a trial of 4 steps"),
-        (IsCheckpointedReentrant, {}, "was called inside torch.utils.checkpoint.checkpoint(use_reentrant=True)"),
-        (Skips, {}, "the code after the last unit uses what blocks.1 has returned"),
-        (Between, {}, "blocks.2 uses what blocks.0 has returned"),
-        (KeepsInside, {}, "the code after the last unit uses a tensor from inside blocks.3"),
-        (UsesWeight, {}, "uses a tensor from inside blocks.3"),
-        (Sums, {}, "is not a mean over samples"),
-        (DropsOutAndSums, {}, "is not a mean over samples"),
-        (Normalizes, {}, "norm is a BatchNorm"),
-        (Manual, {}, "Manual uses manual optimization"),
-        (HasTwoOptimizers, {}, "HasTwoOptimizers has several optimizers"),
         (TakesOptimizerIndex, {}, "TakesOptimizerIndex has several optimizers"),
         (HasDTensor, {}, "scale is a DTensor already"),
         (NoBlocks, {}, "No repeated blocks were found in NoBlocks"),
         (Chain, {"balance": [2, 3]}, "Its numbers must add up to 4"),
         (HasNestedUnits, {"units": in_first_block}, "'blocks.0' and 'blocks.0.inner' inside it"),
-        (ReturnsNone, {}, "training_step returned None for a part of a batch"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
@@ -290,41 +166,9 @@ class NormalizesFrozen(Chain):
         return self.out(x)
 
 
-class FreezesInHook(NormalizesFrozen):
-    """Puts the BatchNorm into eval mode at the start of the epoch only, as modules do that call `train()` before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm.train()
-
-    def on_train_epoch_start(self) -> None:
-        self.norm.eval()
-
-
 class Unfreezes(NormalizesFrozen):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.norm.train(batch_idx == 2)
-
-
-class FreezesFirst(Chain):
-    """Computes the first block without gradients, and its stage has others that are trained."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        for number, block in enumerate(self.blocks):
-            with torch.set_grad_enabled(number > 0 and torch.is_grad_enabled()):
-                x = block(x, self.shift)
-        return self.out(x)
-
-
-class ZeroesInStep(Chain):
-    """Sets gradients to zero where Lightning does so as well, before the backward pass."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if batch_idx % 2 == 0:
-            self.zero_grad()
-            self.optimizers().zero_grad()  # type: ignore[union-attr]
-        return super().training_step(batch, batch_idx)
 
 
 def losses_of(make: Callable[[], Any], world_size: int, options: dict[str, Any]) -> list[float]:
@@ -334,19 +178,11 @@ def losses_of(make: Callable[[], Any], world_size: int, options: dict[str, Any])
     return list(fit_chain(strategy, world_size, module=make(), num_batches=6, **trainer_options)[0].values())
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        NormalizesFrozen,
-        FreezesInHook,
-        FreezesFirst,
-        ZeroesInStep,
-    ],
-)
-def test_similar_code_trains_as_in_one_process(on_ranks, make: Any) -> None:
-    expected = losses_of(make, 1, {})
+def test_frozen_batchnorm_trains_as_in_one_process(on_ranks) -> None:
+    expected = losses_of(NormalizesFrozen, 1, {})
 
-    assert all(losses == pytest.approx(expected, rel=1e-5) for losses in on_ranks(2, losses_of, make, 2, {}))
+    for losses in on_ranks(2, losses_of, NormalizesFrozen, 2, {}):
+        assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def refusal_later(make: Callable[[], Chain], options: dict[str, Any]) -> str:

@@ -80,8 +80,8 @@ def saved(rank_pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("2 shards x 2 tensor ranks", ["one process", "paral_fsdp", "2 stages", *SPLIT]),
         *((layout, ["one process", *MIXED]) for layout in SPLIT if layout not in MIXED),
         *((layout, MIXED) for layout in OTHERS if layout != ZERO),
-        pytest.param(ZERO, MIXED, marks=pytest.mark.deepspeed),
-        pytest.param("2 shards x 2 tensor ranks", [ZERO], marks=pytest.mark.deepspeed),
+        (ZERO, MIXED),
+        ("2 shards x 2 tensor ranks", [ZERO]),
     ],
     ids=str,
 )

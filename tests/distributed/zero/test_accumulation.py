@@ -1,5 +1,6 @@
 """Parameters that only some backward passes of an accumulation window reach train as in one process."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_paral import ParalZeROStrategy
-from tests.models.regression import FEATURES, Regression, regression_data
-from tests.running import quiet_trainer
+from tests.models.regression import FEATURES, Regression
+from tests.models.regression import fit as fit_module
 
 PASSES_WITH_A_SECOND_TASK = {"first": (0, 2, 4, 6), "last": (1, 3, 5, 7), "alternating": (1, 2, 5, 6)}
 """Pattern -> the batches with the second task. A window has two batches."""
@@ -38,12 +39,8 @@ class TwoTasks(Regression):
 
 
 def fit(num_ranks: int, pattern: str, by_hand: bool, strategy: Any = "auto", **options: Any) -> dict[str, Tensor]:
-    torch.manual_seed(3)
-    model = TwoTasks(pattern, by_hand)
     windows = {} if by_hand else {"accumulate_grad_batches": 2}
-    trainer = quiet_trainer(max_epochs=1, devices=num_ranks, strategy=strategy, **windows, **options)
-    trainer.fit(model, regression_data(8, num_ranks))
-    return {name: weight.clone() for name, weight in model.state_dict().items()}
+    return fit_module(partial(TwoTasks, pattern, by_hand), 8, num_ranks, strategy=strategy, **windows, **options)[1]
 
 
 def fit_zero(stage: int, offload: str | None, by_hand: bool) -> dict[str, dict[str, Tensor]]:

@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytestmark = pytest.mark.deepspeed
-
 
 def gather(num_elements: int, most_bytes: int) -> tuple[list[float], int]:
     """Return what this rank has gathered in place, and the number of calls of torch's collective for lists."""

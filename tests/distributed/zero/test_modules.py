@@ -9,45 +9,15 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from lightning_paral import ConfigurationError, ParalZeROStrategy
+from lightning_paral import ParalZeROStrategy
 from lightning_paral.model import host_memory_check as room
-from tests.models.architectures import MODULES
 from tests.models.regression import Regression, regression_data
-from tests.models.tokens import LENGTH, VOCABULARY, BatchStream, Fitted, fit, token_loader
+from tests.models.tokens import LENGTH, VOCABULARY, Fitted, fit, token_loader
 from tests.running import assert_same_fit, quiet_trainer
 
 NUM_BATCHES = 5
 STAGES = ("paral_zero1", "paral_zero2", "paral_zero3")
-
-
-def fit_module(name: str, num_ranks: int, **options: Any) -> Any:
-    return fit(MODULES[name], NUM_BATCHES, num_ranks, gradient_clip_val=0.5, **options)
-
-
-def fit_on_rank(name: str, strategy: str) -> Any:
-    return fit_module(name, 2, strategy=strategy)
-
-
-@pytest.mark.parametrize("strategy", STAGES)
-@pytest.mark.parametrize("name", MODULES)
-def test_module_trains_as_in_one_process(on_ranks, name: str, strategy: str) -> None:
-    assert_same_fit(on_ranks(2, fit_on_rank, name, strategy), fit_module(name, 1))
-
-
-def fit_whole_batches(num_ranks: int, **options: Any) -> Any:
-    loader = DataLoader(BatchStream(NUM_BATCHES, num_ranks), batch_size=None)
-    return fit(MODULES["TiedLanguageModel"], NUM_BATCHES, num_ranks, loader=loader, **options)
-
-
-def fit_whole_batches_on_rank(strategy: str) -> Any:
-    return fit_whole_batches(2, strategy=strategy)
-
-
-@pytest.mark.parametrize("strategy", STAGES)
-def test_loader_without_batch_size(on_ranks, strategy: str) -> None:
-    assert_same_fit(on_ranks(2, fit_whole_batches_on_rank, strategy), fit_whole_batches(1))
 
 
 class BuiltLate(Fitted):
@@ -187,75 +157,6 @@ def test_fit_after_a_failed_predict_at_stage_3(on_ranks) -> None:
     expected, _ = fit(lambda: Answers(None), NUM_BATCHES, 1)
     losses = torch.tensor(on_ranks(2, fit_after_failed_predict)).mean(dim=0)
     torch.testing.assert_close(losses, torch.tensor(expected), rtol=1e-5, atol=0.0)
-
-
-class Transposed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter((torch.arange(LENGTH * 8.0).view(LENGTH, 8) / 50).sin().t())
-        self.gain = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gain * nn.functional.linear(x, self.weight)
-
-
-class Strided(Fitted):
-    """Has parameters that are not contiguous, one of them built in `configure_model`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 4, (1, 2)).to(memory_format=torch.channels_last)
-        self.linear = Transposed()
-        self.frozen = Transposed().requires_grad_(False)
-
-    def configure_model(self) -> None:
-        if not hasattr(self, "late"):
-            self.late = Transposed()
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        x = batch[0].float() / VOCABULARY
-        pictures = self.conv(x.view(-1, 2, 1, LENGTH // 2)).flatten(1)[:, :8]
-        return (pictures + self.linear(x) * self.late(x) + self.frozen(x) - 1).square().mean()
-
-
-def fit_strided_on_rank(strategy: str) -> Any:
-    return fit(Strided, NUM_BATCHES, 2, strategy=strategy)
-
-
-@pytest.mark.parametrize("strategy", ["paral_ddp", *STAGES])
-def test_parameters_that_are_not_contiguous(on_ranks, strategy: str) -> None:
-    assert_same_fit(on_ranks(2, fit_strided_on_rank, strategy), fit(Strided, NUM_BATCHES, 1))
-
-
-class WithEmpty(Fitted):
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = nn.Linear(LENGTH, 4)
-        self.extra = nn.Parameter(torch.empty(0, 4))
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        hidden = self.hidden(batch[0].float() / VOCABULARY)
-        return (torch.cat([hidden, self.extra]) - 1).square().mean()
-
-
-def fit_with_empty_on_rank(strategy: str) -> Any:
-    return fit(WithEmpty, NUM_BATCHES, 2, strategy=strategy)
-
-
-@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero1", "paral_zero2"])
-def test_parameter_without_elements(on_ranks, strategy: str) -> None:
-    assert_same_fit(on_ranks(2, fit_with_empty_on_rank, strategy), fit(WithEmpty, NUM_BATCHES, 1))
-
-
-def refusal_of_empty() -> str:
-    with pytest.raises(ConfigurationError) as refusal:
-        fit_with_empty_on_rank("paral_zero3")
-    return str(refusal.value)
-
-
-def test_parameter_without_elements_is_refused_at_stage_3(on_ranks) -> None:
-    for message in on_ranks(2, refusal_of_empty):
-        assert "'extra' has shape (0, 4)" in message
 
 
 class KeepsEngine(Callback):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_paral import ParalZeROStrategy
-from tests.models.regression import FEATURES, Regression, regression_data
-from tests.running import assert_same_fit, quiet_trainer
+from tests.models.regression import FEATURES, Regression, fit
+from tests.running import assert_same_fit
 
 
 class UsedEarly(Regression):
@@ -71,20 +71,13 @@ class Several(Manual):
 KINDS = (Automatic, Manual, Clipped, Several)
 
 
-def fit(kind: type[Regression], num_ranks: int, strategy: Any, **options: Any) -> Any:
-    torch.manual_seed(3)
-    model = kind()
-    windows = {"accumulate_grad_batches": 2} if model.automatic_optimization else {}
-    trainer = quiet_trainer(max_epochs=1, devices=num_ranks, strategy=strategy, **windows, **options)
-    trainer.fit(model, regression_data(8, num_ranks))
-    return model.losses, {name: weight.clone() for name, weight in model.state_dict().items()}
-
-
 def fit_all(num_ranks: int, accelerator: str, **options: Any) -> list[Any]:
-    def strategy() -> Any:
-        return ParalZeROStrategy(**options) if options else "auto"
-
-    return [fit(kind, num_ranks, strategy(), accelerator=accelerator) for kind in KINDS]
+    fits = []
+    for kind in KINDS:
+        strategy: Any = ParalZeROStrategy(**options) if options else "auto"
+        windows = {"accumulate_grad_batches": 2} if kind().automatic_optimization else {}
+        fits.append(fit(kind, 8, num_ranks, strategy=strategy, accelerator=accelerator, **windows))
+    return fits
 
 
 def fit_all_on_rank(stage: int, overlap: bool) -> list[Any]:

@@ -1,6 +1,5 @@
-"""Under ZeRO, parameters that a step does not use do not change, as in one process, or the step is refused."""
+"""Under ZeRO, gradients that come in another order, on some ranks or in later steps, are compared or refused."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,109 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_paral import ParalZeROStrategy
-from lightning_paral.errors import ConfigurationError, UnusedParametersError
-from tests.models.regression import FEATURES, Regression, regression_data
-from tests.running import assert_same_fit, quiet_trainer
-
-STAGES = (1, 2, 3)
-
-
-class Alternating(Regression):
-    """Has a further layer, which is used in the steps that `uses` selects."""
-
-    def __init__(self, uses: Callable[[int], bool], optimizer: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.spare = nn.Linear(32, 2)
-        self.uses = uses
-        self.optimizer = optimizer
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        inputs, targets = batch
-        features = torch.tanh(self.hidden(inputs))
-        outputs = self.out(features) + (self.spare(features) if self.uses(batch_idx) else 0)
-        loss = nn.functional.mse_loss(outputs, targets)
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return self.optimizer(self.parameters())
-
-
-def sgd(parameters: Any) -> Any:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1)
-
-
-def adamw(parameters: Any) -> Any:
-    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.5)
-
-
-def never(step: int) -> bool:
-    return False
-
-
-def at_times(step: int) -> bool:
-    return step % 3 == 0
-
-
-def in_second_half(step: int) -> bool:
-    return step >= 3
-
-
-def in_first_half(step: int) -> bool:
-    return step < 3
-
-
-def fit(num_ranks: int, strategy: Any, uses: Any, optimizer: Any, **options: Any) -> Any:
-    torch.manual_seed(3)
-    model = Alternating(uses, optimizer)
-    trainer = quiet_trainer(max_epochs=1, devices=num_ranks, strategy=strategy, gradient_clip_val=0.5, **options)
-    trainer.fit(model, regression_data(8, num_ranks))
-    return model.losses, {name: weight.clone() for name, weight in model.state_dict().items()}
-
-
-def fit_on_rank(stage: int, find_unused: bool, uses: Any, optimizer: Any, options: Any) -> Any:
-    strategy = ParalZeROStrategy(stage=stage, find_unused_parameters=find_unused)
-    return fit(2, strategy, uses, optimizer, **options)
-
-
-@pytest.mark.parametrize(
-    ("find_unused", "uses", "optimizer", "options"),
-    [
-        (False, never, adamw, {}),
-        (True, at_times, sgd, {}),
-        (True, in_second_half, sgd, {}),
-        (True, in_first_half, adamw, {}),
-        (True, at_times, sgd, {"accumulate_grad_batches": 2}),
-    ],
-)
-@pytest.mark.parametrize("stage", STAGES)
-def test_unused_parameters_do_not_change(
-    on_ranks, stage: int, find_unused: bool, uses: Any, optimizer: Any, options: Any
-) -> None:
-    expected = fit(1, "auto", uses, optimizer, **options)
-    assert_same_fit(on_ranks(2, fit_on_rank, stage, find_unused, uses, optimizer, options), expected, 2e-5)
-
-
-def refusal(stage: int, find_unused: bool, uses: Any, optimizer: Any) -> str:
-    with pytest.raises(UnusedParametersError) as caught:
-        fit_on_rank(stage, find_unused, uses, optimizer, {})
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("find_unused", "uses", "optimizer", "message"),
-    [
-        (False, in_first_half, sgd, "got no gradient in this step: spare.weight, spare.bias"),
-        (False, in_second_half, sgd, "without a gradient in the first step got one now: spare.weight, spare.bias"),
-        (True, at_times, adamw, "spare.weight took 1 of 3 steps and is used again"),
-    ],
-)
-@pytest.mark.parametrize("stage", STAGES)
-def test_unused_parameters_that_zero_would_change_are_named(
-    on_ranks, stage: int, find_unused: bool, uses: Any, optimizer: Any, message: str
-) -> None:
-    for said in on_ranks(2, refusal, stage, find_unused, uses, optimizer):
-        assert message in said
+from lightning_paral.errors import UnusedParametersError
+from tests.models.regression import FEATURES, Regression, fit, regression_data
+from tests.running import quiet_trainer
 
 
 class Diverging(Regression):
@@ -174,20 +73,12 @@ class Reordering(Diverging):
         return Regression.training_step(self, [inputs, targets], batch_idx)
 
 
-def fit_in_windows(num_ranks: int, kind: type[Regression], window: int, strategy: Any = "auto") -> dict[str, Tensor]:
-    torch.manual_seed(3)
-    model = kind()
-    trainer = quiet_trainer(max_epochs=1, devices=num_ranks, strategy=strategy, accumulate_grad_batches=window)
-    trainer.fit(model, regression_data(4, num_ranks))
-    return {name: weight.clone() for name, weight in model.state_dict().items()}
-
-
 def fits_that_reorder() -> list[Any]:
     results: list[Any] = []
     for stage, overlap, find_unused in REORDERED:
         strategy = ParalZeROStrategy(stage=stage, overlap_comm=overlap, find_unused_parameters=find_unused)
         try:
-            results.append(fit_in_windows(2, Reordering, 1, strategy))
+            results.append(fit(Reordering, 4, 2, strategy=strategy)[1])
         except UnusedParametersError as error:
             results.append(str(error))
     return results
@@ -204,7 +95,7 @@ REORDERED = {
 
 
 def test_order_that_changes_later_is_refused_unless_ranks_compare_it(on_ranks) -> None:
-    expected = fit_in_windows(1, Reordering, 1)
+    expected = fit(Reordering, 4, 1)[1]
     for results in on_ranks(2, fits_that_reorder):
         for result, message in zip(results, REORDERED.values(), strict=True):
             if message:
@@ -248,7 +139,7 @@ def fits_with_other_passes(kind: type[Regression], window: int) -> list[Any]:
     for stage, find_unused in ((2, False), (3, False), (2, True)):
         strategy = ParalZeROStrategy(stage=stage, find_unused_parameters=find_unused)
         try:
-            results.append(fit_in_windows(2, kind, window, strategy))
+            results.append(fit(kind, 4, 2, strategy=strategy, accumulate_grad_batches=window)[1])
         except UnusedParametersError as error:
             results.append(str(error))
     return results
@@ -258,7 +149,7 @@ def fits_with_other_passes(kind: type[Regression], window: int) -> list[Any]:
 def test_ranks_compare_new_passes_and_refuse_differing_ones(
     on_ranks, kind: type[Regression], window: int, is_refused: bool
 ) -> None:
-    expected = fit_in_windows(1, kind, window)
+    expected = fit(kind, 4, 1, accumulate_grad_batches=window)[1]
     for results in on_ranks(2, fits_with_other_passes, kind, window):
         for result, find_unused in zip(results, (False, False, True), strict=True):
             if is_refused and not find_unused:
@@ -266,68 +157,3 @@ def test_ranks_compare_new_passes_and_refuse_differing_ones(
             else:
                 for name, weight in expected.items():
                     torch.testing.assert_close(result[name], weight)
-
-
-class Skipping(Regression):
-    """Discards the gradients of every second batch in manual optimization."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        loss = super().training_step(batch, batch_idx)
-        self.manual_backward(loss)
-        if batch_idx % 2:
-            optimizer.step()
-        optimizer.zero_grad()
-
-
-class CallingBackward(Skipping):
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        Regression.training_step(self, batch, batch_idx).backward()
-        self.optimizers().step()
-
-
-def fit_skipping(num_ranks: int, strategy: Any = "auto", kind: type[Regression] = Skipping) -> Any:
-    torch.manual_seed(3)
-    model = kind()
-    quiet_trainer(max_epochs=1, devices=num_ranks, strategy=strategy).fit(model, regression_data(6, num_ranks))
-    return model.losses, {name: weight.clone() for name, weight in model.state_dict().items()}
-
-
-def fit_skipping_on_rank(stage: int, overlap: bool | None) -> Any:
-    return fit_skipping(2, ParalZeROStrategy(stage=stage, overlap_comm=overlap))
-
-
-@pytest.mark.parametrize(("stage", "overlap"), [(1, None), (1, True), (2, None), (2, True), (3, None)])
-def test_gradients_discarded_by_zero_grad_do_not_count(on_ranks, stage: int, overlap: bool | None) -> None:
-    assert_same_fit(on_ranks(2, fit_skipping_on_rank, stage, overlap), fit_skipping(1))
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_calling_backward_of_the_loss_is_refused(stage: int) -> None:
-    with pytest.raises(ConfigurationError, match=r"self.manual_backward\(loss\) instead"):
-        fit_skipping(1, ParalZeROStrategy(stage=stage), CallingBackward)
-
-
-class Grouped(Regression):
-    """Trains by Adagrad with options of two groups and a schedule."""
-
-    def configure_optimizers(self) -> Any:
-        groups = [
-            {"params": self.hidden.parameters(), "lr": 0.3, "initial_accumulator_value": 0.1},
-            {"params": self.out.parameters(), "weight_decay": 0.2},
-        ]
-        optimizer = torch.optim.Adagrad(groups, lr=0.05, initial_accumulator_value=0.1)
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8), "interval": "step"}]
-
-
-def fit_grouped_on_rank(stage: int) -> Any:
-    return fit_skipping(2, ParalZeROStrategy(stage=stage), Grouped)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_adagrad_keeps_its_groups_and_schedule(on_ranks, stage: int) -> None:
-    assert_same_fit(on_ranks(2, fit_grouped_on_rank, stage), fit_skipping(1, kind=Grouped))

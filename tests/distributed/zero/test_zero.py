@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
 from lightning_paral import ParalZeROStrategy
-from lightning_paral.engines.zero.parameters.watched import HiddenGradientError
 from tests.benchmarks.zero_memory import bytes_by_formula, bytes_held
 from tests.benchmarks.zero_traffic import model_sizes_by_formula, model_sizes_sent_per_step
 from tests.models.regression import Regression, fit_regression, regression_data
@@ -67,50 +65,6 @@ def test_autocast_ends_with_its_fit(on_ranks) -> None:
 
 
 # Accumulation, clipping, hooks
-
-
-def fit_with_schedule(num_ranks: int, **options: Any) -> Any:
-    torch.manual_seed(3)
-    model = Regression()
-    schedule = GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})
-    trainer = quiet_trainer(max_epochs=3, devices=num_ranks, callbacks=[schedule], **options)
-    trainer.fit(model, regression_data(4, num_ranks))
-    assert trainer.global_step == 4 + 2 + 2
-    return model.losses, {name: weight.clone() for name, weight in model.state_dict().items()}
-
-
-def fit_with_schedule_on_rank(strategy: str) -> Any:
-    return fit_with_schedule(2, strategy=strategy)
-
-
-@pytest.mark.parametrize("strategy", STAGES)
-def test_accumulation_scheduler_equals_one_process(on_ranks, strategy: str) -> None:
-    assert_same_fit(on_ranks(2, fit_with_schedule_on_rank, strategy), fit_with_schedule(1))
-
-
-def fit_clipped_by_value(num_ranks: int, **options: Any) -> Any:
-    torch.manual_seed(3)
-    model = Regression()
-    trainer = quiet_trainer(
-        max_epochs=1,
-        devices=num_ranks,
-        accumulate_grad_batches=2,
-        gradient_clip_val=0.02,
-        gradient_clip_algorithm="value",
-        **options,
-    )
-    trainer.fit(model, regression_data(9, num_ranks))
-    return model.losses, {name: weight.clone() for name, weight in model.state_dict().items()}
-
-
-def fit_clipped_by_value_on_rank(strategy: str) -> Any:
-    return fit_clipped_by_value(2, strategy=strategy)
-
-
-@pytest.mark.parametrize("strategy", WITH_OFFLOAD)
-def test_clipping_by_value_equals_one_process(on_ranks, strategy: str) -> None:
-    tolerance = 1e-4 if "offload" in strategy else 1e-5
-    assert_same_fit(on_ranks(2, fit_clipped_by_value_on_rank, strategy), fit_clipped_by_value(1), tolerance)
 
 
 class Hooked(Regression):
@@ -200,104 +154,6 @@ def test_overridden_hooks_take_effect(on_ranks, strategy: str) -> None:
     for _, seen, calls in ranks:
         assert calls == expected_calls
         torch.testing.assert_close(seen, expected_seen, rtol=1e-3 if "offload" in strategy else 1e-5, atol=tolerance)
-
-
-class ClippingByHand(Regression):
-    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
-        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
-
-
-class LookingAtGradients(Regression):
-    def on_after_backward(self) -> None:
-        assert self.hidden.weight.grad is not None
-
-
-def read_hidden_gradients(strategy: str) -> list[str]:
-    messages = []
-    for kind in (ClippingByHand, LookingAtGradients):
-        model = kind()
-        with pytest.raises(HiddenGradientError) as caught:
-            quiet_trainer(max_epochs=1, devices=2, strategy=strategy).fit(model, regression_data(2, 2))
-        messages.append(str(caught.value))
-        assert all(type(parameter) is torch.nn.Parameter for parameter in model.parameters())
-        dist.barrier()
-    return messages
-
-
-@pytest.mark.parametrize("strategy", STAGES)
-def test_reading_a_hidden_gradient_raises_with_the_reader_to_use(on_ranks, strategy: str) -> None:
-    for messages in on_ranks(2, read_hidden_gradients, strategy):
-        for message in messages:
-            assert "full_gradient(parameter)" in message
-            assert "clip_gradients" in message
-
-
-class Manual(Regression):
-    """Has two backward passes per step, steps its scheduler by hand, and discards a pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
-        inputs, targets = batch
-        for factor in (0.5, 1.5):
-            loss = factor * torch.nn.functional.mse_loss(self(inputs), targets)
-            self.manual_backward(loss)
-            self.losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
-
-
-def fit_manual(num_ranks: int, **options: Any) -> Any:
-    torch.manual_seed(3)
-    model = Manual()
-    quiet_trainer(max_epochs=1, devices=num_ranks, **options).fit(model, regression_data(6, num_ranks))
-    return model.losses, {name: weight.clone() for name, weight in model.state_dict().items()}
-
-
-def fit_manual_on_rank(strategy: str) -> Any:
-    return fit_manual(2, strategy=strategy)
-
-
-@pytest.mark.parametrize("strategy", WITH_OFFLOAD)
-def test_manual_optimization(on_ranks, strategy: str) -> None:
-    tolerance = 1e-4 if "offload" in strategy else 1e-5
-    assert_same_fit(on_ranks(2, fit_manual_on_rank, strategy), fit_manual(1), tolerance)
-
-
-class Plateau(Regression):
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log("val_loss", torch.tensor(1.0))
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
-
-
-def fit_plateau(num_ranks: int, **options: Any) -> Any:
-    torch.manual_seed(3)
-    model = Plateau()
-    trainer = quiet_trainer(max_epochs=4, devices=num_ranks, num_sanity_val_steps=0, **options)
-    trainer.fit(model, regression_data(3, num_ranks), regression_data(1, num_ranks))
-    return model.losses, {name: weight.clone() for name, weight in model.state_dict().items()}
-
-
-def fit_plateau_on_rank(strategy: str) -> Any:
-    return fit_plateau(2, strategy=strategy)
-
-
-@pytest.mark.parametrize("strategy", WITH_OFFLOAD)
-def test_scheduler_on_plateau(on_ranks, strategy: str) -> None:
-    tolerance = 1e-4 if "offload" in strategy else 1e-5
-    assert_same_fit(on_ranks(2, fit_plateau_on_rank, strategy), fit_plateau(1), tolerance)
 
 
 # Evaluation, several runs, failures

@@ -6,8 +6,7 @@ from torch import nn
 
 from lightning_paral import ActivationCheckpointing, ConfigurationError
 from lightning_paral.model.units import Units, as_tree, choose_units, explain_single_unit
-from tests.models.architectures import GPT2, T5, Contrastive
-from tests.models.blocks import GAN, Block, LoRA, Tied, TiedBlocks
+from tests.models.blocks import GAN, GPT2, T5, Block, Contrastive, LoRA, Tied, TiedBlocks
 
 
 def names(units: Units) -> list[str]:
