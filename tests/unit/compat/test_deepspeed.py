@@ -350,6 +350,14 @@ def test_code_of_deepspeed_calls_what_is_replaced() -> None:
     assert not broken, "\n".join(broken)
 
 
+def test_states_are_linked_by_a_public_function() -> None:
+    from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+    names = list(inspect.signature(lazy_init_hp_params_optimizer_state).parameters)
+
+    assert names == ["lp_param_list", "flat_hp_partition", "optimizer_state"]
+
+
 def test_function_that_reads_the_processor_is_restored() -> None:
     import cpuinfo
 

@@ -9,6 +9,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -24,11 +25,15 @@ from torch.nn import Linear, Module, Parameter
 
 from lightning_paral.compat import checks
 from lightning_paral.compat.torch import (
+    archives,
     backward,
     ddp_ignored,
     derivatives,
     dispatch,
+    distributed_checkpoint,
     dtensor,
+    fake_tensors,
+    foreach,
     fsdp_group,
     fsdp_param,
     fsdp_state,
@@ -36,8 +41,10 @@ from lightning_paral.compat.torch import (
     iteration,
     module_hooks,
     modules,
+    muon,
     patches,
     process_groups,
+    pytree,
     replicas,
     sharded_classes,
     sharding_cache,
@@ -45,6 +52,7 @@ from lightning_paral.compat.torch import (
     storages,
     tensor_hooks,
     versions,
+    wrapper_tensors,
 )
 from lightning_paral.compat.torch.grad_scaler import UnscalingGradScaler
 from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
@@ -370,6 +378,64 @@ def test_scaler_unscales_and_steps_through_a_replaced_method() -> None:
         assert parameter.item() == value, "step() unscales in another way: ranks would skip different steps"
 
 
+def test_foreach_functions_work_in_place() -> None:
+    tensors = [torch.tensor([3.0, 4.0]), torch.tensor([-6.0])]
+
+    foreach.foreach_mul_(tensors, torch.tensor(2.0))
+    assert [norm.item() for norm in foreach.foreach_norm(tensors, 2, dtype=torch.float32)] == [10.0, 12.0]
+    foreach.foreach_clamp_min_(tensors, -7.0)
+    foreach.foreach_clamp_max_(tensors, 7.0)
+    assert [tensor.tolist() for tensor in tensors] == [[6.0, 7.0], [-7.0]]
+    found = torch.zeros(1)
+    foreach.check_and_unscale_([torch.tensor([torch.inf])], found, torch.tensor(1.0))
+    assert found.item() == 1.0
+
+
+def test_files_have_room_for_tensors_without_memory(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    [fake] = fake_tensors.fake_tensors([((2, 3), torch.float32)])
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save({"w": fake}, path)
+
+    offset = archives.record_offset(path)("data/0")
+    data = bytearray(path.read_bytes())
+    data[offset : offset + 24] = torch.arange(6, dtype=torch.float32).numpy().tobytes()
+    path.write_bytes(data)
+
+    assert torch.load(path)["w"].tolist() == [[0, 1, 2], [3, 4, 5]], (
+        "torch.save leaves no space for the data, or in another place"
+    )
+
+
+def test_distributed_checkpoint_has_these_keys_and_offsets() -> None:
+    flat, paths = distributed_checkpoint.flatten_state_dict({"a": {"b": [torch.ones(1), 2]}})
+
+    assert set(flat) == {"a.b.0", "a.b.1"}, "sharded checkpoints would have keys that torch does not look for"
+    assert paths["a.b.0"] == ("a", "b", 0)
+    place = pickle.loads(pickle.dumps(distributed_checkpoint.StorageInfo("file", 1, 2)))
+    assert (place.relative_path, place.offset, place.length) == ("file", 1, 2)
+
+
+def test_wrapper_tensors_have_a_shape_and_no_memory() -> None:
+    class Wrapper(Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+            raise AssertionError(func)
+
+    made = wrapper_tensors.without_memory(Wrapper, [2**40], torch.bfloat16)
+
+    assert (type(made), tuple(made.shape), made.dtype) == (Wrapper, (2**40,), torch.bfloat16)
+
+
+def test_trees_equal_those_of_torch() -> None:
+    leaves, spec = pytree.tree_flatten({"a": [1, (2,)]})
+
+    assert leaves == pytree.tree_leaves({"a": [1, (2,)]}) == [1, 2]
+    assert pytree.tree_unflatten(leaves, spec) == {"a": [1, (2,)]}
+    assert pytree.tree_map(str, [1]) == ["1"]
+    assert pytree.tree_map_only(int, str, [1, 2.0]) == ["1", 2.0]
+
+
 def test_ddp_ignores_the_parameters_that_a_module_names() -> None:
     module = Linear(2, 2)
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["weight"])
@@ -392,6 +458,23 @@ def test_attributes_are_replaced_and_restored() -> None:
     assert "inherited" not in vars(Owner)
     with pytest.raises(AttributeError):
         patches.replace_attributes(Owner, {"gone": 1})
+
+
+def test_muon_calls_the_replaced_function() -> None:
+    parameter = Parameter(torch.eye(3))
+    calls = []
+
+    def around(torchs: Any) -> Any:
+        return lambda *args, **kwargs: calls.append(1) or torchs(*args, **kwargs)
+
+    undo = muon.replace_newton_schulz(around)
+    parameter.grad = torch.eye(3)
+    torch.optim.Muon([parameter]).step()
+    undo()
+    parameter.grad = torch.eye(3)
+    torch.optim.Muon([parameter]).step()
+
+    assert calls == [1], "Muon orthogonalizes in another way, and would do so on shards"
 
 
 @pytest.mark.usefixtures("world")
