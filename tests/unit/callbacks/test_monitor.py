@@ -91,19 +91,6 @@ class Logging(Regression):
         return loss
 
 
-def test_after_an_exception_nothing_is_left_and_the_next_fit_is_measured() -> None:
-    monitor, module = ParalMonitor(every_n_steps=2, print_summary=False), Logging()
-    trainer = quiet_trainer(max_epochs=1, callbacks=[monitor])
-    module.fails_at = 3
-    with pytest.raises(ValueError, match="in a step"):
-        trainer.fit(module, regression_data(4, 1))
-    assert not {"start", "stop"} & vars(trainer.profiler).keys()
-    module.fails_at = -1
-    trainer.fit(module, regression_data(4, 1))
-
-    assert monitor.reports[0].num_steps == 3
-
-
 def test_no_step_reads_a_tensor_or_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
     monkeypatch.setattr(measured_steps, "read_memory", lambda *args: reads.append(len(steps)) or read_memory(*args))
@@ -122,23 +109,6 @@ def test_no_step_reads_a_tensor_or_the_memory(monkeypatch: pytest.MonkeyPatch) -
     assert not syncs.found
     assert syncs.num_elsewhere  # losses are read by the module
     assert reads == [3, 7, 10]  # in the 4th and 8th step, and at the end
-
-
-def test_progress_bar_shows_a_text_that_callbacks_do_not_see() -> None:
-    shown: list[dict[str, Any]] = []
-
-    class Reader(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            shown.append(trainer.progress_bar_callback.get_metrics(trainer, trainer.lightning_module))
-
-    monitor = ParalMonitor(every_n_steps=2, print_summary=False)
-    trainer = quiet_trainer(max_epochs=1, callbacks=[monitor, Reader()], enable_progress_bar=True)
-    trainer.fit(Logging(), regression_data(4, 1))
-
-    assert ["paral" in metrics for metrics in shown] == [False, True, True, True]
-    assert "samples/s" in shown[-1]["paral"]
-    assert "loss" in shown[-1]
-    assert "get_metrics" not in vars(trainer.progress_bar_callback)
 
 
 def grown_by_64_mebibytes() -> tuple[int | None, int | None]:

@@ -1,11 +1,9 @@
 """Options of `paral bench` that cannot work end with one clear error, before anything runs."""
 
 import re
-from pathlib import Path
 
 import pytest
 
-from lightning_paral.diagnostics.bench import resident
 from tests.command import run_paral
 
 FREE = r"needs about .* of host memory, but .* are free"
@@ -57,25 +55,3 @@ def test_option_that_cannot_work(arguments: str, message: str) -> None:
     said = run_paral("bench", *arguments.split())
     assert re.match(rf"paral: (?s:.*)({message})", said)
     assert "Traceback" not in said
-
-
-def test_configuration_without_a_model(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text("trainer:\n  max_steps: 1\n")
-    assert "has no `model`" in run_paral("bench", "step", "--config", str(path))
-
-
-def test_peaks_are_not_read_where_the_system_does_not_tell_them(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(resident, "STATUS", tmp_path / "status")
-    assert "which only Linux has" in run_paral("bench", "memory")
-
-
-def test_other_benchmarks_take_no_options_of_the_module(capsys) -> None:
-    assert run_paral("bench", "step", "--model.width", "8")
-    assert "unrecognized arguments: --model.width 8" in capsys.readouterr().err
-
-
-def test_only_comm_runs_under_a_launcher(monkeypatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    assert "a launcher has started this process as a rank" in run_paral("bench", "step")
