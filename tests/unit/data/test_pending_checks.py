@@ -27,22 +27,6 @@ def checks(*results: bool) -> PendingChecks[str]:
     return pending
 
 
-@pytest.mark.parametrize(
-    ("results", "expected"),
-    [
-        ((True, True), None),
-        ((False, True), "step 0"),
-        ((True, False), "step 1"),
-        ((True, True, False, True, False), "step 2"),
-    ],
-)
-def test_first_check_that_failed_is_found(results: tuple[bool, ...], expected: str | None) -> None:
-    pending = checks(*results)
-
-    assert pending.first_failed(wait=True) == expected
-    assert pending.first_failed(wait=True) is None
-
-
 def test_checks_that_have_not_arrived_are_found_later(monkeypatch) -> None:
     pending = checks(True)
     assert pending.first_failed(wait=False) is None

@@ -4,32 +4,20 @@ from typing import Any
 
 import pytest
 
-from lightning_paral import ConfigurationError, Plan, plan
+from lightning_paral import ConfigurationError, plan
 from lightning_paral.planning.time.machine import Machine
 from lightning_paral.planning.time.options import MachineOptions
 from lightning_paral.planning.time.world_sizes import parse_world_sizes
 from lightning_paral.quantities import parse_bandwidth, parse_flops, parse_seconds
 from tests.unit.planning.models import bytes_of_text, gpt
 
-FLOPS, LINK, LATENCY = 50e9, 125e6, 1e-3
-SLOW = Machine(flops=FLOPS, link=LINK, latency=LATENCY)
 
-
-@pytest.fixture(scope="module")
-def planned() -> Plan:
-    return plan(
-        gpt(128, 3), bytes_of_text(4), 4, "16GiB", device_type="cuda", link="1Gbit", flops="50G", tokens_per_sample=16
-    )
-
-
-def test_a_plan_with_times_recommends_the_fastest_that_fits(planned: Plan) -> None:
+def test_a_plan_with_times_recommends_the_fastest_that_fits() -> None:
+    planned = plan(gpt(128, 3), bytes_of_text(4), 4, "16GiB", device_type="cuda", link="1Gbit", flops="50G")
     assert planned.chosen is not None
     considered = [each for each in planned.estimates if each.seconds is not None]
     assert planned.chosen.seconds == min(each.seconds or 0 for each in considered)
     assert "the shortest of those that fit" in planned.advice.text
-    assert "step" in str(planned)
-    seconds = {each["name"]: each["seconds"] for each in planned.as_dict()["strategies"]}
-    assert seconds["paral_ddp"] == planned.of("paral_ddp").seconds
 
 
 def test_a_plan_without_a_machine_has_no_times() -> None:
@@ -45,11 +33,11 @@ def test_a_plan_without_a_machine_has_no_times() -> None:
     ("parse", "text", "expected"),
     [
         *(
-            (parse_bandwidth, text, bytes_)
-            for text, bytes_ in (("400Gbit", 50e9), ("1 Gbit/s", 125e6), ("1GiB/s", 2**30))
+            (parse_bandwidth, text, found)
+            for text, found in (("400Gbit", 50e9), ("1 Gbit/s", 125e6), ("1GiB/s", 2**30))
         ),
-        *((parse_flops, text, flops) for text, flops in (("790 TFLOPS", 790e12), ("1.5P", 1.5e15), ("2e12", 2e12))),
-        *((parse_seconds, text, seconds) for text, seconds in (("20us", 20e-6), ("1.5ms", 1.5e-3), ("0", 0.0))),
+        *((parse_flops, text, found) for text, found in (("790 TFLOPS", 790e12), ("1.5P", 1.5e15), ("2e12", 2e12))),
+        *((parse_seconds, text, found) for text, found in (("20us", 20e-6), ("1.5ms", 1.5e-3), ("0", 0.0))),
     ],
 )
 def test_quantities_are_parsed(parse: Any, text: str, expected: float) -> None:
@@ -64,7 +52,7 @@ def test_quantities_are_parsed(parse: Any, text: str, expected: float) -> None:
         (lambda: parse_seconds("20 minutes", "--latency"), "--latency '20 minutes'"),
         (lambda: MachineOptions(link="1Gbit"), "flops is not known"),
         (lambda: Machine(flops=1, link=1, ranks_per_node=8), "belong together"),
-        (lambda: plan(gpt(64, 1), bytes_of_text(2), machine=SLOW, link="1Gbit"), "Leave out link"),
+        (lambda: plan(gpt(64, 1), bytes_of_text(2), machine=Machine(flops=1, link=1), link="1Gbit"), "Leave out link"),
         (lambda: parse_world_sizes("two"), "--scale"),
     ],
 )

@@ -50,20 +50,6 @@ def test_tensors_of_all_dtypes_are_copied_side_by_side_and_aligned() -> None:
     assert staging.arena.nbytes <= sum(copy.nbytes for copy in staged) + ALIGNMENT * len(staged)
 
 
-def test_saves_share_memory_that_grows_only_for_a_larger_one() -> None:
-    staging = Staging()
-    seen = []
-    for numel in (5_000_000, 5_000_000, 100, 5_000_000, 9_000_000):
-        value = torch.full((numel,), float(len(seen)))
-        entries = [entry_of(value)]
-        staging.stage(entries)
-        assert torch.equal(entries[0].shard.values(), value)
-        seen.append((entries[0].shard.values().data_ptr(), staging.arena.nbytes))
-
-    assert seen[0] == seen[1] == seen[2] == seen[3]
-    assert [nbytes for _, nbytes in seen[3:]] == [20_000_000, 36_000_000]
-
-
 @pytest.fixture
 def all_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat every tensor as if it were on another device."""
