@@ -14,17 +14,13 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.nn import Linear, Module, Parameter
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import Linear, Parameter
 
 from lightning_paral.compat import checks
 from lightning_paral.compat.torch import (
     backward,
-    dtensor,
-    fsdp_param,
-    fsdp_state,
     module_hooks,
     sharding_cache,
     state_dicts,
@@ -32,7 +28,6 @@ from lightning_paral.compat.torch import (
     versions,
 )
 from lightning_paral.compat.torch.grad_scaler import UnscalingGradScaler
-from lightning_paral.engines.fsdp.unsharded_writes import WatchedGroup
 from lightning_paral.errors import PrivateNameError
 from tests.unit.compat.renaming import rename
 
@@ -47,19 +42,6 @@ def one_rank() -> Iterator[None]:
     finally:
         sharding_cache.forget_meshes()
         dist.destroy_process_group()
-
-
-@pytest.fixture
-def world() -> Iterator[None]:
-    with one_rank():
-        yield
-
-
-def sharded() -> Any:
-    root: Any = nn.Sequential(Linear(4, 4), Linear(4, 2))
-    mesh = init_device_mesh("cpu", (1,))
-    fully_shard(root[0], mesh=mesh)
-    return fully_shard(root, mesh=mesh)
 
 
 def test_version_counts_in_place_writes_of_views_and_not_of_detached_data() -> None:
@@ -135,36 +117,6 @@ def test_state_dicts_carry_versions_of_modules() -> None:
     assert state_dicts.versions_in(copied) == {"": {"version": 2}}
 
 
-def test_each_submodule_is_saved_and_loaded_by_replaced_methods() -> None:
-    class WithExtra(Linear):
-        def get_extra_state(self) -> Any:
-            return {"extra": 1}
-
-        def set_extra_state(self, state: Any) -> None:
-            sharding_cache.forget_meshes()
-
-    module = nn.Sequential(WithExtra(2, 2), Linear(2, 2))
-    saved, loaded = [], []
-
-    def save(part: Module, own: Any, destination: Any, prefix: str, keep_vars: bool) -> None:
-        saved.append(prefix)
-        own(destination, prefix, keep_vars)
-
-    def load(part: Module, own: Any, state: Any, prefix: str, about: Any, *rest: Any) -> None:
-        loaded.append(prefix)
-        assert [type(each) for each in rest] == [bool, list, list, list]
-        own(state, prefix, about, *rest)
-
-    with state_dicts.save_submodules_by(module, save):
-        state = module.state_dict()
-    with state_dicts.load_submodules_by(module, load):
-        module.load_state_dict(state)
-
-    assert saved == loaded == ["", "0.", "1."], "state_dict calls other methods: shards would be saved as full tensors"
-    assert [name for name in state if name.endswith(state_dicts.EXTRA_STATE)] == ["0._extra_state"]
-    assert "_save_to_state_dict" not in vars(module[0])
-
-
 def test_scaler_unscales_and_steps_through_a_replaced_method() -> None:
     class Scaler(UnscalingGradScaler):
         infinite = 0.0
@@ -188,26 +140,6 @@ def test_scaler_unscales_and_steps_through_a_replaced_method() -> None:
         assert parameter.item() == value, "step() unscales in another way: ranks would skip different steps"
 
 
-@pytest.mark.usefixtures("world")
-def test_dtensors_call_handlers_first_and_keep_the_given_tensor() -> None:
-    mesh = init_device_mesh("cpu", (1,))
-    tensor = distribute_tensor(torch.zeros(2), mesh, [Shard(0)])
-    handlers = dtensor.operation_handlers()
-    handlers[torch.ops.aten.sin.default] = lambda operation, args, kwargs: torch.full((), 7.0)
-    try:
-        assert tensor.sin().item() == 7, "DTensor does not use the handlers: random numbers would differ by rank"
-    finally:
-        del handlers[torch.ops.aten.sin.default]
-
-    local = torch.ones(2)
-    dtensor.set_local(tensor, local)
-    assert dtensor.local_of(tensor) is local
-    assert tensor.full_tensor().tolist() == [1, 1], "a DTensor does not use the local tensor"
-    dtensor.copy_data_and_layout(tensor, distribute_tensor(torch.zeros(2), mesh, [Replicate()]))
-    assert tensor.placements == (Replicate(),)
-    assert tensor.full_tensor().tolist() == [0, 0]
-
-
 @pytest.mark.parametrize("strategy", ["paral_dp", "paral_ddp", "paral_fsdp", "paral_zero2"])
 def test_renamed_attribute_raises_before_training(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checks.check_names.cache_clear()
@@ -215,29 +147,6 @@ def test_renamed_attribute_raises_before_training(strategy: str, monkeypatch: py
 
     with pytest.raises(PrivateNameError, match=r"FSDPParam\._sharded_param_data to make FSDP2 gather .* torch 2\.11"):
         Trainer(strategy=strategy, devices=1, accelerator="cpu", logger=False, barebones=True)
-
-
-@pytest.mark.usefixtures("world")
-def test_sharded_parameters_without_an_attribute_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    root = sharded()
-    fsdp_state.initialize(root)
-    [group] = fsdp_state.groups_of(root)
-    [weight, _] = group.fsdp_params
-    unused: Any = None
-    WatchedGroup(group, unused, unused, unused)
-
-    shard = dtensor.local_of(weight.sharded_param)
-    rename(FSDPParam, "mesh_info", monkeypatch)
-    for name in ("_sharded_param_data", "param_dtype", "mesh_info"):
-        delattr(weight, name)
-    weight.orig_dtype = torch.complex64
-
-    with pytest.raises(PrivateNameError, match=r"_sharded_param_data .* FSDPParam has no attribute"):
-        fsdp_param.gather_from(weight, shard, shard)
-    with pytest.raises(PrivateNameError, match=r"param_dtype .* FSDPParam has no attribute"):
-        fsdp_param.keep_dtype(weight)
-    with pytest.raises(PrivateNameError, match=r"mesh_info .* instances do not have it"):
-        WatchedGroup(group, unused, unused, unused)
 
 
 def test_meshes_of_earlier_groups_are_removed() -> None:

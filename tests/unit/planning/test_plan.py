@@ -157,18 +157,6 @@ def test_loggers_schedules_and_clipping_do_not_hinder_a_plan(device: str) -> Non
     assert made.of("paral_ddp").memory.peak_bytes > 5 * made.states.parameter_bytes
 
 
-class SetsUp(Ordinary):
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return self.set_in_on_train_start * self.net(batch).mean()
-
-
-def test_step_that_cannot_be_followed_is_not_called_a_wrong_batch() -> None:
-    (note,) = plan(SetsUp(), torch.zeros(4, 8), 2).notes
-
-    assert "no attribute 'set_in_on_train_start'" in note
-    assert "activations are not counted" in note
-
-
 def test_lazy_layers_are_named() -> None:
     module = BoringModel()
     module.layer = nn.LazyLinear(2)  # type: ignore[assignment]
