@@ -47,6 +47,12 @@ class Lars(Lion):
                 parameter.sub_(group["lr"] * trust * parameter.grad)
 
 
+class Wrapping(Lion):
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups)
+        self.inner = inner
+
+
 def parameters() -> list[Parameter]:
     return [Parameter(torch.ones(2, 3))]
 
@@ -68,6 +74,7 @@ def test_elementwise_optimizers_pass_and_do_not_change(name: str, lr: float) -> 
         (torch.optim.Adafactor, "Adafactor is not elementwise"),
         (torch.optim.Muon, "Muon cannot step on flat tensors"),
         (Lars, "Lars is not elementwise.*paral_ddp.*trust_optimizer=True"),
+        (lambda ours: Wrapping(torch.optim.SGD(ours)), "Wrapping refers to another optimizer.*'inner'"),
     ],
 )
 def test_optimizers_that_are_not_elementwise_are_refused_by_name(make: Any, message: str) -> None:
