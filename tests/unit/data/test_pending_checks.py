@@ -1,6 +1,5 @@
 """Checks whose results are on a device are read when they arrive, and the first that failed is named."""
 
-import pytest
 import torch
 
 from lightning_paral.data import pending_checks
@@ -14,21 +13,11 @@ class Arriving(AsyncScalar):
     has_arrived = False
 
 
-@pytest.fixture(autouse=True)
-def arrival(monkeypatch) -> None:
+def test_checks_that_have_not_arrived_are_found_later(monkeypatch) -> None:
     monkeypatch.setattr(pending_checks, "AsyncScalar", Arriving)
     monkeypatch.setattr(Arriving, "has_arrived", False)
-
-
-def checks(*results: bool) -> PendingChecks[str]:
     pending: PendingChecks[str] = PendingChecks()
-    for i, result in enumerate(results):
-        pending.add(torch.tensor(result), f"step {i}")
-    return pending
-
-
-def test_checks_that_have_not_arrived_are_found_later(monkeypatch) -> None:
-    pending = checks(True)
+    pending.add(torch.tensor(True), "first")
     assert pending.first_failed(wait=False) is None
     pending.add(torch.tensor(True), "later")
     pending.add(torch.tensor(False), "much later")

@@ -24,28 +24,24 @@ ROWS = (
 )
 
 
-def report(facts: tuple[Fact, ...] = FACTS, rows: tuple[CollectiveRow, ...] = ROWS) -> Report:
+def report() -> Report:
     names = [entry.name for entry in STRATEGIES]
     return Report(
-        facts=facts,
+        facts=FACTS,
         strategies=(
             *(Readiness(name=name) for name in names[:-2]),
             *(Readiness(name=name, lacks=("libaio",), advice=("apt-get install libaio-dev",)) for name in names[-2:]),
         ),
-        collectives=CollectiveResults(ranks=2, device="cpu", backend="gloo", rows=rows),
+        collectives=CollectiveResults(ranks=2, device="cpu", backend="gloo", rows=ROWS),
     )
-
-
-def lines(shown: Report, width: int) -> list[str]:
-    console = Console(width=width, force_terminal=False)
-    with console.capture() as capture:
-        console.print(render(shown))
-    return capture.get().splitlines()
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_screen_fits_and_says_everything(width: int) -> None:
-    printed = lines(report(), width)
+    console = Console(width=width, force_terminal=False)
+    with console.capture() as capture:
+        console.print(render(report()))
+    printed = capture.get().splitlines()
 
     assert max(map(len, printed)) <= width
     words = " ".join(" ".join(printed).split())
