@@ -62,10 +62,12 @@ def parameters() -> list[Parameter]:
 def test_elementwise_optimizers_pass_and_do_not_change(name: str, lr: float) -> None:
     ours = parameters()
     optimizer = Lion(ours, lr) if name == "Lion" else getattr(torch.optim, name)(ours, lr=lr)
+    before, random = {key: dict(value) for key, value in optimizer.state.items()}, torch.get_rng_state()
     check_elementwise(optimizer)
     assert torch.equal(ours[0], torch.ones(2, 3))
     assert ours[0].grad is None
-    assert not optimizer.state
+    assert {key: dict(value) for key, value in optimizer.state.items()} == before
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 @pytest.mark.parametrize(
