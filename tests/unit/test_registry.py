@@ -1,6 +1,4 @@
 import importlib
-import sys
-from types import ModuleType
 
 import pytest
 from lightning.fabric.strategies import STRATEGY_REGISTRY
@@ -72,16 +70,6 @@ def test_looking_up_a_name_never_raises(registry) -> None:
         assert asked not in names
     assert ("paral_ddp" in names) == (registry is StrategyRegistry)
     assert "ddp" in names
-
-
-def test_other_versions_of_pytorch_lightning_are_ignored(monkeypatch) -> None:
-    for name in ("pytorch_lightning.trainer.connectors.accelerator_connector", "lightning_fabric.connector"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # before 2.0, the classes have different names
-    try:
-        lightning_paral.register_strategies()
-    finally:
-        monkeypatch.undo()
-        lightning_paral.register_strategies()
 
 
 def test_names_of_others_with_our_prefix_are_left_alone() -> None:

@@ -5,16 +5,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping
-from torch import Tensor
 
 from lightning_paral import ConfigurationError, ParalMonitor
 from lightning_paral.callbacks.monitoring import measured_steps
 from lightning_paral.callbacks.monitoring.memory import HostBeforeFit, read_memory
 from lightning_paral.planning.isolated import run_isolated
 from tests.host_syncs import HostSyncs
-from tests.models.regression import GLOBAL_BATCH_SIZE, Regression, fit_regression, regression_data
-from tests.running import quiet_trainer
+from tests.models.regression import GLOBAL_BATCH_SIZE, fit_regression
 
 
 @pytest.mark.parametrize(
@@ -57,53 +54,6 @@ def test_parts_of_a_step_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ParalMonitor: 18 steps" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"fast_dev_run": True},
-        {"logger": False, "enable_progress_bar": False},
-        {"max_steps": 3},
-        {"callbacks": [EarlyStopping("loss", patience=0, check_on_train_epoch_end=True)], "max_epochs": 9},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_every_fit_ends_with_a_summary(options: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    monitor = ParalMonitor()
-    callbacks = [monitor, *options.get("callbacks", ())]
-    trainer = quiet_trainer(**{"max_epochs": 1} | options | {"callbacks": callbacks})
-    trainer.fit(Logging(), regression_data(4, 1))
-
-    assert capsys.readouterr().out.count("ParalMonitor: ") == 1
-    assert monitor.values["paral/step_seconds"] > 0
-    assert not {"start", "stop"} & vars(trainer.profiler).keys()
-
-
-class Logging(Regression):
-    """Logs its loss, and validates. Fails in a step if asked to."""
-
-    fails_at = -1
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if batch_idx == self.fails_at:
-            raise ValueError("in a step")
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss, prog_bar=True)
-        return loss
-
-
-def test_after_an_exception_nothing_is_left_and_the_next_fit_is_measured() -> None:
-    monitor, module = ParalMonitor(every_n_steps=2, print_summary=False), Logging()
-    trainer = quiet_trainer(max_epochs=1, callbacks=[monitor])
-    module.fails_at = 3
-    with pytest.raises(ValueError, match="in a step"):
-        trainer.fit(module, regression_data(4, 1))
-    assert not {"start", "stop"} & vars(trainer.profiler).keys()
-    module.fails_at = -1
-    trainer.fit(module, regression_data(4, 1))
-
-    assert monitor.reports[0].num_steps == 3
-
-
 def test_no_step_reads_a_tensor_or_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
     monkeypatch.setattr(measured_steps, "read_memory", lambda *args: reads.append(len(steps)) or read_memory(*args))
@@ -122,23 +72,6 @@ def test_no_step_reads_a_tensor_or_the_memory(monkeypatch: pytest.MonkeyPatch) -
     assert not syncs.found
     assert syncs.num_elsewhere  # losses are read by the module
     assert reads == [3, 7, 10]  # in the 4th and 8th step, and at the end
-
-
-def test_progress_bar_shows_a_text_that_callbacks_do_not_see() -> None:
-    shown: list[dict[str, Any]] = []
-
-    class Reader(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            shown.append(trainer.progress_bar_callback.get_metrics(trainer, trainer.lightning_module))
-
-    monitor = ParalMonitor(every_n_steps=2, print_summary=False)
-    trainer = quiet_trainer(max_epochs=1, callbacks=[monitor, Reader()], enable_progress_bar=True)
-    trainer.fit(Logging(), regression_data(4, 1))
-
-    assert ["paral" in metrics for metrics in shown] == [False, True, True, True]
-    assert "samples/s" in shown[-1]["paral"]
-    assert "loss" in shown[-1]
-    assert "get_metrics" not in vars(trainer.progress_bar_callback)
 
 
 def grown_by_64_mebibytes() -> tuple[int | None, int | None]:

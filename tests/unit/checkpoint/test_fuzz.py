@@ -75,22 +75,12 @@ def make_all(folder: Path) -> None:
     tensors = {"state_dict": plain.pop("state_dict"), "optimizer_0": plain.pop("optimizer_states")[0]}
     dcp.save(tensors, checkpoint_id=folder / "dcp", no_dist=True)
     torch.save(plain, folder / "dcp" / "meta.pt")
-    tag = folder / "deepspeed" / "checkpoint"
-    tag.mkdir(parents=True)
-    (folder / "deepspeed" / "latest").write_text("checkpoint")
-    shapes = [{"a.weight": torch.Size([4, 3])}]
-    states = {"module": {"a.weight": torch.ones(4, 3)}, "param_shapes": shapes, "buffer_names": [], "epoch": 1}
-    torch.save(states, tag / "zero_pp_rank_0_mp_rank_00_model_states.pt")
-    flat = {"fp32_flat_groups": [torch.ones(12)], "partition_count": 1}
-    torch.save({"optimizer_state_dict": flat}, tag / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
 
 
 FILES = [
     *(("full", ""), ("lightning.ckpt", "")),
     *(("sharded", name) for name in ("manifest.json", ".metadata", "meta.pt", "__0_0.distcp")),
     *(("dcp", name) for name in (".metadata", "meta.pt", "__0_0.distcp")),
-    ("deepspeed", "latest"),
-    *(("deepspeed", f"checkpoint/zero_pp_rank_0_mp_rank_00_{kind}_states.pt") for kind in ("model", "optim")),
 ]
 
 
@@ -369,19 +359,8 @@ def socket_at(file: Path) -> None:
 
 
 INSTEAD: list[Callable[[Path], Any]] = [os.mkfifo, link_out, socket_at, Path.mkdir, lambda p: p.symlink_to("/dev/zero")]
-TAGS = ["../sharded", "/etc", "..", "", ".", "a\nb", "x" * 5000, "\0", "../../" * 30 + "etc", "checkpoint/.."]
 
 
-def latest(data: bytes) -> Callable[[Path], None]:
-    return lambda path: (path / "latest").write_bytes(data) and None
-
-
-def states(name: str, value: Any) -> Callable[[Path], None]:
-    return lambda path: torch.save(value, path / f"checkpoint/zero_pp_rank_0_mp_rank_00_{name}_states.pt")
-
-
-STATES = [[], 3, {"module": {}, "param_shapes": 5}, {"module": {}, "param_shapes": [{"a": (2**62,)}]}]
-OPTIMIZERS = [[], {}, {"optimizer_state_dict": 3}, {"optimizer_state_dict": {"fp32_flat_groups": []}}]
 CHECKPOINTS = [
     *([], 3, None, {}, {"state_dict": 3}, {"state_dict": {3: 3}}, {"state_dict": {}, "optimizer_states": 3}),
     *({"state_dict": {}, "optimizer_states": states} for states in ([3], [{}, []], [{"param_groups": 3}])),
@@ -406,19 +385,9 @@ def hostile() -> Iterator[Input]:
     for form, name in FILES:
         for make in INSTEAD:
             yield form, instead(name, make)
-    for tag in TAGS:
-        yield "deepspeed", latest(tag.encode())
-    yield "deepspeed", latest(b"\xff\xfe")
-    for value in STATES:
-        yield "deepspeed", states("model", value)
-    for value in OPTIMIZERS:
-        yield "deepspeed", states("optim", value)
     for value in CHECKPOINTS:
         yield "lightning.ckpt", lambda path, value=value: torch.save(value, path)  # type: ignore[misc]
         yield "dcp", lambda path, value=value: torch.save(value, path / "meta.pt")  # type: ignore[misc]
-
-
-# Hypothesis: pickles of chosen opcodes, manifests of chosen values
 
 
 # Running the inputs
@@ -511,7 +480,7 @@ def test_each_damaged_or_hostile_checkpoint_is_loaded_or_named(tmp_path: Path) -
     told = run_isolated(lambda: run_all(tmp_path, inputs))
     print({key: value for key, value in told.items() if key != "faults"})
     assert told["faults"] == []
-    assert told["inputs"] == len(inputs) >= 1800
+    assert told["inputs"] == len(inputs) >= 1500
     assert told["loaded"] > 50
     assert told["peak_bytes"] < MAX_BYTES
 
@@ -523,5 +492,3 @@ def test_undamaged_checkpoints_load(tmp_path: Path) -> None:
         assert found["hyper_parameters"] == contents()["hyper_parameters"]
         for name, value in contents()["state_dict"].items():
             torch.testing.assert_close(materialize(found["state_dict"][name]), value)
-    _, found = peek(tmp_path / "deepspeed")
-    torch.testing.assert_close(materialize(found["state_dict"]["a.weight"]), torch.ones(4, 3))

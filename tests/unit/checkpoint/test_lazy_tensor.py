@@ -16,16 +16,3 @@ def test_flat_slices_are_the_elements_in_their_order(chunks: list[Chunk], max_by
     found = [found_slice.clone() for found_slice in flat_slices(LazyTensor((4, 6), torch.float32, stored), max_bytes)]
     assert torch.equal(torch.cat(found), values.flatten())
     assert all(found_slice.nbytes <= max_bytes for found_slice in found)
-
-
-def test_flat_slices_of_flat_ranges_are_not_copied() -> None:
-    values = torch.arange(24.0).view(4, 6)
-    stored = [StoredChunk(chunk, lambda chunk=chunk: values[chunk.index]) for chunk in ROWS]
-    first, second = flat_slices(LazyTensor((4, 6), torch.float32, stored), 1000)
-    assert (first.data_ptr(), second.data_ptr()) == (values.data_ptr(), values[1:].data_ptr())
-
-
-@pytest.mark.parametrize("shape", [(), (0, 3), (5,)])
-def test_flat_slices_of_other_shapes(shape: tuple[int, ...]) -> None:
-    values = torch.ones(shape)
-    assert sum(found_slice.numel() for found_slice in flat_slices(values, 1000)) == values.numel()

@@ -72,38 +72,32 @@ def test_modules_declare_the_names_they_use() -> None:
     assert not undeclared, "\n".join(["private names without an entry in NAMES:", *undeclared])
 
 
-def test_missing_name_raises_with_its_purpose() -> None:
-    entry = PrivateName(name="torch.nn.Module._gone", purpose="to show this", reason="none", seen="torch 2.11 to 2.13")
-
-    with pytest.raises(PrivateNameError, match=r"torch.nn.Module._gone to show this, but in torch .* no such name"):
-        entry.resolve()
-
-
-def test_changed_parameters_raise_with_their_names() -> None:
-    entry = PrivateName(
-        name="torch.nn.Module.register_buffer",
-        purpose="to show this",
-        reason="none",
-        seen="torch 2.11 to 2.13",
-        parameters=("name", "colour"),
+def entry(name: str, parameters: tuple[str, ...] | None = None) -> PrivateName:
+    return PrivateName(
+        name=name, purpose="to show this", reason="none", seen="torch 2.11 to 2.13", parameters=parameters
     )
 
-    with pytest.raises(PrivateNameError, match=r"takes \(self, name, tensor, persistent\), not \('name', 'colour'\)"):
-        entry.resolve()
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (entry("torch.nn.Module._gone"), "torch.nn.Module._gone to show this, but in torch .* no such name"),
+        (
+            entry("torch.nn.Module.register_buffer", ("name", "colour")),
+            r"takes \(self, name, tensor, persistent\), not \('name', 'colour'\)",
+        ),
+    ],
+)
+def test_missing_name_and_changed_parameters_raise(wrong: PrivateName, message: str) -> None:
+    with pytest.raises(PrivateNameError, match=message):
+        wrong.resolve()
 
 
 def test_wrappers_that_take_any_argument_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = PrivateName(
-        name="torch.nn.Module._load_from_state_dict",
-        purpose="to test this",
-        reason="none",
-        seen="torch 2.11 to 2.13",
-        parameters=("self", "state_dict"),
-    )
     plain = torch.nn.Module._load_from_state_dict
     monkeypatch.setattr(torch.nn.Module, "_load_from_state_dict", lambda *args, **kwargs: plain(*args, **kwargs))
 
-    entry.resolve()
+    entry("torch.nn.Module._load_from_state_dict", ("self", "state_dict")).resolve()
 
 
 def test_attributes_are_found_in_methods_that_other_code_has_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_paral.data.batch_slices import BatchTaker, num_samples_in
-from lightning_paral.data.global_order import GlobalOrder, Seed
-from lightning_paral.data.sampler import RankBatchSampler, ShardSpec
 
 
 class FromList:
@@ -90,28 +88,3 @@ def test_batches_put_back_come_next() -> None:
     first = taking.take(3)
     taking.put_back(first)
     assert [list(taking.take(2)), list(taking.take(9))] == [[[0, 1], [2, 3]], [[4, 5], [6, 7], [8, 9]]]
-
-
-class Counted(list[int]):
-    """Counts how many of its items were accessed."""
-
-    taken = 0
-
-    def __getitem__(self, at: Any) -> Any:
-        found = super().__getitem__(at)
-        Counted.taken += len(found) if isinstance(at, slice) else 1
-        return found
-
-
-def test_rank_slices_its_own_batches_only() -> None:
-    world_size, batch_size, num_steps = 64, 4, 40
-    batches = BatchSampler(FromList(Counted(range(world_size * batch_size * num_steps))), batch_size, False)
-    shard = ShardSpec(data_rank=3, data_size=world_size, split="batch", remainder="drop")
-    sampler = RankBatchSampler(GlobalOrder(batches, Seed(0)), shard)
-
-    Counted.taken = 0
-    steps = list(sampler)
-
-    assert steps[:2] == [[12, 13, 14, 15], [268, 269, 270, 271]]
-    assert len(steps) == num_steps
-    assert Counted.taken < 2 * num_steps * batch_size + 100  # including the first ones, which ranks compare

@@ -29,11 +29,8 @@ def parts(events: str) -> list[Part]:
     ("first", "second"),
     [
         ("|a", "|"),  # the second is slow
-        ("|a.|a", "|a."),
-        ("|ab", "|a"),
         ("|a.", "|.a"),  # another part, which the fingerprints allow: it has reduced as many
         ("|a" * 3000, "|a" * 1000),
-        ("|-a", "|-"),
         ("|---)|a", "|----)|"),  # in evaluation, ranks may have different numbers of batches
         ("|----", "|---)"),
     ],
@@ -47,9 +44,7 @@ def test_slow_rank_has_left_out_nothing(first: str, second: str) -> None:
     ("first", "second", "where", "what"),
     [
         ("|a", "|.", "batch 0", "rank 0 logged 'a' and rank 1 did not"),
-        ("|ab", "|a|", "batch 0", "rank 0 logged 'b' and rank 1 did not"),
         ("|-a-a", "|-a-)", "validation batch 2", "rank 0 logged 'a' and rank 1 did not"),
-        ("|aa", "|a|", "batch 0", "rank 0 logged 'a' and rank 1 did so less often"),
         ("|ab", "|b", "batch 0", "rank 0 logged 'a' while rank 1 logged 'b'"),
         ("|", "a|", "the hooks before the first step", "rank 1 logged 'a' and rank 0 did not"),
         ("|a", "|" * 3000, "batch 2999", "is 1 on rank 0; 0 on rank 1"),
@@ -63,9 +58,3 @@ def test_rank_that_passed_a_waiting_rank_is_named(first: str, second: str, where
     found = explain_difference({0: ours, 1: theirs})
     assert found[0] == where
     assert what in found[1]
-
-
-def test_all_ranks_are_named() -> None:
-    by_rank = dict(enumerate(map(parts, ["|a|a", "|a|.", "|a|a", "|a|", "|a|."])))
-
-    assert "ranks 0, 2 logged 'a' and ranks 1, 4 did not" in explain_difference(by_rank)[1]

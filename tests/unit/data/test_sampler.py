@@ -208,15 +208,6 @@ def test_order_differs_by_epoch_repetition_and_loader() -> None:
     assert sampler.sampler is sampler
 
 
-def test_epoch_reaches_batch_sampler_and_sampler() -> None:
-    batches = Bucketing(10)
-    batches.sampler = Bucketing(10)
-
-    sampler_of(0, 2, "batch", "wrap", batches).set_epoch(4)
-
-    assert (batches.epoch, batches.sampler.epoch) == (4, 4)
-
-
 def test_single_indices_go_to_the_ranks_in_turn() -> None:
     samplers = [sampler_of(rank, 3, "batch", "pad", SequentialSampler(range(7))) for rank in range(3)]
     for sampler in samplers:

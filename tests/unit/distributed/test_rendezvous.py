@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_paral.distributed import rendezvous
 from lightning_paral.distributed.rendezvous import meet
 from lightning_paral.errors import ProcessGroupError
 
@@ -100,13 +99,3 @@ def test_missing_ranks_are_named(
     outcomes = join(open_store, joining, world_size, SHORT)
 
     assert [str(error) for error in outcomes.values()] == [message] * len(joining)
-
-
-def test_rank_0_says_whom_it_waits_for(
-    open_store: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(rendezvous, "_REMINDER", 0.2)
-
-    join(open_store, range(3), 3, delays={2: 2.0})
-
-    assert "rank 2 of 3 has not joined" in caplog.text

@@ -1,6 +1,5 @@
 """Inputs of units are offloaded between forward and backward, each once, and freed in time."""
 
-from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
@@ -41,10 +40,8 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
         self.scale = nn.Parameter(torch.ones(WIDTH, WIDTH))
         self.inputs: list[Any] = []
-        self.note: Callable[[int], None] = lambda number: None
 
     def unit(self, number: int, x: Tensor, mask: Tensor, scale: Tensor, small: Tensor) -> Tensor:
-        self.note(number)
         return torch.tanh(self.layers[number](x) @ scale) * mask + small
 
     def forward(self, offloaded: OffloadedInputs | None, x: Tensor) -> Tensor:

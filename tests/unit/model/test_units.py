@@ -1,7 +1,6 @@
 """Units are the repeated blocks of a module, or the submodules that the user chooses."""
 
 import pytest
-import torch
 from torch import nn
 
 from lightning_paral import ActivationCheckpointing, ConfigurationError
@@ -94,18 +93,6 @@ def test_min_params_takes_the_smallest_submodules_that_are_large_enough() -> Non
     assert names(choose_units(model, min_params=800)) == [
         f"blocks.{block}{part}" for block in range(3) for part in ("", ".up")
     ]
-
-
-def test_callable_children_of_the_root_are_units_on_request() -> None:
-    inside = ["generator.0", "generator.2", "discriminator.0", "discriminator.3"]
-
-    assert names(choose_units(GAN())) == inside
-    assert names(choose_units(GAN(), children=True)) == [*inside[:2], "discriminator", *inside[2:]]
-
-
-def test_modules_on_the_meta_device_have_units() -> None:
-    with torch.device("meta"):
-        assert names(choose_units(Tied())) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
 def test_tree_shows_equal_siblings_in_one_line() -> None:

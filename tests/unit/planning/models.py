@@ -28,14 +28,6 @@ class ConvNet(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-class ReadsValues(ConvNet):
-    """Reads a value of the loss, which decides about nothing that allocates memory."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss * 0.5 if loss.item() > 100 else loss
-
-
 class DependsOnValues(ConvNet):
     """Selects pixels by their values, so the shapes are not known in advance."""
 

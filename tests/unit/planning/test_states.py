@@ -36,13 +36,6 @@ def test_tied_parameters_count_once_and_frozen_ones_have_no_gradient() -> None:
     assert assume_adam(states).optimizer_bytes == 8 * states.num_trained
 
 
-def test_tied_parameters_stay_tied_while_a_step_is_followed() -> None:
-    def follow() -> ModelStates:
-        return StepFollower(Tied(), StepSettings()).states()
-
-    assert run_isolated(follow).num_params == count_states(Tied()).num_params
-
-
 def test_optimizer_states_are_those_that_the_optimizers_create() -> None:
     def follow() -> ModelStates:
         follower = StepFollower(Adversarial(), StepSettings())

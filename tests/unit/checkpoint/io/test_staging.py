@@ -50,20 +50,6 @@ def test_tensors_of_all_dtypes_are_copied_side_by_side_and_aligned() -> None:
     assert staging.arena.nbytes <= sum(copy.nbytes for copy in staged) + ALIGNMENT * len(staged)
 
 
-def test_saves_share_memory_that_grows_only_for_a_larger_one() -> None:
-    staging = Staging()
-    seen = []
-    for numel in (5_000_000, 5_000_000, 100, 5_000_000, 9_000_000):
-        value = torch.full((numel,), float(len(seen)))
-        entries = [entry_of(value)]
-        staging.stage(entries)
-        assert torch.equal(entries[0].shard.values(), value)
-        seen.append((entries[0].shard.values().data_ptr(), staging.arena.nbytes))
-
-    assert seen[0] == seen[1] == seen[2] == seen[3]
-    assert [nbytes for _, nbytes in seen[3:]] == [20_000_000, 36_000_000]
-
-
 @pytest.fixture
 def all_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat every tensor as if it were on another device."""
@@ -89,8 +75,6 @@ def test_host_copies_equal_deepcopy(all_elsewhere: None) -> None:
         "sparse": torch.eye(3).to_sparse(),
         "conjugate": torch.tensor([1 + 2j]).conj(),
         "leaf": torch.zeros(2, requires_grad=True),
-        "empty": torch.empty(0, 3),
-        "plain": (1, "two", None),
     }
 
     copy = copy_to_host(tree)
@@ -104,11 +88,6 @@ def test_host_copies_equal_deepcopy(all_elsewhere: None) -> None:
     assert torch.equal(copy["sparse"].to_dense(), torch.eye(3))
     assert torch.equal(copy["conjugate"], tree["conjugate"])
     assert torch.equal(copy["module"].weight, tree["module"].weight)
-    assert copy["empty"].shape == (0, 3)
-    assert copy["plain"] == tree["plain"]
     base.zero_()  # the copies share memory with each other, but not with the original
     assert torch.equal(copy["base"], torch.arange(12.0).view(3, 4))
     assert torch.equal(copy["view"], copy["base"].t()[1:])
-    copy["base"].fill_(5.0)
-    assert copy["object"].tensor.tolist() == [5.0] * 4
-    assert (copy["view"] == 5.0).all()

@@ -22,29 +22,6 @@ def through_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostBytes, "buffer_bytes", 64)
 
 
-def tensors() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    floats = torch.randn(301, generator=generator)
-    return [floats, floats.bfloat16(), torch.empty(0), floats > 0, torch.tensor([5]), floats.double()[:8], floats[1:17]]
-
-
-def bytes_of(tensor: Tensor) -> bytes:
-    return bytes(tensor.view(-1).view(torch.uint8).numpy())
-
-
-@pytest.mark.parametrize("buffered", [False, True])
-def test_bytes_are_read_in_order_for_any_slices(request: pytest.FixtureRequest, buffered: bool) -> None:
-    if buffered:
-        request.getfixturevalue("through_buffers")
-    expected = b"".join(map(bytes_of, tensors()))
-    with HostBytes(tensors()) as source:
-        found = [bytes(view) for nbytes in (1, 63, 64, 200, 1000, 7) for view in source.read(nbytes)]
-        rest = [bytes(view) for view in source.read(len(expected) - 1335)]
-
-    assert b"".join(found + rest) == expected
-    assert buffered == (max(map(len, rest)) <= 64)
-
-
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_a_save_through_buffers_writes_the_same_bytes(
     request: pytest.FixtureRequest, tmp_path: Path, form: Form

@@ -12,7 +12,6 @@ from lightning_paral.diagnostics.doctor.network import (
     gloo_fact,
     interfaces,
     nccl_interface_fact,
-    network_facts,
 )
 
 KNOWN = [
@@ -60,13 +59,3 @@ def test_nccl_follows_its_documented_order(given: str, chosen: str) -> None:
 
 def test_nccl_without_a_matching_interface_is_broken() -> None:
     assert nccl_interface_fact(KNOWN, {"NCCL_SOCKET_IFNAME": "=eth"}).state == "broken"
-
-
-def test_a_port_of_the_environment_that_is_in_use_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
-    monkeypatch.setenv("MASTER_PORT", str(store.port))
-
-    fact = next(fact for fact in network_facts() if fact.name == "free port")
-
-    assert fact.state == "warning"
-    assert f"MASTER_PORT={store.port}" in fact.advice

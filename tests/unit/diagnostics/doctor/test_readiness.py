@@ -6,7 +6,7 @@ import pytest
 
 from lightning_paral import STRATEGIES
 from lightning_paral.diagnostics.doctor.facts import Fact, State
-from lightning_paral.diagnostics.doctor.readiness import join_commands, strategies_readiness
+from lightning_paral.diagnostics.doctor.readiness import strategies_readiness
 
 NAMES = (
     *("torch", "lightning", "deepspeed", "interfaces", "gloo", "NCCL", "compiler", "Python headers", "libaio"),
@@ -64,13 +64,3 @@ def test_zero_needs_deepspeed_and_nvme_needs_its_folder() -> None:
     assert set(lacks({"deepspeed": "broken"})) == {e.name for e in STRATEGIES if e.name.startswith("paral_zero")}
     assert set(lacks({"NVMe": "note"})) == {"paral_zero3_nvme"}
     assert lacks({"NVMe": "warning", "deepspeed": "warning"}) == {}
-
-
-def test_what_could_not_be_examined_is_lacking() -> None:
-    assert not any(entry.is_ready for entry in strategies_readiness([]))
-
-
-def test_commands_of_one_installer_are_joined() -> None:
-    advice = ["apt-get install g++", "Unset X.", "pip install a", "apt-get install b", "apt-get install g++"]
-
-    assert join_commands(advice) == ("apt-get install g++ b", "pip install a", "Unset X.")

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 
@@ -97,35 +96,3 @@ def test_death_of_rank_0_is_noticed_although_a_forked_process_lives_on() -> None
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         rank_0.end()
-
-
-def test_strangers_are_turned_away(rank_0) -> None:
-    with socket.create_connection(("127.0.0.1", rank_0.port)) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\n".ljust(64))
-        deadline = time.monotonic() + 20
-        stranger.settimeout(0.05)
-        answer = None
-        while answer is None and time.monotonic() < deadline:
-            rank_0.poll()
-            try:
-                answer = stranger.recv(10)
-            except TimeoutError:
-                continue
-    assert answer == b""
-    assert rank_0.dead == []
-
-
-def test_rank_that_was_not_accepted_in_a_short_run_is_told_goodbye_and_waits_for_nobody(rank_0) -> None:
-    late = LivenessOfRankZero(1, rank_0.address)
-    late.dead = []
-    late.on_death = late.dead.append
-    late.poll()  # connects
-    rank_0.say_goodbye()  # before it has accepted the connection
-    late.say_goodbye()
-    assert not late.has_others
-
-    assert poll_until(lambda: bool(rank_0._left) and late._is_done, rank_0, late)
-
-    assert not rank_0.has_others
-    assert rank_0.dead == late.dead == []
-    late.end()

@@ -81,12 +81,3 @@ def test_collective_is_named_by_its_public_name() -> None:
 
     where = f"`tell` ({line('dist.broadcast_object_list([1], src=0)')})"
     assert position == Position("in `broadcast_object_list`", where, True)
-
-
-def test_loader_is_not_a_wait_for_other_ranks() -> None:
-    def load() -> None:
-        next(iter(DataLoader(torch.ones(2, 2), batch_size=2)))
-
-    (position, _), *_ = positions_in(load, "stack")
-
-    assert (position.what, position.waits_for_ranks) == ("for a batch of its loader", False)

@@ -1,9 +1,7 @@
 """SIGUSR2 is noticed while the main thread is in C code, and belongs to the user if they handle it."""
 
-import faulthandler
 import os
 import signal
-import tempfile
 import threading
 from collections.abc import Iterator
 
@@ -40,24 +38,3 @@ def test_handler_of_the_user_is_left_alone() -> None:
     os.kill(os.getpid(), signal.SIGUSR2)
 
     assert (signal.getsignal(signal.SIGUSR2), arrived) == (handler, [1])
-
-
-def test_handler_that_is_not_of_python_is_left_alone() -> None:
-    with tempfile.TemporaryFile() as file:
-        faulthandler.register(signal.SIGUSR2, file=file)
-        try:
-            call_on_stack_signal(lambda: None)
-            assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
-        finally:
-            faulthandler.unregister(signal.SIGUSR2)
-
-
-def test_handler_that_the_user_sets_during_the_run_is_kept() -> None:
-    arrived = []
-    undo = call_on_stack_signal(lambda: None)
-    signal.signal(signal.SIGUSR2, lambda *_: arrived.append(1))
-    undo()
-
-    os.kill(os.getpid(), signal.SIGUSR2)
-
-    assert arrived == [1]

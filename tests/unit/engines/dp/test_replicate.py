@@ -1,11 +1,9 @@
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
-from torchmetrics import MeanMetric
 
 from lightning_paral.engines.dp.metrics import MetricCopies
 from lightning_paral.engines.dp.replicate import Replicas
-from tests.models.regression import FEATURES, Regression
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -97,34 +95,3 @@ def test_sparse_gradients_stay_sparse() -> None:
 
     assert master.weight.grad.is_sparse
     assert master.weight.grad.to_dense().sum(dim=1).tolist() == [0, 8, 0, 4, 0]
-
-
-def test_everything_is_on_the_replicas_device() -> None:
-    class WithMetric(Regression):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(2)
-            self.metric = MeanMetric()
-
-    (replica,) = replicate(WithMetric(), device=META).modules
-
-    assert replica.device == META
-    assert {tensor.device for tensor in [*replica.parameters(), *replica.buffers()]} == {META}
-    assert replica.metric.device == META
-    assert replica(torch.ones(3, FEATURES, device=META)).device == META
-
-
-def test_copied_parameters_replace_the_old_and_follow_requires_grad() -> None:
-    master = Parts()
-    replicas = replicate(master)
-    with torch.no_grad():
-        master.first.weight.fill_(3.0)
-        master.recurrent.weight_hh_l0.zero_()
-    master.scalar.requires_grad_(False)
-
-    replicas.copy_parameters()
-
-    (replica,) = replicas.modules
-    assert torch.equal(replica.first.weight, torch.full((4, 4), 3.0))
-    assert torch.equal(replica(torch.ones(2, 4)), master(torch.ones(2, 4)))
-    assert not replica.scalar.requires_grad

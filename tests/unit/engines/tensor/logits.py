@@ -40,8 +40,11 @@ def counted() -> Iterator[list[str]]:
 
 def pair(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Return the same logits twice, as products of one input, and split: whole leaf, split leaf, split logits."""
-    values = (3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
-    whole = values.clone().requires_grad_()
+    return split((3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype))
+
+
+def split(values: Tensor) -> tuple[Tensor, Tensor, SplitLogits]:
+    shape, whole = values.shape, values.clone().requires_grad_()
     local = values[..., own_range(shape[-1], dist.group.WORLD)].clone().requires_grad_()
     return whole, local, SplitLogits.of(local, shape[-1], dist.group.WORLD)
 

@@ -4,12 +4,11 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from lightning_paral.engines.tensor.logits import SplitLogits
-from tests.unit.engines.tensor.logits import SIZES, OnRanks, counted, own, pair, targets
+from tests.unit.engines.tensor.logits import SIZES, OnRanks, counted, own, pair, split, targets
 
 IGNORED = 1
 
@@ -51,27 +50,24 @@ def test_cross_entropy_equals_that_of_whole_logits(
 
 def compare_more_losses() -> None:
     for size in SIZES:
-        # a class that is ignored, one sample without a batch, and an empty batch
-        for shape, options in (((6,), {"ignore_index": IGNORED}), ((), {}), ((), {"reduction": "none"}), ((0,), {})):
-            whole, local, logits = pair((*shape, size))
-            expected = F.cross_entropy(whole, targets(size, shape), **options)
-            found = F.cross_entropy(logits, targets(size, shape), **options)
+        probabilities = torch.softmax(pair((4, size), seed=1)[0].detach(), -1)
+        values = torch.randn(5, size, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) * 1000
+        values[:, 0] = -torch.inf
+        for logits, target, change, options in (
+            (pair((6, size)), targets(size, (6,)), Tensor.clone, {"ignore_index": IGNORED}),
+            (pair((size,)), targets(size, ()), Tensor.clone, {}),
+            (pair((size,)), targets(size, ()), Tensor.clone, {"reduction": "none"}),
+            (pair((0, size)), targets(size, (0,)), Tensor.clone, {}),
+            (pair((4, size)), probabilities, Tensor.clone, {}),  # gathered
+            (pair((2, 3, size)), targets(size, (2, 3)), lambda x: x.transpose(1, 2), {}),  # gathered
+            (split(values), targets(size, (5,)).clamp(min=1), Tensor.clone, {}),
+        ):
+            whole, local, found_in = logits
+            expected, found = (F.cross_entropy(change(x), target, **options) for x in (whole, found_in))
             torch.testing.assert_close(found, expected, equal_nan=True)
             expected.backward()
             found.backward()
             torch.testing.assert_close(local.grad, own(whole.grad))
-        # float64, large and infinite logits
-        values = torch.randn(5, size, dtype=torch.float64) * 1000
-        dist.broadcast(values, 0)
-        values[:, 0] = -torch.inf
-        whole, local = values.clone().requires_grad_(), own(values).clone().requires_grad_()
-        target = targets(size, (5,)).clamp(min=1)
-        expected = F.cross_entropy(whole, target)
-        found = F.cross_entropy(SplitLogits.of(local, size, dist.group.WORLD), target)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)
-        expected.backward()
-        found.backward()
-        torch.testing.assert_close(local.grad, own(whole.grad), rtol=1e-10, atol=1e-14)
 
 
 def test_cross_entropy_of_unusual_logits(on_ranks: OnRanks) -> None:
@@ -93,25 +89,6 @@ def collectives_of_losses() -> list[list[str]]:
 
 def test_cross_entropy_takes_two_small_all_reduces_forward_and_none_backward(on_ranks: OnRanks) -> None:
     assert on_ranks(2, collectives_of_losses) == [[["max 6", "sum 12"], ["max 6", "sum 18"]]] * 2
-
-
-def compare_gathered_losses() -> None:
-    for size in SIZES:
-        probabilities = torch.softmax(pair((4, size), seed=1)[0].detach(), -1)
-        for shape, target, change in (
-            ((4, size), probabilities, lambda logits: logits),
-            ((2, 3, size), targets(size, (2, 3)), lambda logits: logits.transpose(1, 2)),
-        ):
-            whole, local, logits = pair(shape)
-            expected, found = F.cross_entropy(change(whole), target), F.cross_entropy(change(logits), target)
-            torch.testing.assert_close(found, expected)
-            expected.backward()
-            found.backward()
-            torch.testing.assert_close(local.grad, own(whole.grad))
-
-
-def test_cross_entropy_of_probabilities_or_of_another_dimension_is_gathered(on_ranks: OnRanks) -> None:
-    on_ranks(3, compare_gathered_losses)
 
 
 def wrong_losses() -> None:

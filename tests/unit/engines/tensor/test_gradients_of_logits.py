@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from lightning_paral.engines.tensor.logits import SplitLogits
 from tests.unit.engines.tensor.logits import SIZES, OnRanks, Same, Square, own, pair, targets
 
 MIXED: dict[str, Callable[[Any, Tensor], Any]] = {
@@ -35,24 +33,3 @@ def compare_mixed() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gradients_add_up(on_ranks: OnRanks, world_size: int) -> None:
     on_ranks(world_size, compare_mixed)
-
-
-def use_without_gradients() -> None:
-    for mode in (torch.no_grad, torch.inference_mode):
-        whole, _, _ = pair((4, 7))
-        with mode():
-            logits = SplitLogits.of(own(whole), 7, dist.group.WORLD)
-            assert not logits.requires_grad
-            assert logits.is_leaf
-            target = targets(7, (4,))
-            torch.testing.assert_close(F.cross_entropy(logits, target), F.cross_entropy(whole, target))
-            assert torch.equal(logits.argmax(-1), whole.argmax(-1))
-            assert torch.equal(logits.flatten(0, 0).softmax(-1), whole.softmax(-1))
-        assert not logits.exp().requires_grad
-    detached = pair((4, 7))[2].detach()
-    assert not detached.requires_grad
-    assert not F.cross_entropy(detached, targets(7, (4,))).requires_grad
-
-
-def test_without_gradients(on_ranks: OnRanks) -> None:
-    on_ranks(2, use_without_gradients)

@@ -124,11 +124,9 @@ def test_configuration_from_a_file_is_merged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("device_type", "num_ranks", "stage", "others"),
     [
-        ("cuda", 2, 1, {"reduce_bucket_size", "allgather_bucket_size", "overlap_comm"}),
         ("cuda", 2, 2, {"reduce_bucket_size", "allgather_bucket_size", "overlap_comm"}),
         ("cuda", 1, 2, {"reduce_bucket_size", "allgather_bucket_size"}),
         ("cuda", 2, 3, {"reduce_bucket_size"}),
-        ("cpu", 2, 1, {"reduce_bucket_size", "allgather_bucket_size", "use_multi_rank_bucket_allreduce"}),
         ("cpu", 2, 2, {"reduce_bucket_size", "allgather_bucket_size", "use_multi_rank_bucket_allreduce"}),
         ("cpu", 2, 3, {"reduce_bucket_size", "prefetch_bucket_size", "max_reuse_distance"}),
     ],
@@ -148,11 +146,6 @@ def test_only_sizes_differ_from_deepspeeds_defaults_except_on_gloo(
     )
     ours = config_of(filled)
     assert {key for key in ours if ours[key] != theirs[key]} == others
-
-    said = {"stage": stage, "overlap_comm": False, "use_multi_rank_bucket_allreduce": True, "reduce_bucket_size": 8}
-    said |= {"stage3_max_reuse_distance": 5}
-    filled = settings.add_device_defaults(said, stage, 2_000_000_000, device_type=device_type, num_ranks=num_ranks)
-    assert filled | said == filled
 
 
 def test_lbfgs_and_objects_that_are_not_optimizers_are_refused() -> None:

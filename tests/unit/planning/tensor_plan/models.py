@@ -73,11 +73,6 @@ def observed(module: LightningModule, batch: Any = INPUTS, **options: Any) -> Ob
     return observe(module, batch, StepSettings(), **options)
 
 
-def chains(module: LightningModule, batch: Any = INPUTS, **options: Any) -> list[tuple[str, str]]:
-    """Return the opening and closing layers of each chain."""
-    return [as_text(chain) for chain in observed(module, batch, **options).chains]
-
-
 def as_text(chain: Chain) -> tuple[str, str]:
     return " ".join(chain.opening), " ".join(chain.closing)
 

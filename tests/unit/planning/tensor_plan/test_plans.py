@@ -61,8 +61,6 @@ def test_a_tied_vocabulary_is_split_in_both_layers_or_none() -> None:
     ("change", "reason"),
     [
         (lambda m: setattr(m.embedding, "max_norm", 1.0), "max_norm=1.0"),
-        (lambda m: setattr(m.embedding, "sparse", True), "sparse=True"),
-        (lambda m: setattr(m.embedding, "scale_grad_by_freq", True), "scale_grad_by_freq=True"),
         (lambda m: parametrizations.weight_norm(m.blocks[0].up), "parametrizations"),
         (lambda m: spectral_norm(m.blocks[0].up), "computed from other parameters"),
         (lambda m: setattr(m.blocks[0].up, "forward", m.blocks[0].up.forward), "has its own forward"),
@@ -99,22 +97,17 @@ def test_a_plan_of_the_user_is_exact_and_leaves_out_what_is_proven() -> None:
     ("plan", "num_ranks", "message"),
     [
         ("automatic", 2, """plan='automatic' has to be "auto" or a dict"""),
-        (["up"], 2, "has to be"),
         ({}, 2, "splits no layer"),
         ({1: "colwise"}, 2, "has to be the name of a layer"),
         ({"blocks.*.upp": "colwise"}, 2, "names no layer of Classifier. Did you mean 'blocks.*.up'"),
-        ({"blocks": "colwise"}, 2, "names no layer"),
         ({"blocks.*.up": "columns"}, 2, "'columns' is no style. The styles are 'colwise': split the output"),
         ({"blocks.*.up": "colwize"}, 2, "Did you mean 'colwise'?"),
-        ({"blocks.*.up": "local"}, 2, "'local' is no style"),
         ({"blocks.*.norm": "colwise"}, 2, "blocks.0.norm is a LayerNorm, which cannot be split"),
-        ({"blocks.*": "colwise"}, 2, "blocks.0.norm is a LayerNorm"),
         ({"embedding": "rowwise"}, 2, "embedding is an embedding, which cannot be split 'rowwise'"),
         ({"blocks.*.up": "colwise"}, 3, "3 ranks do not divide its 128 output features"),
         ({"blocks.*.up": "rowwise"}, 3, "3 ranks do not divide its 64 input features"),
         ({"head": "vocab"}, 302, "too few for 302 tensor ranks"),
         ({"blocks.*.up": "colwise", "blocks.0.*p": "rowwise"}, 2, "blocks.0.up is 'colwise' by 'blocks.*.up'"),
-        ("auto", 0, "at least 1"),
     ],
 )
 def test_mistakes_are_named(plan: Any, num_ranks: int, message: str) -> None:

@@ -8,9 +8,6 @@ import pytest
 import yaml
 
 from lightning_paral.cli.plan import plan_command
-from lightning_paral.planning.tensor_plan.make import make_plan
-from lightning_paral.planning.tensor_plan.report import report_of
-from tests.unit.planning.tensor_plan.models import TOKENS, Classifier, observed
 
 ROOT = Path(__file__).parents[4]
 
@@ -37,15 +34,6 @@ def layers_in_json(capsys: pytest.CaptureFixture[str], *options: str) -> dict[st
     return {row["name"]: row for row in printed["layers"]}
 
 
-def test_command_prints_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(ROOT)
-
-    head = layers_in_json(capsys, "--batch-shape", "2x16:int64,2x16:int64")["head"]
-
-    assert (head["count"], head["style"], head["gathers_output"], head["reason"]) == (1, "vocab", None, "")
-    assert (head["bytes"], head["rank_bytes"]) == (256 * 128 * 4, 256 * 128 * 2)
-
-
 def test_command_reads_the_plan_of_the_configuration(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,14 +45,3 @@ def test_command_reads_the_plan_of_the_configuration(
     layers = layers_in_json(capsys, "--config", str(tmp_path / "tensor.yaml"))
 
     assert [name for name, row in layers.items() if row["style"] != "whole"] == ["head"]
-
-
-def test_shared_weights_count_once() -> None:
-    module = Classifier(300, is_tied=True)
-    found = observed(module, TOKENS)
-
-    report = report_of(module, 2, make_plan(module, 2, found), found)
-
-    assert report.num_bytes == sum(each.numel() * each.element_size() for each in module.parameters())
-    assert {row.name: row.rank_bytes for row in report.rows}["embedding"] == 300 * 64 * 2
-    assert {row.name: row.num_bytes for row in report.rows}["head"] == 0
