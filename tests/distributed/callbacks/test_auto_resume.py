@@ -261,14 +261,6 @@ def test_damaged_checkpoint_of_lightning_is_skipped(
     assert min(step for _, step, _, _ in outcome["seen"]) == 4
 
 
-def test_ranks_share_the_verification_of_a_checkpoint_of_lightning(on_ranks, tmp_path: Path) -> None:
-    save_with_lightning(str(tmp_path))
-    damage(tmp_path / "step=8.ckpt")
-
-    for rank in on_ranks(2, train, str(tmp_path)):
-        assert min(step for _, step, _, _ in rank["seen"]) == 4
-
-
 @pytest.mark.parametrize(("strategy", "checksums"), [(None, False), ("ddp", True)])
 def test_one_process_resumes_from_lightnings_checkpoint(tmp_path: Path, strategy: Any, checksums: bool) -> None:
     torch.serialization.set_crc32_options(checksums)

@@ -2,7 +2,6 @@
 
 import csv
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,11 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
-from lightning_paral import ParalDDPStrategy, ParalMonitor
-from lightning_paral.callbacks.monitoring.backward_wait import forward_waits
+from lightning_paral import ParalMonitor
 from lightning_paral.callbacks.monitoring.slow_rank import find_slow_rank
-from lightning_paral.distributed.latest_values import LatestValues
 from tests.models.regression import FEATURES, Regression, fit_regression, regression_data
-from tests.models.several_optimizers import Plain
 from tests.running import quiet_trainer
 from tests.unit.cli.test_commands import run
 
@@ -68,17 +63,6 @@ class Samples(Dataset[list[Tensor]]):
         return [torch.ones(FEATURES), torch.ones(2)]
 
 
-class Streamed(IterableDataset[list[Tensor]]):
-    """Shards itself, so that the ranks agree before each batch whether to continue."""
-
-    def __init__(self, slow_rank: int) -> None:
-        self.samples = Samples(slow_rank)
-
-    def __iter__(self) -> Any:
-        for number in range(4):
-            yield self.samples[number]
-
-
 class SlowForward(Regression):
     """Takes longer in the forward pass on one rank."""
 
@@ -92,12 +76,10 @@ class SlowForward(Regression):
 
 def slow_rank_of(strategy: str, where: str, slow_rank: int) -> tuple[int, bool, list[float | None], list[float]] | None:
     monitor = ParalMonitor(every_n_steps=2)
-    chosen = ParalDDPStrategy(shard_iterable=False) if where == "stream" else strategy
-    trainer = quiet_trainer(strategy=chosen, devices=2, max_epochs=1, callbacks=[monitor])
+    trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1, callbacks=[monitor])
     module = SlowForward()
     module.slow_rank = slow_rank if where == "forward" else -1
-    dataset: Any = (Streamed if where == "stream" else Samples)(slow_rank if where != "forward" else -1)
-    trainer.fit(module, DataLoader(dataset, batch_size=None if where == "stream" else 1))
+    trainer.fit(module, DataLoader(Samples(slow_rank if where == "data" else -1)))
     if not trainer.is_global_zero:
         return None
     slow = find_slow_rank(monitor.reports)
@@ -120,70 +102,6 @@ def test_rank_that_loads_data_slowly_is_named(on_ranks, strategy: str, slow_rank
 @pytest.mark.parametrize("strategy", ["paral_ddp", "ddp", "paral_zero2"])
 def test_rank_with_a_slow_forward_pass_is_named(on_ranks, strategy: str) -> None:
     assert on_ranks(2, slow_rank_of, strategy, "forward", 1)[0][:2] == (1, True)
-
-
-def test_agreement_on_the_next_batch_is_not_counted_as_loading(on_ranks) -> None:
-    rank, is_slow, _, data = on_ranks(2, slow_rank_of, "paral_ddp", "stream", 1)[0]
-
-    assert (rank, is_slow) == (1, True)
-    assert data[0] < SLOW / 2 < data[1]  # a batch is loaded one step ahead, and there is none after the last
-
-
-def waiting_for_callbacks_of_rank_0() -> list[tuple[float | None, float]]:
-    class Slow(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.is_global_zero:
-                time.sleep(SLOW)
-
-    monitor = ParalMonitor(print_summary=False)
-    fit_regression(4, 1, 2, strategy="ddp", callbacks=[monitor, Slow()])
-    return [(report.waiting, report.other) for report in monitor.reports.values()]
-
-
-def test_wait_for_rank_0_before_a_batch_is_no_work_of_the_other_ranks(on_ranks) -> None:
-    """Lightning broadcasts whether rank 0 has received SIGTERM."""
-    (waiting, other), (waiting_of_other_rank, other_of_other_rank) = on_ranks(2, waiting_for_callbacks_of_rank_0)[0]
-
-    assert other > max(SLOW, other_of_other_rank)
-    assert waiting_of_other_rank > max(SLOW / 2, waiting)
-
-
-class TwoPasses(Regression):
-    """Runs the backward pass twice, the second time without `manual_backward`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        loss = super().training_step(batch, batch_idx)
-        optimizer: Any = self.optimizers()
-        self.manual_backward(loss, retain_graph=True)
-        with self.trainer.model.no_sync():
-            loss.backward()
-        time.sleep(SLOW)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def waiting_with_two_passes() -> list[float | None]:
-    monitor = ParalMonitor(print_summary=False)
-    trainer = quiet_trainer(strategy="ddp", devices=2, max_epochs=1, callbacks=[monitor])
-    trainer.fit(TwoPasses(), regression_data(4, 2))
-    return [report.waiting for report in monitor.reports.values()]
-
-
-def test_pass_that_the_hooks_do_not_see_is_no_waiting(on_ranks) -> None:
-    assert max(on_ranks(2, waiting_with_two_passes)[0]) < SLOW
-
-
-def own_phases_with_and_without_buffers() -> tuple[bool, ...]:
-    plain, buffered = torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    return tuple(forward_waits(DistributedDataParallel(each)) for each in (plain, buffered))
-
-
-def test_forward_pass_waits_for_broadcasts_of_buffers(on_ranks) -> None:
-    assert on_ranks(2, own_phases_with_and_without_buffers) == [(False, True)] * 2
 
 
 class Logging(Regression):
@@ -261,42 +179,6 @@ def reports_of_ranks_that_differ(every_n_steps: list[int]) -> tuple[list[int], l
 def test_rank_that_does_not_report_makes_no_rank_wait(on_ranks) -> None:
     assert on_ranks(2, reports_of_ranks_that_differ, [2, 1000])[0] == ([0], [0, 1])
     assert on_ranks(2, reports_of_ranks_that_differ, [1000, 2])[0] == ([], [0, 1])
-
-
-def latest_values() -> tuple[Any, ...]:
-    rank = dist.get_rank()
-    values = LatestValues("test", 2)
-    before = values.read()
-    dist.barrier()
-    if rank == 1:
-        values.write("early")
-        values.write("late")
-    dist.barrier()
-    seen = values.read()
-    dist.barrier()
-    if rank == 0:
-        values.write("own")
-    waited = values.read(wait=timedelta(seconds=30))
-    return before, seen, waited, LatestValues("test", 2).read(wait=timedelta(seconds=0.02))
-
-
-def test_latest_values_are_those_of_the_ranks_that_have_written(on_ranks) -> None:
-    both = {0: "own", 1: "late"}
-
-    assert on_ranks(2, latest_values) == [({}, {1: "late"}, both, {})] * 2
-
-
-def fit_gan(strategy: str) -> dict[str, float]:
-    monitor = ParalMonitor(every_n_steps=2)
-    trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1, callbacks=[monitor])
-    trainer.fit(Plain(), regression_data(4, 2))
-    return monitor.values
-
-
-def test_manual_optimization_on_two_ranks(on_ranks) -> None:
-    values = on_ranks(2, fit_gan, "paral_ddp")[0]
-
-    assert min(values[f"paral/{name}_seconds"] for name in ("forward", "backward", "optimizer", "waiting")) > 0
 
 
 def test_yaml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

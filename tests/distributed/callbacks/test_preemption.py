@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -13,12 +12,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_paral import ConfigurationError, ParalDDPStrategy, Preemption
-from lightning_paral.callbacks import preemption as preemption_module
+from lightning_paral import ConfigurationError, Preemption
 from lightning_paral.checkpoint.integrity import verify
 from tests.contract.cases import strategy_of
 from tests.distributed.preempted import main as preempt_at_random_times
@@ -178,41 +175,6 @@ def test_fit_that_is_at_its_end_ends_as_usual(on_ranks, tmp_path: Path, signal_a
 def run_to_the_end(folder: str, signal_at: SignalAt) -> tuple[bool, int]:
     preemption, seen = run(folder, signal_at=signal_at)
     return preemption.was_preempted, len(seen)
-
-
-class SavesLong(ParalDDPStrategy):
-    """Saves until two periods are over after which a run counts as hanging: a batch may have ended in the first."""
-
-    periods = threading.Semaphore(0)
-
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        assert all(self.periods.acquire(timeout=30.0) for _ in range(2))
-        super().save_checkpoint(*args, **kwargs)
-
-
-def preempt_in_a_long_save(folder: str) -> bool:
-    end_late = preemption_module.Preemption._end_late
-
-    def note(*args: Any) -> None:
-        end_late(*args)
-        SavesLong.periods.release()
-
-    signal_at = SignalAt("batch", 0, 3)
-    signal_at.signum = signal.SIGTERM
-    saving = ModelCheckpoint(folder, every_n_train_steps=4)
-    SavesLong.periods = threading.Semaphore(0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preemption_module, "_HANG_SECONDS", 2.0)
-        patch.setattr(preemption_module.Preemption, "_end_late", note)
-        preemption, _ = run(
-            folder, strategy=SavesLong(), signal_at=signal_at, extra=[saving], enable_checkpointing=True
-        )
-    return preemption.was_preempted
-
-
-def test_save_that_takes_long_after_sigterm_is_no_hang(on_ranks, tmp_path: Path) -> None:
-    assert on_ranks(2, preempt_in_a_long_save, str(tmp_path)) == [True, True]
-    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_one_process(tmp_path: Path) -> None:

@@ -1,11 +1,9 @@
 """Training steps in which ranks have different numbers of samples, or none: what is weighted, kept, and rejected."""
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -13,10 +11,9 @@ from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import BinaryAUROC
 
 from lightning_paral import ConfigurationError, ParalDDPStrategy
-from lightning_paral.data import training_results
 from tests.contract.cases import strategy_of
 from tests.models.logging_everything import Stream
-from tests.running import SaveAt, quiet_trainer
+from tests.running import quiet_trainer
 
 RANKS = 3
 
@@ -81,18 +78,6 @@ def values_of(module: Recording, num: int, batch_size: int, **options: Any) -> t
     return watch.steps, watch.epochs
 
 
-def values_without_sync() -> tuple[list[float], list[float]]:
-    return values_of(Recording(), 5, 4)
-
-
-def test_values_without_sync_dist_stay_those_of_each_rank(on_ranks) -> None:
-    assert on_ranks(RANKS, values_without_sync) == [
-        ([2.5, 5.0], [pytest.approx((1 + 4 + 5) / 3)]),
-        ([2.0, 5.0], [3.5]),
-        ([3.0, 5.0], [4.0]),
-    ]
-
-
 class NotANumberForCopies(Recording):
     def value(self, batch: Tensor) -> Tensor:
         is_copy = batch.tolist() == [4.0] and self.global_rank != 0
@@ -108,18 +93,6 @@ def test_repeated_samples_count_nowhere(on_ranks, reduce_fx: str) -> None:
 
 def values_of_copies(reduce_fx: str) -> tuple[list[float], list[float]]:
     return values_of(NotANumberForCopies(sync_dist=True, reduce_fx=reduce_fx), 4, 3)
-
-
-def values_in_a_group() -> tuple[list[float], list[float]] | None:
-    group = dist.new_group([0, 1])
-    module = Recording(sync_dist=dist.get_rank() < 2, sync_dist_group=group if dist.get_rank() < 2 else None)
-    values = values_of(module, 4, 4)
-    return values if dist.get_rank() < 2 else None
-
-
-def test_means_in_a_group_are_over_the_samples_of_the_group(on_ranks) -> None:
-    mean = [pytest.approx((1 + 4 + 2) / 3)]
-    assert on_ranks(RANKS, values_in_a_group) == [(mean, mean), (mean, mean), None]
 
 
 class Sizes(Recording):
@@ -198,23 +171,6 @@ def test_metrics_equal_those_of_one_process_wherever_they_are(on_ranks, sizes: t
         assert found == pytest.approx(computed)
 
 
-class Fails(Metrics):
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        assert any("forward" in vars(metric) for metric in self.wrapped.values()) == (self.global_rank == 2)
-        raise ValueError("as planned")
-
-
-def methods_after_failure() -> bool:
-    module = Fails()
-    with pytest.raises(ValueError, match="as planned"):
-        fit(module, DataLoader(samples(2), 4))
-    return any("forward" in vars(metric) for metric in module.wrapped.values())
-
-
-def test_metrics_are_restored_if_the_step_fails(on_ranks) -> None:
-    assert on_ranks(RANKS, methods_after_failure) == [False] * RANKS
-
-
 # Steps
 
 
@@ -232,73 +188,21 @@ def test_values_of_whole_batches_are_means_over_ranks_per_step_and_over_samples_
         assert (steps, epochs) == ([3.5], [3.5])
 
 
-def even_steps() -> list[float]:
-    def refuse(*args: Any) -> None:
-        raise AssertionError("an even step did extra work")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_results.TrainingResults, "_begin_uneven_step", refuse)
-        patch.setattr(training_results.TrainingResults, "_complete_means", refuse)
-        return fit(Recording(sync_dist=True), DataLoader(samples(12), 6)).steps
-
-
-def test_steps_with_equal_parts_do_no_extra_work(on_ranks) -> None:
-    assert on_ranks(RANKS, even_steps) == [[3.5, 9.5]] * RANKS
-
-
-def resumed_steps(path: str) -> tuple[list[float], list[float], list[float]]:
-    loader = DataLoader(samples(26), 5)
-    whole = fit(Recording(sync_dist=True), loader).steps
-    saved = fit(Recording(sync_dist=True), loader, SaveAt(3, path), max_steps=3).steps
-    return whole, saved, fit(Recording(sync_dist=True), loader, ckpt_path=path).steps
-
-
-def test_values_after_resuming_equal_those_of_the_uninterrupted_run(on_ranks, tmp_path) -> None:
-    expected = pytest.approx([3.0, 8.0, 13.0, 18.0, 23.0, 26.0])
-    for whole, saved, resumed in on_ranks(RANKS, resumed_steps, str(tmp_path / "middle.ckpt")):
-        assert whole == expected
-        assert saved + resumed[-3:] == expected
-
-
 class DrawsItself(Recording):
     def training_step(self, dataloader_iter: Any) -> Tensor:
         batch, *_ = next(dataloader_iter)
         return (self.weight * batch).mean()
 
 
-class Synchronized(Recording):
-    def on_train_epoch_start(self) -> None:
-        self.norm = nn.SyncBatchNorm(3, affine=False)  # torch refuses to wrap one on the CPU
-
-
-def refusal(kind: type[Recording]) -> str:
+def refusal() -> str:
     with pytest.raises(ConfigurationError) as raised:
-        fit(kind(), DataLoader(samples(5), 4))
+        fit(DrawsItself(), DataLoader(samples(5), 4))
     return str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (DrawsItself, ", 1 for 3, and training_step takes a `dataloader_iter`"),
-        (Synchronized, ", and norm is a SyncBatchNorm"),
-    ],
-)
-def test_a_batch_with_fewer_samples_than_ranks_is_rejected(on_ranks, kind: Any, words: str) -> None:
-    for message in on_ranks(RANKS, refusal, kind):
-        assert f"fewer samples than there are ranks{words}" in message
-
-
-def unequal_loaders() -> list[str]:
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        fit(Recording(sync_dist=True), {"a": DataLoader(samples(8), 4), "b": DataLoader(samples(12), 6)})
-    return [str(each.message) for each in warned]
-
-
-def test_loaders_that_are_divided_differently_are_reported(on_ranks) -> None:
-    said = on_ranks(RANKS, unequal_loaders)
-    assert sum("The training loaders divide their batches differently" in message for message in said[0]) == 1
+def test_a_batch_with_fewer_samples_than_ranks_is_rejected(on_ranks) -> None:
+    for message in on_ranks(RANKS, refusal):
+        assert "fewer samples than there are ranks, 1 for 3, and training_step takes a `dataloader_iter`" in message
 
 
 # Evaluation

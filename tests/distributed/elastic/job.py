@@ -54,19 +54,6 @@ class Job:
         self.agents.append(agent)
         return agent
 
-    def start_node(self, max_restarts: int) -> "subprocess.Popen[str]":
-        """Start an agent with 2 ranks that finds another agent by c10d's rendezvous."""
-        # With less patience, an agent on a busy machine counts as dead, and the agents train apart from each other.
-        rendezvous = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=10"
-        return self.start_agent(
-            *("--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", str(max_restarts)),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "elastic"),
-            *("--rdzv-conf", rendezvous, "--local-addr", "127.0.0.1"),
-            # Otherwise a node that joins later waits for MASTER_ADDR, which the first agent has set in the first round
-            # only (torch 2.11 to 2.13).
-            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
-        )
-
     def output(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("agent-*.log")))
 

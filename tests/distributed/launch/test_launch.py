@@ -3,13 +3,11 @@
 import json
 import os
 import socket
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.launching import TORCHRUN, Process, free_port, outputs
-from tests.network import joined_nodes, why_no_nodes
 
 SLEEPING = ("rank_one_sleeps", "rank_one_sleeps_in_ring")
 
@@ -47,26 +45,6 @@ def test_lightnings_own_launcher(launch, tmp_path: Path) -> None:
 @pytest.mark.lane("default")
 def test_torchrun(launch, tmp_path: Path) -> None:
     check_two_fits(tmp_path, launch(*script("two_fits", tmp_path), by=TORCHRUN))
-
-
-def test_two_nodes(launch, tmp_path: Path) -> None:
-    reason = why_no_nodes()
-    if reason:
-        pytest.skip(reason)
-    with joined_nodes(2) as nodes:
-        environment = {"MASTER_ADDR": nodes.addresses[0], "MASTER_PORT": "29533", "TEST_NUM_NODES": "2"}
-        environment |= {"GLOO_SOCKET_IFNAME": "eth0"}
-        processes = [
-            launch(
-                *script("two_fits", tmp_path),
-                by=nodes.command_on(node, [sys.executable]),
-                NODE_RANK=str(node),
-                TEST_NODE_RANK=str(node),
-                **environment,
-            )
-            for node in (0, 1)
-        ]
-        check_two_fits(tmp_path, *processes)
 
 
 def test_port_in_use_is_named_before_any_process_starts(launch, tmp_path: Path) -> None:
