@@ -221,24 +221,6 @@ def test_session_that_cannot_run_again_forks_although_it_has_used_threads(launch
     assert printed.count("computes with one thread") == 2  # once per Trainer with forked ranks
 
 
-SCRIPT = f"""{IMPORTS}
-print("ran")
-trainer = quiet_trainer(strategy=ParalDDPStrategy(start_method="spawn"), devices=2, max_epochs=1)
-trainer.fit(Regression(), data)
-"""
-
-
-def test_missing_main_guard_is_one_error(launch, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    process = launch(str(tmp_path / "train.py"))
-    (printed,) = outputs(process)
-
-    assert process.returncode == 1
-    assert printed.count("ran\n") == 3  # this process and two ranks
-    assert printed.count("Error") == 1, printed
-    assert 'Put the code that starts it under `if __name__ == "__main__":`' in printed
-
-
 ENDLESS = f"""{IMPORTS}
 class Endless(Regression):
     def on_train_start(self):
