@@ -1,7 +1,9 @@
 """All ranks stop after the same batch and save, and a resumed fit is the same run."""
 
 import os
+import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,7 +20,6 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_paral import ConfigurationError, Preemption
 from lightning_paral.checkpoint.integrity import verify
 from tests.contract.cases import strategy_of
-from tests.distributed.preempted import main as preempt_at_random_times
 from tests.running import quiet_trainer
 
 SEEN = list[tuple[str, int, int, float]]
@@ -287,7 +288,30 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
         Preemption(**options)
 
 
-def test_runs_preempted_at_random_times_resume_with_the_same_losses(tmp_path: Path) -> None:
-    outcomes = preempt_at_random_times(4, 1, tmp_path, ("paral_ddp", "paral_fsdp"))
+class SignalLater(SignalAt):
+    """Sends the signal some time after the training of slow batches begins."""
 
-    assert sum(outcomes.values()) == 4
+    def __init__(self, seconds: float, rank: int | None) -> None:
+        super().__init__("never", rank=rank)
+        self.seconds = seconds
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.timer = threading.Timer(self.seconds, os.kill, (os.getpid(), self.signum))
+        if self.rank in (None, trainer.global_rank):
+            self.timer.start()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        time.sleep(0.05)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.timer.cancel()
+
+
+@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp"])
+@pytest.mark.parametrize("number", range(2))
+def test_runs_preempted_at_random_times_resume_with_the_same_losses(
+    on_ranks, tmp_path: Path, strategy: str, number: int
+) -> None:
+    chance = random.Random(number)
+    signal_at = SignalLater(chance.uniform(0.0, 0.4), chance.choice((0, 1, None)))
+    check(on_ranks(2, partial(preempt_and_resume, str(tmp_path), strategy=strategy, signal_at=signal_at)))
