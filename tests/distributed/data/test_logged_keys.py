@@ -95,7 +95,7 @@ class OtherDtypes(Logging):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         dtype = torch.float64 if self.global_rank == 0 else torch.float32
         self.log("a", torch.tensor(5.0 + 2 * self.global_rank, dtype=dtype), **self.options)
-        return super().training_step(batch, batch_idx)
+        return Linear.training_step(self, batch, batch_idx)
 
 
 def fit_other_dtypes(reduce_fx: str, on_step: bool) -> dict[str, float] | str:
