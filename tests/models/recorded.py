@@ -75,7 +75,8 @@ def fit(loader: Any, validation: Any = None, ckpt_path: Any = None, **options: A
     """Fit on `loader`, by default for one epoch. Assert that the user's loader stays as it is."""
     model, trainer, before = Recorder(), trainer_of(**options), getattr(loader, "batch_sampler", None)
     trainer.fit(model, loader, validation, ckpt_path=ckpt_path)
-    assert getattr(loader, "batch_sampler", None) is before
+    if isinstance(loader, DataLoader):
+        assert loader.batch_sampler is before
     model.metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
     return model
 

@@ -47,11 +47,8 @@ def train(
     folder: str,
     strategy: str | None = "ddp",
     fail_at: int | None = None,
-    split: str = "global",
     resume: bool = True,
     ckpt_path: str | None = None,
-    saves: bool = True,
-    devices: int | None = None,
     every: int = 4,
     load_fails: bool = False,
 ) -> dict[str, Any]:
@@ -59,19 +56,16 @@ def train(
     seed_everything(7, verbose=False)
     module = Witnessed(torch.float32 if strategy == "zero2" else torch.float64)  # ZeRO has no fp64
     callbacks: list[Any] = [AutoResume(folder)] if resume else []
-    if saves:
-        callbacks.append(
-            ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every, save_top_k=-1, save_last="link")
-        )
-    callbacks += [Fail(fail_at)] if fail_at else []
-    made = "auto" if strategy is None else strategy_of(f"paral_{strategy}", split=split)
+    saving = {"every_n_train_steps": every, "save_top_k": -1, "save_last": "link"}
+    callbacks += [ModelCheckpoint(folder, filename="{step}", **saving), *([Fail(fail_at)] if fail_at else [])]
+    made = "auto" if strategy is None else strategy_of(f"paral_{strategy}", split="global")
     if load_fails:
         made.load_checkpoint = fail_to_read
     trainer = quiet_trainer(
         strategy=made,
-        devices=devices or int(os.environ.get("WORLD_SIZE", "1")),
+        devices=int(os.environ.get("WORLD_SIZE", "1")),
         max_steps=NUM_STEPS,
-        enable_checkpointing=saves,
+        enable_checkpointing=True,
         callbacks=callbacks,
     )
     error = ""
@@ -160,12 +154,6 @@ def test_run_continues_on_another_number_of_ranks(on_ranks, folder: Path, undist
     assert f"The number of ranks has changed from 2 to {world_size}." in ranks[0]["messages"][0]
 
 
-def test_other_order_of_samples_is_announced(on_ranks, folder: Path) -> None:
-    (rank, *_) = on_ranks(4, train, str(folder), "ddp", None, "batch")
-
-    assert "with split='batch' so does the order of samples" in rank["messages"][0]
-
-
 def test_message_says_what_is_repeated(on_ranks, folder: Path) -> None:
     saved_at = (folder / "step=8.ckpt").stat().st_mtime
     (folder / FILE_NAME).write_text(json.dumps({"global_step": 10, "time": saved_at + 42}))
@@ -244,7 +232,7 @@ def test_explicit_path_has_priority(folder: Path, undisturbed) -> None:
 
 def save_with_lightning(folder: str) -> None:
     """Save checkpoints of steps 4 and 8 with Lightning's own strategy, and fail in step 10."""
-    train(folder, None, fail_at=10, devices=1)
+    train(folder, None, fail_at=10)
 
 
 @pytest.mark.parametrize("spoil", [damage, truncate])
@@ -259,33 +247,6 @@ def test_damaged_checkpoint_of_lightning_is_skipped(
 
     assert f"{tmp_path}/step=8.ckpt" in "\n".join(outcome["messages"])
     assert min(step for _, step, _, _ in outcome["seen"]) == 4
-
-
-def test_ranks_share_the_verification_of_a_checkpoint_of_lightning(on_ranks, tmp_path: Path) -> None:
-    save_with_lightning(str(tmp_path))
-    damage(tmp_path / "step=8.ckpt")
-
-    for rank in on_ranks(2, train, str(tmp_path)):
-        assert min(step for _, step, _, _ in rank["seen"]) == 4
-
-
-@pytest.mark.parametrize(("strategy", "checksums"), [(None, False), ("ddp", True)])
-def test_one_process_resumes_from_lightnings_checkpoint(tmp_path: Path, strategy: Any, checksums: bool) -> None:
-    torch.serialization.set_crc32_options(checksums)
-    try:
-        save_with_lightning(str(tmp_path))
-    finally:
-        torch.serialization.set_crc32_options(True)
-
-    outcome = train(str(tmp_path), strategy)
-
-    assert f"resuming from {tmp_path}/step=8.ckpt: step 8" in outcome["messages"][0]
-
-
-def test_folder_to_which_nothing_is_saved_is_a_warning(tmp_path: Path) -> None:
-    outcome = train(str(tmp_path / "new"), saves=False)
-
-    assert "no callback saves checkpoints there" in "\n".join(outcome["messages"])
 
 
 def test_urls_are_refused() -> None:

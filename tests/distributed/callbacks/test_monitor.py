@@ -2,7 +2,6 @@
 
 import csv
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,12 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
-from lightning_paral import ParalDDPStrategy, ParalMonitor
-from lightning_paral.callbacks.monitoring.backward_wait import forward_waits
+from lightning_paral import ParalMonitor
 from lightning_paral.callbacks.monitoring.slow_rank import find_slow_rank
-from lightning_paral.distributed.latest_values import LatestValues
 from tests.models.regression import FEATURES, Regression, fit_regression, regression_data
-from tests.models.several_optimizers import Plain
 from tests.running import quiet_trainer
-from tests.unit.cli.test_commands import run
 
 LABELS = ("paral_ddp", "paral_fsdp", "paral_zero2", "ddp")
 SLOW = 0.05
@@ -68,180 +62,52 @@ class Samples(Dataset[list[Tensor]]):
         return [torch.ones(FEATURES), torch.ones(2)]
 
 
-class Streamed(IterableDataset[list[Tensor]]):
-    """Shards itself, so that the ranks agree before each batch whether to continue."""
-
-    def __init__(self, slow_rank: int) -> None:
-        self.samples = Samples(slow_rank)
-
-    def __iter__(self) -> Any:
-        for number in range(4):
-            yield self.samples[number]
-
-
-class SlowForward(Regression):
-    """Takes longer in the forward pass on one rank."""
-
-    slow_rank = -1
-
-    def forward(self, x: Tensor) -> Tensor:
-        if dist.get_rank() == self.slow_rank:
-            time.sleep(SLOW)
-        return super().forward(x)
-
-
-def slow_rank_of(strategy: str, where: str, slow_rank: int) -> tuple[int, bool, list[float | None], list[float]] | None:
+def slow_rank_of(strategy: str, slow_rank: int) -> tuple[int, bool, list[float]] | None:
     monitor = ParalMonitor(every_n_steps=2)
-    chosen = ParalDDPStrategy(shard_iterable=False) if where == "stream" else strategy
-    trainer = quiet_trainer(strategy=chosen, devices=2, max_epochs=1, callbacks=[monitor])
-    module = SlowForward()
-    module.slow_rank = slow_rank if where == "forward" else -1
-    dataset: Any = (Streamed if where == "stream" else Samples)(slow_rank if where != "forward" else -1)
-    trainer.fit(module, DataLoader(dataset, batch_size=None if where == "stream" else 1))
+    trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1, callbacks=[monitor])
+    trainer.fit(Regression(), DataLoader(Samples(slow_rank)))
     if not trainer.is_global_zero:
         return None
     slow = find_slow_rank(monitor.reports)
     assert slow is not None
-    ranks = [monitor.reports[rank] for rank in range(2)]
-    return slow.rank, slow.is_slow, [report.waiting for report in ranks], [report.data for report in ranks]
+    return slow.rank, slow.is_slow, [monitor.reports[rank].data for rank in range(2)]
 
 
 @pytest.mark.parametrize("slow_rank", [0, 1])
 @pytest.mark.parametrize("strategy", LABELS)
 def test_rank_that_loads_data_slowly_is_named(on_ranks, strategy: str, slow_rank: int) -> None:
-    rank, is_slow, waiting, data = on_ranks(2, slow_rank_of, strategy, "data", slow_rank)[0]
+    rank, is_slow, data = on_ranks(2, slow_rank_of, strategy, slow_rank)[0]
 
     assert (rank, is_slow) == (slow_rank, True)
     assert data[slow_rank] > max(SLOW, data[1 - slow_rank])
-    if "ddp" in strategy:
-        assert waiting[1 - slow_rank] > waiting[slow_rank]
 
 
-@pytest.mark.parametrize("strategy", ["paral_ddp", "ddp", "paral_zero2"])
-def test_rank_with_a_slow_forward_pass_is_named(on_ranks, strategy: str) -> None:
-    assert on_ranks(2, slow_rank_of, strategy, "forward", 1)[0][:2] == (1, True)
-
-
-def test_agreement_on_the_next_batch_is_not_counted_as_loading(on_ranks) -> None:
-    rank, is_slow, _, data = on_ranks(2, slow_rank_of, "paral_ddp", "stream", 1)[0]
-
-    assert (rank, is_slow) == (1, True)
-    assert data[0] < SLOW / 2 < data[1]  # a batch is loaded one step ahead, and there is none after the last
-
-
-def waiting_for_callbacks_of_rank_0() -> list[tuple[float | None, float]]:
-    class Slow(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.is_global_zero:
-                time.sleep(SLOW)
-
-    monitor = ParalMonitor(print_summary=False)
-    fit_regression(4, 1, 2, strategy="ddp", callbacks=[monitor, Slow()])
-    return [(report.waiting, report.other) for report in monitor.reports.values()]
-
-
-def test_wait_for_rank_0_before_a_batch_is_no_work_of_the_other_ranks(on_ranks) -> None:
-    """Lightning broadcasts whether rank 0 has received SIGTERM."""
-    (waiting, other), (waiting_of_other_rank, other_of_other_rank) = on_ranks(2, waiting_for_callbacks_of_rank_0)[0]
-
-    assert other > max(SLOW, other_of_other_rank)
-    assert waiting_of_other_rank > max(SLOW / 2, waiting)
-
-
-class TwoPasses(Regression):
-    """Runs the backward pass twice, the second time without `manual_backward`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        loss = super().training_step(batch, batch_idx)
-        optimizer: Any = self.optimizers()
-        self.manual_backward(loss, retain_graph=True)
-        with self.trainer.model.no_sync():
-            loss.backward()
-        time.sleep(SLOW)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def waiting_with_two_passes() -> list[float | None]:
-    monitor = ParalMonitor(print_summary=False)
-    trainer = quiet_trainer(strategy="ddp", devices=2, max_epochs=1, callbacks=[monitor])
-    trainer.fit(TwoPasses(), regression_data(4, 2))
-    return [report.waiting for report in monitor.reports.values()]
-
-
-def test_pass_that_the_hooks_do_not_see_is_no_waiting(on_ranks) -> None:
-    assert max(on_ranks(2, waiting_with_two_passes)[0]) < SLOW
-
-
-def own_phases_with_and_without_buffers() -> tuple[bool, ...]:
-    plain, buffered = torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    return tuple(forward_waits(DistributedDataParallel(each)) for each in (plain, buffered))
-
-
-def test_forward_pass_waits_for_broadcasts_of_buffers(on_ranks) -> None:
-    assert on_ranks(2, own_phases_with_and_without_buffers) == [(False, True)] * 2
-
-
-class Logging(Regression):
-    """Logs its loss."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss)
-        return loss
-
-
-def logged_fit(folder: str, strategy: str, monitor: bool, epochs: int, resume: str | None) -> tuple[Any, int]:
-    """Fit with a logger and checkpoints; return the contents of a checkpoint, and the number of measured steps."""
-    torch.manual_seed(0)
-    checkpoints = ModelCheckpoint(Path(folder, "checkpoints"), monitor="loss", save_top_k=-1, filename="{epoch}")
-    callbacks: list[Callback] = [checkpoints]
-    measured = ParalMonitor(every_n_steps=2)
+def logged_fit(folder: str, strategy: str, epochs: int, resume: str | None) -> tuple[int, list[str]]:
+    """Fit with a logger and checkpoints; return the number of measured steps, and the logged ones."""
+    monitor, version = ParalMonitor(every_n_steps=2), f"epochs-{epochs}"
     trainer = quiet_trainer(
         strategy=strategy,
         devices=2,
         max_epochs=epochs,
-        callbacks=[*callbacks, measured] if monitor else callbacks,
-        logger=CSVLogger(folder, version="resumed" if resume else "first"),
+        callbacks=[ModelCheckpoint(folder, filename="{epoch}"), monitor],
+        logger=CSVLogger(folder, version=version),
         enable_checkpointing=True,
         log_every_n_steps=1,
     )
-    trainer.fit(Logging(), regression_data(6, 2), ckpt_path=resume)
-    assert checkpoints.best_model_score is not None
-    keys = set(trainer._checkpoint_connector.dump_checkpoint(weights_only=False)["callbacks"])
-    metrics = sorted(trainer.callback_metrics)
-    return (keys, metrics), sum(report.num_steps for report in measured.reports.values())
-
-
-def rows_of(folder: Path, version: str) -> list[dict[str, str]]:
-    with (folder / "lightning_logs" / version / "metrics.csv").open() as file:
-        return list(csv.DictReader(file))
+    trainer.fit(Regression(), regression_data(6, 2), ckpt_path=resume)
+    if not trainer.is_global_zero:
+        return 0, []
+    rows = list(csv.DictReader(Path(folder, "lightning_logs", version, "metrics.csv").read_text().splitlines()))
+    assert all(float(row["paral/samples_per_second"]) > 0 for row in rows)
+    return sum(report.num_steps for report in monitor.reports.values()), [row["step"] for row in rows]
 
 
 @pytest.mark.parametrize("strategy", ["paral_ddp", "ddp"])
 def test_values_reach_loggers_and_a_resumed_fit_is_measured_anew(on_ranks, tmp_path: Path, strategy: str) -> None:
-    seen, num_steps = on_ranks(2, logged_fit, str(tmp_path / "with"), strategy, True, 1, None)[0]
-    expected, _ = on_ranks(2, logged_fit, str(tmp_path / "without"), strategy, False, 1, None)[0]
-    rows = rows_of(tmp_path / "with", "first")
-    measured = [row for row in rows if row["paral/step_seconds"]]
+    assert on_ranks(2, logged_fit, str(tmp_path), strategy, 1, None)[0] == (2 * 5, ["1", "3", "5"])
 
-    assert seen == expected  # keys of checkpoints and of callback_metrics
-    assert num_steps == 2 * 5
-    assert [row["step"] for row in measured] == ["1", "3", "5"]
-    assert all(float(row["paral/samples_per_second"]) > 0 for row in measured)
-    own = [(row["step"], row["loss"]) for row in rows if row["loss"]]
-    assert own == [(row["step"], row["loss"]) for row in rows_of(tmp_path / "without", "first") if row["loss"]]
-
-    checkpoint = str(tmp_path / "with/checkpoints/epoch=0.ckpt")
-    _, num_steps = on_ranks(2, logged_fit, str(tmp_path / "with"), strategy, True, 2, checkpoint)[0]
-    resumed = [row["step"] for row in rows_of(tmp_path / "with", "resumed") if row["paral/step_seconds"]]
-
-    assert num_steps == 2 * 5  # of the second epoch only
-    assert resumed == ["7", "9", "11"]
+    checkpoint = str(tmp_path / "epoch=0.ckpt")
+    assert on_ranks(2, logged_fit, str(tmp_path), strategy, 2, checkpoint)[0] == (2 * 5, ["7", "9", "11"])
 
 
 def reports_of_ranks_that_differ(every_n_steps: list[int]) -> tuple[list[int], list[int]]:
@@ -261,53 +127,3 @@ def reports_of_ranks_that_differ(every_n_steps: list[int]) -> tuple[list[int], l
 def test_rank_that_does_not_report_makes_no_rank_wait(on_ranks) -> None:
     assert on_ranks(2, reports_of_ranks_that_differ, [2, 1000])[0] == ([0], [0, 1])
     assert on_ranks(2, reports_of_ranks_that_differ, [1000, 2])[0] == ([], [0, 1])
-
-
-def latest_values() -> tuple[Any, ...]:
-    rank = dist.get_rank()
-    values = LatestValues("test", 2)
-    before = values.read()
-    dist.barrier()
-    if rank == 1:
-        values.write("early")
-        values.write("late")
-    dist.barrier()
-    seen = values.read()
-    dist.barrier()
-    if rank == 0:
-        values.write("own")
-    waited = values.read(wait=timedelta(seconds=30))
-    return before, seen, waited, LatestValues("test", 2).read(wait=timedelta(seconds=0.02))
-
-
-def test_latest_values_are_those_of_the_ranks_that_have_written(on_ranks) -> None:
-    both = {0: "own", 1: "late"}
-
-    assert on_ranks(2, latest_values) == [({}, {1: "late"}, both, {})] * 2
-
-
-def fit_gan(strategy: str) -> dict[str, float]:
-    monitor = ParalMonitor(every_n_steps=2)
-    trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1, callbacks=[monitor])
-    trainer.fit(Plain(), regression_data(4, 2))
-    return monitor.values
-
-
-def test_manual_optimization_on_two_ranks(on_ranks) -> None:
-    values = on_ranks(2, fit_gan, "paral_ddp")[0]
-
-    assert min(values[f"paral/{name}_seconds"] for name in ("forward", "backward", "optimizer", "waiting")) > 0
-
-
-def test_yaml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = {"every_n_steps": 1, "tokens_per_sample": 16, "flops_per_step": 1e9, "peak_flops": 9.89e14}
-    callbacks = [
-        {"class_path": "lightning_paral.ParalMonitor", "init_args": options},
-        {"class_path": "tests.unit.cli.test_commands.Witness"},
-    ]
-    trainer = run(monkeypatch, tmp_path, "fit", strategy="paral_ddp", callbacks=callbacks)
-    (monitor,) = (callback for callback in vars(trainer)["callbacks"] if isinstance(callback, ParalMonitor))
-
-    assert monitor.options.peak_flops == 9.89e14
-    assert monitor.values["paral/tokens_per_second"] == pytest.approx(16 * monitor.values["paral/samples_per_second"])
-    assert "tokens/s" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """All ranks stop after the same batch and save, and a resumed fit is the same run."""
 
 import os
+import random
 import signal
 import threading
 import time
@@ -13,15 +14,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_paral import ConfigurationError, ParalDDPStrategy, Preemption
-from lightning_paral.callbacks import preemption as preemption_module
+from lightning_paral import ConfigurationError, Preemption
 from lightning_paral.checkpoint.integrity import verify
 from tests.contract.cases import strategy_of
-from tests.distributed.preempted import main as preempt_at_random_times
 from tests.running import quiet_trainer
 
 SEEN = list[tuple[str, int, int, float]]
@@ -180,41 +178,6 @@ def run_to_the_end(folder: str, signal_at: SignalAt) -> tuple[bool, int]:
     return preemption.was_preempted, len(seen)
 
 
-class SavesLong(ParalDDPStrategy):
-    """Saves until two periods are over after which a run counts as hanging: a batch may have ended in the first."""
-
-    periods = threading.Semaphore(0)
-
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        assert all(self.periods.acquire(timeout=30.0) for _ in range(2))
-        super().save_checkpoint(*args, **kwargs)
-
-
-def preempt_in_a_long_save(folder: str) -> bool:
-    end_late = preemption_module.Preemption._end_late
-
-    def note(*args: Any) -> None:
-        end_late(*args)
-        SavesLong.periods.release()
-
-    signal_at = SignalAt("batch", 0, 3)
-    signal_at.signum = signal.SIGTERM
-    saving = ModelCheckpoint(folder, every_n_train_steps=4)
-    SavesLong.periods = threading.Semaphore(0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preemption_module, "_HANG_SECONDS", 2.0)
-        patch.setattr(preemption_module.Preemption, "_end_late", note)
-        preemption, _ = run(
-            folder, strategy=SavesLong(), signal_at=signal_at, extra=[saving], enable_checkpointing=True
-        )
-    return preemption.was_preempted
-
-
-def test_save_that_takes_long_after_sigterm_is_no_hang(on_ranks, tmp_path: Path) -> None:
-    assert on_ranks(2, preempt_in_a_long_save, str(tmp_path)) == [True, True]
-    assert len(list(tmp_path.iterdir())) == 2
-
-
 def test_one_process(tmp_path: Path) -> None:
     check([preempt_and_resume(str(tmp_path), devices=1, signal_at=SignalAt("batch", 0, 3, rank=0))])
 
@@ -325,7 +288,30 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
         Preemption(**options)
 
 
-def test_runs_preempted_at_random_times_resume_with_the_same_losses(tmp_path: Path) -> None:
-    outcomes = preempt_at_random_times(4, 1, tmp_path, ("paral_ddp", "paral_fsdp"))
+class SignalLater(SignalAt):
+    """Sends the signal some time after the training of slow batches begins."""
 
-    assert sum(outcomes.values()) == 4
+    def __init__(self, seconds: float, rank: int | None) -> None:
+        super().__init__("never", rank=rank)
+        self.seconds = seconds
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.timer = threading.Timer(self.seconds, os.kill, (os.getpid(), self.signum))
+        if self.rank in (None, trainer.global_rank):
+            self.timer.start()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        time.sleep(0.05)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.timer.cancel()
+
+
+@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp"])
+@pytest.mark.parametrize("number", range(2))
+def test_runs_preempted_at_random_times_resume_with_the_same_losses(
+    on_ranks, tmp_path: Path, strategy: str, number: int
+) -> None:
+    chance = random.Random(number)
+    signal_at = SignalLater(chance.uniform(0.0, 0.4), chance.choice((0, 1, None)))
+    check(on_ranks(2, partial(preempt_and_resume, str(tmp_path), strategy=strategy, signal_at=signal_at)))

@@ -149,17 +149,6 @@ def test_ranks_draw_every_sample_once_in_an_epoch(on_ranks, name: str) -> None:
         assert_new_order_in_each_epoch(ranks, SHUFFLED[name][-1])
 
 
-def trained_with_reloads() -> list[Any]:
-    model = Recorder()
-    model.train_dataloader = in_order(8, shuffle=True)  # type: ignore[method-assign]
-    trainer_of(max_epochs=3, reload_dataloaders_every_n_epochs=1).fit(model)
-    return model.trained
-
-
-def test_reloaded_loaders_draw_every_sample_once_in_an_epoch(on_ranks) -> None:
-    assert_new_order_in_each_epoch(on_ranks(2, trained_with_reloads), 3)
-
-
 def trained_on_several(cycled: bool) -> list[Any]:
     shuffled = DataLoader(Indices(4 if cycled else 8), 1, shuffle=True)
     if cycled:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import MeanMetric
 
@@ -142,63 +141,8 @@ def test_metric_that_a_rank_does_not_update_is_named(in_own_world, label: str) -
         assert "logged 'training_step.even' with sync_dist=True" in message
 
 
-class OnRankZero(Logging):
-    """Only rank 0 has a metric with `dist_sync_on_step=True`."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__("none", 0)
-        if rank:
-            del self.metric
-
-    training_step = Linear.training_step
-
-
-def fit_on_rank_zero() -> str:
-    trainer = quiet_trainer(devices=2, strategy=strategy_of("paral_ddp", timeout=20.0), max_epochs=1)
-    try:
-        trainer.fit(OnRankZero(dist.get_rank()), ones(8, 2))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "fitted"
-
-
-def test_metric_that_only_some_ranks_have_does_not_hang(on_ranks) -> None:
-    assert on_ranks(2, fit_on_rank_zero, timeout=60.0) == ["fitted"] * 2
-
-
-def test_values_of_different_steps_are_not_averaged(in_own_world) -> None:
-    (first, _), (second, _) = in_own_world(2, fit, "paral_ddp", "validation", 1)
-
-    assert "logged 'validation_step.odd' with sync_dist=True in validation batch 1 while another rank" in first
-    assert "logged the same key in another step: rank 1 logged 'validation_step.odd' in validation batch 2" in first
-    assert "in validation batch 2 while" in second
-
-
 @pytest.mark.parametrize("label", ["paral_ddp", "paral_fsdp", "paral_zero3"])
 def test_rank_that_is_slow_to_log_is_waited_for(in_own_world, label: str) -> None:
     for error, values in in_own_world(2, fit, label, "training", 1, 8.0):
         assert error == ""
         assert values["odd"] == 1.5
-
-
-class UnevenlyValidated(Logging):
-    """Rank 1 has fewer batches to validate, and is slow after the first validation."""
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val", self.layer(batch).mean(), sync_dist=True)
-
-    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
-        if self.trainer.current_epoch == 1 and batch_idx == 0 and self.global_rank == 1:
-            time.sleep(7.0)
-
-
-def validate_unevenly() -> dict[str, float]:
-    """Fit with loaders of different lengths. Return the logged values of this rank."""
-    options = {"max_epochs": 2, "num_sanity_val_steps": 0, "strategy": "paral_ddp", "use_distributed_sampler": False}
-    trainer = quiet_trainer(devices=2, **options)
-    trainer.fit(UnevenlyValidated("none", 0), ones(8, 2), ones(8 - 2 * dist.get_rank(), 2))
-    return {key: float(value) for key, value in trainer.logged_metrics.items()}
-
-
-def test_ranks_may_validate_different_numbers_of_batches(on_ranks) -> None:
-    assert all(values["odd"] == 1.5 for values in on_ranks(2, validate_unevenly, timeout=60.0))

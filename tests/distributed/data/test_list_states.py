@@ -1,12 +1,10 @@
 """Metrics whose states are lists have the value of one process, also if ranks have other numbers of items, or none."""
 
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import Metric, MetricCollection, MinMaxMetric
@@ -75,23 +73,6 @@ class Items(Metric):
         return torch.tensor(numbers).float().square().sum()
 
 
-class InCallback(Callback):
-    """Has metrics outside of the module, and reads them at the end of an epoch."""
-
-    def __init__(self) -> None:
-        self.metrics: dict[str, Metric] = {}
-        self.values: dict[str, float] = {}
-
-    def on_validation_start(self, *args: Any) -> None:
-        self.metrics["items"] = Items()
-
-    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *args: Any) -> None:
-        self.metrics["items"].update(batch[0][:, 0])
-
-    def on_validation_epoch_end(self, *args: Any) -> None:
-        self.values["in_callback"] = float(deepcopy(self.metrics["items"]).compute())
-
-
 class Listing(Chain):
     """Has metrics with list states of many kinds, in training and in evaluation."""
 
@@ -151,13 +132,12 @@ def values(label: str, num: int) -> dict[str, float]:
     torch.manual_seed(3)
     inputs = torch.arange(1.0, num + 1)[:, None].expand(num, FEATURES)
     loader = DataLoader(TensorDataset(inputs, torch.zeros(num, 3)), batch_size=2)
-    callback = InCallback()
-    trainer = quiet_trainer(strategy=strategy(), devices=num_ranks, max_epochs=2, callbacks=[callback])
+    trainer = quiet_trainer(strategy=strategy(), devices=num_ranks, max_epochs=2)
     module = Listing()
     found: dict[str, float] = {}
     for run in (trainer.fit, partial(trainer.validate, verbose=False), partial(trainer.test, verbose=False)):
         run(module, loader)
-        found |= {key: float(value) for key, value in trainer.callback_metrics.items()} | callback.values
+        found |= {key: float(value) for key, value in trainer.callback_metrics.items()}
     return {key: value for key, value in found.items() if "step" not in key}
 
 

@@ -8,8 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import MeanMetric, Metric
 
-from lightning_paral.data import logged_keys
-from lightning_paral.data.async_scalar import AsyncScalar
 from tests.models.linear import Linear, ones
 from tests.running import quiet_trainer
 
@@ -97,7 +95,7 @@ class OtherDtypes(Logging):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         dtype = torch.float64 if self.global_rank == 0 else torch.float32
         self.log("a", torch.tensor(5.0 + 2 * self.global_rank, dtype=dtype), **self.options)
-        return super().training_step(batch, batch_idx)
+        return Linear.training_step(self, batch, batch_idx)
 
 
 def fit_other_dtypes(reduce_fx: str, on_step: bool) -> dict[str, float] | str:
@@ -140,35 +138,6 @@ def test_values_of_different_steps_are_not_reduced_together(
     assert f"Rank 1 logged {name} with sync_dist=True in validation batch {1 + distance} while" in second
 
 
-def fit_as_on_a_gpu(in_group: bool) -> str:
-    module = LogsOther(in_group)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logged_keys, "can_be_read_at_once", lambda value: False)
-        patch.setattr(AsyncScalar, "has_arrived", False)
-        return str(fit_module(module))
-
-
-class LogsOther(Logging):
-    """Rank 1 logs another key in the first of two steps."""
-
-    def __init__(self, in_group: bool) -> None:
-        super().__init__("same", "mean", True)
-        self.options["sync_dist_group"] = dist.new_group([0, 1]) if in_group else None
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.log("b" if batch_idx == 0 and self.global_rank == 1 else "a", torch.tensor(1.0), **self.options)
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize("in_group", [False, True])
-def test_error_that_a_gpu_finds_later_names_the_step_in_which_keys_differed(on_ranks, in_group: bool) -> None:
-    first, second = on_ranks(2, fit_as_on_a_gpu, in_group, timeout=60.0)
-
-    assert "logged 'training_step.a' with sync_dist=True in training batch 0 of epoch 0 while another rank" in first
-    assert "rank 1 logged 'training_step.b' in training batch 0 of epoch 0" in first
-    assert "logged 'training_step.b' with sync_dist=True in training batch 0 of epoch 0 while another rank" in second
-
-
 class LogsMetric(Logging):
     """Only rank 0 logs the metric."""
 
@@ -187,38 +156,24 @@ class LogsMetric(Logging):
         self.training_step(batch, batch_idx)
 
 
-def metric_of(kind: str) -> Metric:
-    if kind == "own group":
-        groups = [dist.new_group([rank]) for rank in range(2)]
-        return MeanMetric(process_group=groups[dist.get_rank()])
-    if kind == "composed":
-        return MeanMetric(sync_on_compute=False) + MeanMetric(sync_on_compute=False)
-    return MeanMetric(sync_on_compute=kind != "local")
-
-
-def log_metric_on_rank_0(kind: str, options: dict[str, Any]) -> dict[str, float] | str:
-    return fit_module(LogsMetric(metric_of(kind), **options))
-
-
-@pytest.mark.parametrize(("kind", "expected"), [("local", 1.0), ("own group", 1.0), ("composed", 2.0)])
-def test_metric_that_is_not_synchronized_may_be_logged_by_some_ranks(on_ranks, kind: str, expected: float) -> None:
-    assert on_ranks(2, log_metric_on_rank_0, kind, {}, timeout=60.0) == [{"acc": expected}, {}]
+def log_metric_on_rank_0(options: dict[str, Any]) -> dict[str, float] | str:
+    return fit_module(LogsMetric(MeanMetric(), **options))
 
 
 @pytest.mark.parametrize("rank_zero_only", [False, True])
 def test_metric_that_is_synchronized_and_that_only_rank_0_logs_is_reported(on_ranks, rank_zero_only: bool) -> None:
     options = {"rank_zero_only": rank_zero_only}
-    for message in on_ranks(2, log_metric_on_rank_0, "synchronized", options, timeout=60.0):
+    for message in on_ranks(2, log_metric_on_rank_0, options, timeout=60.0):
         assert message.startswith(
             "The ranks have not logged the same keys in this epoch: the metric 'training_step.acc' only by rank 0. "
             "If one rank logs a metric that is synchronized, every rank must log it"
         )
 
 
-def validate_metric_of_rank_0(kind: str) -> Any:
-    return validate(LogsMetric(metric_of(kind), rank_zero_only=True), 8)
+def validate_metric_of_rank_0(is_synchronized: bool) -> Any:
+    return validate(LogsMetric(MeanMetric(sync_on_compute=is_synchronized), rank_zero_only=True), 8)
 
 
 def test_metric_that_rank_0_logs_in_evaluation_is_computed_on_all_ranks(on_ranks) -> None:
-    assert on_ranks(2, validate_metric_of_rank_0, "synchronized", timeout=60.0) == [{"acc": 1.5}] * 2
-    assert on_ranks(2, validate_metric_of_rank_0, "local", timeout=60.0) == [{"acc": 1.0}, {}]
+    assert on_ranks(2, validate_metric_of_rank_0, True, timeout=60.0) == [{"acc": 1.5}] * 2
+    assert on_ranks(2, validate_metric_of_rank_0, False, timeout=60.0) == [{"acc": 1.0}, {}]

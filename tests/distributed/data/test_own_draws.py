@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_paral import ParalDDPStrategy
@@ -126,26 +126,3 @@ def test_a_resumed_run_draws_the_same_numbers(on_ranks, tmp_path, split: str) ->
         for found, all_drawn in zip(ours[:3], expected[:3], strict=True):
             assert found == all_drawn[-len(found) :]
         assert ours[3] == expected[3]
-
-
-def masks() -> list[float]:
-    seed_everything(1)
-    module = Noisy()
-    kept: list[float] = []
-    dropout = nn.Dropout(0.5)
-
-    def step(batch: Tensor, batch_idx: int) -> Tensor:
-        kept.extend(dropout(torch.ones(32)).tolist())
-        return module.layer(batch[:, :1].float()).mean()
-
-    module.training_step = step  # type: ignore[method-assign]
-    trainer = quiet_trainer(strategy="paral_fsdp", devices=2, max_epochs=1, limit_val_batches=0)
-    trainer.fit(module, DataLoader(Augmented(), 4))
-    return kept
-
-
-def test_dropout_masks_differ(on_ranks) -> None:
-    first, second = on_ranks(2, masks)
-
-    assert len(first) == len(second) == 64
-    assert first[:32] != second[:32] != first[32:] != second[32:]

@@ -1,22 +1,19 @@
 """Training steps in which ranks have different numbers of samples, or none: what is weighted, kept, and rejected."""
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
+from torchmetrics import CatMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAUROC
 
 from lightning_paral import ConfigurationError, ParalDDPStrategy
-from lightning_paral.data import training_results
 from tests.contract.cases import strategy_of
 from tests.models.logging_everything import Stream
-from tests.running import SaveAt, quiet_trainer
+from tests.running import quiet_trainer
 
 RANKS = 3
 
@@ -26,19 +23,17 @@ def samples(num: int) -> Tensor:
 
 
 class Recording(LightningModule):
-    """Logs the mean of its samples with the options of the test, and records what callbacks see after each step."""
+    """Logs the mean of its samples with the options of the test."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
         self.options = {"on_step": True, "on_epoch": True} | options
-        self.seen: list[dict[str, float]] = []
 
     def value(self, batch: Tensor) -> Tensor:
         return batch.mean()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        batch = batch["a"] if isinstance(batch, dict) else batch
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.log("value", self.value(batch), **self.options)
         return (self.weight * batch).mean()
 
@@ -47,50 +42,32 @@ class Recording(LightningModule):
 
 
 class Watch(Callback):
+    """Records what callbacks see after each step and epoch."""
+
     def __init__(self) -> None:
         self.steps: list[float] = []
         self.epochs: list[float] = []
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        self.read(trainer)
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        self.read(trainer)
-        self.epochs.append(trainer.callback_metrics["value_epoch"].item())
-
-    def read(self, trainer: Any) -> None:
         if "value_step" in trainer.callback_metrics:
             self.steps.append(trainer.callback_metrics["value_step"].item())
 
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.on_train_batch_start(trainer)
+        self.epochs.append(trainer.callback_metrics["value_epoch"].item())
 
-def fit(module: LightningModule, loader: Any, *callbacks: Any, ckpt_path: Any = None, **options: Any) -> Watch:
+
+def fit(
+    module: LightningModule, num: int, batch_size: int, strategy: Any = None, devices: int = RANKS
+) -> tuple[dict[str, float], Watch]:
     watch = Watch()
-    trainer = quiet_trainer(
-        **({"strategy": ParalDDPStrategy(split="global"), "devices": RANKS, "max_epochs": 1} | options),
-        callbacks=[watch, *callbacks],
-    )
-    trainer.fit(module, loader, ckpt_path=ckpt_path)
-    return watch
+    strategy = strategy or ParalDDPStrategy(split="global")
+    trainer = quiet_trainer(strategy=strategy, devices=devices, max_epochs=1, callbacks=[watch])
+    trainer.fit(module, DataLoader(samples(num), batch_size))  # type: ignore[arg-type]
+    return {key: float(value) for key, value in trainer.callback_metrics.items()}, watch
 
 
 # What is weighted
-
-
-def values_of(module: Recording, num: int, batch_size: int, **options: Any) -> tuple[list[float], list[float]]:
-    watch = fit(module, DataLoader(samples(num), batch_size), **options)
-    return watch.steps, watch.epochs
-
-
-def values_without_sync() -> tuple[list[float], list[float]]:
-    return values_of(Recording(), 5, 4)
-
-
-def test_values_without_sync_dist_stay_those_of_each_rank(on_ranks) -> None:
-    assert on_ranks(RANKS, values_without_sync) == [
-        ([2.5, 5.0], [pytest.approx((1 + 4 + 5) / 3)]),
-        ([2.0, 5.0], [3.5]),
-        ([3.0, 5.0], [4.0]),
-    ]
 
 
 class NotANumberForCopies(Recording):
@@ -99,46 +76,32 @@ class NotANumberForCopies(Recording):
         return torch.tensor(float("nan")) if is_copy else batch.mean()
 
 
-@pytest.mark.parametrize("reduce_fx", ["mean", "sum", "max", "min"])
-def test_repeated_samples_count_nowhere(on_ranks, reduce_fx: str) -> None:
-    expected = {"mean": (2.0, 2.5), "sum": (6.0, 10.0), "max": (3.0, 4.0), "min": (1.0, 1.0)}[reduce_fx]
-    for steps, epochs in on_ranks(RANKS, values_of_copies, reduce_fx):
-        assert (steps, epochs) == ([pytest.approx(expected[0]), 4.0], [pytest.approx(expected[1])])
-
-
 def values_of_copies(reduce_fx: str) -> tuple[list[float], list[float]]:
-    return values_of(NotANumberForCopies(sync_dist=True, reduce_fx=reduce_fx), 4, 3)
+    _, watch = fit(NotANumberForCopies(sync_dist=True, reduce_fx=reduce_fx), 4, 3)
+    return watch.steps, watch.epochs
 
 
-def values_in_a_group() -> tuple[list[float], list[float]] | None:
-    group = dist.new_group([0, 1])
-    module = Recording(sync_dist=dist.get_rank() < 2, sync_dist_group=group if dist.get_rank() < 2 else None)
-    values = values_of(module, 4, 4)
-    return values if dist.get_rank() < 2 else None
-
-
-def test_means_in_a_group_are_over_the_samples_of_the_group(on_ranks) -> None:
-    mean = [pytest.approx((1 + 4 + 2) / 3)]
-    assert on_ranks(RANKS, values_in_a_group) == [(mean, mean), (mean, mean), None]
+@pytest.mark.parametrize(
+    ("reduce_fx", "step", "epoch"), [("mean", 2.0, 2.5), ("sum", 6.0, 10.0), ("max", 3.0, 4.0), ("min", 1.0, 1.0)]
+)
+def test_repeated_samples_count_nowhere(on_ranks, reduce_fx: str, step: float, epoch: float) -> None:
+    for steps, epochs in on_ranks(RANKS, values_of_copies, reduce_fx):
+        assert (steps, epochs) == ([pytest.approx(step), 4.0], [pytest.approx(epoch)])
 
 
 class Sizes(Recording):
     """Logs with constant batch sizes and with numbers of samples, where they are hard to tell apart."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        options = {"on_step": False, "on_epoch": True, "sync_dist": True}
-        self.log("one", batch.mean(), batch_size=1, **options)
-        self.log("four", batch.mean(), batch_size=4, **options)
-        self.log("given", batch.mean(), batch_size=len(batch), **options)
-        self.log("found", batch.mean(), **options)
-        self.log("double", batch.mean(), batch_size=torch.tensor(2 * len(batch)), **options)
+        sizes = {"one": 1, "four": 4, "given": len(batch), "found": None, "double": torch.tensor(2 * len(batch))}
+        for name, size in sizes.items():
+            self.log(name, batch.mean(), batch_size=size, on_step=False, on_epoch=True, sync_dist=True)  # type: ignore[arg-type]
         return super().training_step(batch, batch_idx)
 
 
-def logged_sizes(num: int, batch_size: int, strategy: Any = None, devices: int = RANKS) -> dict[str, float]:
-    trainer = quiet_trainer(strategy=strategy or ParalDDPStrategy(split="global"), devices=devices, max_epochs=1)
-    trainer.fit(Sizes(), DataLoader(samples(num), batch_size))
-    return {key: float(trainer.callback_metrics[key]) for key in ("one", "four", "given", "found", "double")}
+def logged_sizes(*options: Any) -> dict[str, float]:
+    logged, _ = fit(Sizes(), *options)
+    return {key: logged[key] for key in ("one", "four", "given", "found", "double")}
 
 
 @pytest.mark.parametrize("sizes", [(7, 6), (13, 6), (4, 4), (8, 5), (1, 6), (11, 6)])
@@ -177,16 +140,9 @@ class Metrics(Recording):
         self.computed["wrapped"] = float(self.wrapped.compute()["MeanMetric"])
 
 
-def computed_metrics(num: int, batch_size: int, strategy: Any = None, devices: int = RANKS) -> Any:
+def computed_metrics(*options: Any) -> Any:
     module = Metrics()
-    fit(
-        module,
-        DataLoader(samples(num), batch_size),
-        strategy=strategy or ParalDDPStrategy(split="global"),
-        devices=devices,
-    )
-    left = [metric for metric in module.modules() if isinstance(metric, Metric) and "forward" in vars(metric)]
-    assert not left
+    fit(module, *options)
     return module.of_steps, module.computed
 
 
@@ -198,29 +154,12 @@ def test_metrics_equal_those_of_one_process_wherever_they_are(on_ranks, sizes: t
         assert found == pytest.approx(computed)
 
 
-class Fails(Metrics):
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        assert any("forward" in vars(metric) for metric in self.wrapped.values()) == (self.global_rank == 2)
-        raise ValueError("as planned")
-
-
-def methods_after_failure() -> bool:
-    module = Fails()
-    with pytest.raises(ValueError, match="as planned"):
-        fit(module, DataLoader(samples(2), 4))
-    return any("forward" in vars(metric) for metric in module.wrapped.values())
-
-
-def test_metrics_are_restored_if_the_step_fails(on_ranks) -> None:
-    assert on_ranks(RANKS, methods_after_failure) == [False] * RANKS
-
-
 # Steps
 
 
-def values_of_batches(remainder: str) -> tuple[list[float], list[float]]:
-    strategy = ParalDDPStrategy(split="batch", remainder=remainder)
-    return values_of(Recording(sync_dist=True), 9, 2, strategy=strategy)
+def values_of_batches(remainder: Any) -> tuple[list[float], list[float]]:
+    _, watch = fit(Recording(sync_dist=True), 9, 2, ParalDDPStrategy(split="batch", remainder=remainder))
+    return watch.steps, watch.epochs
 
 
 def test_values_of_whole_batches_are_means_over_ranks_per_step_and_over_samples_per_epoch(on_ranks) -> None:
@@ -232,73 +171,20 @@ def test_values_of_whole_batches_are_means_over_ranks_per_step_and_over_samples_
         assert (steps, epochs) == ([3.5], [3.5])
 
 
-def even_steps() -> list[float]:
-    def refuse(*args: Any) -> None:
-        raise AssertionError("an even step did extra work")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_results.TrainingResults, "_begin_uneven_step", refuse)
-        patch.setattr(training_results.TrainingResults, "_complete_means", refuse)
-        return fit(Recording(sync_dist=True), DataLoader(samples(12), 6)).steps
-
-
-def test_steps_with_equal_parts_do_no_extra_work(on_ranks) -> None:
-    assert on_ranks(RANKS, even_steps) == [[3.5, 9.5]] * RANKS
-
-
-def resumed_steps(path: str) -> tuple[list[float], list[float], list[float]]:
-    loader = DataLoader(samples(26), 5)
-    whole = fit(Recording(sync_dist=True), loader).steps
-    saved = fit(Recording(sync_dist=True), loader, SaveAt(3, path), max_steps=3).steps
-    return whole, saved, fit(Recording(sync_dist=True), loader, ckpt_path=path).steps
-
-
-def test_values_after_resuming_equal_those_of_the_uninterrupted_run(on_ranks, tmp_path) -> None:
-    expected = pytest.approx([3.0, 8.0, 13.0, 18.0, 23.0, 26.0])
-    for whole, saved, resumed in on_ranks(RANKS, resumed_steps, str(tmp_path / "middle.ckpt")):
-        assert whole == expected
-        assert saved + resumed[-3:] == expected
-
-
 class DrawsItself(Recording):
     def training_step(self, dataloader_iter: Any) -> Tensor:
-        batch, *_ = next(dataloader_iter)
-        return (self.weight * batch).mean()
+        return (self.weight * next(dataloader_iter)[0]).mean()
 
 
-class Synchronized(Recording):
-    def on_train_epoch_start(self) -> None:
-        self.norm = nn.SyncBatchNorm(3, affine=False)  # torch refuses to wrap one on the CPU
-
-
-def refusal(kind: type[Recording]) -> str:
+def refusal() -> str:
     with pytest.raises(ConfigurationError) as raised:
-        fit(kind(), DataLoader(samples(5), 4))
+        fit(DrawsItself(), 5, 4)
     return str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (DrawsItself, ", 1 for 3, and training_step takes a `dataloader_iter`"),
-        (Synchronized, ", and norm is a SyncBatchNorm"),
-    ],
-)
-def test_a_batch_with_fewer_samples_than_ranks_is_rejected(on_ranks, kind: Any, words: str) -> None:
-    for message in on_ranks(RANKS, refusal, kind):
-        assert f"fewer samples than there are ranks{words}" in message
-
-
-def unequal_loaders() -> list[str]:
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        fit(Recording(sync_dist=True), {"a": DataLoader(samples(8), 4), "b": DataLoader(samples(12), 6)})
-    return [str(each.message) for each in warned]
-
-
-def test_loaders_that_are_divided_differently_are_reported(on_ranks) -> None:
-    said = on_ranks(RANKS, unequal_loaders)
-    assert sum("The training loaders divide their batches differently" in message for message in said[0]) == 1
+def test_a_batch_with_fewer_samples_than_ranks_is_rejected(on_ranks) -> None:
+    for message in on_ranks(RANKS, refusal):
+        assert "fewer samples than there are ranks, 1 for 3, and training_step takes a `dataloader_iter`" in message
 
 
 # Evaluation
@@ -315,10 +201,8 @@ class Evaluated(Recording):
         loss = batch.mean()
         self.mean(loss)
         self.log("metric", self.mean)
-        self.log("one", loss, batch_size=1, sync_dist=True)
-        self.log("eight", loss, batch_size=8, sync_dist=True)
-        self.log("found", loss, sync_dist=True)
-        self.log("given", loss, batch_size=len(batch), sync_dist=True)
+        for name, size in {"one": 1, "eight": 8, "found": None, "given": len(batch)}.items():
+            self.log(name, loss, batch_size=size, sync_dist=True)
         self.log("sum", batch.sum(), reduce_fx="sum", sync_dist=True)
         self.log("step", loss, on_step=True, on_epoch=False, sync_dist=True)
 

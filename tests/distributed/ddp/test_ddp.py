@@ -141,45 +141,6 @@ def test_users_communication_hook_is_used_on_cpu(on_ranks) -> None:
     assert min(on_ranks(2, fit_with_own_hook)) >= 5
 
 
-def gradients_are_views() -> bool:
-    model = Regression()
-    trainer = quiet_trainer(strategy="paral_ddp", devices=2, max_steps=1)
-    trainer.fit(model, regression_data(1, 2))
-    return trainer.strategy._ddp_kwargs["gradient_as_bucket_view"]
-
-
-def test_gradients_are_views_into_buckets_only_on_request(on_ranks) -> None:
-    assert on_ranks(2, gradients_are_views) == [False] * 2
-
-
-def run_everything_in_any_order() -> tuple[bool, list[str], float]:
-    class Complete(Regression):
-        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-            rank = torch.tensor(float(dist.get_rank()))
-            self.log("mean_rank", rank, sync_dist=True)
-            self.log("ranks", rank + 1, sync_dist=True, reduce_fx="sum")
-
-        test_step = validation_step
-
-        def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            return self(batch[0])
-
-    model, data = Complete(), regression_data(2, 2)
-    trainer = quiet_trainer(strategy="paral_ddp_ring", devices=2, max_epochs=1)
-    trainer.validate(model, data, verbose=False)
-    trainer.fit(model, data, data)
-    trainer.predict(model, data)
-    (metrics,) = trainer.test(model, data, verbose=False)
-    return dist.is_initialized(), list(trainer.strategy.lightning_module_state_dict()), metrics["mean_rank"]
-
-
-def test_all_trainer_functions_run_and_keep_an_existing_group(on_ranks) -> None:
-    for still_there, keys, mean_rank in on_ranks(2, run_everything_in_any_order):
-        assert still_there
-        assert keys == ["hidden.weight", "hidden.bias", "out.weight", "out.bias"]
-        assert mean_rank == 0.5
-
-
 def fit_in_a_group_of_another_size() -> str:
     trainer = quiet_trainer(strategy="paral_ddp", devices=4, max_steps=1, plugins=[LightningEnvironment()])
     with pytest.raises(ConfigurationError) as caught:

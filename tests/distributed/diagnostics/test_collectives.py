@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_paral.diagnostics.doctor import collectives
 from lightning_paral.diagnostics.doctor.collectives import COLLECTIVES, WITHOUT_DATA, Ranks
 
 NUMEL = 12  # divisible by the world sizes
@@ -31,25 +30,3 @@ def test_checks_pass_after_a_collective_and_fail_without_it(on_ranks, world_size
     for name in COLLECTIVES:
         assert all(rank[name][1] for rank in ranks), name
         assert name in WITHOUT_DATA or not all(rank[name][0] for rank in ranks), name
-
-
-def message_of_a_collective_that_does_nothing() -> str:
-    def silent(ranks: Ranks, numel: int) -> collectives.Run:
-        _, is_right = COLLECTIVES["all-reduce"](ranks, numel)
-        return lambda: None, is_right
-
-    COLLECTIVES["silent"] = silent
-    try:
-        collectives.measure("silent", this_rank())
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        del COLLECTIVES["silent"]
-    return ""
-
-
-def test_wrong_values_are_an_error(on_ranks) -> None:
-    assert (
-        on_ranks(2, message_of_a_collective_that_does_nothing)
-        == ["it answered, but the values of 8 bytes are wrong"] * 2
-    )

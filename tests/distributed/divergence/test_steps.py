@@ -1,7 +1,6 @@
 """Steps that some ranks skip, and epochs that some ranks end early, raise an error that names the ranks."""
 
 import os
-import time
 from typing import Any
 
 import pytest
@@ -67,23 +66,3 @@ def test_skipped_work_is_named(in_own_world: Any, strategy: str, kind: str) -> N
 @pytest.mark.parametrize("kind", ["", "-1 on all", "manual", "manual step on all"])
 def test_equal_ranks_train(on_ranks: Any, kind: str) -> None:
     assert on_ranks(2, fit_skipping, "paral_ddp", kind) == ["", ""]
-
-
-class WorksInSubgroup(Skipping):
-    """At the end of the epoch rank 2 waits for rank 1, which is busy, in a group without rank 0."""
-
-    def on_train_start(self) -> None:
-        self.group = dist.new_group([1, 2])
-
-    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
-        if self.trainer.is_last_batch and self.current_epoch == 0 and self.global_rank > 0:
-            time.sleep(13.0 if self.global_rank == 1 else 0.0)
-            dist.barrier(group=self.group)
-
-
-def fit_in_subgroup() -> str:
-    return fit("paral_ddp", WorksInSubgroup("", int(os.environ["RANK"])), {}, max_epochs=2, devices=3)
-
-
-def test_ranks_that_wait_for_a_busy_rank_have_not_skipped_a_step(on_ranks: Any) -> None:
-    assert on_ranks(3, fit_in_subgroup, timeout=60.0) == ["", "", ""]

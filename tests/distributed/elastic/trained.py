@@ -13,11 +13,10 @@ import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_paral import AutoResume, ParalDDPStrategy, ParalFSDPStrategy
+from lightning_paral import AutoResume, ParalDDPStrategy
 from tests.models.witnessed import Witnessed, numbered_loader
 from tests.running import quiet_trainer
 
-STRATEGIES = {"ddp": ParalDDPStrategy, "fsdp": ParalFSDPStrategy}
 SAVED_EVERY = 5
 
 
@@ -43,7 +42,7 @@ def main(folder: Path, strategy: str, num_steps: int, seconds_per_step: float) -
     checkpoints = str(folder / "checkpoints")
     saving = {"every_n_train_steps": SAVED_EVERY, "save_top_k": 3, "monitor": "step", "mode": "max"}
     trainer = quiet_trainer(
-        strategy="auto" if strategy == "auto" else STRATEGIES[strategy](split="global", timeout=60),
+        strategy="auto" if strategy == "auto" else ParalDDPStrategy(split="global", timeout=60),
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         max_steps=num_steps,
         enable_checkpointing=True,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.environments import KubeflowEnvironment, LSFEnvironment, SLURMEnvironment
+from lightning.fabric.plugins.environments import KubeflowEnvironment, SLURMEnvironment
 from lightning.pytorch import Trainer
 
 from lightning_paral import ConfigurationError
@@ -178,12 +178,3 @@ def test_interactive_job_of_slurm_starts_its_own_ranks(monkeypatch: pytest.Monke
 
     assert trainer.world_size == 2
     assert not trainer.strategy.cluster_environment.creates_processes_externally
-
-
-def test_missing_rank_of_lsf_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in lsf(tmp_path)[0].items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("JSM_NAMESPACE_RANK")
-
-    with pytest.raises(ConfigurationError, match=r"LSFEnvironment cannot tell global_rank.*JSM_NAMESPACE_RANK"):
-        quiet_trainer(strategy="paral_ddp", devices=2, plugins=[LSFEnvironment()])

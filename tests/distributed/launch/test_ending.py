@@ -1,7 +1,5 @@
 """How processes end after a run that failed or was preempted, if user code handles the error or takes its time."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.launching import outputs
@@ -30,38 +28,3 @@ def test_the_cause_is_printed_once_if_the_failed_rank_takes_long_to_end(launch, 
     assert process.returncode == 1
     assert printed.count('raise ValueError("my bug")') == 1, printed
     assert "ValueError: my bug" in "".join(printed.splitlines()[-6:]), printed
-
-
-def test_preempted_ranks_exit_with_their_status_however_long_one_of_them_takes(launch, tmp_path: Path) -> None:
-    process = launch(*SCRIPT, "preempted", "popen", str(tmp_path))
-    (printed,) = outputs(process)
-
-    assert process.returncode == 0, printed
-    assert "rank 0: uploaded" in printed
-    assert "ended outside of a run" not in printed
-    assert "called sys.exit" not in printed
-    assert len(list(tmp_path.glob("preempted-step=*.ckpt"))) == 1
-
-
-def test_two_fits_that_run_the_script_again_in_one_session_of_pytest(launch, tmp_path: Path) -> None:
-    (tmp_path / "test_user.py").write_text(
-        "from pathlib import Path\n"
-        "import pytest\n"
-        "from lightning_paral import ParalDDPStrategy\n"
-        "from tests.models.regression import Regression, regression_data\n"
-        "from tests.running import quiet_trainer\n\n"
-        "@pytest.mark.parametrize('number', [1, 2])\n"
-        "def test_fit(number):\n"
-        "    strategy = ParalDDPStrategy(start_method='popen')\n"
-        "    trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1)\n"
-        "    trainer.fit(Regression(), regression_data(4, 2))\n"
-        "    assert trainer.global_step == 4\n"
-        "    Path(__file__).with_name(f'{number} on rank {trainer.global_rank}').touch()\n"
-    )
-    process = launch("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_user.py", cwd=tmp_path)
-    (printed,) = outputs(process)
-
-    assert process.returncode == 0, printed[-3000:]
-    assert sorted(path.name for path in tmp_path.glob("* on rank *")) == [
-        f"{number} on rank {rank}" for number in (1, 2) for rank in (0, 1)
-    ]

@@ -102,14 +102,6 @@ def test_a_timeout_that_ends_the_process_is_named_with_its_option_and_the_stack(
     watch.end()
 
 
-def test_watch_without_a_timeout_logs_nothing(caplog) -> None:
-    watch = TimeoutWatch(timedelta(minutes=7), "Strategy(timeout=...)", list, interval=0.01)
-    watch.end()
-
-    assert not watch._thread.is_alive()
-    assert not caplog.records
-
-
 def test_backends_are_widened_by_one_for_tensors_on_the_host(monkeypatch) -> None:
     monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
     cuda = torch.device("cuda")
@@ -147,28 +139,3 @@ def host_tensors_beside_a_group_for_cuda(folder: str) -> list[Any]:
 def test_host_tensors_have_a_group_of_their_own_beside_one_for_cuda_only(in_own_world, tmp_path) -> None:
     told = in_own_world(2, host_tensors_beside_a_group_for_cuda, str(tmp_path))
     assert told == [[[1.0, 1.0, 1.0], None, 0.5, True, True]] * 2
-
-
-@pytest.mark.parametrize(("world_size", "bound"), [(1, None), (2, torch.device("cuda", 0))])
-def test_device_is_bound_to_the_group_only_with_several_ranks(monkeypatch, world_size: int, bound: object) -> None:
-    class AskedError(Exception):
-        pass
-
-    def init_process_group(backend: str, **options: Any) -> None:
-        raise AskedError(options["device_id"])
-
-    class Environment:
-        main_address, main_port = "localhost", 1
-
-        def global_rank(self) -> int:
-            return 0
-
-        def world_size(self) -> int:
-            return world_size
-
-    monkeypatch.setattr(dist, "init_process_group", init_process_group)
-    monkeypatch.setattr(groups, "_next_store", lambda *_: dist.HashStore())
-
-    with pytest.raises(AskedError) as asked:
-        groups.join_process_group(Environment(), torch.device("cuda", 0), "gloo", timedelta(seconds=5))
-    assert asked.value.args == (bound,)

@@ -3,15 +3,11 @@
 import json
 import os
 import socket
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.launching import TORCHRUN, Process, free_port, outputs
-from tests.network import joined_nodes, why_no_nodes
-
-SLEEPING = ("rank_one_sleeps", "rank_one_sleeps_in_ring")
 
 
 def script(scenario: str, folder: Path) -> list[str]:
@@ -49,26 +45,6 @@ def test_torchrun(launch, tmp_path: Path) -> None:
     check_two_fits(tmp_path, launch(*script("two_fits", tmp_path), by=TORCHRUN))
 
 
-def test_two_nodes(launch, tmp_path: Path) -> None:
-    reason = why_no_nodes()
-    if reason:
-        pytest.skip(reason)
-    with joined_nodes(2) as nodes:
-        environment = {"MASTER_ADDR": nodes.addresses[0], "MASTER_PORT": "29533", "TEST_NUM_NODES": "2"}
-        environment |= {"GLOO_SOCKET_IFNAME": "eth0"}
-        processes = [
-            launch(
-                *script("two_fits", tmp_path),
-                by=nodes.command_on(node, [sys.executable]),
-                NODE_RANK=str(node),
-                TEST_NODE_RANK=str(node),
-                **environment,
-            )
-            for node in (0, 1)
-        ]
-        check_two_fits(tmp_path, *processes)
-
-
 def test_port_in_use_is_named_before_any_process_starts(launch, tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
@@ -88,14 +64,6 @@ def test_failure_of_one_rank_ends_all_and_prints_its_error(launch, tmp_path: Pat
 
     assert process.returncode != 0
     assert "ValueError: the reason why rank 1 failed" in printed
-
-
-def test_timeout_is_named_when_it_passes(launch, tmp_path: Path) -> None:
-    processes = [launch(*script(scenario, tmp_path)) for scenario in SLEEPING]  # they wait at the same time
-
-    for process, printed in zip(processes, outputs(*processes), strict=True):
-        assert process.returncode != 0
-        assert "did not finish within timeout=0:00:12, set by `ParalDDPStrategy(timeout=...)`" in printed
 
 
 def test_missing_ranks_are_named_with_the_timeout(launch, tmp_path: Path) -> None:

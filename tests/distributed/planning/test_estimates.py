@@ -7,16 +7,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_paral import ConfigurationError, ParalAutoStrategy, ParalMonitor, Plan, plan
-from lightning_paral.planning.following import follow_steps
-from lightning_paral.planning.layout import layouts_of
-from lightning_paral.planning.memory.ledger import Item
-from lightning_paral.planning.memory.model_states import model_state_bytes
-from lightning_paral.planning.settings import StepSettings
-from tests.benchmarks.zero_memory import NUM_ELEMENTS, bytes_held
+from lightning_paral import ConfigurationError, ParalAutoStrategy, Plan, plan
 from tests.distributed.planning.measured import LENGTH, NUM_LAYERS, WIDTH, Bytes, fit, peak_in_fit, peak_of
-from tests.distributed.planning.states_held import states_held
-from tests.models.regression import regression_data
 from tests.rank_pool import RankPool
 from tests.running import quiet_trainer
 from tests.unit.planning.models import DependsOnValues, gpt
@@ -52,42 +44,6 @@ def test_peak_of_a_rank_is_predicted_within_a_tenth(fresh_ranks: RankPool, num_r
         assert found == pytest.approx(expected, rel=0.10), (row, ranks, batch_size, precision)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_states_are_those_of_live_tensors(on_ranks: Callable[..., list[Any]], num_ranks: int) -> None:
-    from lightning_paral.planning.states import assume_adam, count_states
-    from tests.benchmarks.zero_memory import Deep
-
-    states = assume_adam(count_states(Deep().bfloat16()))
-    assert states.num_params == NUM_ELEMENTS
-    for stage in (1, 2, 3):
-        (layout,) = layouts_of([f"paral_zero{stage}"])
-        predicted = model_state_bytes(layout, states, num_ranks, StepSettings(precision="bf16-true"))
-        held = on_ranks(num_ranks, bytes_held, stage)
-        for item in (Item.PARAMETERS, Item.OPTIMIZER, Item.GRADIENTS):
-            most = max(rank[item.value] for rank in held)
-            assert most == pytest.approx(predicted[item], rel=0.01), (stage, item)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("name", ["paral_ddp", "paral_fsdp"])
-def test_states_of_ddp_and_fsdp_are_those_of_live_tensors(
-    on_ranks: Callable[..., list[Any]], name: str, num_ranks: int
-) -> None:
-    from tests.benchmarks.zero_memory import Deep
-
-    states = follow_steps(Deep, next(iter(regression_data(1, 1))), StepSettings()).states
-    assert states.num_params == NUM_ELEMENTS
-    (layout,) = layouts_of([name])
-    predicted = model_state_bytes(layout, states, num_ranks, StepSettings())
-
-    held = on_ranks(num_ranks, states_held, name)
-
-    for item in (Item.PARAMETERS, Item.OPTIMIZER, Item.GRADIENTS):
-        most = max(rank[item.value] for rank in held)
-        assert most == pytest.approx(predicted[item], rel=0.01), item
-        assert most > 0
-
-
 def fit_within(limit: int, batch_size: int) -> tuple[str, bool, int]:
     trainer, mark, profiled = fit(ParalAutoStrategy(device_memory=limit), batch_size)
     strategy = trainer.strategy
@@ -120,32 +76,6 @@ def test_nothing_that_fits_is_an_error_on_all_ranks(on_ranks: Callable[..., list
         assert message.startswith("paral_auto: Nothing fits into 922 KiB")
 
 
-def fit_late() -> tuple[str, float]:
-    class Late(type(gpt())):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__(width=8, num_layers=1, context=LENGTH)
-            self.built = False
-
-        def configure_model(self) -> None:
-            if not self.built:
-                self.built = True
-                self.late = torch.nn.Linear(4, 4).requires_grad_(False)
-
-    torch.manual_seed(0)
-    module = Late()
-    trainer = quiet_trainer(max_steps=2, max_epochs=1, devices=2, strategy="paral_auto")
-    trainer.fit(module, DataLoader(Bytes(), batch_size=2))
-    trainer.validate(module, DataLoader(Bytes(), batch_size=2), verbose=False)
-    return type(trainer.strategy).__name__, float(sum(parameter.sum() for parameter in module.parameters()))
-
-
-def test_modules_that_are_built_late_are_planned_and_evaluated(on_ranks: Callable[..., list[Any]]) -> None:
-    (first, second) = on_ranks(2, fit_late)
-
-    assert first == second
-    assert first[0] == "ParalDDPStrategy"
-
-
 def evaluate_then_fit() -> tuple[list[Any], float, str]:
     torch.manual_seed(0)
     module = gpt()
@@ -167,21 +97,6 @@ def test_a_fit_after_an_evaluation_is_planned(on_ranks: Callable[..., list[Any]]
     assert first[0][0] == "ParalAutoStrategy"
     assert first[0][1] not in ("ParalAutoStrategy", "ParalDDPStrategy")
     assert first[1] == pytest.approx(alone[0]["val_loss"], rel=1e-6)
-
-
-def fit_monitored() -> tuple[int | None, int | None]:
-    monitor, given = ParalMonitor(print_summary=False), ParalMonitor(planned_bytes=7, print_summary=False)
-    trainer = quiet_trainer(max_steps=2, max_epochs=1, devices=2, strategy="paral_auto", callbacks=[monitor, given])
-    trainer.fit(gpt(), DataLoader(Bytes(), batch_size=2))
-    planned = [each.planned.peak_bytes if each.planned else None for each in (monitor, given)]
-    return planned[0], planned[1]
-
-
-def test_the_monitor_shows_the_plan_of_auto(on_ranks: Callable[..., list[Any]]) -> None:
-    batch = torch.zeros((), dtype=torch.long).expand(2, LENGTH)
-    expected = plan(gpt(), (batch, batch), 2, device_type="cpu").of("paral_ddp").memory.peak_bytes
-
-    assert on_ranks(2, fit_monitored)[0] == (expected, 7)
 
 
 def fit_unplanned() -> str:
