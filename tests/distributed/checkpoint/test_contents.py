@@ -78,11 +78,15 @@ class Keeps(Callback):
 
 
 def in_places(module: nn.Module) -> Any:
-    return {"all": dict(module.named_parameters()), "list": [module.scale.detach(), 5], "numbers": (1, 2)}
+    return {
+        "all": {name: p.detach().clone() for name, p in module.named_parameters()},
+        "list": [module.scale.detach(), 5],
+        "numbers": (1, 2),
+    }
 
 
 def in_tuple(module: nn.Module) -> Any:
-    return tuple(module.parameters())
+    return tuple(parameter.detach() for parameter in module.parameters())
 
 
 @pytest.mark.parametrize(("form", "in_background"), [("full", False), ("sharded", False), ("sharded", True)])
