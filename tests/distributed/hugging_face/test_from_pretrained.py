@@ -128,8 +128,8 @@ class Case:
     """Whether the folder has all weights. Otherwise some are drawn."""
 
     def __str__(self) -> str:
-        then = "whole" if self.whole else "part"
-        return f"{self.kind}, {self.then.__name__ if self.then else then}, {self.threshold_bytes}, {self.precision}, {self.max_shard_size}"
+        then = self.then.__name__ if self.then else "whole" if self.whole else "part"
+        return ", ".join(map(str, (self.kind, then, self.threshold_bytes, self.precision, self.max_shard_size)))
 
 
 DEFERRED, BERT = recorder.DEFERRED_BYTES, "BertForSequenceClassification"
