@@ -1,25 +1,64 @@
 """`generate` gives the tokens of one process, although ranks need different numbers of forward passes."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 pytest.importorskip("transformers")
 
 from lightning_paral.data.predictions import GatherPredictions
 from tests.contract.cases import strategy_of
-from tests.models.hugging_face import Wrapped, tokens
+from tests.models.hugging_face import VOCABULARY, Wrapped, made, tokens
 from tests.running import quiet_trainer
 
 NUM_SAMPLES = 5
 
 
+class OwnLoop(nn.Module):
+    """A hand-written loop, as the guide shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.out = nn.Linear(16, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.embedding(tokens)))
+
+    def generate(self, tokens: Tensor, max_new_tokens: int, synced_gpus: bool = False) -> Tensor:
+        while True:
+            missing = torch.tensor(max_new_tokens)
+            if synced_gpus:
+                dist.all_reduce(missing, dist.ReduceOp.MAX)
+            if missing <= 0:
+                return tokens
+            chosen = self(tokens)[:, -1].argmax(-1, keepdim=True)
+            if max_new_tokens > 0:
+                tokens = torch.cat([tokens, chosen], 1)
+            max_new_tokens -= 1
+
+
 class Writer(Wrapped):
     """Each sample has a prompt of another length, and generates another number of tokens."""
 
+    def __init__(self, kind: str) -> None:
+        super(Wrapped, self).__init__()
+        torch.manual_seed(3)
+        self.model = OwnLoop() if kind == "own loop" else made(kind)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if isinstance(self.model, OwnLoop):
+            return nn.functional.cross_entropy(self.model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        return super().training_step(batch, batch_idx)
+
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         prompt, num_new = batch[:, : 2 + int(batch[0, 0]) % 4], 1 + int(batch[0, 1]) % 7
+        if isinstance(self.model, OwnLoop):
+            return self.model.generate(prompt, num_new)
         mask = torch.ones_like(prompt)
         return self.model.generate(input_ids=prompt, attention_mask=mask, max_new_tokens=num_new, do_sample=False)
 
@@ -46,7 +85,7 @@ def generated(label: str, num_ranks: int, kind: str) -> tuple[list[float], list[
     return logged, [each.cpu() for each in found]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "T5ForConditionalGeneration"])
+@pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "T5ForConditionalGeneration", "own loop"])
 @pytest.mark.parametrize("label", ["paral_fsdp", "zero3_partitioned", "paral_zero3_offload", "paral_tp"])
 def test_generated_tokens_equal_one_process(on_ranks, label: str, kind: str) -> None:
     logged, predicted = generated("one process", 1, kind)
