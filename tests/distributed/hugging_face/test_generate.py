@@ -1,6 +1,5 @@
 """`generate` gives the tokens of one process, although ranks need different numbers of forward passes."""
 
-from typing import Any
 
 import pytest
 import torch
