@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_paral import ParalDDPStrategy
 from tests.running import quiet_trainer

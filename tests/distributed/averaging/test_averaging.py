@@ -7,7 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -59,24 +64,18 @@ class Collectives(TorchDispatchMode):
 
 
 class Counted(EMAWeightAveraging):
-    """Records the number of elements that a rank keeps, and the collectives of updates and swaps."""
+    """Records the number of elements that a rank keeps, and the collectives of updates."""
 
     def __init__(self) -> None:
         super().__init__(decay=0.6)
         self.held = 0
         self.of_updates: list[str] = []
-        self.of_swaps: list[str] = []
 
     def on_train_batch_end(self, *args: Any) -> None:
         with Collectives() as seen:
             super().on_train_batch_end(*args)
         self.of_updates += seen.names
         self.held = sum(parameter.numel() for parameter in self._average_model.module.parameters())
-
-    def on_validation_epoch_start(self, *args: Any) -> None:
-        with Collectives() as seen:
-            super().on_validation_epoch_start(*args)
-        self.of_swaps += seen.names
 
 
 def fit_and_resume(label: str, num_ranks: int, folder: str, reference: str) -> dict[str, Any]:
@@ -87,7 +86,7 @@ def fit_and_resume(label: str, num_ranks: int, folder: str, reference: str) -> d
         "resumed": fit(STRATEGIES[label](), num_ranks, Counted(), resume_from=path),
         "resumed from one process": fit(STRATEGIES[label](), num_ranks, Counted(), resume_from=Path(reference)),
         "held": callback.held,
-        "collectives": (callback.of_updates, callback.of_swaps),
+        "collectives": callback.of_updates,
     }
 
 
@@ -111,7 +110,7 @@ def test_ema_equals_one_process_and_resumes_from_any_checkpoint(
             assert_same_weights(found[kind][0], weights)
             assert found[kind][1] == pytest.approx(losses[-len(found[kind][1]) :], rel=TOLERANCE), kind
         assert len(found["fit"][1]) == MAX_EPOCHS
-        assert found["collectives"][0] == []
+        assert found["collectives"] == []
     path = tmp_path / f"{label}-{num_ranks}.ckpt"
     _, content = peek(path)
     expected = torch.load(reference, weights_only=True)
@@ -120,8 +119,6 @@ def test_ema_equals_one_process_and_resumes_from_any_checkpoint(
     if label in DIVIDED and num_ranks == 2:
         whole = sum(parameter.numel() for parameter in Averaged().parameters())
         assert max(found["held"] for found in ranks) < 0.8 * whole
-    if label in ("zero1", "zero2") and num_ranks == 2:
-        assert ranks[0]["collectives"][1] != []  # the model computes with full weights, so swaps take collectives
     if label in ("fsdp", "zero2"):
         other = fit("auto" if path.is_file() else "paral_ddp", 1, Counted(), resume_from=path)
         assert_same_weights(other[0], weights)
@@ -173,22 +170,22 @@ class ReadsWeights(Callback):
 
 class LowPrecision(Averaged):
     def __init__(self) -> None:
-        torch.manual_seed(3)
         super().__init__()
         self.losses: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.dtype))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step([part.to(self.dtype) for part in batch], batch_idx)
         self.losses.append(loss.item())
         return loss
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        super().validation_step([part.to(self.dtype) for part in batch], batch_idx)
-
 
 def losses_with_and_without_average(label: str) -> list[list[float]]:
     losses = []
     for callbacks in ([], [EMAWeightAveraging(decay=0.5), ReadsWeights()]):
+        torch.manual_seed(3)
         module = LowPrecision()
         options = {"max_epochs": 2, "num_batches": 4, "precision": "bf16-true", "callbacks": callbacks}
         fit(STRATEGIES[label](), 2, None, module=module, **options)
@@ -225,64 +222,20 @@ def test_save_during_validation_keeps_averages_and_weights_apart(on_ranks, tmp_p
         assert_same_weights(resumed, weights)
 
 
-# Several optimizers
+def loss_of_first_epoch(strategy: Any, folder: Path) -> float:
+    saving = ModelCheckpoint(folder, save_top_k=-1, filename="{epoch}")
+    torch.manual_seed(3)
+    callbacks = [EMAWeightAveraging(decay=0.5), saving]
+    trainer = quiet_trainer(strategy=strategy, devices=1, max_epochs=2, callbacks=callbacks, enable_checkpointing=True)
+    trainer.fit(Averaged(), regression_data(3, 1), regression_data(2, 1))
+    path = folder / "epoch=0.ckpt"
+    return trainer.validate(ckpt_path=path, dataloaders=regression_data(2, 1), verbose=False)[0]["val_loss"]
 
 
-class Alternating(Averaged):
-    """Steps two optimizers in turn."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(3)
-        super().__init__()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        hidden = [*self.hidden.parameters(), *self.first.parameters()]
-        others = [p for p in self.parameters() if p.requires_grad and all(p is not each for each in hidden)]
-        return torch.optim.AdamW(hidden, lr=1e-2), torch.optim.AdamW(others, lr=2e-2)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        for optimizer in self.optimizers():
-            optimizer.zero_grad()
-            self.manual_backward(super().training_step(batch, batch_idx))
-            optimizer.step()
-
-
-def fit_alternating(label: str, num_ranks: int) -> tuple[dict[str, Tensor], list[float]]:
-    strategy, average = STRATEGIES.get(label, lambda: label)(), EMAWeightAveraging(decay=0.6)
-    return fit(strategy, num_ranks, average, module=Alternating(), max_epochs=2, num_batches=4)
-
-
-@pytest.mark.parametrize("label", ["fsdp", "zero2", "zero3_partitioned"])
-def test_parameters_of_two_optimizers_are_averaged(on_ranks, label: str) -> None:
-    weights, losses = fit_alternating("auto", 1)
-    for found in on_ranks(2, fit_alternating, label, 2):
-        assert_same_weights(found[0], weights)
-        assert found[1] == pytest.approx(losses, rel=TOLERANCE)
-
-
-# Buffers
-
-
-class BuffersInValidation(Callback):
-    def __init__(self) -> None:
-        self.found: list[Tensor] = []
-
-    def on_validation_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        self.found.append(module.norm.running_mean.clone())
-
-
-def averaged_buffers(label: str) -> Tensor:
-    seen = BuffersInValidation()
-    fit(STRATEGIES[label](), 2, EMAWeightAveraging(decay=0.6), with_norm=True, callbacks=[seen])
-    return torch.stack(seen.found)
-
-
-@pytest.mark.parametrize("label", ["ddp", "fsdp", "zero2"])
-def test_all_ranks_evaluate_the_averages_of_rank_0s_buffers(on_ranks, label: str) -> None:
-    expected = on_ranks(2, averaged_buffers, "lightning")
-    for found in on_ranks(2, averaged_buffers, label):
-        torch.testing.assert_close(found, expected[0], rtol=0, atol=TOLERANCE)
+@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero2"])
+def test_evaluating_a_checkpoint_after_a_fit_uses_its_averages(tmp_path: Path, strategy: str) -> None:
+    expected = loss_of_first_epoch("auto", tmp_path / "one")
+    assert loss_of_first_epoch(strategy, tmp_path / "ours") == pytest.approx(expected, rel=1e-5)
 
 
 # SWA
@@ -292,37 +245,26 @@ def make_swa() -> StochasticWeightAveraging:
     return StochasticWeightAveraging(0.03, 1, annealing_epochs=2, avg_fn=None, device=torch.device("cpu"))
 
 
-def fit_swa(label: str, folder: str) -> Any:
-    path = Path(folder, f"{label}.ckpt")
-    callback = make_swa()
-    whole = fit(STRATEGIES[label](), 2, callback, save_to=path, with_norm=True)
-    after = {name: value.clone() for name, value in callback.state_dict()["average_model_state"].items()}
-    evaluated = quiet_trainer(devices=2, strategy=STRATEGIES[label](), callbacks=[callback])
-    (metrics,) = evaluated.validate(Averaged(with_norm=True), regression_data(2, 2), ckpt_path=str(path), verbose=False)
-    assert metrics.keys() == {"val_loss"}
-    return after, whole, fit(STRATEGIES[label](), 2, make_swa(), resume_from=path, with_norm=True)
+def fit_swa(label: str, path: Path) -> Any:
+    whole = fit(STRATEGIES[label](), 2, make_swa(), save_to=path, with_norm=True)
+    return whole, fit(STRATEGIES[label](), 2, make_swa(), resume_from=path, with_norm=True)
 
 
-@pytest.fixture(scope="module")
-def swa_of_lightning(rank_pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    folder = tmp_path_factory.mktemp("swa")
-    return folder / "lightning.ckpt", rank_pool.run(2, fit_swa, "lightning", str(folder))[0][:2]
+def swa_state(callbacks: dict[str, Any]) -> dict[str, Any]:
+    (state,) = (state for key, state in callbacks.items() if key.startswith("StochasticWeightAveraging"))
+    return state
 
 
 @pytest.mark.parametrize("label", ["ddp", *DIVIDED])
-def test_swa_equals_ddp_including_the_batch_norm_pass(on_ranks, swa_of_lightning, tmp_path: Path, label: str) -> None:
-    saved, (averages, (weights, losses)) = swa_of_lightning
-    for after, whole, resumed in on_ranks(2, fit_swa, label, str(tmp_path)):
-        assert_same_weights(after, averages)
-        for found in (whole, resumed):
-            assert_same_weights(found[0], weights)
-            assert found[1] == pytest.approx(losses[-len(found[1]) :], rel=1e-4)
-    _, content = peek(tmp_path / f"{label}.ckpt")
-    (state,) = (state for key, state in content["callbacks"].items() if key.startswith("StochasticWeightAveraging"))
-    theirs = torch.load(saved, weights_only=True)["callbacks"]
-    (expected,) = (state for key, state in theirs.items() if key.startswith("StochasticWeightAveraging"))
-    assert_same_weights(state["average_model_state"], expected["average_model_state"])
-    assert state["n_averaged"] == expected["n_averaged"]
+def test_swa_equals_ddp_including_the_batch_norm_pass(on_ranks, tmp_path: Path, label: str) -> None:
+    expected, _ = on_ranks(2, fit_swa, "lightning", tmp_path / "lightning.ckpt")[0]
+    for found in (each for rank in on_ranks(2, fit_swa, label, tmp_path / "x.ckpt") for each in rank):
+        assert_same_weights(found[0], expected[0])
+        assert found[1] == pytest.approx(expected[1][-len(found[1]) :], rel=1e-4)
+    ours = swa_state(peek(tmp_path / "x.ckpt")[1]["callbacks"])
+    theirs = swa_state(torch.load(tmp_path / "lightning.ckpt", weights_only=True)["callbacks"])
+    assert_same_weights(ours["average_model_state"], theirs["average_model_state"])
+    assert ours["n_averaged"] == theirs["n_averaged"]
 
 
 # Averages that need full weights

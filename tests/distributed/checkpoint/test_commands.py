@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.distributed.checkpoint.test_damage import Payload
-from tests.distributed.checkpoint.test_foreign import save_with_ddp_of_lightning, save_with_deepspeed
+from tests.distributed.checkpoint.test_foreign import ddp_of_lightning
 from tests.models.resumable import SAVED_AFTER, Resumable, losses
 
 COMMANDS = ("inspect", "verify", "consolidate")
@@ -21,9 +21,7 @@ STEP = SAVED_AFTER // 2
 def save_all(folder: str) -> None:
     losses("paral_ddp", checkpoint="full", save_to=f"{folder}/full")
     losses("paral_fsdp", checkpoint="sharded", save_to=f"{folder}/sharded")
-    save_with_ddp_of_lightning(f"{folder}/lightning")
-    for stage in (2, 3):
-        save_with_deepspeed(f"{folder}/deepspeed{stage}", "32-true", {"stage": stage})
+    losses(ddp_of_lightning, save_to=f"{folder}/lightning")
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +46,6 @@ TABLE = [
     ("full", "full", "ParalDDPStrategy", 2),
     ("sharded", "sharded", "ParalFSDPStrategy", 2),
     ("lightning", "of another tool", None, None),
-    ("deepspeed2", "of another tool", None, None),
-    ("deepspeed3", "of another tool", None, None),
 ]
 
 
@@ -67,9 +63,8 @@ def test_inspect(saved: Path, run, name: str, form: str, strategy: str | None, w
         assert tensor["shape"] == list(expected[key].shape)
         assert tensor["bytes"] == expected[key].nbytes
         assert tensor["dtype"] == str(expected[key].dtype).removeprefix("torch.")
-    if not name.startswith("deepspeed"):  # DeepSpeed has its own format for optimizer states
-        moments = [key for key in tensors if key.startswith("optimizer_0.") and key.endswith(".exp_avg")]
-        assert len(moments) == sum(parameter.requires_grad for parameter in Resumable().parameters())
+    moments = [key for key in tensors if key.startswith("optimizer_0.") and key.endswith(".exp_avg")]
+    assert len(moments) == sum(parameter.requires_grad for parameter in Resumable().parameters())
     assert told["bytes"] == sum(tensor["bytes"] for tensor in told["tensors"])
     table = run("inspect", saved / name)
     assert "state_dict.first.weight" in table

@@ -1,6 +1,7 @@
 """User objects in checkpoints: states of modules and callbacks of any kind, and hooks on one rank only."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import Tensor, nn
 
@@ -16,7 +16,7 @@ from lightning_paral import ConfigurationError
 from lightning_paral.checkpoint.integrity import verify
 from lightning_paral.checkpoint.load import load
 from lightning_paral.distributed.agreement import RankGroup
-from tests.models.resumable import NUM_BATCHES, Losses, Resumable, SaveOnce, assert_continues, losses, refusal
+from tests.models.resumable import NUM_BATCHES, Resumable, SaveOnce, losses, refusal
 from tests.running import quiet_trainer
 
 FORMS = ("full", "sharded")
@@ -64,54 +64,49 @@ def test_rank_0_may_add_entries_other_than_weights(on_ranks, tmp_path: Path, for
 # Callbacks that keep shards
 
 
-class Average(Callback):
-    """Keeps an average of the weights, sharded like the weights."""
+class Keeps(Callback):
+    """Keeps weights in its state, sharded like the weights."""
 
-    def __init__(self) -> None:
-        self.values: dict[str, Tensor] = {}
-        self.loaded: dict[str, Tensor] = {}
+    def __init__(self, state: Callable[[nn.Module], Any]) -> None:
+        self.state = state
 
-    def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, *_: Any) -> None:
-        for name, parameter in pl_module.named_parameters():
-            self.values.setdefault(name, parameter.detach().clone()).lerp_(parameter.detach(), 0.5)
+    def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
+        self.module = pl_module
 
     def state_dict(self) -> dict[str, Any]:
-        return {"values": dict(self.values), "list": [self.values["scale"], 5], "numbers": (1, 2)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        assert state_dict["list"][1] == 5
-        assert state_dict["numbers"] == (1, 2)
-        assert torch.equal(state_dict["list"][0], state_dict["values"]["scale"])
-        self.loaded = state_dict["values"]
+        return {"kept": self.state(self.module)}
 
 
-def average(path: Path, label: str, form: str, in_background: bool) -> dict[str, Tensor]:
-    checkpoint = {"form": form, "async_save": in_background}
-    losses(label, checkpoint=checkpoint, save_to=path, callbacks=[Average()])
-    loaded = Average()
-    losses(label, resume_from=path, callbacks=[loaded])
-    return {name: value.clone() for name, value in loaded.loaded.items()}
+def in_places(module: nn.Module) -> Any:
+    return {
+        "all": {name: p.detach().clone() for name, p in module.named_parameters()},
+        "list": [module.scale.detach(), 5],
+        "numbers": (1, 2),
+    }
+
+
+def in_tuple(module: nn.Module) -> Any:
+    return tuple(parameter.detach() for parameter in module.parameters())
 
 
 @pytest.mark.parametrize(("form", "in_background"), [("full", False), ("sharded", False), ("sharded", True)])
 def test_sharded_tensors_of_callbacks_are_saved_by_all_ranks(
     on_ranks, tmp_path: Path, form: str, in_background: bool
 ) -> None:
-    expected = on_ranks(2, average, tmp_path / "full", "paral_ddp", "full", False)[0]
-    for found in on_ranks(2, average, tmp_path / "sharded", "paral_fsdp", form, in_background):
-        assert found.keys() == expected.keys()
-        for name, value in found.items():
-            torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
-    assert verify(tmp_path / "sharded") == []
-
-
-class AverageInTuple(Average):
-    def state_dict(self) -> dict[str, Any]:
-        return {"values": (self.values["scale"], self.values["first.weight"])}
+    path, checkpoint = tmp_path / "x.ckpt", {"form": form, "async_save": in_background}
+    options: dict[str, Any] = {"save_to": path, "callbacks": [Keeps(in_places)]}
+    on_ranks(2, partial(losses, "paral_fsdp", checkpoint=checkpoint, **options))
+    saved = load(path, RankGroup())
+    (state,) = (state["kept"] for state in saved["callbacks"].values() if "kept" in state)
+    for name, value in state["all"].items():
+        assert torch.equal(value.clone(), saved["state_dict"][name].clone()), name
+    assert torch.equal(state["list"][0].clone(), saved["state_dict"]["scale"].clone())
+    assert (state["list"][1], state["numbers"]) == (5, (1, 2))
+    assert verify(path) == []
 
 
 def test_sharded_tensors_in_tuples_are_refused(on_ranks, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"save_to": tmp_path / "x.ckpt", "callbacks": [AverageInTuple()]}
+    options: dict[str, Any] = {"save_to": tmp_path / "x.ckpt", "callbacks": [Keeps(in_tuple)]}
     for message in on_ranks(2, partial(refusal, "paral_fsdp", **options)):
         assert "is in a tuple" in message
 
@@ -159,48 +154,53 @@ def test_extra_states_of_modules_are_restored(tmp_path: Path, form: str) -> None
         assert repr(found) == repr(expected)
 
 
-class Views(Resumable):
-    """Has buffers that are views of one tensor, with the same address, dtype and shape."""
+def views() -> dict[str, Tensor]:
+    """Return views of one tensor, with the same address, dtype and shape."""
+    numbers = torch.randn(3, 3, dtype=torch.complex64)
+    return {
+        "numbers": numbers,
+        "conjugated": numbers.conj(),
+        "transposed": numbers.t(),
+        "imaginary": numbers.imag,
+        "negated": numbers.conj().imag,
+    }
 
-    def __init__(self) -> None:
-        super().__init__()
-        numbers = torch.randn(3, 3, dtype=torch.complex64)
-        self.register_buffer("numbers", numbers)
-        self.register_buffer("conjugated", numbers.conj())
-        self.register_buffer("transposed", numbers.t())
-        self.register_buffer("imaginary", numbers.imag)
-        self.register_buffer("negated", numbers.conj().imag)
+
+def odd() -> dict[str, Tensor]:
+    """Return tensors of many dtypes and layouts."""
+    base = torch.randn(12)
+    return views() | {
+        "part": base[2:5],
+        "overlapping": base[4:8],
+        "strided": base[::3],
+        "expanded": torch.randn(1, 3).expand(4, 3),
+        "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "empty": torch.empty(0, 3),
+        "flags": torch.tensor([True, False]),
+        "eighth": torch.randn(4).to(torch.float8_e4m3fn),
+        "unsigned": torch.arange(3).to(torch.uint16),
+        "float64": torch.randn(4, dtype=torch.float64),
+    }
 
 
-class Odd(Views):
-    """Has buffers of many dtypes and layouts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        base = torch.randn(12)
-        self.register_buffer("part", base[2:5])
-        self.register_buffer("overlapping", base[4:8])
-        self.register_buffer("strided", base[::3])
-        self.register_buffer("expanded", torch.randn(1, 3).expand(4, 3))
-        self.register_buffer("channels_last", torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
-        self.register_buffer("empty", torch.empty(0, 3))
-        self.register_buffer("flags", torch.tensor([True, False]))
-        self.register_buffer("eighth", torch.randn(4).to(torch.float8_e4m3fn))
-        self.register_buffer("unsigned", torch.arange(3).to(torch.uint16))
-        self.register_buffer("float64", torch.randn(4, dtype=torch.float64))
+def with_buffers(make: Any) -> Resumable:
+    module = Resumable()
+    for name, value in make().items():
+        module.register_buffer(name, value)
+    return module
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.parametrize(("label", "make"), [("paral_dp", Odd), ("paral_ddp", Views), ("paral_fsdp", Views)])
+@pytest.mark.parametrize(("label", "make"), [("paral_dp", odd), ("paral_ddp", views), ("paral_fsdp", views)])
 def test_tensors_of_all_kinds_are_restored(
     tmp_path: Path, label: str, make: Any, form: str, in_background: bool
 ) -> None:
-    path, module, resumed = tmp_path / "x.ckpt", make(), make()
+    path, module, resumed = tmp_path / "x.ckpt", with_buffers(make), with_buffers(make)
     expected = {name: value.clone() for name, value in module.named_buffers() if "norm" not in name}
     losses(label, lambda: module, checkpoint={"form": form, "async_save": in_background}, save_to=path)
     found = load(path, RankGroup())["state_dict"]
-    if make is Views:  # torch cannot write into an expanded tensor
+    if make is views:  # torch cannot write into an expanded tensor
         losses(label, lambda: resumed, resume_from=path)
         found = dict(resumed.named_buffers())
     for name, value in expected.items():
@@ -234,12 +234,3 @@ def test_checkpoint_from_before_the_first_step_resumes(on_ranks, tmp_path: Path,
 def test_checkpoint_io_is_refused_if_parameters_are_sharded(strategy: str) -> None:
     with pytest.raises(ConfigurationError, match=r"AsyncCheckpointIO saves the state of one rank.*async_save=True"):
         quiet_trainer(strategy=strategy, plugins=[AsyncCheckpointIO()], devices=1)
-
-
-def losses_of_averaged(**options: Any) -> Losses:
-    return losses("paral_ddp", callbacks=[EMAWeightAveraging(decay=0.5)], **options)
-
-
-def test_averages_of_weights_resume_under_ddp(on_ranks, tmp_path: Path) -> None:
-    whole = on_ranks(2, partial(losses_of_averaged, save_to=tmp_path / "x.ckpt"))
-    assert_continues(on_ranks(2, partial(losses_of_averaged, resume_from=tmp_path / "x.ckpt")), whole)

@@ -14,8 +14,9 @@ import torch
 from lightning_paral import CheckpointError
 from lightning_paral.checkpoint.integrity import verify
 from lightning_paral.checkpoint.io.atomic import _new_save_id, _sibling
+from tests.distributed.checkpoint.survived import KILLED_IN
 from tests.launching import outputs
-from tests.models.resumable import SaveOnce, losses, refusal
+from tests.models.resumable import NUM_BATCHES, SaveOnce, losses, refusal
 
 NUM_KILLS = 10
 
@@ -43,6 +44,27 @@ def test_ranks_killed_while_saving_leave_complete_checkpoints(
     (told,) = (json.loads(line) for line in printed.splitlines() if line.startswith('{"steps'))
     assert told["steps"] >= NUM_KILLS // 2, "runs did not resume from one another"
     assert told["left"] <= 2, "leftovers were not cleaned"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said", "saved"),
+    [
+        ("paral_ddp", "by rank 0 alone: rank 1 of 2 ended", ["failed-step=3.ckpt"]),
+        ("paral_fsdp", "no rank that could save has the shards of rank 1.", []),
+    ],
+)
+def test_rank_that_lives_saves_if_it_has_everything(
+    launch, tmp_path: Path, strategy: str, said: str, saved: list[str]
+) -> None:
+    folder = tmp_path / "saved"
+    (printed,) = outputs(launch("-m", "tests.distributed.checkpoint.survived", str(folder), strategy))
+    assert said in printed, printed[-3000:]
+    assert [path.name for path in folder.glob("*")] == saved
+    for path in folder.glob("*"):
+        assert verify(path) == []
+        whole = losses("one process")
+        found = losses("one process", resume_from=path)
+        assert found == pytest.approx({number: whole[number] for number in range(KILLED_IN, NUM_BATCHES)}, rel=1e-5)
 
 
 @pytest.fixture
@@ -92,12 +114,6 @@ def test_full_disk_raises_on_all_ranks_and_keeps_the_old_checkpoint(on_ranks, sm
     assert verify(path) == []
     assert list(small_disk.iterdir()) == [path]
     losses("paral_ddp", resume_from=path)
-
-
-def test_disk_without_room_for_a_draft_is_named(on_ranks, small_disk: Path) -> None:
-    (small_disk / "ballast").write_bytes(bytes(2**20 - 2 * 4096))  # leaves room for the lock of the draft
-    for message in on_ranks(2, partial(refusal, "paral_ddp", save_to=small_disk / "x.ckpt")):
-        assert "No space left on device" in message
 
 
 def test_read_only_folder_raises_on_all_ranks(on_ranks, small_disk: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.core import saving
 from torch import nn
 
@@ -14,16 +14,21 @@ from lightning_paral import CheckpointError, MissingCheckpointError
 from lightning_paral.checkpoint import lazy_tensor as stored
 from lightning_paral.compat.lightning import load_from_checkpoint
 from tests.launching import outputs
-from tests.models.hyper_parameters import Given, fit
-from tests.running import quiet_trainer
+from tests.running import SaveAt, quiet_trainer
 
 
-class Wide(Given):
+class Wide(LightningModule):
     def __init__(self, width: int = 5) -> None:
+        super().__init__()
         torch.manual_seed(2)
-        super().__init__(nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Linear(width, 3)), nn.MSELoss())
-        self.hparams.clear()
         self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Linear(width, 3))
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
 
 
 class Data(LightningDataModule):
@@ -44,7 +49,9 @@ class Data(LightningDataModule):
 
 def fit_on_rank(strategy: str, path: str) -> dict[str, Any]:
     module = Wide(7)
-    fit(strategy, path, 2, module)
+    quiet_trainer(strategy=strategy, devices=2, max_steps=1, callbacks=[SaveAt(1, path)]).fit(
+        module, datamodule=Data(4)
+    )
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 

@@ -61,13 +61,18 @@ def test_checkpoint_moved_by_a_dead_process_is_found_and_restored(on_ranks, targ
     assert verify(target) == []
 
 
-def test_checkpoint_moved_by_a_dead_process_yields_to_a_new_one(target: Path, other) -> None:
-    (old,) = target.parent.glob(".*replaced*")
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_removed_checkpoint_is_not_restored(target: Path, other, monkeypatch, interrupted: bool) -> None:
     other.kill()
     other.wait(timeout=30)
-    shutil.copytree(old, target)
+    with monkeypatch.context() as patched:
+        if interrupted:
+            patched.setattr(commit, "delete", lambda path: None)
+        remove_at(str(target))
+    with pytest.raises(CheckpointError, match="There is no checkpoint at"):
+        load(target, RankGroup())
     save_another(target)
-    assert sorted(os.listdir(target.parent)) == ["x.ckpt", "y.ckpt"]
+    assert os.listdir(target.parent) == ["y.ckpt"]
 
 
 def test_checkpoint_moved_by_a_running_process_is_left_alone(target: Path, other) -> None:
@@ -78,26 +83,6 @@ def test_checkpoint_moved_by_a_running_process_is_left_alone(target: Path, other
     assert "saved\n" in said
     assert sorted(os.listdir(target.parent)) == ["x.ckpt", "y.ckpt"]
     assert verify(target) == []
-
-
-def test_removed_checkpoint_is_not_restored(target: Path, other) -> None:
-    other.kill()
-    other.wait(timeout=30)
-    remove_at(str(target))
-    with pytest.raises(CheckpointError, match="There is no checkpoint at"):
-        load(target, RankGroup())
-    save_another(target)
-    assert os.listdir(target.parent) == ["y.ckpt"]
-
-
-def test_interrupted_removal_is_not_undone(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit, "delete", lambda path: None)
-    remove_at(str(target))
-    monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="There is no checkpoint at"):
-        load(target, RankGroup())
-    save_another(target)
-    assert os.listdir(target.parent) == ["y.ckpt"]
 
 
 def test_old_checkpoint_stays_if_the_new_one_cannot_replace_it(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

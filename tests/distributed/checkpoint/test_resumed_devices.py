@@ -1,60 +1,13 @@
 """Resume places optimizer state on its parameter's device, and restores random states of a rank's own devices."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 
-from lightning_paral import ParalDPStrategy, ParalFSDPStrategy
+from lightning_paral import ParalDPStrategy
 from lightning_paral.checkpoint.state.optimizer import place_state
 from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.distributed.rng_state import current_states, restore_states, without_cuda_states
-from tests.models.regression import Regression, regression_data
-from tests.running import quiet_trainer
-
-
-class ElsewhereStrategy(ParalFSDPStrategy):
-    """Offloads to host memory, with a simulated root device while it resumes."""
-
-    is_elsewhere = False
-
-    @property
-    def root_device(self) -> torch.device:
-        return torch.device("meta") if self.is_elsewhere else super().root_device
-
-    def _load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        self.is_elsewhere = True
-        super()._load_optimizer_state(optimizer, state)
-        self.is_elsewhere = False
-
-
-def devices_after_resuming(folder: Path) -> set[tuple[str, str, str]]:
-    options = {"devices": 1, "max_epochs": -1}
-    first = quiet_trainer(strategy=ParalFSDPStrategy(offload=True), max_steps=2, **options)
-    first.fit(Regression(), regression_data(4, 1))
-    first.save_checkpoint(folder / "saved")
-    strategy = ElsewhereStrategy(offload=True)
-    model, found = Regression(), set()
-
-    def on_train_start() -> None:
-        optimizer = strategy.optimizers[0]
-        for parameter, state in getattr(optimizer, "_optimizer", optimizer).state.items():
-            for key, value in state.items():
-                found.add((str(parameter.device), key, str(value.device)))
-
-    model.on_train_start = on_train_start
-    second = quiet_trainer(strategy=strategy, max_steps=4, **options)
-    second.fit(model, regression_data(4, 1), ckpt_path=folder / "saved")
-    assert second.global_step == 4
-    return found
-
-
-def test_offloaded_optimizer_state_stays_on_the_host_when_training_resumes(on_ranks, tmp_path: Path) -> None:
-    (found,) = on_ranks(1, devices_after_resuming, tmp_path)
-
-    assert found == {("cpu", "step", "cpu"), ("cpu", "exp_avg", "cpu"), ("cpu", "exp_avg_sq", "cpu")}
 
 
 def test_state_is_placed_beside_its_parameter_and_steps_stay() -> None:

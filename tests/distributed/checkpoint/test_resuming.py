@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_paral import CheckpointError
 from lightning_paral.checkpoint.integrity import verify
@@ -47,39 +47,10 @@ class EditedInHooks(Resumable):
         assert checkpoint["mine"]["values"].tolist() == [0, 1, 2, 3]
 
 
-class OwnStateDict(Resumable):
-    """Saves `first` as `input` with doubled weights, omits frozen parameters, and undoes that when it loads."""
-
-    saved = ("added", "input.weight", "out.weight")
-    not_saved = ("first", "frozen")
-
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        saved: dict[str, Any] = {"added": torch.ones(2)}
-        for name, value in super().state_dict().items():
-            if name.startswith("first."):
-                saved[name.replace("first", "input")] = value * 2
-            elif not name.startswith("frozen."):
-                saved[name] = value
-        return saved
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
-        loaded: dict[str, Tensor] = {f"frozen.{name}": value for name, value in self.frozen.state_dict().items()}
-        for name, value in state_dict.items():
-            if name.startswith("input."):
-                loaded[name.replace("input", "first")] = value / 2
-            elif name != "added":
-                loaded[name] = value
-        if hasattr(self.frozen.weight, "ds_id"):  # partitioned, and not gathered here
-            loaded = {name: value for name, value in loaded.items() if not name.startswith("frozen.")}
-            return super().load_state_dict(loaded, strict=False)
-        return super().load_state_dict(loaded, strict=strict)
-
-
-def rename(state: dict[str, Any], old: str, new: str, factor: float | None = None) -> None:
+def rename(state: dict[str, Any], old: str, new: str, factor: float) -> None:
     for kind in ("weight", "bias"):
         if f"{old}.{kind}" in state:
-            value = state.pop(f"{old}.{kind}")
-            state[f"{new}.{kind}"] = value if factor is None else value * factor
+            state[f"{new}.{kind}"] = state.pop(f"{old}.{kind}") * factor
 
 
 class OldVersion(Resumable):
@@ -95,22 +66,6 @@ class LoadsOldVersion(Resumable):
         super().__init__()
         self.register_load_state_dict_pre_hook(
             lambda _, state, prefix, *__: rename(state, f"{prefix}input", f"{prefix}first", 0.5)
-        )
-
-
-class HooksOfTorch(Resumable):
-    """Saves parameters under other names, and renames them back when it loads."""
-
-    saved = ("stripped.weight",)
-    not_saved = ("second",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._register_state_dict_hook(
-            lambda _, state, prefix, *__: rename(state, f"{prefix}second", f"{prefix}stripped")
-        )
-        self.register_load_state_dict_pre_hook(
-            lambda _, state, prefix, *__: rename(state, f"{prefix}stripped", f"{prefix}second")
         )
 
 
@@ -155,9 +110,7 @@ WithLookahead = partial(OtherOptimizer, Lookahead, lr=1e-2)
 WithLBFGS = partial(OtherOptimizer, torch.optim.LBFGS, lr=0.1, max_iter=2, history_size=3)
 WithoutState = partial(OtherOptimizer, torch.optim.SGD, lr=1e-2)
 CASES: list[tuple[Any, Any, str, str | None, int]] = [
-    *((OwnStateDict, OwnStateDict, label, None, 2) for label in PLACEMENTS),
     *((OldVersion, LoadsOldVersion, label, None, 2) for label in PLACEMENTS),
-    *((HooksOfTorch, HooksOfTorch, label, None, 2) for label in PLACEMENTS),
     *((EditedInHooks, EditedInHooks, label, "full", 2) for label in ("paral_ddp", "paral_zero3")),
     *((EditedInHooks, EditedInHooks, label, "sharded", 2) for label in ("paral_fsdp", "paral_zero2")),
     *((each, each, "paral_ddp", form, 1) for each in (WithLookahead, WithLBFGS) for form in FORMS),
@@ -199,16 +152,9 @@ def test_reading_values_of_shards_is_refused(on_ranks, tmp_path: Path, make: Any
 
 
 def test_names_that_nothing_renames_are_listed(tmp_path: Path) -> None:
-    class Strict(Resumable):
-        def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
-            return super().load_state_dict(state_dict, strict=strict)
-
-    losses("paral_fsdp", OwnStateDict, save_to=tmp_path / "own.ckpt")
-    with pytest.raises(RuntimeError, match=r"Missing key.*first\.weight"):
-        losses("paral_fsdp", Strict, resume_from=tmp_path / "own.ckpt")
     losses("paral_ddp", OldVersion, save_to=tmp_path / "old.ckpt")
     with pytest.raises(CheckpointError, match=r"Missing in the checkpoint: first\.bias, first\.weight"):
-        losses("paral_ddp", HooksOfTorch, resume_from=tmp_path / "old.ckpt")
+        losses("paral_ddp", resume_from=tmp_path / "old.ckpt")
 
 
 class Other(Resumable):

@@ -1,4 +1,4 @@
-"""Modules that `on_save_checkpoint` adds are saved as under ddp: of their own class, in full, without engine hooks."""
+"""Modules that `on_save_checkpoint` adds and that are hyper-parameters are saved as under ddp: plain and in full."""
 
 from argparse import Namespace
 from functools import partial
@@ -18,7 +18,7 @@ from lightning_paral import (
     ParalZeROStrategy,
 )
 from lightning_paral.checkpoint.load_from_checkpoint import read_folder
-from tests.models.chain import Block, Chain, fit_chain
+from tests.models.chain import WIDTH, Block, Chain, fit_chain
 
 STRATEGIES: dict[str, Any] = {
     "ddp": partial(ParalDDPStrategy, find_unused_parameters=True),
@@ -31,9 +31,14 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
+WITH_HYPER_PARAMETERS = ("ddp", "fsdp", "fsdp, async", "zero2")
+
+
 class Keeps(Chain):
-    def __init__(self) -> None:
+    def __init__(self, head: nn.Module | None = None) -> None:
         super().__init__()
+        self.save_hyperparameters()
+        self.out = self.out if head is None else head  # type: ignore[assignment]
         self.criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
         self.metric = MeanMetric()
 
@@ -49,7 +54,8 @@ class Keeps(Chain):
 
 
 def save(label: str, path: str) -> None:
-    fit_chain(STRATEGIES[label](split="global"), 2, module=Keeps(), save_to=path, num_batches=4)
+    module = Keeps(nn.Linear(WIDTH, 3) if label in WITH_HYPER_PARAMETERS else None)
+    fit_chain(STRATEGIES[label](split="global"), 2, module=module, save_to=path, num_batches=4)
 
 
 @pytest.mark.parametrize("label", STRATEGIES)
@@ -74,3 +80,11 @@ def test_added_modules_are_saved_as_in_one_process(on_ranks, tmp_path: Path, lab
     fresh = Keeps()
     fresh.load_state_dict(weights)
     assert torch.equal(module(torch.ones(2, 5)), fresh(torch.ones(2, 5)))
+    head = checkpoint["hyper_parameters"]["head"]
+    assert (head is not None) is (label in WITH_HYPER_PARAMETERS)
+    if head is not None:
+        assert not head._forward_hooks
+        assert not head._forward_pre_hooks
+        for name, value in head.state_dict().items():
+            assert torch.equal(value, checkpoint["state_dict"][f"out.{name}"] + 0)
+        assert torch.equal(Keeps.load_from_checkpoint(path, weights_only=False).out.weight, head.weight)

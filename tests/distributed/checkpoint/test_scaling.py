@@ -80,15 +80,19 @@ def test_loss_scale_resumes_under_every_strategy(on_ranks, tmp_path: Path, sourc
         assert found == dict.fromkeys(found, saved)
 
 
-def test_loss_scale_of_lightnings_fsdp_resumes(on_ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["FSDPPrecision", "unknown"])
+def test_entry_of_lightnings_fsdp_resumes_and_without_one_the_scale_starts_anew(
+    on_ranks, tmp_path: Path, name: str
+) -> None:
     """Lightning's FSDPStrategy needs CUDA, so the test renames the entry as its plugin would."""
     path = tmp_path / "x.ckpt"
     (saved, _) = on_ranks(2, fit, "lightning", str(path))
     checkpoint = torch.load(path)
-    checkpoint["FSDPPrecision"] = checkpoint.pop("MixedPrecision")
+    checkpoint[name] = checkpoint.pop("MixedPrecision")
     torch.save(checkpoint, path)
     for found in on_ranks(2, resume_under_all, str(path), ["ddp", "fsdp", "zero2"]):
-        assert found == dict.fromkeys(found, saved)
+        scales = {state["scale"] for state in found.values()}
+        assert scales == {saved["scale"] if name == "FSDPPrecision" else 2.0**16}
 
 
 def test_lightning_resumes_our_loss_scale(on_ranks, tmp_path: Path) -> None:
@@ -96,15 +100,3 @@ def test_lightning_resumes_our_loss_scale(on_ranks, tmp_path: Path) -> None:
     (saved, _) = on_ranks(2, fit, "fsdp_full", str(path))
     for found in on_ranks(2, resume_under_all, str(path), ["lightning"]):
         assert found == {"lightning": saved}
-
-
-def save_without_scale(path: str) -> None:
-    trainer = quiet_trainer(strategy="paral_ddp", max_epochs=1, devices=2, callbacks=[SaveOnce(path)])
-    trainer.fit(Regression(), regression_data(SAVED_AFTER + 1, 2))
-
-
-def test_loss_scale_starts_anew_if_none_was_saved(on_ranks, tmp_path: Path) -> None:
-    path = str(tmp_path / "x.ckpt")
-    on_ranks(2, save_without_scale, path)
-    for found in on_ranks(2, resume_under_all, path, ["ddp", "zero1"]):
-        assert {state["scale"] for state in found.values()} == {2.0**16}
