@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -100,7 +99,7 @@ class Clock(Callback):
             self.leave_without_memory(exception)
 
 
-def measure(name: str, size_name: str, device: str, num_steps: int, layers: int = 0) -> dict[str, Any]:
+def measure(name: str, size_name: str, device: str, num_steps: int) -> dict[str, Any]:
     """Train for a block of steps; return the seconds of each step after the warm-up, and peak memory.
 
     Args:
@@ -108,11 +107,8 @@ def measure(name: str, size_name: str, device: str, num_steps: int, layers: int 
         size_name: key of `SIZES`.
         device: `"cuda"` or `"cpu"`.
         num_steps: number of steps after `WARM_UP`.
-        layers: number of layers, in place of that of the size.
     """
     size = SIZES[size_name]
-    if layers:
-        size = replace(size, num_layers=layers, batch_size=1, recompute=True)
     check_installed(COUNTERPARTS.get(name, name).replace("deepspeed", "paral_zero"))
     gc.collect()  # left by an earlier block
     if device == "cuda":
