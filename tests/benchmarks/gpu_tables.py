@@ -53,5 +53,5 @@ def _speed(size: str, name: str, seconds: Mapping[str, list[float]], flops: floa
 
 
 def _note(found: Sequence[Mapping[str, Any]]) -> str:
-    notes = {key: one[key] for one in found for key in ("out_of_memory", "failed", "skipped") if key in one}
+    notes = {key: one[key] for one in found for key in ("failed", "skipped") if key in one}
     return "; ".join(f"{key}: {(str(value).strip().splitlines() or [''])[-1][:80]}" for key, value in notes.items())
