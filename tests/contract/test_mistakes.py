@@ -222,23 +222,16 @@ OLD_NAME = """
 import lightning_paral, sys
 assert "pytorch_lightning" not in sys.modules
 {first}
-import pytorch_lightning, torch
+import pytorch_lightning
 from pytorch_lightning.callbacks import Callback
-class Module(pytorch_lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch).sum()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
+from pytorch_lightning.demos.boring_classes import BoringModel
 for strategy in ("paral_dp", lightning_paral.ParalDPStrategy(), lightning_paral.ParalDPStrategy, "paral_d"):
     try:
         trainer = pytorch_lightning.Trainer(
             strategy=strategy, accelerator="cpu", devices=1, logger=False, max_steps=1, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, callbacks=[Callback()],
+            enable_progress_bar=False, limit_val_batches=0, callbacks=[Callback()],
         )
-        trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(2, 1)))
+        trainer.fit(BoringModel())
         print("step", trainer.global_step)
     except lightning_paral.ConfigurationError as error:
         print(error)

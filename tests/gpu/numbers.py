@@ -81,8 +81,6 @@ def manual_optimization(device: str) -> Facts:
     facts, make = Facts(), with_sgd(GAN)
     reference = {"strategy": ParalDDPStrategy() if num_ranks() > 1 else "auto"}
     made: dict[str, Any] = {"fsdp": lambda: {"strategy": ParalFSDPStrategy()}}
-    if num_ranks() == 1:
-        made["dp"] = lambda: options_of("paral_dp", device)
     for stage, overlap in ((1, True), (1, False), (2, True), (3, True)):
         options = {"stage": stage, "overlap_comm": overlap}
         made[f"{options}"] = lambda options=options: {"strategy": ParalZeROStrategy(**options)}
