@@ -1,11 +1,9 @@
-"""Benchmark one GPU: speed and memory of every strategy and of hand-written loops, the largest model, saves.
+"""Benchmark one GPU: speed and memory of every strategy and of hand-written loops.
 
-    python -m tests.benchmarks.gpu PART [--sizes 124M,1.3B,7B] [--only NAME,...] [--budget SECONDS] [--out DIR]
+    python -m tests.benchmarks.gpu PART [--sizes 124M,1.3B] [--only NAME,...] [--budget SECONDS] [--out DIR]
 
 PART is one of
     steps    tokens per second, MFU and peak memory: medians over blocks of steps, which alternate between contestants
-    largest  the largest GPT that trains, by bisection over the number of layers, with and without offload
-    saves    how long a save stops training, in the foreground and in the background
     table    print the results in DIR/benchmarks.json, and measure nothing
 
 All runs use bf16-mixed, fused AdamW, context 1024, and tokens generated on the device. Results are saved to
@@ -17,9 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +28,8 @@ from tests.gpu.report import as_row
 from tests.tables import write_json
 
 BUDGET_SECONDS = 560.0
-NUM_STEPS = {"tiny": 3, "124M": 20, "1.3B": 8, "7B": 5}
-ROUNDS = {"tiny": 2, "124M": 3, "1.3B": 2, "7B": 1}
-SAVED = ("paral_ddp", "paral_fsdp", "paral_fsdp_offload", "paral_zero2", "paral_zero3")
-LARGEST = ("torch", "paral_ddp", "paral_fsdp", "paral_fsdp_offload", "paral_zero2_offload", "paral_zero3_offload")
-LARGEST_OF = {"cuda": ("7B", 24), "cpu": ("tiny", 2)}
-"""The size whose layers are counted, and the number to begin with."""
-_CPU_LIMIT_BYTES = 1_500_000
-"""Limit on parameters, gradients and Adam's state where there is no GPU to run out of memory."""
-_STATE_BYTES = 16
-"""Bytes per fp32 parameter: the parameter, its gradient, Adam's two moments."""
+NUM_STEPS = {"tiny": 3, "124M": 20, "1.3B": 8}
+ROUNDS = {"tiny": 2, "124M": 3, "1.3B": 2}
 
 
 class NoTimeError(Exception):
@@ -111,83 +99,11 @@ def measure_steps(session: Session, sizes: Sequence[str], names: Sequence[str]) 
                 session.save()
 
 
-def measure_largest(session: Session, names: Sequence[str]) -> None:
-    """Find the largest number of layers that each contestant can train."""
-    for name in names:
-        if not any("skipped" in trial for trial in session.found("largest", name)):
-            bisect(partial(_fits, session, name), LARGEST_OF[session.device][1])
-
-
-def _fits(session: Session, name: str, layers: int) -> bool:
-    trials = session.found("largest", name)
-    for trial in trials:
-        if trial["layers"] == layers:
-            return bool(trial["fits"])
-    size = LARGEST_OF[session.device][0]
-    num_bytes = _STATE_BYTES * replace(SIZES[size], num_layers=layers).num_parameters
-    room = host_bytes()
-    if session.device == "cpu" and num_bytes > _CPU_LIMIT_BYTES:
-        found: dict[str, Any] = {"out_of_memory": "as if"}
-    elif "offload" in name and num_bytes > 0.9 * room:
-        found = {"out_of_memory": f"host, {room / 1e9:.1f} GB"}
-    else:
-        what = f"{name}, {layers} layers, {num_bytes / 1e9:.1f} GB of state"
-        call = ("tests.benchmarks.gpu_loops:measure", name, size, session.device, 2, layers)
-        found = session.call(what, *call, most=200)
-    trials.append({"layers": layers, "fits": "seconds" in found, **found})
-    session.save()
-    return "seconds" in found
-
-
-def bisect(fits: Callable[[int], bool], first: int, resolution: float = 0.05) -> int:
-    """Return the largest number that fits, to within `resolution`.
-
-    Args:
-        fits: whether a number fits, which all smaller numbers then do.
-        first: the number to start with.
-        resolution: the fraction by which the result may be too low.
-    """
-    low, high = 0, first
-    while fits(high):
-        low, high = high, 2 * high
-        if high > 1000 * first:
-            return low
-    while high - low > max(1, int(resolution * high)):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def host_bytes() -> int:
-    """Return the bytes of host memory available to this process."""
-    available = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
-    room = int(available.split()[1]) * 1024
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and limit.read_text().strip().isdigit():
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        statistics = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
-        used -= int(statistics.get("inactive_file", 0))  # freed when memory is needed
-        room = min(room, int(limit.read_text()) - used)
-    return room
-
-
-def measure_saves(session: Session, sizes: Sequence[str], names: Sequence[str]) -> None:
-    """Measure saves under strategies, and `torch.save` under DDP, whose state is that of a hand-written loop."""
-    for size in sizes:
-        for name in names:
-            for how in ("sync", "async", *(["torch.save"] if name == "paral_ddp" else [])):
-                found = session.found("saves", size, name, how)
-                if not found:
-                    call = ("tests.benchmarks.gpu_saves:measure_saves", name, how, size, session.device)
-                    found.append(session.call(f"{size}: {name}, {how}", *call, most=240))
-                    session.save()
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the measurements that the command line selects; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("steps", "largest", "saves", "table"))
-    parser.add_argument("--sizes", default="124M,1.3B,7B", help=f"of {', '.join(SIZES)}")
+    parser.add_argument("part", choices=("steps", "table"))
+    parser.add_argument("--sizes", default="124M,1.3B", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--only", default="", help="comma-separated contestants; by default `steps` has no offload")
     parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, help="seconds")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
@@ -208,10 +124,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             session.content |= {"versions": found, "gpu": found.get("GPU", "")}
         if options.part == "steps":
             measure_steps(session, sizes, names or [name for name in CONTESTANTS if not needs_operators(name)])
-        elif options.part == "largest":
-            measure_largest(session, names or LARGEST)
-        elif options.part == "saves":
-            measure_saves(session, sizes, names or SAVED)
     except NoTimeError as error:
         print(f"{error}: run the same command again", flush=True)
     finally:
@@ -219,10 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     session.content.setdefault("commands", []).append(" ".join(sys.argv))
     session.save()
     path.with_suffix(".md").write_text(tables(session.content) + "\n")
-    shown = session.content
-    if options.part != "table":
-        shown = {name: shown[name] for name in ("gpu", options.part) if name in shown}
-    print(f"\n{tables(shown)}\n\n{path}", flush=True)
+    print(f"\n{tables(session.content)}\n\n{path}", flush=True)
     return 1 if session.failed else 0
 
 

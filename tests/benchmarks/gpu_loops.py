@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -30,13 +29,10 @@ from lightning_paral.registry import STRATEGIES
 from tests.benchmarks.common import differences
 from tests.benchmarks.correctness import NAMES
 from tests.benchmarks.gpu_models import SIZES, Measured, Network, Size, Tokens, make_optimizer
-from tests.gpu.crew import leave
 from tests.gpu.place import check_installed, root_device
 from tests.running import quiet_trainer
 
 WARM_UP = 3
-_LARGE = 1_000_000_000
-"""Number of parameters above which a process ends after its block, in place of moving the model to the host."""
 
 Step = Callable[[Tensor], Any]
 """A training step on a batch."""
@@ -54,7 +50,7 @@ CONTESTANTS = (*dict.fromkeys(COUNTERPARTS.values()), *COUNTERPARTS)
 
 
 class Clock(Callback):
-    """Records the ends of steps; in a fit, ends the process at the end, or when there is no memory, if that is due."""
+    """Records the ends of steps."""
 
     def __init__(self, device: str, size: Size) -> None:
         self.device, self.size = device, size
@@ -80,27 +76,11 @@ class Clock(Callback):
         total = time.perf_counter() - self._began
         return {"seconds": seconds, "peak_bytes": peak, "parameters": self.size.num_parameters, "total_s": total}
 
-    def leave_if_large(self) -> None:
-        """End the process with the result if the model is large."""
-        if self.size.num_parameters >= _LARGE:
-            leave(self.result())
-
-    def leave_without_memory(self, error: BaseException) -> None:
-        """End the process: the model did not fit."""
-        leave({"out_of_memory": "device", "said": str(error)[:300], "parameters": self.size.num_parameters})
-
     def on_train_batch_end(self, *_: Any) -> None:
         self.tick()
 
-    def on_train_end(self, *_: Any) -> None:
-        self.leave_if_large()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        if isinstance(exception, torch.OutOfMemoryError):  # before anything is moved to the host
-            self.leave_without_memory(exception)
-
-
-def measure(name: str, size_name: str, device: str, num_steps: int, layers: int = 0) -> dict[str, Any]:
+def measure(name: str, size_name: str, device: str, num_steps: int) -> dict[str, Any]:
     """Train for a block of steps; return the seconds of each step after the warm-up, and peak memory.
 
     Args:
@@ -108,11 +88,8 @@ def measure(name: str, size_name: str, device: str, num_steps: int, layers: int 
         size_name: key of `SIZES`.
         device: `"cuda"` or `"cpu"`.
         num_steps: number of steps after `WARM_UP`.
-        layers: number of layers, in place of that of the size.
     """
     size = SIZES[size_name]
-    if layers:
-        size = replace(size, num_layers=layers, batch_size=1, recompute=True)
     check_installed(COUNTERPARTS.get(name, name).replace("deepspeed", "paral_zero"))
     gc.collect()  # left by an earlier block
     if device == "cuda":
@@ -120,15 +97,11 @@ def measure(name: str, size_name: str, device: str, num_steps: int, layers: int 
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     clock, batches = Clock(device, size), Tokens(size, WARM_UP + num_steps, root_device(device))
-    try:
-        if name in COUNTERPARTS:
-            make_trainer(name, size, device, [clock]).fit(Measured(size), DataLoader(batches, batch_size=None))
-        else:
-            with _one_rank(root_device(device)):
-                _train_by_hand(name, size, root_device(device), batches, clock)
-    except torch.OutOfMemoryError as error:
-        clock.leave_without_memory(error)
-    clock.leave_if_large()
+    if name in COUNTERPARTS:
+        make_trainer(name, size, device, [clock]).fit(Measured(size), DataLoader(batches, batch_size=None))
+    else:
+        with _one_rank(root_device(device)):
+            _train_by_hand(name, size, root_device(device), batches, clock)
     return clock.result()
 
 
@@ -218,9 +191,8 @@ def _deepspeed(network: Any, device: torch.device, stage: int) -> tuple[Step, Ca
         engine.step()
 
     def end() -> None:
-        if sum(parameter.numel() for parameter in network.parameters()) < _LARGE:
-            snapshot.restore(gather=True)
-            engine.destroy()
-            runtime.leave_deepspeed()
+        snapshot.restore(gather=True)
+        engine.destroy()
+        runtime.leave_deepspeed()
 
     return step, end

@@ -25,24 +25,6 @@ def tables(content: Mapping[str, Any]) -> str:
             rows.append([name, *_speed(size, name, seconds, flops), peak, _note(blocks)])
         headers = ("", "blocks", "tokens/s", "MFU", "ms", "to its loop", "peak, GB", "")
         parts.append(_table(f"{_about(size)}, {SIZES[size].tokens_per_step} tokens a step", headers, rows, ".3f"))
-    if "largest" in content:
-        rows = []
-        for name, trials in content["largest"].items():
-            best = max((trial for trial in trials if trial["fits"]), key=lambda trial: trial["layers"], default={})
-            failing = min((trial["layers"] for trial in trials if not trial["fits"]), default=None)
-            rows.append([name, best.get("layers"), best.get("parameters", 0) / 1e9, failing, _note(trials)])
-        parts.append(_table("The largest GPT", ("", "layers", "billion parameters", "does not fit", ""), rows, ".2f"))
-    for size, strategies in content.get("saves", {}).items():
-        rows = []
-        for name, how, found in (
-            (name, how, found) for name, ways in strategies.items() for how, found in ways.items()
-        ):
-            stalls, steps = _all(found, "stalls"), _all(found, "steps")
-            gigabytes = found[0].get("num_bytes", 0) / 1e9 if found else None
-            between = f"{min(steps):.3f} to {max(steps):.3f}" if steps else ""
-            rows.append([name, how, median(stalls) if stalls else None, gigabytes, between, _note(found)])
-        headers = ("", "", "training stops, s", "GB", "fastest and slowest step, s", "")
-        parts.append(_table(f"Saves, {_about(size)}", headers, rows, ".3f"))
     return "\n\n".join(parts)
 
 
@@ -71,5 +53,5 @@ def _speed(size: str, name: str, seconds: Mapping[str, list[float]], flops: floa
 
 
 def _note(found: Sequence[Mapping[str, Any]]) -> str:
-    notes = {key: one[key] for one in found for key in ("out_of_memory", "failed", "skipped") if key in one}
+    notes = {key: one[key] for one in found for key in ("failed", "skipped") if key in one}
     return "; ".join(f"{key}: {(str(value).strip().splitlines() or [''])[-1][:80]}" for key, value in notes.items())

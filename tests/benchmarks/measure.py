@@ -1,6 +1,6 @@
 """Run benchmarks again and write docs/measurements.md from their output.
 
-    python -m tests.benchmarks.measure          # all of them, which takes about an hour on two cores
+    python -m tests.benchmarks.measure          # all of them, which takes about half an hour on two cores
     python -m tests.benchmarks.measure NAME...  # some of them
     python -m tests.benchmarks.measure --list
 
@@ -50,10 +50,7 @@ WITH_JSON = {
     ),
 }
 """Commands of `paral`, or of programs that call it, by benchmark. With `--json`, each prints one JSON object."""
-PRINTING = (
-    *("dp_step", "tensor_step", "pipeline_step", "pipeline_memory", "fsdp_memory", "zero_memory", "activation_memory"),
-    *("from_pretrained", "fsdp_traffic", "zero_traffic", "sampling", "zero_to_fp32", "step_time", "import_time"),
-)
+PRINTING = ("fsdp_memory", "zero_memory", "activation_memory", "fsdp_traffic", "zero_traffic", "import_time")
 """Modules of this folder that print what is shown."""
 BENCHMARKS = WITH_JSON | {name: (f"python -m tests.benchmarks.{name}",) for name in PRINTING}
 """What a user types to see the tables of each benchmark."""

@@ -19,7 +19,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 import lightning_paral
 from lightning_paral import (
     ActivationCheckpointing,
-    CheckpointOptions,
     ConfigurationError,
     Offload,
     ParalDDPStrategy,
@@ -57,21 +56,16 @@ def test_wrong_name_is_refused_with_a_suggestion(name: Any, message: str) -> Non
 OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     # Names
     (ParalDDPStrategy, {"all_reduc": "ring"}, "ParalDDPStrategy has no option 'all_reduc'. Did you mean all_reduce?"),
-    (ParalDDPStrategy, {"static_grph": True}, "no option 'static_grph'. Did you mean static_graph?"),
     (
         ParalDDPStrategy,
         {"units": ["Block"]},
         "no option 'units'. It is an option of ParalFSDPStrategy and of ParalPipelineStrategy.",
     ),
     (ParalDPStrategy, {"timeout": 30}, "no option 'timeout'. Use paral_ddp"),
-    (ParalDPStrategy, {"split": "global"}, "It is an option of ParalAutoStrategy and of ParalDDPStrategy"),
-    (ParalFSDPStrategy, {"stage": 3}, "no option 'stage'. It is an option of ParalZeROStrategy."),
     (ParalFSDPStrategy, {"cpu_offload": True}, "no option 'cpu_offload'. Use offload=True."),
     (ParalFSDPStrategy, {"auto_wrap_policy": {nn.Linear}}, "Use units=..., with classes"),
     (ParalFSDPStrategy, {"sharding_strategy": "FULL_SHARD"}, "Use reshard_after_forward=False for SHARD_GRAD_OP"),
     (ParalFSDPStrategy, {"start_method": "forks"}, "start_method='forks' is not known. Choose from: 'popen', 'spawn'"),
-    (ParalFSDPStrategy, {"wrap": True}, "no option 'wrap'. Its options are accumulate, activation_checkpointing,"),
-    (ParalZeROStrategy, {"offload_params": "cpu"}, "Use offload_parameters='cpu'."),
     (ParalZeROStrategy, {"zero_optimization": {"stage": 2}}, "Use deepspeed_config={'zero_optimization': {...}}."),
     (ActivationCheckpointing, {"unit": ["Block"]}, "ActivationCheckpointing has no option 'unit'. Did you mean units?"),
     # Types
@@ -84,31 +78,19 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (ParalDDPStrategy, {"wire_dtype": torch.bfloat16}, "cannot be a dtype. Give 'bf16', 'fp16' or None."),
     (ParalDDPStrategy, {"timeout": "30"}, "timeout cannot be a str. Give a timedelta, or a number of seconds."),
-    (ParalDDPStrategy, {"bucket_cap_mb": "25"}, "bucket_cap_mb cannot be a str. Give a number or None."),
     (ParalDDPStrategy, {"find_unused_parameters": "yes"}, "cannot be a str. Give True or False."),
-    (ParalDDPStrategy, {"ddp_comm_hook": "bf16"}, "cannot be a str. Give a function or None."),
     (ParalDDPStrategy, {"checkpoint": True}, "cannot be a bool. Give CheckpointOptions(...), 'full',"),
-    (ParalDDPStrategy, {"checkpoint": CheckpointOptions}, "this is the class itself"),
-    (ParalDDPStrategy, {"shard_iterable": "no"}, "(shard_iterable='no'): shard_iterable cannot be a str"),
     (ParalFSDPStrategy, {"units": 3}, "units cannot be an int. Give 'auto', a class, its name, a list of these"),
-    (ParalFSDPStrategy, {"units": [nn.Linear(1, 1)]}, "units cannot be a list of Linear."),
     (ParalFSDPStrategy, {"offload": "cpu"}, "FSDP offloads to host memory: offload=True."),
     (ParalFSDPStrategy, {"offload": Offload("nvme", path="/x")}, "offload cannot be an Offload. FSDP offloads to"),
-    (ParalFSDPStrategy, {"replicate": True}, "replicate cannot be a bool. Give an integer."),
     (ParalFSDPStrategy, {"min_params": 1e6}, "min_params cannot be a float. Give 1000000, an integer."),
-    (ParalFSDPStrategy, {"prefetch": 1.5}, "prefetch cannot be a float. Give an integer or None."),
     (ParalZeROStrategy, {"stage": True}, "stage cannot be a bool. Give 1, 2 or 3."),
     (ParalZeROStrategy, {"offload_optimizer": True}, "cannot be a bool. Give Offload(...), 'cpu', 'nvme' or None."),
-    (ParalZeROStrategy, {"offload_optimizer": Offload}, "Pass an instance: offload_optimizer=Offload(...)."),
     (ParalZeROStrategy, {"logging_level": "INFO"}, "Give a level of logging, such as logging.INFO."),
     (ParalZeROStrategy, {"deepspeed_config": [1]}, "cannot be a list of int. Give a dict or the path of a JSON file."),
-    (ParalZeROStrategy, {"overlap_comm": "auto"}, "cannot be a str. Give True or False or None."),
-    (Offload, {"ratio": "0.5"}, "Offload(ratio='0.5'): ratio cannot be a str. Give a number."),
     # Values
     (ParalDDPStrategy, {"all_reduce": "rng"}, "all_reduce='rng' is not known. Choose from: 'auto', 'ring',"),
-    (ParalDDPStrategy, {"wire_dtype": "bfloat16"}, "wire_dtype='bfloat16' is not known. Choose from: None, 'bf16'"),
     (ParalDDPStrategy, {"timeout": -30}, "timeout=-30 has to be longer than zero"),
-    (ParalDDPStrategy, {"timeout": float("inf")}, "timeout=inf has to be longer than zero and finite"),
     (ParalDDPStrategy, {"bucket_cap_mb": -5}, "bucket_cap_mb=-5): buckets must be larger than 0 MiB."),
     (ParalDDPStrategy, {"model_averaging_period": 0}, "model_averaging_period has to be at least 1."),
     (ParalDDPStrategy, {"model_averaging_period": 4}, "Leave it out, or train with post-local SGD: ddp_comm_state="),
@@ -118,23 +100,15 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
         "ddp_comm_hook=None) would average weights that never differ",
     ),
     (ParalDDPStrategy, {"split": "globl"}, "split='globl' is not known. Choose from: 'batch', 'global'."),
-    (ParalDDPStrategy, {"remainder": "pad"}, "remainder='pad' is not known. Choose from: 'drop', 'wrap'."),
     (ParalDDPStrategy, {"checkpoint": "shard"}, "form='shard') is not known. Choose 'full' or 'sharded'."),
-    (ParalFSDPStrategy, {"reshard_after_forward": 0}, "reshard_after_forward has to be at least 1."),
     (ParalFSDPStrategy, {"prefetch": -1}, "prefetch=-1 has to be at least 1"),
-    (ParalFSDPStrategy, {"accumulate": "unshared"}, "Choose 'sharded' or 'unsharded'."),
     (ParalFSDPStrategy, {"units": ["Block"], "min_params": 100}, "Give units, or min_params"),
-    (ParalFSDPStrategy, {"units": []}, "units is empty"),
-    (ParalZeROStrategy, {"stage": 4}, "stage=4 is not a stage of ZeRO"),
     (ParalZeROStrategy, {"offload_optimizer": "gpu"}, "Offload(device='gpu') is not known. Choose 'cpu' or 'nvme'."),
     (ParalZeROStrategy, {"stage": 2, "offload_parameters": "cpu"}, "offload_parameters needs stage=3, but stage=2"),
-    (ParalZeROStrategy, {"reduce_bucket_numel": -1}, "reduce_bucket_numel has to be at least 1."),
     (Offload, {"ratio": 2}, "Offload(ratio=2) is not between 0 (nothing) and 1 (everything)."),
-    (ActivationCheckpointing, {"min_params": 0}, "min_params of at least 1"),
     # DeepSpeed's configuration
     (ParalZeROStrategy, {"deepspeed_config": "ds.json"}, "'ds.json' is not a file. Give a JSON file or a dict."),
     (ParalZeROStrategy, {"deepspeed_config": {"gradient_clip": 1.0}}, "Did you mean 'gradient_clipping'?"),
-    (ParalZeROStrategy, {"deepspeed_config": {"zero": {}}}, "Did you mean 'zero_optimization'?"),
     (ParalZeROStrategy, {"deepspeed_config": {"zero_optimization": {"stag": 2}}}, "'stag' in zero_optimization"),
     (ParalZeROStrategy, {"deepspeed_config": {"zero_optimization": 2}}, "give a dict of its options"),
     (
@@ -143,7 +117,6 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
         "'devic' in zero_optimization.offload_optimizer, which DeepSpeed does not know. Did you mean 'device'?",
     ),
     (ParalZeROStrategy, {"deepspeed_config": {"stage": 2}}, "Move it to the section zero_optimization"),
-    (ParalZeROStrategy, {"deepspeed_config": {"fp16": {"enable": True}}}, "'enable' in fp16, which DeepSpeed does not"),
     (ParalZeROStrategy, {"deepspeed_config": {"train_batch_size": 8}}, "train_batch_size=8, which Lightning controls"),
 ]
 
@@ -249,23 +222,16 @@ OLD_NAME = """
 import lightning_paral, sys
 assert "pytorch_lightning" not in sys.modules
 {first}
-import pytorch_lightning, torch
+import pytorch_lightning
 from pytorch_lightning.callbacks import Callback
-class Module(pytorch_lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch).sum()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
+from pytorch_lightning.demos.boring_classes import BoringModel
 for strategy in ("paral_dp", lightning_paral.ParalDPStrategy(), lightning_paral.ParalDPStrategy, "paral_d"):
     try:
         trainer = pytorch_lightning.Trainer(
             strategy=strategy, accelerator="cpu", devices=1, logger=False, max_steps=1, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, callbacks=[Callback()],
+            enable_progress_bar=False, limit_val_batches=0, callbacks=[Callback()],
         )
-        trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(2, 1)))
+        trainer.fit(BoringModel())
         print("step", trainer.global_step)
     except lightning_paral.ConfigurationError as error:
         print(error)

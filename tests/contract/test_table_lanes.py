@@ -40,15 +40,3 @@ def test_cell_that_the_leading_column_does_not_have_is_in_full() -> None:
     del outcomes["row 5", "b"]
 
     assert lanes(ROWS, outcomes, RULE)["row 5", "d"] == "full"
-
-
-def test_rows_that_the_page_does_not_have_yet_are_left_to_the_caller() -> None:
-    outcomes = {cell: word for cell, word in words().items() if cell[0] != "row 9"}
-
-    by_cell = lanes(ROWS, outcomes, RULE)
-
-    assert by_cell.keys() == outcomes.keys()
-
-
-def test_rows_that_no_longer_exist_are_ignored() -> None:
-    assert lanes({"row 0": "first"}, words(), RULE).keys() == {("row 0", column) for column in COLUMNS}

@@ -19,8 +19,6 @@ STRATEGIES = tuple(label for label in ONE_RANK if label.startswith("paral_"))
 SAVED = ("paral_ddp", "paral_fsdp_offload", "paral_zero3")
 """Strategies whose checkpoints every strategy resumes from, besides its own."""
 MODULES = ("paral_ddp", "paral_fsdp", "paral_fsdp_offload", "paral_zero2", "paral_zero3", "paral_dp")
-OFFLOADED = tuple(label for label in STRATEGIES if "zero" in label and label.endswith("_offload"))
-COPIES = ("arena", "unpinned", "state_of_callbacks", "freed_tensors")
 
 
 def checks(device: str, folder: str) -> list[Check]:
@@ -35,8 +33,6 @@ def checks(device: str, folder: str) -> list[Check]:
     ]
     return [
         Check("versions", "surroundings:versions", (device,)),
-        Check("group:bound", "surroundings:process_group", (device, True)),
-        Check("group:unbound", "surroundings:process_group", (device, False)),
         *of_labels("fit", "numbers:parity", ONE_RANK, device),
         *of_labels("sync", "syncs:waits", STRATEGIES, device),
         *of_labels("precision", "numbers:precisions", STRATEGIES, device, budget=90),
@@ -49,12 +45,6 @@ def checks(device: str, folder: str) -> list[Check]:
         *resumed,
         *of_labels("modules", "numbers:modules", MODULES, device, budget=120),
         Check("manual_optimization", "numbers:manual_optimization", (device,), 90),
-        *(
-            Check(f"windows:zero{stage}:{overlap}", "numbers:windows", (stage, overlap, device))
-            for stage in (1, 2)
-            for overlap in (None, False, True)
-        ),
-        *of_labels("clamped", "numbers:clamped_on_host", OFFLOADED, device),
         Check("replicas:logged", "evaluation:of_replicas", (device,)),
         *of_labels("replicas", "evaluation:precision_of_replicas", ("bf16-mixed", "bf16-true"), device),
         *(_on_gpu_only(device, folder) if device == "cuda" else ()),
@@ -63,14 +53,12 @@ def checks(device: str, folder: str) -> list[Check]:
 
 def _on_gpu_only(device: str, folder: str) -> list[Check]:
     return [
-        *(Check(f"copies:{name}", f"copies:{name}", ()) for name in COPIES),
         *(
             Check(f"copies:{form}:{staged}", "copies:save", (form, staged))
             for form in ("full", "sharded")
             for staged in (False, True)
         ),
         *of_labels("replicas", "evaluation:precision_of_replicas", ("16-mixed",), device),
-        Check("monitor", "evaluation:monitor", (device,)),
         Check("nvme_without_toolkit", "numbers:nvme_without_toolkit", (device, folder), 300, operators=True),
     ]
 

@@ -16,7 +16,6 @@ DEEPSPEED = "deepspeed==0.19.8"
 WITH_DEPENDENCIES = ("pydantic", "jsonargparse[signatures]")
 WITHOUT = ("hjson", "einops", "msgpack", "ninja", "psutil", "py-cpuinfo", "nvidia-ml-py", "tabulate", "xxhash")
 """Dependencies of DeepSpeed and of this package; all others are torch, or come with it."""
-_PARTS = ("steps", "largest", "saves")
 _INSTALL = """#!/bin/sh
 # Installs the wheels beside this script to a folder: sh install.sh SITE; then PYTHONPATH=SITE:$PWD python ...
 set -e
@@ -54,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"\n{len(wheels)} wheels, {total / 1e6:.1f} MB. Carry {folder} to the machine, and there, in the repository:\n"
     )
     print(f"  sh {folder}/install.sh gpu-site && export PYTHONPATH=$PWD/gpu-site:$PWD OMP_NUM_THREADS=4")
-    for program in ("tests.gpu.all", "tests.gpu.two_on_one", *(f"tests.benchmarks.gpu {x}" for x in _PARTS)):
+    for program in ("tests.gpu.all", "tests.gpu.two_on_one", "tests.benchmarks.gpu steps"):
         print(f"  python -m {program}")
     return 0
 

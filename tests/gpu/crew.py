@@ -10,7 +10,6 @@ import importlib
 import multiprocessing
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -24,18 +23,6 @@ LINGER_SECONDS = 5.0
 """Time for the other ranks to report after one has failed."""
 _TAIL = 4000
 _PRELOADED = ["lightning.pytorch", "lightning_paral", "tests.contract.cases"]
-
-
-_connection: Connection | None = None
-"""The connection to the main program, in a process of a crew."""
-
-
-def leave(value: Any) -> None:
-    """Answer the current call with `value`, and end this process at once."""
-    assert _connection is not None
-    _connection.send(("left", value))
-    sys.stdout.flush()
-    os._exit(0)
 
 
 class Skipped(Exception):  # noqa: N818
@@ -52,7 +39,7 @@ class Answer:
     """A rank's answer to a call."""
 
     status: str
-    """`"returned"`, `"skipped"`, `"raised"`, or `"lost"`: it died or did not answer in time. `"left"`: see `leave`."""
+    """`"returned"`, `"skipped"`, `"raised"`, or `"lost"`: it died or did not answer in time."""
     value: Any
     """The result, the reason, or the traceback with the end of its output."""
 
@@ -86,9 +73,9 @@ class Crew:
             with contextlib.suppress(OSError):  # it has ended: `_collect` reports that
                 connection.send((function, arguments))
         answers = self._collect(patience)
-        if any(answer.status in ("raised", "lost", "left") for answer in answers):
+        if any(answer.status in ("raised", "lost") for answer in answers):
             self.end()
-        return [Answer("returned", answer.value) if answer.status == "left" else answer for answer in answers]
+        return answers
 
     def end(self) -> None:
         """End the processes; the next call starts new ones."""
@@ -151,8 +138,6 @@ class Crew:
 
 def _serve(connection: Connection, environment: dict[str, str], log: str) -> None:
     """Answer calls until the pipe is closed. Runs in each process of a crew."""
-    global _connection
-    _connection = connection
     os.environ.clear()
     os.environ.update(environment)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

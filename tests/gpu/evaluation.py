@@ -1,17 +1,12 @@
-"""What users read besides weights, on CUDA: logged values and predictions of `paral_dp`, times of `ParalMonitor`."""
-
-from typing import Any
+"""What users read besides weights, on CUDA: logged values and predictions of `paral_dp`."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_paral import ParalMonitor
-from tests.gpu.place import options_of, trainer_options
+from tests.gpu.place import options_of
 from tests.models.regression import Regression, regression_data
 from tests.running import quiet_trainer
-
-_NUM_STEPS, _NUM_PRODUCTS = 12, 20
 
 
 def of_replicas(device: str) -> None:
@@ -45,35 +40,3 @@ def precision_of_replicas(precision: str, device: str) -> None:
     trainer = quiet_trainer(max_epochs=1, precision=precision, **options_of("paral_dp", device))
     trainer.fit(Watched(), regression_data(5, 1))
     assert seen == {(dtype, True)}
-
-
-class _Heavy(Regression):
-    """Takes long on the device, and does not wait for it."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return self(batch[0]).square().mean() + _products()[0, 0].detach() * 0.0
-
-
-def _products() -> Tensor:
-    matrix = torch.ones(4096, 4096, device="cuda")
-    for _ in range(_NUM_PRODUCTS):
-        matrix = matrix @ matrix * 1e-4
-    return matrix
-
-
-def monitor(device: str) -> None:
-    """Fit with `ParalMonitor`: its times are those of the device, of which the host needs a fraction."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    _products()  # warms up
-    events[0].record()
-    _products()
-    events[1].record()
-    events[1].synchronize()
-    callback: Any = ParalMonitor(every_n_steps=3)
-    trainer = quiet_trainer(max_epochs=1, callbacks=[callback], **trainer_options(device))
-    trainer.fit(_Heavy(), regression_data(_NUM_STEPS, 1))
-    report = callback.reports[0]
-    assert report.num_steps == _NUM_STEPS - 1
-    assert report.forward > events[0].elapsed_time(events[1]) / 1e3 / 2
-    assert min(report.data, report.backward, report.optimizer, report.other) >= 0
-    assert report.device_peak >= 2 * 4096 * 4096 * 4

@@ -4,7 +4,6 @@ import os
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_paral import ParalDDPStrategy, ParalFSDPStrategy, ParalPipelineStrategy, ParalZeROStrategy
 from lightning_paral.errors import ConfigurationError
@@ -82,8 +81,6 @@ def manual_optimization(device: str) -> Facts:
     facts, make = Facts(), with_sgd(GAN)
     reference = {"strategy": ParalDDPStrategy() if num_ranks() > 1 else "auto"}
     made: dict[str, Any] = {"fsdp": lambda: {"strategy": ParalFSDPStrategy()}}
-    if num_ranks() == 1:
-        made["dp"] = lambda: options_of("paral_dp", device)
     for stage, overlap in ((1, True), (1, False), (2, True), (3, True)):
         options = {"stage": stage, "overlap_comm": overlap}
         made[f"{options}"] = lambda options=options: {"strategy": ParalZeROStrategy(**options)}
@@ -176,34 +173,6 @@ def model_parallel(name: str, device: str) -> Facts:
         (expected_losses, expected), (losses, weights) = fits
         facts.close(f"weights, accumulate={accumulate}", largest_difference(weights, expected), 1e-5)
         facts.close(f"losses, accumulate={accumulate}", relative_difference(losses, expected_losses), 1e-5)
-    return facts
-
-
-def windows(stage: int, overlap: bool | None, device: str) -> Facts:
-    """Train under ZeRO with all kinds of accumulation windows, and compare with one process on CPU."""
-    from tests.distributed.zero.test_overlap import fit_all
-
-    check_installed("paral_zero")
-    accelerator = trainer_options(device)["accelerator"]
-    on_device = fit_all(1, accelerator, stage=stage, overlap_comm=overlap, reduce_bucket_numel=200)
-    return _compared(on_device, fit_all(1, "cpu"))
-
-
-def clamped_on_host(label: str, device: str) -> Facts:
-    """Clip offloaded gradients by value, after their copy to the host, and compare with one process on CPU."""
-    from tests.distributed.zero.test_late_copies import WideClipped
-    from tests.distributed.zero.test_late_copies import fit as fit_clipped
-
-    check_installed(label)
-    accelerator = trainer_options(device)["accelerator"]
-    on_device = [fit_clipped(1, label, by_hand, WideClipped, accelerator)[0] for by_hand in (False, True)]
-    return _compared(on_device, [fit_clipped(1, "auto", by_hand, WideClipped)[0] for by_hand in (False, True)])
-
-
-def _compared(fits: list[Any], expected: list[tuple[Any, dict[str, Tensor]]]) -> Facts:
-    facts = Facts()
-    for number, (ours, theirs) in enumerate(zip(fits, expected, strict=True)):
-        facts.close(f"fit {number}", largest_difference(ours[1], theirs[1]), 1e-4)
     return facts
 
 

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import tempfile
 import time
-from datetime import timedelta
 from importlib import metadata
 from typing import Any
 
@@ -56,37 +55,6 @@ def _said(command: list[str], given: str | None = None) -> list[str]:
     return (done.stdout + done.stderr).strip().splitlines() or [f"code {done.returncode}"]
 
 
-def process_group(device: str, bound: bool) -> Facts:
-    """Measure the seconds to make a group of one rank and a subgroup, for a barrier and a reduction, and to end it.
-
-    Args:
-        device: `"cuda"` or `"cpu"`.
-        bound: whether to bind the group to the device, by `init_process_group(device_id=...)`.
-    """
-    facts, place = Facts(), root_device(device)
-    options: dict[str, Any] = {"store": dist.FileStore(os.path.join(tempfile.mkdtemp(), "store"), 1)}
-    options |= {"rank": 0, "world_size": 1, "timeout": timedelta(seconds=40)}
-    if bound and device == "cuda":
-        options["device_id"] = place
-    backend = "cuda:nccl,cpu:gloo" if device == "cuda" else "gloo"
-    tensor, groups = torch.ones(1000, device=place), []
-    steps = {
-        "init": lambda: dist.init_process_group(backend, **options),
-        "new_group": lambda: groups.append(dist.new_group([0])),
-        "reduce": lambda: dist.all_reduce(tensor),
-        "reduce in the new group": lambda: dist.all_reduce(tensor, group=groups[0]),
-        "barrier": dist.barrier,
-        "destroy": dist.destroy_process_group,
-    }
-    for name, step in steps.items():
-        began = time.perf_counter()
-        step()
-        synchronize(device)
-        facts[name] = round(time.perf_counter() - began, 3)
-    facts.require(tensor.sum().item() == 1000, "a reduction over one rank changed the tensor")
-    return facts
-
-
 def build_operators(device: str) -> Facts:
     """Compile DeepSpeed's operators for offload, or find them compiled."""
     check_installed("paral_zero")
@@ -102,26 +70,6 @@ def build_operators(device: str) -> Facts:
             facts[name] = f"{time.perf_counter() - began:.1f} s"
         except Exception as error:
             facts.require(False, f"{name}: {type(error).__name__}: {str(error)[-1500:]}")
-    return facts
-
-
-def ring_of_two(device: str, num_bytes: int) -> Facts:
-    """Measure the seconds to join, to reduce, and to send around a ring of two. *Collective*."""
-    facts, began = Facts(), time.perf_counter()
-    join(device)
-    tensor = torch.full((num_bytes // 4,), float(dist.get_rank() + 1), device=root_device(device))
-    dist.all_reduce(tensor)
-    facts["s to join and reduce"] = round(time.perf_counter() - began, 3)
-    received, other = torch.empty_like(tensor), 1 - dist.get_rank()
-    for _ in range(2):
-        began = time.perf_counter()
-        operations = [dist.P2POp(dist.isend, tensor, other), dist.P2POp(dist.irecv, received, other)]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-        total = received.sum().item()
-    facts[f"s to pass {num_bytes / 2**20:.1f} MiB on"] = round(time.perf_counter() - began, 4)
-    facts.require(total == 3.0 * (num_bytes // 4), f"what came around sums to {total}")
-    facts["backend"] = dist.get_backend()
     return facts
 
 

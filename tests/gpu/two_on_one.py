@@ -47,8 +47,7 @@ def checks(device: str, folder: str) -> list[Check]:
     """Return the checks of two ranks, followed by those of one rank, which use what the two saved."""
     num_bytes = 25 * 2**20 if device == "cuda" else 2**18
     return [
-        Check("ring_of_two", "surroundings:ring_of_two", (device, num_bytes), 100, "pair"),
-        Check("cpu_path", "surroundings:cpu_path", (device,), crew="pair"),
+        Check("cpu_path", "surroundings:cpu_path", (device,), 100, "pair"),
         *of_labels("reduce", "surroundings:reduce", ALGORITHMS, device, num_bytes, crew="pair"),
         *of_labels("parity", "numbers:parity", PARITY, device, budget=90, crew="pair"),
         *of_labels("modules", "numbers:modules", ("paral_fsdp", "paral_zero3"), device, budget=120, crew="pair"),
