@@ -47,7 +47,7 @@ def test_every_command_of_contributing_is_accounted_for() -> None:
 
 
 def test_checks_equal_those_of_ci_and_pre_commit() -> None:
-    assert [line for line in CI.splitlines() if line in CHECKS] == CHECKS
+    assert [line for line in map(str.strip, CI.splitlines()) if line in CHECKS] == CHECKS
     assert [shlex.split(hook["entry"])[0] for hook in HOOKS] == [shlex.split(check)[0] for check in CHECKS]
     for command in SET_UP | DOCUMENTATION:
         if "constraints" in command or command.startswith("mkdocs"):
