@@ -2,7 +2,6 @@
 
 import csv
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -138,106 +137,24 @@ def test_low_precision_reaches_every_replica(precision: str) -> None:
     assert_same_weights(weights, expected, tolerance=3e-2 if true else 3e-3)
 
 
-def test_every_replica_runs_the_step_in_the_modes_of_one_process() -> None:
-    seen: set[tuple[str, bool, bool, bool]] = set()
-
-    class Watched(Scores):
-        def note(self, kind: str) -> None:
-            seen.add((kind, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), self.training))
-
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-            self.note("training")
-            return super().training_step(batch, batch_idx)
-
-        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-            self.note(f"validation while {self.trainer.state.fn}")
-
-    def run(trainer: Any, module: LightningModule) -> set[tuple[str, bool, bool, bool]]:
-        seen.clear()
-        trainer.fit(module, samples(), samples())
-        trainer.validate(module, samples(), verbose=False)
-        return set(seen)
-
-    expected, modes = one_process_and_dp(Watched, run)
-
-    assert modes == expected
-    assert len(modes) == 3
-
-
-@pytest.mark.parametrize("kind", ["dict", "some none", "none"])
-def test_step_may_return_a_dict_or_none(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["some", "all"])
+def test_replicas_may_return_no_loss(kind: str) -> None:
     outputs = []
 
     class Returning(Scores):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-            scores = self(batch[0])
-            if kind == "none" or (kind == "some none" and (batch[1] > 100).any()):
-                return None
-            loss = nn.functional.mse_loss(scores, batch[1])
-            return {"loss": loss, "scores": scores.detach(), "num": len(scores)}
+            return None if kind == "all" or (batch[1] > 100).any() else super().training_step(batch, batch_idx)
 
         def on_train_batch_end(self, output: Any, batch: list[Tensor], batch_idx: int) -> None:
             outputs.append(output)
-            if output and kind == "dict":
-                assert output["scores"].shape == batch[1].shape
-                assert output["num"] == len(batch[1])
 
     data = samples()
-    data.dataset.tensors[1][0] = 1000.0 if kind == "some none" else 0.0
+    data.dataset.tensors[1][0] = 1000.0
     module = Returning()
     dp_trainer().fit(module, data)
 
-    assert len(outputs) == 5
-    assert all(bool(output) == (kind != "none") for output in outputs)
+    assert [bool(output) for output in outputs] == [kind == "some"] * 5
     assert all(parameter.isfinite().all() for parameter in module.parameters())
-
-
-@dataclass
-class Batch:
-    inputs: Tensor
-    targets: Tensor
-    names: list[str]
-
-
-def test_dataclass_batches_hooks_and_schedulers_work_as_in_one_process() -> None:
-    class Hooked(Scores):
-        def __init__(self) -> None:
-            super().__init__()
-            self.called: list[str] = []
-
-        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Batch:
-            return Batch(batch[0], batch[1], [f"sample {value:.3f}" for value in batch[1].tolist()])
-
-        def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-            self.called.append(f"transfer {len(batch.names)}")
-            return batch
-
-        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-            assert batch.names == [f"sample {value:.3f}" for value in batch.targets.tolist()]
-            return super().training_step([batch.inputs, batch.targets], batch_idx)
-
-        def on_before_backward(self, loss: Tensor) -> None:
-            self.called.append("before backward")
-
-        def on_after_backward(self) -> None:
-            self.called.append(f"after backward {self.out.weight.grad.norm():.3f}")
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            self.called.append("before step")
-
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-    def run(trainer: Any, module: Hooked) -> Any:
-        return fitted(trainer, module), module.called, trainer.optimizers[0].param_groups[0]["lr"]
-
-    (expected, expected_calls, expected_lr), (weights, calls, lr) = one_process_and_dp(Hooked, run)
-
-    assert_same_weights(weights, expected)
-    assert calls == expected_calls
-    assert lr == expected_lr
 
 
 def test_batch_norm_normalizes_by_replica_and_keeps_the_first_replicas_statistics() -> None:
@@ -348,36 +265,6 @@ def test_logged_values_and_metrics_equal_those_of_one_process(tmp_path: Path) ->
     assert len(found[3]) > 20
 
 
-def test_predictions_are_returned_in_order() -> None:
-    class Predicting(Scores):
-        def predict_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-            return {"sum": batch[0].sum(dim=1), "texts": [f"{value:.4f}" for value in batch[1].tolist()]}
-
-    expected, predicted = one_process_and_dp(Predicting, lambda trainer, module: trainer.predict(module, samples()))
-
-    assert len(predicted) == len(expected) == 5
-    for batch, expected_batch in zip(predicted, expected, strict=True):
-        torch.testing.assert_close(batch["sum"], expected_batch["sum"])
-        assert batch["texts"] == expected_batch["texts"]
-
-
-def test_to_lightning_it_is_one_process_with_the_users_sampler(capsys: pytest.CaptureFixture[str]) -> None:
-    class Printing(Scores):
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-            self.print("printed once")
-            assert self.trainer.world_size == 1
-            assert self.global_rank == 0
-            return super().training_step(batch, batch_idx)
-
-    data, trainer = samples(), dp_trainer(max_steps=1)
-
-    trainer.fit(Printing(), data)
-
-    assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.num_devices) == (1, 0, 0, 3)
-    assert trainer.train_dataloader is data
-    assert capsys.readouterr().out.count("printed once") == 1
-
-
 # Failures
 
 
@@ -399,6 +286,33 @@ def test_error_in_a_replica_keeps_its_type_and_traceback_and_says_where() -> Non
     assert caught.value.__notes__ == ["This was raised in replica 2 of 3 (paral_dp), on cpu."]
     assert "log" not in module.__dict__
     dp_trainer().fit(Scores(), samples())
+
+
+class Manual(Scores):
+    """In manual optimization, a replica fails, or only one runs the backward pass."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.automatic_optimization, self.fails = False, fails
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        is_second = bool(batch[0][0, 0] == samples().dataset[1][0][0])
+        if is_second and self.fails:
+            raise ZeroDivisionError("the reason")
+        if not is_second:
+            self.manual_backward(super().training_step(batch, batch_idx))
+
+
+@pytest.mark.parametrize(
+    ("fails", "error", "message"),
+    [
+        (True, ZeroDivisionError, "the reason"),
+        (False, ConfigurationError, r"replica 0 was at self\.manual_backward, replica 1 was at the end"),
+    ],
+)
+def test_replicas_that_differ_or_fail_do_not_deadlock(fails: bool, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        dp_trainer().fit(Manual(fails), samples())
 
 
 def with_hidden(change: Any) -> Scores:

@@ -13,48 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from lightning_paral import ParalFSDPStrategy
 from lightning_paral.model.deferred import recorder
-from tests.models.blocks import WIDTH, Block, next_token_loss
-from tests.models.tokens import VOCABULARY, Fitted, fit, token_loader
+from tests.models.built_late import BuiltLate
+from tests.models.tokens import Fitted, fit, token_loader
 from tests.running import assert_same_fit, quiet_trainer
 
 NUM_BATCHES = 3
-
-
-class BuiltLate(Fitted):
-    """Sets initial values in all the ways that people use in `configure_model`."""
-
-    def configure_model(self) -> None:
-        if hasattr(self, "embedding"):
-            return
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.embedding.weight
-        for rate, block in zip(torch.linspace(0, 1, 3), self.blocks, strict=True):
-            block.rate = rate.item()
-            nn.init.orthogonal_(block.up.weight)
-            nn.init.trunc_normal_(block.down.weight, std=0.2)
-            block.up.bias.data.fill_(0.1)
-        with torch.no_grad():
-            self.blocks[1].up.weight.mul_(2.0)
-            self.blocks[2].down.weight[1:3] = 0.5
-            self.blocks[2].up.weight.copy_(self.blocks[1].up.weight * 0.5)
-        self.blocks.apply(self.shift)
-        scale = torch.ones(WIDTH)
-        scale[::2] = torch.rand(WIDTH // 2)
-        self.register_buffer("scale", scale, persistent=False)
-        self.gain = nn.Parameter(torch.tensor(1.5))
-
-    @staticmethod
-    def shift(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            module.bias.data.add_(0.05 * torch.rand(1).item())
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        x = self.embedding(batch[0])
-        for block in self.blocks:
-            x = block(x) * (1 + block.rate)
-        return next_token_loss(self.gain * self.head(self.scale * x), batch[0])
 
 
 class ShardedByHand(BuiltLate):
@@ -155,44 +118,3 @@ def test_rank_holds_little_more_than_its_shards_and_one_unit(on_ranks) -> None:
     for peak, total in on_ranks(2, peak_of_construction):
         assert peak <= NUM_UNITS * UNIT_BYTES / 2 + 5 * UNIT_BYTES
         assert total == pytest.approx(expected, rel=1e-9)
-
-
-class DefaultDtype(Fitted):
-    """Creates tensors of the default dtype, and sets `.data` from deferred to materialized tensors and back."""
-
-    def configure_model(self) -> None:
-        self.position = nn.Parameter(torch.randn(1, VOCABULARY, WIDTH))
-        self.register_buffer("mask", torch.ones(WIDTH, WIDTH).tril())
-        self.register_buffer("steps", torch.arange(WIDTH) / WIDTH)
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.first.weight.data = torch.tensor([[0.25] * WIDTH] * WIDTH)
-        self.tied = nn.Parameter(torch.tensor([[0.5] * WIDTH] * WIDTH))
-        self.tied.data = self.second.weight.data
-        with torch.no_grad():
-            self.second.weight.mul_(2.0)
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in self.parameters()]
-        self.values = [value.clone() for value in (*whole, *self.buffers())]
-
-
-def values_of_default_dtype(strategy: str, num_ranks: int, precision: Any, threshold_bytes: int) -> list[Tensor]:
-    before, recorder.DEFERRED_BYTES = recorder.DEFERRED_BYTES, threshold_bytes
-    try:
-        torch.manual_seed(1)
-        model = DefaultDtype()
-        trainer = quiet_trainer(strategy=strategy, devices=num_ranks, precision=precision, limit_val_batches=1)
-        trainer.validate(model, token_loader(1, num_ranks), verbose=False)
-    finally:
-        recorder.DEFERRED_BYTES = before
-    return model.values
-
-
-@pytest.mark.parametrize("threshold_bytes", [16, 10**6])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_dtype_is_the_default_dtype_at_construction(on_ranks, precision: str, threshold_bytes: int) -> None:
-    expected = values_of_default_dtype("auto", 1, precision, threshold_bytes)
-    for values in on_ranks(2, values_of_default_dtype, "paral_fsdp", 2, precision, threshold_bytes):
-        for value, one in zip(values, expected, strict=True):
-            assert value.dtype == one.dtype
-            assert torch.equal(value, one)

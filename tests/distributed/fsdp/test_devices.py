@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_paral import ParalFSDPStrategy
-from lightning_paral.engines.fsdp.replicated_tensors import broadcast_on, move_or_allocate
 from tests.running import quiet_trainer
 
 
@@ -55,26 +54,3 @@ def test_instance_norm_under_mixed_precision_computes_as_in_one_process(on_ranks
 
     torch.testing.assert_close(found, losses, rtol=1e-6, atol=0.0)
     torch.testing.assert_close(state, weights, rtol=1e-6, atol=1e-7)
-
-
-def test_ranks_that_receive_values_allocate_memory_for_parameters_only() -> None:
-    parameter, buffer = nn.Parameter(torch.ones(3, 2).t()), torch.ones(4)
-    addresses = [parameter.data_ptr(), buffer.data_ptr()]
-
-    move_or_allocate(torch.device("cpu"), [parameter, buffer], is_source=True)
-    assert [parameter.data_ptr(), buffer.data_ptr()] == addresses
-    move_or_allocate(torch.device("cpu"), [parameter, buffer], is_source=False)
-    assert parameter.data_ptr() != addresses[0]
-    assert buffer.data_ptr() == addresses[1]
-    assert parameter.stride() == (1, 2)
-
-
-def share(device: str) -> list[list[float]]:
-    rank = torch.distributed.get_rank()
-    tensors = [nn.Parameter(torch.full((2, 3), 1.0 + rank).t()), torch.full((3,), 5.0 + rank)]
-    broadcast_on(torch.device(device), tensors)
-    return [tensor.flatten().tolist() for tensor in tensors]
-
-
-def test_all_ranks_get_the_values_of_rank_0(on_ranks) -> None:
-    assert on_ranks(2, share, "cpu") == [[[1.0] * 6, [5.0] * 3]] * 2

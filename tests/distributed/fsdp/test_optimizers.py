@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 
 from lightning_paral import ParalFSDPStrategy
 from lightning_paral.errors import ConfigurationError
-from tests.rank_pool import RankError
 from tests.running import quiet_trainer
 
 
@@ -142,8 +141,3 @@ def test_optimizer_of_the_command_line_trains_as_in_one_process(on_ranks, strate
     expected = fit_by_cli("auto", 1, 8)
     for found in on_ranks(2, fit_by_cli, strategy, 2, batch_size):
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
-
-
-def test_optimizer_with_states_from_before_sharding_is_refused(on_ranks) -> None:
-    with pytest.raises(RankError, match=r"Adagrad was created before Two was sharded, and already has states"):
-        on_ranks(2, fit_by_cli, "paral_fsdp", 2, 4, "Adagrad")

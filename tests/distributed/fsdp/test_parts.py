@@ -1,20 +1,13 @@
 """Components of the FSDP engine: the gradient scaler, averaged gradients, norms, and recovery after a failure."""
 
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_paral.comm.broadcast import broadcast
-from lightning_paral.distributed.failures import reachable as reaching
-from lightning_paral.distributed.failures.survivors import StepPosition
 from lightning_paral.distributed.mesh import ParallelDims, make_mesh
-from lightning_paral.engines.fsdp.gather import gather_after_failure
 from lightning_paral.engines.fsdp.precision import ShardedScaler
-from lightning_paral.engines.fsdp.replicated_tensors import AveragedGradients
 from lightning_paral.model.clipping import clip_by_norm, clip_by_value
 from lightning_paral.model.full_tensors import gradient_norm
 
@@ -94,56 +87,3 @@ def test_scaler_unscales_shards_and_all_ranks_skip_together(on_ranks) -> None:
         torch.testing.assert_close(stepped, expected)
     for skipped in on_ranks(2, step_with_scaler, 1):
         assert all(not parameter.any() for parameter in skipped)
-
-
-def average_and_broadcast() -> list[Tensor]:
-    rank = dist.get_rank()
-    scalars = [nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.tensor(2.0)).requires_grad_(False)]
-    averaged = AveragedGradients(scalars, 2)
-    for _ in range(2):  # accumulates
-        (scalars[0] * (rank + 1)).backward()
-    scalars[1].requires_grad_(True)
-    (scalars[0] * 0 + scalars[1] * rank).backward()
-    averaged.remove()
-    tensors = [torch.full((3,), rank), torch.full((2, 2), float(rank)), torch.full((600_000,), rank + 0.5)[::2]]
-    broadcast(tensors)
-    return [scalars[0].grad, scalars[1].grad, *tensors]
-
-
-def test_gradients_are_averaged_and_tensors_are_rank_zeros(on_ranks) -> None:
-    for first, second, *tensors in on_ranks(2, average_and_broadcast):
-        assert first == 3.0
-        assert second == 0.5
-        assert [tensor.unique().tolist() for tensor in tensors] == [[0], [0.0], [0.5]]
-
-
-def gather_alone() -> bool:
-    patience, reaching.PATIENCE = reaching.PATIENCE, timedelta(seconds=0.5)
-    try:
-        if dist.get_rank():
-            dist.barrier()  # rank 1 is too late, and gets an error
-        reachable = reaching.wait_for_ranks("a run", StepPosition(), [0, 1], timedelta(seconds=30))
-        if not dist.get_rank():
-            dist.barrier()
-    finally:
-        reaching.PATIENCE = patience
-    return gather_after_failure(reachable) == "the run failed on some of its ranks only"
-
-
-def test_rank_that_failed_alone_does_not_wait_forever(on_ranks) -> None:
-    assert on_ranks(2, gather_alone) == [True, True]
-
-
-def gather_together() -> Tensor:
-    mesh = make_mesh(CPU, dims_of(2))
-    reachable = reaching.wait_for_ranks(
-        f"another run of {dist.get_world_size()}", StepPosition(), [0, 1, 0, 1], timedelta(seconds=30)
-    )
-    gather = gather_after_failure(reachable)
-    assert not isinstance(gather, str)
-    return gather(distribute_tensor(torch.arange(15.0).view(5, 3), mesh, [Replicate(), Shard(0)]))
-
-
-def test_ranks_that_all_failed_gather_over_a_new_group(on_ranks) -> None:
-    for gathered in on_ranks(4, gather_together):
-        assert torch.equal(gathered, torch.arange(15.0).view(5, 3))

@@ -39,14 +39,7 @@ class Normalized(LightningModule):
         self.average = 0.9 * self.average + 0.1 * batch.mean(dim=0)
         self.queue.data[:, 0] = batch[0]
         self.flag = batch.sum() > 0
-        loss = ((self.net(batch) - batch - self.average) ** 2).mean()
-        if self.automatic_optimization:
-            return loss
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return loss.detach()
+        return ((self.net(batch) - batch - self.average) ** 2).mean()
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.in_validation.append(self.values())
@@ -61,10 +54,9 @@ def rows(num: int, seed: int, rank: int) -> DataLoader[Tensor]:
     return DataLoader(data[rank::2], batch_size=4)
 
 
-def fit(strategy: str, manual: bool = False, of_strategy: Any = None, **options: Any) -> dict[str, Any]:
+def fit(strategy: str, of_strategy: Any = None, **options: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Normalized()
-    model.automatic_optimization = not manual
     defaults = {"max_epochs": 2, "use_distributed_sampler": False, "num_sanity_val_steps": 0}
     trainer = quiet_trainer(strategy=strategy_of(strategy, **(of_strategy or {})), devices=2, **(defaults | options))
     trainer.fit(model, rows(48, 1, trainer.global_rank), rows(16, 2, trainer.global_rank))
@@ -87,24 +79,6 @@ def test_buffers_equal_those_under_ddp(on_ranks, strategy: str, accumulate: int)
         for stage in ("training", "validation"):
             assert torch.tensor(found[stage]).sub(torch.tensor(expected[rank][stage])).abs().max() < 1e-4
         assert found["validation"][-1] == found["after"]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_rank_zeros_buffers_are_evaluated_in_manual_optimization(on_ranks, strategy: str) -> None:
-    first, second = on_ranks(2, fit, strategy, True)
-
-    assert first["validation"] == second["validation"]
-    assert first["training"] == second["training"]
-    assert first["after"] == second["after"]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_rank_zeros_buffers_are_evaluated_between_micro_batches(on_ranks, strategy: str) -> None:
-    options = {"accumulate_grad_batches": 3, "val_check_interval": 4, "max_epochs": 1}
-    first, second = on_ranks(2, partial(fit, strategy, **options))
-
-    assert len(first["validation"]) > 1
-    assert first["validation"] == second["validation"]
 
 
 @pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero1"])

@@ -13,6 +13,7 @@ from lightning_paral.engines.zero.training.gradients import GradientsNotReadyErr
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.options import Offload
 from tests.compile_operators import skip_unless_compilable
+from tests.models.reading import read_values
 from tests.models.regression import regression_data
 from tests.models.several_optimizers import Fitted, Plain, Toggled, fit
 from tests.running import assert_same_fit, quiet_trainer
@@ -80,28 +81,15 @@ class Reading(Plain):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         of_generator = optimizer is self.trainer.optimizers[0]
         network = self.generator if of_generator else self.discriminator
-        strategy: Any = self.trainer.strategy
-        for name, parameter in network.named_parameters():
-            key = f"{of_generator} {name}"
-            if isinstance(strategy, ParalZeROStrategy):
-                self.seen[key] = strategy.full_gradient(parameter)
-                if self.trainer.global_step > 1:
-                    self.seen[f"{key} exp_avg"] = strategy.full_optimizer_state(parameter, "exp_avg")
-                self.seen[f"{key} value"] = strategy.full_parameter(parameter)
-                self.seen[f"{of_generator} norm"] = strategy.gradient_norm(optimizer)
-            else:
-                self.seen[key] = parameter.grad.clone()
-                if self.trainer.global_step > 1:
-                    self.seen[f"{key} exp_avg"] = optimizer.state[parameter]["exp_avg"].clone()
-                self.seen[f"{key} value"] = parameter.detach().clone()
-                gradients = [p.grad for p in network.parameters()]
-                self.seen[f"{of_generator} norm"] = torch.nn.utils.get_total_norm(gradients)
+        parameters = {f"{of_generator} {name}": parameter for name, parameter in network.named_parameters()}
+        with_state = self.trainer.global_step > 1
+        self.seen |= read_values(self.trainer.strategy, parameters, optimizer, with_state=with_state)
 
 
 def read(strategy: str | None, num_ranks: int) -> dict[str, Tensor]:
     model = Reading()
     fit(model, num_ranks, 2, **({} if strategy is None else {"strategy": strategy_of(strategy)}))
-    return {name: value.detach().clone() for name, value in model.seen.items()}
+    return model.seen
 
 
 @pytest.mark.parametrize("strategy", ["paral_zero1", "zero3, nothing kept"])

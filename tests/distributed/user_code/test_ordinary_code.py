@@ -1,156 +1,17 @@
-"""Unused networks, classes that resist subclassing, precision, and layers that Lightning replaces."""
+"""Precision of weights under FSDP, and layers that Lightning replaces."""
 
-import abc
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.plugins.layer_sync import LayerSync
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
-from lightning_paral import ParalDDPStrategy, ParalFSDPStrategy
-from tests.models.blocks import GAN, Block, Tied
-from tests.models.tokens import LENGTH, VOCABULARY, Fitted, fit, token_loader
-from tests.running import assert_same_fit, quiet_trainer
+from tests.models.blocks import Block, Tied
+from tests.models.tokens import LENGTH, Fitted, fit, token_loader
+from tests.running import quiet_trainer
 
 NUM_BATCHES = 4
-T = TypeVar("T")
-
-
-class GANWithTail(GAN):
-    """Has an unused network without an optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tail = nn.Linear(3, 3)
-
-
-def fit_gan_without_finding_unused() -> str:
-    strategy = ParalDDPStrategy(find_unused_parameters=False)
-    with pytest.raises(RuntimeError) as caught:
-        fit(GANWithTail, NUM_BATCHES, 2, strategy=strategy)
-    return str(caught.value)
-
-
-def test_parameters_that_are_not_toggled_are_named(on_ranks) -> None:
-    for message in on_ranks(2, fit_gan_without_finding_unused):
-        assert "discriminator.0.weight, discriminator.0.bias" in message
-        assert "tail.weight" in message
-        assert "generator" not in message
-        assert "find_unused_parameters=True" in message
-
-
-# Classes under FSDP
-
-
-class Keyed(nn.Linear):
-    def __init_subclass__(cls, *, key: str) -> None:
-        cls.key = key
-
-
-class Known(type):
-    names: ClassVar[list[str]] = []
-
-    def __new__(mcs, name: str, bases: Any, attributes: Any) -> Any:
-        assert name not in mcs.names
-        mcs.names.append(name)
-        return super().__new__(mcs, name, bases, attributes)
-
-
-class KeyedOnce(Keyed, key="once"):
-    pass
-
-
-class Registered(nn.Linear, metaclass=Known):
-    pass
-
-
-class Abstract(nn.Linear, abc.ABC):
-    pass
-
-
-class Slotted(nn.Linear):
-    __slots__ = ("extra",)
-
-
-class GenericFirst(Generic[T], nn.Linear):
-    pass
-
-
-class GenericLast(nn.Linear, Generic[T]):
-    pass
-
-
-class Parametrized(GenericFirst[int]):
-    pass
-
-
-class WithNew(nn.Linear):
-    def __new__(cls, rows: int, columns: int) -> Any:
-        return super().__new__(cls)
-
-
-KINDS = (KeyedOnce, Registered, Abstract, Slotted, GenericFirst, GenericLast, Parametrized, WithNew)
-
-
-class Base(Generic[T], Fitted):
-    pass
-
-
-class AllKinds(Base[int]):
-    """Has layers of classes that resist subclassing, or notice it."""
-
-    expected_name = "AllKinds"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(kind(LENGTH, LENGTH) for kind in KINDS))
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        assert [type(layer).__name__ for layer in self.layers] == [kind.__name__ for kind in KINDS]
-        assert all(isinstance(layer, kind) for layer, kind in zip(self.layers, KINDS, strict=True))
-        assert (type(self).__module__, type(self).__qualname__) == (__name__, self.expected_name)
-        return self.layers(batch[0].float() / VOCABULARY).square().mean()
-
-
-class KeepsShardedClasses(AllKinds):
-    expected_name = "KeepsShardedClasses"
-
-    def on_train_start(self) -> None:
-        assert all(isinstance(layer, FSDPModule) for layer in self.layers)
-        assert str(self.layers[0]) == "KeyedOnce(in_features=6, out_features=6, bias=True)"
-
-
-def fit_all_kinds(num_ranks: int) -> Any:
-    fitted = fit(KeepsShardedClasses, NUM_BATCHES, num_ranks, strategy=ParalFSDPStrategy(units=[nn.Linear]))
-    assert KeyedOnce.key == "once"
-    return fitted
-
-
-def test_modules_of_any_class_are_sharded_under_their_own_names(on_ranks) -> None:
-    assert_same_fit(on_ranks(2, fit_all_kinds, 2), fit(AllKinds, NUM_BATCHES, 1))
-
-
-# Outputs of steps under FSDP
-
-
-class WithoutLoss(Tied):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"total": self.loss(batch)}
-
-
-def fit_without_loss() -> None:
-    with pytest.raises(MisconfigurationException, match="'loss' key needs to be present"):
-        fit(WithoutLoss, 1, 1, strategy="paral_fsdp")
-
-
-def test_step_without_loss_raises_the_error_of_lightning(on_ranks) -> None:
-    on_ranks(1, fit_without_loss)
-
-
-# Precision under FSDP
 
 
 class BuiltLater(Tied):

@@ -2,17 +2,15 @@
 
 import copy
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 
-from tests.models.regression import Regression, regression_data
 from tests.running import quiet_trainer
 
 
@@ -63,42 +61,3 @@ def test_copies_equal_the_originals(on_ranks, strategy: str) -> None:
     assert not {row for batch in ranks[0][0][1] for row in batch} & {
         row for batch in ranks[1][0][1][:2] for row in batch
     }
-
-
-def test_class_of_a_users_loader_is_kept(tmp_path: Path) -> None:
-    trainer = quiet_trainer(strategy="paral_ddp", devices=1, max_steps=1)
-    trainer.fit(BoringModel(), Own(torch.randn(4, 32), 2), Own(torch.randn(4, 32), 2))
-    again = pickle.loads(pickle.dumps(trainer.val_dataloaders))
-    assert isinstance(again, Own)
-    assert rows(again) == rows(trainer.val_dataloaders)
-
-
-class Own(DataLoader[Any]):
-    """A loader of the user's."""
-
-
-class CopiesCallbacks(Callback):
-    """Copies the callbacks during a run."""
-
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        for copied in (
-            copy.deepcopy(trainer.checkpoint_callback),
-            pickle.loads(pickle.dumps(trainer.checkpoint_callback)),
-        ):
-            assert copied.on_exception.__self__ is copied
-        assert len(copy.deepcopy(trainer.callbacks)) == len(trainer.callbacks)  # progress bars hold the trainer
-
-
-def test_callbacks_are_copied_and_pickled_during_a_run(tmp_path: Path) -> None:
-    saving = ModelCheckpoint(tmp_path)
-    trainer = quiet_trainer(
-        strategy="paral_ddp",
-        max_steps=1,
-        callbacks=[saving, CopiesCallbacks()],
-        enable_checkpointing=True,
-        enable_progress_bar=True,
-    )
-
-    trainer.fit(Regression(), regression_data(1, 2))
-
-    assert "on_exception" not in vars(saving)

@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import Parameter
+from torch import Tensor
 
 from lightning_paral import ParalZeROStrategy
 from lightning_paral.checkpoint.lazy_tensor import materialize
 from lightning_paral.checkpoint.load import peek
-from lightning_paral.engines.zero.state.engine_shards import EngineShards
 from tests.contract.cases import MAIN
-from tests.models.regression import FEATURES, Regression, fit, regression_data
+from tests.models.regression import Regression, fit, regression_data
 from tests.running import assert_same_fit, quiet_trainer
 
 
@@ -85,60 +83,6 @@ def test_master_weights_change_only_where_weights_were_written(on_ranks, label: 
         moved = (second - first).abs()
         assert moved[0].max() < 0.05  # one step of AdamW with lr=1e-2
         assert ((second[1] - 0.5).abs() < 0.05).all()
-
-
-def fit_plainly(label: str) -> int:
-    taken_over = 0
-    adopt = EngineShards.write_full_values
-
-    def count(self: EngineShards, written: list[Any]) -> None:
-        nonlocal taken_over
-        taken_over += len(written)
-        adopt(self, written)
-
-    EngineShards.write_full_values = count  # type: ignore[method-assign]
-    try:
-        model = Regression()
-        quiet_trainer(max_epochs=1, devices=2, strategy=STRATEGIES[label]()).fit(model, regression_data(3, 2))
-    finally:
-        EngineShards.write_full_values = adopt  # type: ignore[method-assign]
-    assert all(type(parameter) is Parameter for parameter in model.parameters())
-    return taken_over
-
-
-@pytest.mark.parametrize("label", STRATEGIES)
-def test_fit_without_writes_copies_nothing(on_ranks, label: str) -> None:
-    assert on_ranks(2, fit_plainly, label) == [0, 0]
-
-
-class ReadingInEvaluation(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms: list[float] = []
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.norms.append(float(self.hidden.weight.norm()))
-
-    def on_validation_epoch_end(self) -> None:
-        self.norms.append(float(torch.stack([p.norm() for p in self.parameters()]).norm()))
-        self.out.bias.data.zero_()
-        self.norms.append(sum(p.numel() for p in self.parameters()))
-
-
-def validate(label: str) -> Any:
-    torch.manual_seed(3)
-    model = ReadingInEvaluation()
-    expected = [float(model.hidden.weight.norm()), float(nn.utils.parameters_to_vector(model.parameters()).norm())]
-    trainer = quiet_trainer(devices=2, strategy=STRATEGIES[label]())
-    trainer.validate(model, regression_data(1, 2), verbose=False)
-    return model.norms, expected, model.out.bias.tolist()
-
-
-@pytest.mark.parametrize("label", STRATEGIES)
-def test_hooks_in_evaluation_read_and_write_full_parameters(on_ranks, label: str) -> None:
-    for norms, (of_hidden, of_all), bias in on_ranks(2, validate, label):
-        assert norms == pytest.approx([of_hidden, of_all, FEATURES * 32 + 32 + 64 + 2])
-        assert bias == [0.0, 0.0]
 
 
 def offloaded() -> Any:

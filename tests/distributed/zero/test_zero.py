@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from lightning_paral import ParalZeROStrategy
 from tests.benchmarks.zero_memory import bytes_by_formula, bytes_held
 from tests.benchmarks.zero_traffic import model_sizes_by_formula, model_sizes_sent_per_step
+from tests.models.reading import read_values
 from tests.models.regression import Regression, fit_regression, regression_data
 from tests.running import assert_same_fit, quiet_trainer
 
@@ -55,15 +55,6 @@ def test_bf16_true_keeps_low_precision_weights_and_trains(on_ranks, strategy: st
     torch.testing.assert_close(losses, torch.tensor(expected), rtol=0.1, atol=0.0)
 
 
-def fit_autocast_then_fp32() -> Any:
-    losses_with_autocast("paral_zero2")
-    return fit_regression(10, 1, 2, strategy="paral_zero2")
-
-
-def test_autocast_ends_with_its_fit(on_ranks) -> None:
-    assert_same_fit(on_ranks(2, fit_autocast_then_fp32), fit_regression(10, 1, 1))
-
-
 # Accumulation, clipping, hooks
 
 
@@ -82,23 +73,8 @@ class Hooked(Regression):
         self.calls.append("on_after_backward")
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        strategy = self.trainer.strategy
-        read = {}
-        if isinstance(strategy, ParalZeROStrategy):
-            for name, parameter in self.named_parameters():
-                read[name] = strategy.full_gradient(parameter)
-                read[f"{name} fp32"] = strategy.full_parameter(parameter)
-                if self.trainer.global_step > 0:
-                    read[f"{name} exp_avg"] = strategy.full_optimizer_state(parameter, "exp_avg")
-            read["norm"] = strategy.gradient_norm()
-        else:
-            for name, parameter in self.named_parameters():
-                read[name] = parameter.grad.clone()
-                read[f"{name} fp32"] = parameter.detach().clone()
-                if self.trainer.global_step > 0:
-                    read[f"{name} exp_avg"] = optimizer.state[parameter]["exp_avg"].clone()
-            read["norm"] = torch.nn.utils.get_total_norm([p.grad for p in self.parameters()])
-        self.seen.append({name: value.detach().clone() for name, value in read.items()})
+        parameters, with_state = dict(self.named_parameters()), self.trainer.global_step > 0
+        self.seen.append(read_values(self.trainer.strategy, parameters, optimizer, with_state=with_state))
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
@@ -159,59 +135,6 @@ def test_overridden_hooks_take_effect(on_ranks, strategy: str) -> None:
 # Evaluation, several runs, failures
 
 
-class Evaluated(Regression):
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log("loss", torch.nn.functional.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
-
-    test_step = validation_step
-
-    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return self(batch[0])
-
-
-class WithoutOptimizer(Evaluated):
-    configure_optimizers = None  # type: ignore[assignment]
-
-
-def evaluate_in_any_order(num_ranks: int, strategy: str) -> list[float]:
-    torch.manual_seed(3)
-    model = Evaluated()
-    data = regression_data(4, num_ranks)
-    found = []
-
-    def trainer() -> Any:
-        return quiet_trainer(devices=num_ranks, strategy=strategy, max_epochs=1)
-
-    for kind in (Evaluated, WithoutOptimizer):
-        alone = kind()
-        alone.load_state_dict(model.state_dict())
-        found.append(trainer().predict(alone, data)[0].sum().item() if num_ranks == 1 else 0.0)
-        if num_ranks > 1:
-            total = trainer().predict(alone, data)[0].sum()
-            dist.all_reduce(total)
-            found[-1] = total.item()
-        found.append(trainer().validate(alone, data, verbose=False)[0]["loss"])
-    one = trainer()
-    one.validate(model, data, verbose=False)
-    one.fit(model, data, data)
-    found.append(one.test(model, data, verbose=False)[0]["loss"])
-    one.fit_loop.max_epochs = 2
-    one.fit(model, data, data)
-    found.append(one.validate(model, data, verbose=False)[0]["loss"])
-    return found
-
-
-def evaluate_in_any_order_on_rank(strategy: str) -> list[float]:
-    return evaluate_in_any_order(2, strategy)
-
-
-@pytest.mark.parametrize("strategy", WITH_OFFLOAD)
-def test_fit_and_evaluation_in_any_order(on_ranks, strategy: str) -> None:
-    expected = evaluate_in_any_order(1, "auto")
-    for found in on_ranks(2, evaluate_in_any_order_on_rank, strategy):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
 class Failing(Regression):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         if batch_idx == 2:
@@ -243,79 +166,6 @@ def test_fit_after_a_failed_one(on_ranks, strategy: str) -> None:
     assert_same_fit(on_ranks(2, fit_after_failure, strategy), fit_regression(8, 1, 1), tolerance)
     if strategy == "paral_zero3_nvme":
         assert list(nvme_folder().iterdir()) == []
-
-
-class FollowsTheHint(Regression):
-    """Reads the state of the optimizer as the error about `optimizer.state` says."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        weight = self.hidden.weight
-        with pytest.raises(RuntimeError) as refused:
-            self.trainer.optimizers[0].state[weight]
-        hint = str(refused.value).split("`")[1]
-        assert hint == 'self.trainer.strategy.full_optimizer_state(parameter, "momentum_buffer")'
-        self.read = eval(hint, {"self": self, "parameter": weight})
-
-
-def follow_the_hint(strategy: str) -> bool:
-    model = FollowsTheHint()
-    quiet_trainer(max_steps=2, devices=2, strategy=strategy).fit(model, regression_data(5, 2))
-    return bool(model.read.shape == model.hidden.weight.shape and model.read.any())
-
-
-@pytest.mark.parametrize("strategy", STAGES)
-def test_error_about_the_optimizers_state_names_a_state_that_it_has(on_ranks, strategy: str) -> None:
-    assert on_ranks(2, follow_the_hint, strategy) == [True, True]
-
-
-class FailingBetweenSteps(Regression):
-    def on_train_epoch_start(self) -> None:
-        raise ZeroDivisionError("on purpose")
-
-
-def fail_between_steps() -> tuple[int, int]:
-    module = FailingBetweenSteps()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with pytest.raises(ZeroDivisionError):
-            quiet_trainer(max_epochs=1, devices=2, strategy="paral_zero3").fit(module, regression_data(5, 2))
-    said = sum("stays partitioned, because the run failed" in str(warning.message) for warning in caught)
-    return sum(value.numel() for value in module.state_dict().values()), said
-
-
-def test_module_without_weights_after_a_failure_is_reported_once(on_ranks) -> None:
-    assert on_ranks(2, fail_between_steps) == [(0, 1), (0, 0)]
-
-
-def restores_after_setup_of_fsdp() -> bool:
-    module = FailingBetweenSteps()
-    with pytest.raises(ZeroDivisionError):
-        quiet_trainer(max_epochs=1, devices=2, strategy="paral_zero3").fit(module, regression_data(5, 2))
-    strategy = quiet_trainer(devices=2, strategy="paral_fsdp").strategy
-    strategy.connect(module)
-    return strategy.restore_checkpoint_after_setup
-
-
-def test_fsdp_restores_a_module_that_zero_left_partitioned_after_setup(on_ranks) -> None:
-    assert on_ranks(2, restores_after_setup_of_fsdp) == [True, True]
-
-
-def save_checkpoint(strategy: str, folder: str) -> list[str]:
-    model = Regression()
-    trainer = quiet_trainer(
-        max_epochs=1, devices=2, strategy=strategy, enable_checkpointing=True, default_root_dir=folder
-    )
-    trainer.fit(model, regression_data(2, 2))
-    return sorted(path.name for path in Path(trainer.checkpoint_callback.best_model_path).iterdir())
-
-
-@pytest.mark.parametrize("strategy", STAGES)
-def test_checkpoint_callback_saves_the_shards_of_each_rank(on_ranks, tmp_path: Path, strategy: str) -> None:
-    for names in on_ranks(2, save_checkpoint, strategy, str(tmp_path)):
-        assert {"__0_0.distcp", "__1_0.distcp", "meta.pt", "manifest.json"} <= set(names)
 
 
 # Memory and traffic, counted
