@@ -11,11 +11,6 @@ from tests.contract.user_code.models import WIDTH, Normalized, Supervised, valid
 from tests.contract.user_code.rows import row
 
 row(
-    "buffers of BatchNorm in training",
-    sentence="nn.BatchNorm1d; its running statistics in the checkpoint.",
-    reference="ddp",
-)(Normalized)
-row(
     "buffers of BatchNorm in validation",
     sentence="nn.BatchNorm1d; what validation logs, which uses running statistics.",
     reference="ddp",
@@ -83,26 +78,6 @@ class InPlace(Assigned):
         return loss
 
 
-@row("buffer reduced over ranks by hand", only=RANKS, names="all_reduce")
-class Reduced(Assigned):
-    """A running mean that is all-reduced by torch.distributed where it is initialized (DINO, VQ-VAE)."""
-
-    def batch_mean(self, features: Any) -> Any:
-        mean = features.mean(dim=0)
-        if dist.is_initialized():
-            dist.all_reduce(mean)
-            mean /= dist.get_world_size()
-        return mean
-
-
-@row("buffer reduced by self.all_gather", names="all_gather")
-class Gathered(Assigned):
-    """A running mean over self.all_gather(features) (MoCo's queue)."""
-
-    def batch_mean(self, features: Any) -> Any:
-        return self.all_gather(features).view(-1, WIDTH).mean(dim=0)
-
-
 @row("buffer that counts steps")
 class Counter(Supervised):
     """self.count += 1 of an integer buffer in the step; its value schedules the loss."""
@@ -113,15 +88,6 @@ class Counter(Supervised):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.count += 1
-        return self.loss(batch) / self.count
-
-
-@row("buffer that counts steps, assigned")
-class AssignedCounter(Counter):
-    """self.count = self.count + 1 of an integer buffer in the step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.count = self.count + 1
         return self.loss(batch) / self.count
 
 

@@ -55,8 +55,6 @@ def skip(blocks: Any, x: Tensor) -> Tensor:
 
 
 add_chain("the first left out", "A step that does not call the first block.", lambda b, x: through(b[1:], x))
-add_chain("the last left out", "A step that does not call the last block.", lambda b, x: through(b[:-1], x))
-add_chain("one called twice", "The first block is called again after the last.", lambda b, x: through([*b, b[0]], x))
 add_chain("the first under no_grad", "The first block computes under no_grad.", without_gradients_of_first)
 add_chain("an output used at the end", "The first block's output is added to the last one's (U-Net).", skip)
 add_chain("an output used past the next", "The third block gets the sum of the two outputs before it.", past_next)

@@ -79,16 +79,6 @@ class ByAll(Supervised):
         return loss
 
 
-@row("derivatives along a direction, by torch.func", since="2.13", names="forward.mode")
-class Directional(Skipping):
-    """torch.func.jvp(self, (inputs,), (direction,)) in the loss."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        inputs, targets = batch
-        outputs, slopes = torch.func.jvp(self, (inputs,), (torch.ones_like(inputs),))
-        return nn.functional.mse_loss(outputs, targets) + 0.1 * slopes.pow(2).mean()
-
-
 @row("derivatives along a direction, by dual tensors", names="forward.mode")
 class Dual(Skipping):
     """torch.autograd.forward_ad.make_dual and unpack_dual in the loss."""
@@ -118,27 +108,6 @@ class PerSample(Supervised):
         return self.loss(batch)
 
 
-@row("derivatives of each output, by torch.func", since="2.13", names="autograd.grad|torch.func")
-class Jacobian(Skipping):
-    """torch.func.vmap(torch.func.jacrev(self)) in the loss (sensitivity)."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        inputs, _ = batch
-        slopes = torch.func.vmap(torch.func.jacrev(lambda x: self(x[None])[0]))(inputs)
-        return self.loss(batch) + 0.1 * slopes.pow(2).mean()
-
-
-@row("derivatives of each output, by torch.autograd.functional", loaders=validated, names="autograd.grad")
-class FunctionalJacobian(Skipping):
-    """torch.autograd.functional.jacobian(self, inputs) in validation_step."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        with torch.inference_mode(False), torch.enable_grad():
-            slopes = torch.autograd.functional.jacobian(lambda x: self(x).sum(dim=0), batch[0].clone())
-        self.log("slopes", slopes.pow(2).mean(), sync_dist=True)
-        self.zero_grad()
-
-
 @row("derivatives by the head's weight")
 class Balanced(Supervised):
     """torch.autograd.grad of two losses by the head's weight, of which values are logged (GradNorm)."""
@@ -151,39 +120,6 @@ class Balanced(Supervised):
             (slope,) = torch.autograd.grad(loss, self.head.weight, retain_graph=True)
             self.log(f"slope of loss {name}", slope.sum(), sync_dist=True)
         return losses[0] + losses[1]
-
-
-@row("derivatives after the backbone, by torch.func", names="torch.func")
-class OfHead(Supervised):
-    """torch.func.vmap(torch.func.grad(...)) of the head alone, by the features."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        inputs, targets = batch
-        features = self.backbone(inputs)
-        slopes = torch.func.vmap(torch.func.grad(lambda h: self.head(h).sum()))(features)
-        return nn.functional.mse_loss(self.head(features), targets) + 0.1 * slopes.pow(2).mean()
-
-
-@row("derivatives by all parameters, of unused ones none", names="autograd.grad")
-class AllowingUnused(Supervised):
-    """torch.autograd.grad(loss, self.parameters(), allow_unused=True), of which those that are not None are logged."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        slopes = torch.autograd.grad(loss, list(self.parameters()), retain_graph=True, allow_unused=True)
-        self.log("slopes", sum(each.sum() for each in slopes if each is not None), sync_dist=True)
-        return loss
-
-
-@row("derivatives by the outputs")
-class ByOutputs(Supervised):
-    """torch.autograd.grad by the outputs, create_graph=True, in the loss."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        inputs, targets = batch
-        outputs = self(inputs)
-        (slope,) = torch.autograd.grad(outputs.square().sum(), outputs, create_graph=True)
-        return nn.functional.mse_loss(outputs, targets) + 0.1 * slope.square().mean()
 
 
 @row("derivatives of a network beside the blocks", names="autograd.grad")

@@ -32,14 +32,6 @@ class FrozenInHook(Supervised):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
-@row("freezing by self.freeze() of a part in setup")
-class FrozenInSetup(Supervised):
-    """self.backbone.blocks.eval(), requires_grad_(False) in setup()."""
-
-    def setup(self, stage: str) -> None:
-        self.backbone.blocks.requires_grad_(False)
-
-
 @row("unfreezing by hand, optimizer has all", trainer=LONGER, names="backbone.stem")
 class Unfrozen(Supervised):
     """A frozen backbone whose parameters the optimizer has; requires_grad_(True) in on_train_epoch_start."""
@@ -192,13 +184,6 @@ class UsedIn(SometimesUsed):
 
     def configure_optimizers(self) -> Any:
         return self.optimizer(self.parameters(), lr=1e-2, weight_decay=0.5)
-
-
-@row("parameters used in later steps", names="spare")
-class UsedLater(UsedIn):
-    """A layer that only the last two batches use, by SGD with weight decay."""
-
-    used = (2, 3)
 
 
 @row("parameters used in early steps, by AdamW", names="spare", apart=(r"optimizer_states: 0: state: \d+: step",))

@@ -24,15 +24,6 @@ class LoggedNorms(Supervised):
         self.log_dict(grad_norm(self, norm_type=2))
 
 
-@row("gradient norm, whole, read", names=GRAD)
-class ReadTotal(Supervised):
-    """torch.stack([p.grad.norm() ...]).norm() in on_before_optimizer_step."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        norms = [p.grad.detach().norm(2) for p in self.parameters() if p.grad is not None]
-        self.seen.append([len(norms), float(torch.stack(norms).norm(2))])
-
-
 @row("gradient norm by get_total_norm", names=GRAD)
 class GetTotal(Supervised):
     """torch.nn.utils.get_total_norm of all gradients in on_before_optimizer_step."""
@@ -122,27 +113,6 @@ class Normalized(Supervised):
             p.grad.div_(p.grad.norm() + 1e-2)
 
 
-@row("gradients centralized", names=GRAD)
-class Centralized(Supervised):
-    """p.grad -= p.grad.mean(dim=..., keepdim=True) for matrices in on_before_optimizer_step."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for p in self.parameters():
-            if p.grad is not None and p.dim() > 1:
-                p.grad -= p.grad.mean(dim=1, keepdim=True)
-
-
-@row("gradient noise", names=GRAD)
-class Noise(Supervised):
-    """p.grad.add_(noise) with noise of p.grad.shape from one generator in on_before_optimizer_step."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        generator = torch.Generator().manual_seed(self.global_step)
-        for p in self.parameters():
-            if p.grad is not None:
-                p.grad.add_(0.1 * torch.randn(p.grad.shape, generator=generator))
-
-
 @row("gradient rows set to zero", names=GRAD)
 class ZeroedRows(Supervised):
     """p.grad[0].zero_() and p.grad[:, 1] = 0 in on_after_backward (frozen rows of an embedding)."""
@@ -203,20 +173,6 @@ class ClipInHook(Supervised):
         self.seen.append(float(_norm(self.backbone.blocks.parameters())))
 
 
-@row("clip_grad_norm_ of param_groups in optimizer_step", names=GRAD)
-class ClipInStep(Supervised):
-    """A closure that clips optimizer.param_groups in an overridden optimizer_step."""
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
-        def clipped() -> Any:
-            loss = closure()
-            for group in optimizer.param_groups:
-                _norm(group["params"])
-            return loss
-
-        super().optimizer_step(epoch, batch_idx, optimizer, clipped)
-
-
 @row("clip_grad_value_ of self.parameters()", names=GRAD)
 class ClipValues(Supervised):
     """clip_grad_value_(self.parameters(), ...) in configure_gradient_clipping."""
@@ -231,18 +187,6 @@ class ClipBySelf(Supervised):
 
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         self.clip_gradients(optimizer, gradient_clip_val=0.2 + 0.1 * self.global_step, gradient_clip_algorithm="norm")
-
-
-row(
-    "Trainer(gradient_clip_val=0.2)",
-    sentence="Clipping by the norm, by the Trainer.",
-    trainer={"gradient_clip_val": 0.2},
-)(Supervised)
-row(
-    "Trainer(gradient_clip_algorithm='value')",
-    sentence="Clipping by value, by the Trainer.",
-    trainer={"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
-)(Supervised)
 
 
 BETWEEN: dict[str, tuple[str, Any]] = {
@@ -262,14 +206,6 @@ for label, (said, act) in BETWEEN.items():
     add(f"{label} in manual optimization", f"{said} between manual_backward and optimizer.step().", made, names=GRAD)
 
 
-@row("self.clip_gradients in manual optimization")
-class ManualClipBySelf(Manual):
-    """self.clip_gradients between manual_backward and optimizer.step()."""
-
-    def between(self, optimizer: Any) -> None:
-        self.clip_gradients(optimizer, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
-
-
 @row("gradient accumulation, not automatic")
 class ManualAccumulation(Manual):
     """Manual optimization that steps every second batch, and at the last."""
@@ -282,39 +218,6 @@ class ManualAccumulation(Manual):
             optimizer.step()
             optimizer.zero_grad()
         return loss
-
-
-@row("gradients by torch.autograd.grad of inputs", names="autograd.grad")
-class Penalty(Supervised):
-    """A gradient penalty: torch.autograd.grad of the outputs by the inputs, create_graph=True (WGAN-GP)."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        inputs, targets = batch
-        inputs = inputs.clone().requires_grad_()
-        outputs = self(inputs)
-        (slopes,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
-        penalty = (slopes.norm(dim=1) - 1).square().mean()
-        return torch.nn.functional.mse_loss(outputs, targets) + 0.1 * penalty
-
-
-@row("gradients by torch.autograd.grad of parameters")
-class ParameterGradients(Supervised):
-    """torch.autograd.grad of the loss by a layer's weight inside training_step (GradNorm, VQGAN's adaptive weight)."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        (slope,) = torch.autograd.grad(loss, self.head.weight, retain_graph=True)
-        return loss * (1 + 0 * slope.norm().detach()) + 0.01 * self.head.weight.sum()
-
-
-@row("gradient hook of a parameter, scaled", names="ParameterHook")
-class ParameterHook(Supervised):
-    """p.register_hook(lambda g: g * 0.5) in __init__."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for p in [*self.head.parameters(), *self.backbone.blocks[0].parameters()]:
-            p.register_hook(lambda grad: grad * 0.5)
 
 
 @row("gradient hook of a parameter, counting")

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection
 from torchmetrics.regression import MeanAbsoluteError, PearsonCorrCoef
 
@@ -24,18 +23,6 @@ class StepAndEpoch(Supervised):
         self.log("val", self.loss(batch), on_step=True, on_epoch=True, sync_dist=True)
 
 
-@row("logging by log_dict with reductions", loaders=validated)
-class Reductions(Supervised):
-    """self.log_dict, reduce_fx="sum", "max", "min", sync_dist=True."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        losses = (self(batch[0]) - batch[1]).square().mean(dim=1)
-        self.log_dict({"a": losses.mean(), "b": losses.mean() * 2}, sync_dist=True)
-        self.log("sum", losses.sum(), reduce_fx="sum", sync_dist=True)
-        self.log("max", losses.max(), reduce_fx="max", sync_dist=True)
-        self.log("min", losses.min(), reduce_fx="min", sync_dist=True)
-
-
 @row("logging without sync_dist", loaders=validated)
 class NoSync(Supervised):
     """self.log without sync_dist: each rank's own value, whose mean is the truth."""
@@ -53,16 +40,6 @@ class RankZero(Supervised):
             self.log("steps", float(self.global_step), rank_zero_only=True)
 
 
-@row("logging from rank 0 only, synchronized", names=r"\.steps", patience=60)
-class RankZeroSynced(Supervised):
-    """self.log(sync_dist=True) on rank 0 only."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.global_rank == 0:
-            self.log("steps", 1.0, sync_dist=True, on_step=False, on_epoch=True)
-        return self.loss(batch)
-
-
 @row("logging keys that depend on the rank", names=r"\.of_0", patience=60)
 class RankKeys(Supervised):
     """self.log(f"loss_of_{something that depends on the rank's batch}", sync_dist=True)."""
@@ -70,18 +47,6 @@ class RankKeys(Supervised):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
         self.log(f"of_{self.global_rank}", loss, sync_dist=True, on_step=False, on_epoch=True)
-        return loss
-
-
-@row("logging keys in another order", names=r"\.a\b", patience=60)
-class OtherOrder(Supervised):
-    """The same keys, logged in an order that depends on the rank."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        keys = ["a", "b"] if self.global_rank == 0 else ["b", "a"]
-        for key in keys:
-            self.log(key, loss * (2 if key == "b" else 1), sync_dist=True, on_step=False, on_epoch=True)
         return loss
 
 
@@ -143,38 +108,6 @@ class Gathered(Supervised):
         every = self.all_gather(torch.cat(self.outputs)).reshape(-1, 3)
         self.log("largest", every.max())
         self.log("deviation", every.std(dim=0).mean())
-
-
-row(
-    "callback EarlyStopping and ModelCheckpoint",
-    loaders=validated,
-    trainer={"max_epochs": 3, "enable_checkpointing": True},
-    sentence="EarlyStopping and ModelCheckpoint that watch val_loss; the best score.",
-    callbacks=lambda: [EarlyStopping("val_loss", patience=1), ModelCheckpoint(monitor="val_loss")],
-)(Supervised)
-
-
-@row(
-    "callback's best model read",
-    loaders=validated,
-    trainer={"max_epochs": 2, "enable_checkpointing": True},
-    callbacks=lambda: [ModelCheckpoint(monitor="val_loss", save_weights_only=True)],
-)
-class Best(Supervised):
-    """trainer.checkpoint_callback.best_model_score in on_train_end."""
-
-    def on_train_epoch_end(self) -> None:
-        score = self.trainer.checkpoint_callback.best_model_score
-        self.seen.append(-1.0 if score is None else float(score))
-
-
-@row("callback LearningRateMonitor", callbacks=lambda: [LearningRateMonitor()], trainer={"logger": True})
-class Monitored(Supervised):
-    """LearningRateMonitor with a logger and a scheduler."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
 @row("steps that return a dict")

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from tests.contract.user_code.models import FEATURES, OUTPUTS, WIDTH, Backbone, Block, Manual, Supervised
+from tests.contract.user_code.models import FEATURES, OUTPUTS, WIDTH, Block, Manual, Supervised
 from tests.contract.user_code.rows import add, row
 
 
@@ -52,20 +52,6 @@ add(
 )
 
 
-@row("module with tied weights")
-class Tied(Supervised):
-    """self.decoder.weight = self.encoder.weight, and block 1 shares the layer of block 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.decoder = nn.Linear(WIDTH, WIDTH)
-        self.decoder.weight = self.backbone.blocks[0].layer.weight
-        self.backbone.blocks.append(self.backbone.blocks[1])
-
-    def forward(self, x: Any) -> Any:
-        return self.head(self.decoder(self.backbone(x)))
-
-
 @row("module tied by functional use")
 class TiedByUse(Supervised):
     """F.linear(x, self.backbone.stem.weight.t()) of another module's weight (an autoencoder)."""
@@ -85,14 +71,6 @@ class PenaltyOnAll(Supervised):
         return self.loss(batch) + 1e-2 * sum(p.pow(2).sum() for p in self.parameters())
 
 
-@row("module with a penalty on a block's weight", names="backbone.blocks.0")
-class PenaltyOnBlock(Supervised):
-    """loss + 1e-2 * self.backbone.blocks[0].layer.weight.norm() in training_step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch) + 1e-2 * self.backbone.blocks[0].layer.weight.norm()
-
-
 @row("module with a penalty on the head's weight")
 class PenaltyOnHead(Supervised):
     """loss + 1e-2 * self.head.weight.abs().sum() in training_step (L1)."""
@@ -109,30 +87,6 @@ class PenaltyAlone(Manual):
         if self.global_step % 2:
             return 0.01 * sum(p.square().sum() for p in self.parameters())
         return super().loss(batch)
-
-
-@row("module with EWC's penalty", names="backbone.blocks.0")
-class Ewc(Supervised):
-    """loss + sum((fisher * (p - p_old).pow(2)).sum()), with dicts of clones made in on_train_start (EWC, L2-SP)."""
-
-    def on_train_start(self) -> None:
-        self.old = {name: p.detach().clone() for name, p in self.named_parameters()}
-        self.fisher = {name: torch.ones_like(p) * 0.1 for name, p in self.named_parameters()}
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        penalties = [(self.fisher[n] * (p - self.old[n]).pow(2)).sum() for n, p in self.named_parameters()]
-        return self.loss(batch) + sum(penalties)
-
-
-@row("module's weights read in hooks")
-class ReadWeights(Supervised):
-    """p.norm(), p.mean(), p.abs().max(), p.std() in on_train_batch_end."""
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        for p in self.parameters():
-            values = p.detach()
-            self.seen.append([float(values.norm()), float(values.mean()), float(values.abs().max())])
-        self.seen.append(self.head.weight.std().item())
 
 
 @row("module's weights read and logged in hooks")
@@ -162,18 +116,6 @@ class ReadNumbers(Supervised):
         self.seen.append(self.head.weight[0, 0].item())
 
 
-@row("module's weights kept by clone")
-class KeptClones(Supervised):
-    """[p.detach().clone() for p in self.parameters()] kept per step, compared at the end (how far weights moved)."""
-
-    def on_train_start(self) -> None:
-        self.start = [p.detach().clone() for p in self.parameters()]
-
-    def on_train_end(self) -> None:
-        moved = [float((p.detach() - q).norm()) for p, q in zip(self.parameters(), self.start, strict=True)]
-        self.seen.append(moved)
-
-
 @row("module's state_dict read in a hook")
 class ReadState(Supervised):
     """{k: v.cpu().clone() for k, v in self.state_dict().items()} in on_train_epoch_end; sums of it."""
@@ -187,10 +129,12 @@ class ReadState(Supervised):
 class Checkpointed(Supervised):
     """torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)."""
 
+    use_reentrant = False
+
     def forward(self, x: Any) -> Any:
         x = self.backbone.stem(x)
         for block in self.backbone.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
         return self.head(x * self.backbone.gain / self.backbone.temperature)
 
 
@@ -198,27 +142,7 @@ class Checkpointed(Supervised):
 class Reentrant(Checkpointed):
     """torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)."""
 
-    def forward(self, x: Any) -> Any:
-        x = self.backbone.stem(x)
-        for block in self.backbone.blocks:
-            x = checkpoint(block, x, use_reentrant=True)
-        return self.head(x * self.backbone.gain / self.backbone.temperature)
-
-
-@row("module with a teacher of another instance")
-class Teacher(Supervised):
-    """A frozen teacher of the same class, called under no_grad (distillation)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = Backbone().requires_grad_(False).eval()
-
-    def loss(self, batch: Any) -> Any:
-        inputs, targets = batch
-        with torch.no_grad():
-            aims = self.teacher(inputs)
-        features = self.backbone(inputs)
-        return nn.functional.mse_loss(features, aims) + nn.functional.mse_loss(self.head(features), targets)
+    use_reentrant = True
 
 
 @row("module with a teacher hidden in a list")
@@ -251,17 +175,6 @@ class CopiedInFitStart(HiddenTeacher):
         self.teacher = [copy.deepcopy(self.backbone).requires_grad_(False)]
 
 
-@row("module copied in on_train_start", names="deepcopy")
-class CopiedInTrainStart(CopiedInFitStart):
-    """self.teacher = [copy.deepcopy(self.backbone)] in on_train_start."""
-
-    def on_fit_start(self) -> None:
-        pass
-
-    def on_train_start(self) -> None:
-        self.teacher = [copy.deepcopy(self.backbone).requires_grad_(False)]
-
-
 @row("module copied during the run", names="deepcopy")
 class CopiedInEpoch(Supervised):
     """copy.deepcopy(self) or of a part in on_train_epoch_end, its sum read (a snapshot of the best)."""
@@ -288,7 +201,6 @@ class Recurrent(Supervised):
         return super().forward(x) + self.head(state)
 
 
-@row("module with LoRA")
 class Lora(Supervised):
     """Frozen layers with a low-rank path, alpha / r, replaced by setattr in __init__."""
 
@@ -433,7 +345,6 @@ class Lists(Supervised):
         return self.head(features + self.token.expand(len(x), -1))
 
 
-@row("module with an embedding and padding_idx")
 class Embedded(Supervised):
     """nn.Embedding(padding_idx=0), and max_norm, which renormalizes weights in forward."""
 

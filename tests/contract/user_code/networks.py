@@ -51,16 +51,6 @@ for name, several in KINDS.items():
     )
 
 
-@row("optimizers, several: never zeroed", loaders=of_pairs, names="not zeroed")
-class NeverZeroed(Plain):
-    """One of two optimizers steps every batch, without zero_grad."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        generator, _ = self.optimizers()
-        self.descend(self.generator_loss(batch[0]))
-        generator.step()
-
-
 @row("optimizers, several: a shared parameter", loaders=of_pairs, names=r"discriminator\.0\.weight")
 class SharedParameter(Plain):
     """Two optimizers have the same parameter."""

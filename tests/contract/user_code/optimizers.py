@@ -51,13 +51,9 @@ def adamw_variant(**options: Any) -> Callable[[Any], Any]:
 
 
 add_optimizer("AdamW(amsgrad=True)", adamw_variant(amsgrad=True))
-add_optimizer("AdamW(maximize=True)", adamw_variant(maximize=True))
-add_optimizer("AdamW(foreach=False)", adamw_variant(foreach=False))
 add_optimizer("AdamW(foreach=True)", adamw_variant(foreach=True))
 add_optimizer("AdamW(fused=True)", adamw_variant(fused=True))
 add_optimizer("AdamW(lr=tensor)", lambda module: torch.optim.AdamW(module.parameters(), lr=torch.tensor(1e-2)))
-add_optimizer("SGD(nesterov)", lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, nesterov=True))
-add_optimizer("Adam(weight_decay)", lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, weight_decay=0.1))
 
 
 class OfOnesOwn(Optimizer):
@@ -98,20 +94,6 @@ class Lion(OfOnesOwn):
         state["exp_avg"].mul_(second).add_(p.grad, alpha=1 - second)
 
 
-class Lars(OfOnesOwn):
-    """The learning rate scaled by |p| / |grad| of each parameter (LARS of Lightning Bolts and SwAV)."""
-
-    more: ClassVar = {"trust": 0.1, "momentum": 0.9}
-
-    def update(self, p: Any, state: Any, group: Any) -> None:
-        norm, slope = torch.norm(p), torch.norm(p.grad)
-        ratio = torch.where((norm > 0) & (slope > 0), group["trust"] * norm / slope, torch.ones_like(norm))
-        if "mu" not in state:
-            state["mu"] = torch.zeros_like(p)
-        state["mu"].mul_(group["momentum"]).add_(p.grad * ratio)
-        p.add_(state["mu"], alpha=-group["lr"])
-
-
 class Lamb(torch.optim.AdamW):
     """AdamW whose step is scaled by |p| / |step| of each parameter."""
 
@@ -146,20 +128,7 @@ class RowScaled(OfOnesOwn):
         p.add_(p.grad / scale.sqrt(), alpha=-group["lr"])
 
 
-class Orthogonalized(OfOnesOwn):
-    """Muon by hand: the momentum of a matrix orthogonalized by Newton and Schulz."""
-
-    def update(self, p: Any, state: Any, group: Any) -> None:
-        state["momentum"] = state.get("momentum", torch.zeros_like(p)).lerp(p.grad, 0.1)
-        change = state["momentum"]
-        if p.dim() == 2:
-            change = change / (change.norm() + 1e-7)
-            for _ in range(3):
-                change = 1.5 * change - 0.5 * change @ change.T @ change
-        p.add_(change, alpha=-group["lr"])
-
-
-for custom in (Lion, Lars, Lamb, RowScaled, Orthogonalized):
+for custom in (Lion, Lamb, RowScaled):
     doc = " ".join((custom.__doc__ or "").split())
     add(
         f"optimizer of one's own, {custom.__name__}",
@@ -167,17 +136,6 @@ for custom in (Lion, Lars, Lamb, RowScaled, Orthogonalized):
         optimized(lambda module, custom=custom: custom(module.parameters(), lr=1e-2)),
         names=custom.__name__,
     )
-
-
-def decayed(module: Any) -> Any:
-    decays = [p for p in module.parameters() if p.dim() > 1]
-    others = [p for p in module.parameters() if p.dim() <= 1]
-    return torch.optim.AdamW(
-        [{"params": decays, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}], lr=1e-2
-    )
-
-
-add("optimizer groups by p.dim()", "Weight decay for matrices only, chosen by p.dim().", optimized(decayed))
 
 
 def layerwise(module: Any) -> Any:
@@ -219,16 +177,6 @@ class ChangedGroups(Supervised):
         for group in self.optimizers().param_groups:
             group["lr"] = 0.01 / (1 + batch_idx)
             group["weight_decay"] = 0.1 * batch_idx
-
-
-@row("optimizer_step, warm-up by hand")
-class WarmUp(Supervised):
-    """optimizer_step overridden: super() first, then group["lr"] of trainer.global_step (Lightning's documentation)."""
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        for group in optimizer.param_groups:
-            group["lr"] = 0.05 * min(1.0, (self.trainer.global_step + 1) / 3)
 
 
 @row("optimizer_step, every second batch")
@@ -283,15 +231,6 @@ class ReadState(Supervised):
     def on_train_batch_end(self, *args: Any) -> None:
         state = self.optimizers().state
         self.seen.append([float(state[p]["exp_avg"].norm()) for p in self.parameters()])
-
-
-@row("optimizer state reset in a hook", names=r"optimizer\.state")
-class ResetState(Supervised):
-    """optimizer.state[p]["momentum_buffer"].zero_() for all in on_train_batch_end."""
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        for state in self.optimizers().state.values():
-            state["momentum_buffer"].zero_()
 
 
 @row("optimizer state cleared in a hook", names=r"optimizer\.state")

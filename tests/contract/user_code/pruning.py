@@ -20,8 +20,6 @@ def pruning(**options: Any) -> Any:
 OF_WEIGHTS = {"parameter_names": ["weight"], "use_global_unstructured": False}
 MODEL_PRUNING: dict[str, tuple[str, dict[str, Any]]] = {
     "": ("'l1_unstructured', amount=0.3", {}),
-    ", lottery ticket": ("use_lottery_ticket_hypothesis=True", {"use_lottery_ticket_hypothesis": True}),
-    ", not permanent": ("make_pruning_permanent=False", {"make_pruning_permanent": False}),
     ", structured": (
         "'ln_structured', pruning_dim=0, pruning_norm=2",
         {"pruning_fn": "ln_structured", "pruning_dim": 0, "pruning_norm": 2} | OF_WEIGHTS,
@@ -72,20 +70,6 @@ class ParametrizedLater(Supervised):
 
     def on_fit_start(self) -> None:
         nn.utils.parametrizations.weight_norm(self.head)
-
-
-@row("parametrization added during the run", trainer={"max_epochs": 2}, names="head")
-class ParametrizedInEpoch(Supervised):
-    """register_parametrization in on_train_epoch_start of the second epoch (Dropconnect, quantization)."""
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            nn.utils.parametrize.register_parametrization(self.head, "weight", Rounded())
-
-
-class Rounded(nn.Module):
-    def forward(self, x: Any) -> Any:
-        return x + ((x * 8).round() / 8 - x).detach()
 
 
 add("callback WeightAveraging", "Lightning's WeightAveraging.", Supervised, callbacks=lambda: [WeightAveraging()])

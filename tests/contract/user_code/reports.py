@@ -269,15 +269,6 @@ class SavesPretrained(Callback):
         pl_module.seen.append(trainer.strategy.broadcast(saved))  # transformers writes on rank 0 only
 
 
-row(
-    "Hugging Face, save_pretrained",
-    "model.save_pretrained() in a callback on all ranks, and the weights in the file.",
-    callbacks=lambda: [SavesPretrained()],
-    loaders=texts,
-    names="save_pretrained",
-)(Language)
-
-
 @row("Hugging Face, PEFT", callbacks=lambda: [SavesPretrained()], loaders=texts, names="save_pretrained")
 class LowRank(Language):
     """A LoRA of peft, trained, and saved by save_pretrained() in a callback."""

@@ -29,25 +29,6 @@ class Added(Supervised):
         self.total = checkpoint["user_total"].clone()
 
 
-@row("saving, an EMA added", resumed=True)
-class AddedEma(Supervised):
-    """checkpoint["user_ema"] = a dict of tensors made from parameters (EMA without a module)."""
-
-    def on_fit_start(self) -> None:
-        if not hasattr(self, "ema"):
-            self.ema = {name: p.detach().clone() for name, p in self.named_parameters()}
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        for name, p in self.named_parameters():
-            self.ema[name].mul_(0.5).add_(p.detach(), alpha=0.5)
-
-    def on_save_checkpoint(self, checkpoint: Any) -> None:
-        checkpoint["user_ema"] = self.ema
-
-    def on_load_checkpoint(self, checkpoint: Any) -> None:
-        self.ema = checkpoint["user_ema"]
-
-
 class StatefulCallback(Callback):
     def __init__(self) -> None:
         self.best: Any = None
@@ -73,16 +54,6 @@ row(
     callbacks=lambda: [StatefulCallback()],
     resumed=True,
 )(Supervised)
-
-
-@row("saving, keys deleted")
-class Deleted(Momentum):
-    """Entries of a frozen teacher deleted from checkpoint["state_dict"] in on_save_checkpoint."""
-
-    def on_save_checkpoint(self, checkpoint: Any) -> None:
-        for key in [key for key in checkpoint["state_dict"] if key.startswith("target.")]:
-            del checkpoint["state_dict"][key]
-        checkpoint["user_keys"] = sorted(checkpoint["state_dict"])
 
 
 @row("saving, keys renamed")
@@ -175,12 +146,3 @@ class Lost(Supervised):
 
     def forward(self, x: Any) -> Any:
         return super().forward(x) * self.scale
-
-
-@row("saving, weights compared with the checkpoint", resumed=True)
-class Resumed(Supervised):
-    """A plain fit over a resume, by AdamW with a scheduler."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]

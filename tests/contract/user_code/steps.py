@@ -50,13 +50,6 @@ def after_saliency(module: Any, batch: Any) -> None:
     by_trainer(module, batch)
 
 
-def two_passes(module: Any, batch: Any) -> None:
-    for factor in (0.5, 1.5):
-        module.manual_backward(factor * module.loss(batch))
-    module.optimizers().step()
-    module.optimizers().zero_grad()
-
-
 def closure_of_two(module: Any, batch: Any) -> None:
     optimizer = module.optimizers()
 
@@ -69,14 +62,6 @@ def closure_of_two(module: Any, batch: Any) -> None:
 
     optimizer.step(closure=closure)
     optimizer.zero_grad()
-
-
-def every_second(module: Any, batch: Any) -> None:
-    module.manual_backward(module.loss(batch))
-    module.calls = getattr(module, "calls", 0) + 1
-    if module.calls % 2:
-        module.optimizers().step()
-    module.optimizers().zero_grad()
 
 
 def without_zero_grad(module: Any, batch: Any) -> None:
@@ -100,22 +85,8 @@ add_step(
     after_saliency,
     names=f"{GRAD}|{BACKWARD}",
 )
-add_step("two passes", "Two manual_backward() of two losses, whose gradients add up in a step.", two_passes)
 add_step("a closure", "optimizer.step(closure) with zero_grad() and two manual_backward() inside.", closure_of_two)
-add_step("gradients dropped", "The gradients of every second batch are zeroed without a step.", every_second)
 add_step("never zeroed", "manual_backward() and step() without zero_grad().", without_zero_grad, names="not zeroed")
-
-
-@row("step by hand, in on_after_backward")
-class StepsInHook(Manual):
-    """self.optimizers().step() in on_after_backward, which runs inside of manual_backward."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.optimizers().zero_grad()
-        self.manual_backward(self.loss(batch))
-
-    def on_after_backward(self) -> None:
-        self.optimizers().step()
 
 
 class Again(Supervised):
@@ -130,14 +101,6 @@ class BackwardInHook(Again):
     """loss.backward() of a second loss in on_after_backward."""
 
     def on_after_backward(self) -> None:
-        self.loss(self.batch).backward()
-
-
-@row("loss.backward() in on_before_optimizer_step", names=BACKWARD)
-class BackwardBeforeStep(Again):
-    """loss.backward() of a second loss in on_before_optimizer_step."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.loss(self.batch).backward()
 
 
@@ -159,15 +122,6 @@ class SaliencyInHook(Again):
     def on_train_batch_end(self, *args: Any) -> None:
         self.loss(self.batch).backward()
         self.zero_grad()
-
-
-@row("backward overridden, every second step")
-class BackwardNowAndThen(Supervised):
-    """def backward(self, loss): calls super() in every second step only."""
-
-    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
-        if self.trainer.global_step % 2:
-            super().backward(loss, *args, **kwargs)
 
 
 class NeedsClosure(torch.optim.SGD):

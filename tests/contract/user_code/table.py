@@ -53,7 +53,7 @@ two micro-batches.
 """
 CLEAR = (
     "\ntorch: ",  # explained by this package
-    r"of stage \d+, a tensor of which this rank holds only a shard",  # from this package, quoted by load_state_dict
+    r"of stage \d+, a tensor of which this rank holds only a shard",  # in an error of load_state_dict
     "The Finetuning callback does not support running with the DeepSpeed strategy",  # from Lightning
 )
 TABLE = Table(

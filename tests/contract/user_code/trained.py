@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from tests.contract.user_code.models import Manual, Momentum, Supervised
+from tests.contract.user_code.models import Momentum, Supervised
 from tests.contract.user_code.places import PLACES, acting
 from tests.contract.user_code.rows import add, row
 
@@ -55,12 +55,6 @@ def rewind(module: Any) -> None:
         module.load_state_dict(module.kept)
 
 
-def mask(module: Any) -> None:
-    """p.data *= mask, of a mask made from |p| (magnitude pruning by hand)"""
-    for layer in (module.head, module.backbone.stem):
-        layer.weight.data *= (layer.weight.abs() > 0.2).float()
-
-
 ACTS = {
     "clamped": clamp,
     "divided by norms": max_norm,
@@ -68,7 +62,6 @@ ACTS = {
     "set from a vector": vector,
     "disturbed": noise,
     "rewound": rewind,
-    "masked": mask,
 }
 THOROUGHLY = {
     "on_before_optimizer_step": {},
@@ -95,19 +88,6 @@ add(
 )
 
 
-@row("trained clamped after a manual step", strategies=("paral_zero3_whole",))
-class ManualClamp(Manual):
-    """p.data.clamp_ after optimizer.step() under manual optimization (WGAN's critic)."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        for p in self.head.parameters():
-            p.data.clamp_(-0.2, 0.2)
-        for p in self.backbone.blocks[0].parameters():
-            p.data.clamp_(-0.2, 0.2)
-        return loss
-
-
 @row("trained set before the fit", names=r"\.eye\.")
 class SetInFitStart(Supervised):
     """nn.init.orthogonal_ and p.data = ... in on_fit_start and configure_optimizers."""
@@ -118,20 +98,6 @@ class SetInFitStart(Supervised):
     def configure_optimizers(self) -> Any:
         self.head.weight.data = self.head.weight.data * 0.5
         return super().configure_optimizers()
-
-
-@row("trained by Lookahead")
-class SlowWeights(Supervised):
-    """Slow weights kept as clones in a list; every second step p.data.copy_(slow) (Lookahead)."""
-
-    def on_train_start(self) -> None:
-        self.slow = [p.detach().clone() for p in self.parameters()]
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        if self.trainer.global_step % 2 == 0:
-            for p, slow in zip(self.parameters(), self.slow, strict=True):
-                slow += 0.5 * (p.data - slow)
-                p.data.copy_(slow)
 
 
 @row("trained through aliases and groups")

@@ -32,12 +32,6 @@ def lerp(module: Any) -> None:
             q.lerp_(p, 1 - DECAY)
 
 
-def copy_data(module: Any) -> None:
-    """q.data.copy_((1 - m) * p.data + m * q.data)"""
-    for q, p in zip(module.target.parameters(), module.backbone.parameters(), strict=True):
-        q.data.copy_((1 - DECAY) * p.data + DECAY * q.data)
-
-
 def copy_states(module: Any) -> None:
     """v.copy_(m * v + (1 - m) * w) over the values of two state_dicts, under no_grad"""
     with torch.no_grad():
@@ -55,13 +49,6 @@ def load(module: Any) -> None:
 def foreach(module: Any) -> None:
     """torch._foreach_lerp_(targets, onlines, 1 - m)"""
     torch._foreach_lerp_(list(module.target.parameters()), list(module.backbone.parameters()), 1 - DECAY)
-
-
-def load_average(module: Any) -> None:
-    """target.load_state_dict({k: m * v + (1 - m) * w[k] ...})"""
-    theirs = module.backbone.state_dict()
-    states = module.target.state_dict().items()
-    module.target.load_state_dict({k: DECAY * v + (1 - DECAY) * theirs[k] for k, v in states})
 
 
 def by_index(module: Any) -> None:
@@ -122,11 +109,9 @@ KINDS = {
     "assigned": assign,
     "multiplied": multiply_and_add,
     "lerped": lerp,
-    "copied": copy_data,
     "copied over state_dict": copy_states,
     "loaded": load,
     "by torch._foreach": foreach,
-    "loaded as an average": load_average,
     "by index": by_index,
     "set as a whole": whole,
 }
@@ -203,17 +188,6 @@ class Swapped(Momentum):
 
     def on_train_batch_end(self, *args: Any) -> None:
         lerp(self)
-
-
-@row("target one step in two by state_dict")
-class HardUpdate(Momentum):
-    """target.load_state_dict(online.state_dict()) every second step in training_step (DQN)."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        if self.global_step % 2 == 1:
-            load(self)
-        return loss
 
 
 def add_refused(label: str, act: Any, place: str = "on_train_batch_end", **options: Any) -> None:

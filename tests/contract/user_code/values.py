@@ -2,11 +2,8 @@
 
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.nn.functional import huber_loss, mse_loss
 
 from tests.contract.user_code.models import FEATURES, Supervised
 from tests.contract.user_code.rows import row
@@ -14,10 +11,6 @@ from tests.contract.user_code.rows import row
 
 def numbers(w: Any) -> Any:
     return [float(w.norm()), w.sum().item(), int(w.argmax()), bool((w > 0).any()), w.tolist()]
-
-
-def arrays(w: Any) -> Any:
-    return [float(w.numpy().sum()), float(numpy.array(w.data).mean()), numpy.asarray(w.data)[0].tolist()]
 
 
 def reductions(w: Any) -> Any:
@@ -31,55 +24,6 @@ def reductions(w: Any) -> Any:
         w.std(),
         w.median(),
         w.sum(0).fill_(2),
-    ]
-
-
-def places(w: Any) -> Any:
-    return [w.argmax(), w.argmin(0), *w.max(0), *w.min(0), mse_loss(w, w * 2), huber_loss(w, w * 2)]
-
-
-MEANS = [
-    functional.mse_loss,
-    functional.smooth_l1_loss,
-    functional.huber_loss,
-    functional.binary_cross_entropy,
-    functional.binary_cross_entropy_with_logits,
-    functional.soft_margin_loss,
-]
-
-
-def means(w: Any) -> Any:
-    return [loss(w.sigmoid(), (w * 2).sigmoid()) for loss in MEANS]
-
-
-@torch.enable_grad()
-def gradients_of_means(w: Any) -> Any:
-    losses = [loss(w.sigmoid(), (w.detach() * 2).sigmoid()) for loss in MEANS]
-    return [torch.autograd.grad(loss, w)[0] for loss in losses]
-
-
-def cumulative(w: Any) -> Any:
-    return [w.cumsum(-2), w.cumprod(-2), w.exp().logcumsumexp(-2), w.flatten().cumsum(-1), w.cumsum(dim=-1)]
-
-
-def out_of_range(w: Any) -> Any:
-    errors = []
-    for dim in (w.dim(), -w.dim() - 1):
-        try:
-            w.cumsum(dim)
-        except (IndexError, RuntimeError):  # as DTensor wraps it
-            errors.append(dim)
-    return errors
-
-
-def newer_operations(w: Any) -> Any:
-    return [
-        w.isfinite().all(),
-        (w != w.clone()).any(),
-        w.flip(0).sum(),
-        w.cumprod(0).sum(),
-        (w.T @ w).det(),
-        w.nansum(),
     ]
 
 
@@ -109,20 +53,8 @@ def into_plain(w: Any) -> Any:
     return [total, average, same, same * w.data, w.data - average]
 
 
-READS = [
-    numbers, arrays, reductions, places, means, gradients_of_means, cumulative, out_of_range, newer_operations, shapes,
-    choices, comparisons, of_parts, into_plain,
-]  # fmt: skip
-
-
 def zero_row(w: Any) -> None:
     w.data[0].zero_()
-
-
-def by_functions(w: Any) -> None:
-    torch.relu_(w.data[0])
-    torch.add(w.data[-1], 1.0, out=w.data[-1])
-    nn.functional.relu(w.data[0], inplace=True)
 
 
 def views_of_parts(w: Any) -> None:
@@ -131,21 +63,6 @@ def views_of_parts(w: Any) -> None:
     w.data[0].detach().sub_(0.1)
     y = w.data[:1].t()
     y *= 3
-
-
-def in_turns(w: Any) -> None:
-    for number, part in enumerate(w.data):
-        part.mul_(number + 0.5)
-    torch._foreach_mul_(list(w.data), 0.9)
-
-
-def stale(w: Any) -> None:
-    x = w.data.view(-1)
-    w.data.add_(1.0)
-    x[0] = 0.0
-    y, z = w.data[0], w.data[:1]
-    y.zero_()
-    z.add_(0.25)
 
 
 def with_whole(w: Any) -> None:
@@ -161,15 +78,8 @@ def masked(w: Any) -> None:
     w.data[0] = torch.ones(w.shape[1:])
 
 
-def drawn_in_columns(w: Any) -> None:
-    torch.manual_seed(3)
-    w.data.t().normal_()
-    w.data.add_(torch.rand_like(w.t()).t())
-
-
-WRITES = [drawn_in_columns, zero_row, by_functions, views_of_parts, in_turns, stale, with_whole, masked]
-
-
+READS = [numbers, reductions, shapes, choices, comparisons, of_parts, into_plain]
+WRITES = [zero_row, views_of_parts, with_whole, masked]
 SHARDED = ("paral_fsdp", "paral_tp")
 
 

@@ -7,19 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch import Tensor
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from lightning_paral import ConfigurationError, ParalPipelineStrategy, RankFailedError
+from lightning_paral import ParalPipelineStrategy, RankFailedError
 from lightning_paral.checkpoint.shards import FlatShard
 from tests.models.chain import (
     FEATURES,
     GLOBAL_BATCH_SIZE,
-    NUM_BATCHES,
     NUM_BLOCKS,
     WIDTH,
     Block,
@@ -239,38 +237,6 @@ def test_units_draw_different_masks_on_each_stage_and_the_step_the_same_numbers(
         all_masks += [tuple(mask.tolist()) for mask in (*masks, *other_masks)]
     assert len(all_masks) == 3 * 2 * NUM_BLOCKS
     assert len(set(all_masks)) > len(all_masks) / 2  # 7 bits each: few coincide by chance
-
-
-class HasDropout(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block.inner = nn.Sequential(block.inner, nn.Dropout(0.5))
-
-
-def fit_with_dropout() -> list[float]:
-    torch.manual_seed(3)
-    return list(fit_chain(ParalPipelineStrategy(split="global"), 2, module=HasDropout())[0].values())
-
-
-def test_units_with_dropout_train(on_ranks) -> None:
-    losses, of_other = on_ranks(2, fit_with_dropout)
-
-    assert losses == of_other
-    assert len(losses) == NUM_BATCHES
-
-
-def fit_with_own_sampler() -> str:
-    batches = loader(3)
-    sampler = DistributedSampler(batches.dataset, 2, dist.get_rank(), shuffle=False)  # type: ignore[arg-type]
-    trainer = quiet_trainer(devices=2, strategy="paral_pp", max_steps=2, num_sanity_val_steps=0)
-    with pytest.raises(ConfigurationError) as error:
-        trainer.fit(Chain(), DataLoader(batches.dataset, 4, sampler=sampler))
-    return str(error.value)
-
-
-def test_samplers_that_divide_the_samples_are_refused(on_ranks) -> None:
-    assert all("different batches in the first training_step" in each for each in on_ranks(2, fit_with_own_sampler))
 
 
 def fit_and_listen() -> list[str]:

@@ -68,35 +68,18 @@ class Held(Callback):
             self.after.append(live_bytes() - self.before)
 
 
-def held_by_a_rank(built_late: bool) -> list[int]:
+def held_by_a_rank() -> list[int]:
     held = Held()
     trainer = quiet_trainer(devices=4, strategy=Sharded(**TWO_BY_TWO), max_steps=2, callbacks=[held])
-    module = LateWide() if built_late else Wide()
-    trainer.fit(module, loader(2), loader(1))
+    trainer.fit(Wide(), loader(2), loader(1))
     return held.after
 
 
-class LateWide(Wide):
-    """Built in `configure_model`."""
-
-    def __init__(self) -> None:
-        LightningModule.__init__(self)
-
-    def configure_model(self) -> None:
-        if not hasattr(self, "blocks"):
-            chain = Wide()
-            for name, child in chain.named_children():
-                setattr(self, name, child)
-            for name, parameter in chain.named_parameters(recurse=False):
-                self.register_parameter(name, parameter)
-
-
-@pytest.mark.parametrize("built_late", [False, True])
-def test_a_rank_holds_its_shard_of_its_stage(on_ranks, built_late: bool) -> None:
+def test_a_rank_holds_its_shard_of_its_stage(on_ranks) -> None:
     of_stage = (NUM_BLOCKS // 2 + 2) * SIZE * SIZE  # two blocks and the table
     expected = 4 * of_stage // 2 * 4  # bytes: half of the weights, their gradients and two moments
 
-    for after in on_ranks(4, held_by_a_rank, built_late):
+    for after in on_ranks(4, held_by_a_rank):
         assert after == [pytest.approx(expected, rel=0.1)]
 
 
@@ -218,15 +201,6 @@ class KeepsClones(Chain):
         self.clones = {name: p.detach().clone() for name, p in self.blocks[3].named_parameters()}
 
 
-class LoadsInStep(Chain):
-    """Loads weights in `training_step`."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.out.load_state_dict(self.out.state_dict())
-        return loss
-
-
 class Finetuned(Chain):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=1e-2)
@@ -255,25 +229,12 @@ def fit_keeping(sharded: bool, world_size: int) -> list[Any]:
     return weights
 
 
-def load_in_step() -> str:
-    with pytest.raises((ConfigurationError, RankFailedError)) as error:
-        quiet_trainer(devices=4, strategy=Sharded(**TWO_BY_TWO), max_steps=1).fit(LoadsInStep(), loader(1))
-    return str(error.value)
-
-
 def test_clones_of_shards_and_finetuning_train_as_in_one_process(on_ranks) -> None:
     expected = fit_keeping(False, 1)
 
     for found in on_ranks(4, fit_keeping, True, 4, timeout=60.0):
         for ours, theirs in zip(found, expected, strict=True):
             assert_close(ours, theirs)
-
-
-def test_loading_in_a_step_is_refused(on_ranks, rank_pool: RankPool) -> None:
-    messages = on_ranks(4, load_in_step)
-    rank_pool.renew_world()
-
-    assert all("load_state_dict was called in a step" in message for message in messages)
 
 
 class HasTwoDtypes(Chain):
