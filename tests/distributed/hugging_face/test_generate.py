@@ -1,6 +1,5 @@
 """`generate` gives the tokens of one process, although ranks need different numbers of forward passes."""
 
-
 import pytest
 import torch
 import torch.distributed as dist
