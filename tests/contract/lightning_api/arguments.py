@@ -101,6 +101,18 @@ def one_device(run: Run) -> dict[str, Any]:
     return found | {"logged": logged, "predicted": plain(trainer.predict(module, loader)), "seen": []}
 
 
+@row("`devices=1`: ordinary loaders, shuffled, with accumulation", columns=ALL, num_ranks=1)
+def one_device_shuffled(run: Run) -> dict[str, Any]:
+    def loaders(rank: int, num_ranks: int) -> dict[str, Any]:
+        dataset = regression(0, 1)["train_dataloaders"].dataset
+        return {name: torch.utils.data.DataLoader(dataset, 5, shuffle="train" in name) for name in LOADERS}
+
+    return run.fit(loaders=loaders, accumulate_grad_batches=2, max_epochs=2)
+
+
+LOADERS = ("train_dataloaders", "val_dataloaders")
+
+
 @row("`min_epochs`, `min_steps`", columns=ALL)
 def minimal(run: Run) -> dict[str, Any]:
     class Stop(Callback):

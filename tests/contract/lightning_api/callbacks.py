@@ -3,26 +3,35 @@
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
     BasePredictionWriter,
     BatchSizeFinder,
     DeviceStatsMonitor,
+    EarlyStopping,
     EMAWeightAveraging,
+    GradientAccumulationScheduler,
     LambdaCallback,
     LearningRateFinder,
+    LearningRateMonitor,
+    ModelPruning,
     ModelSummary,
     ProgressBar,
     RichModelSummary,
     RichProgressBar,
     SpikeDetection,
+    StochasticWeightAveraging,
     ThroughputMonitor,
     Timer,
     TQDMProgressBar,
+    WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
 
 from tests.contract.lightning_api.rows import ALL, LIGHT, row
-from tests.contract.tables.run import OfRankZero, Run, Saving
+from tests.contract.tables.run import OfRankZero, Run, Saving, metrics_of
 from tests.contract.user_code.models import Supervised, validated
 
 
@@ -30,6 +39,30 @@ class Scheduled(Supervised):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+@row("`BackboneFinetuning`", columns=ALL, names="Finetuning")
+def backbone(run: Run) -> dict[str, Any]:
+    class Head(Supervised):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05)
+
+    finetuning = BackboneFinetuning(1, lambda epoch: 1.5, backbone_initial_ratio_lr=0.5)
+    found = run.fit(Head, callbacks=[finetuning], max_epochs=3)
+    return found | {"groups": [group["lr"] for group in run.last.optimizers[0].param_groups]}
+
+
+@row("`BaseFinetuning`, of one's own", names="Finetuning")
+def finetuning(run: Run) -> dict[str, Any]:
+    class Mine(BaseFinetuning):
+        def freeze_before_training(self, module: Any) -> None:
+            self.freeze(module.backbone.stem)
+
+        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(module.backbone.stem, optimizer, lr=0.01)
+
+    return run.fit(callbacks=[Mine()], max_epochs=2)
 
 
 @row("`BasePredictionWriter`")
@@ -83,11 +116,38 @@ def device_stats(run: Run) -> dict[str, Any]:
     return found | {"logged": OfRankZero(text.count("cpu_percent") > 0)}
 
 
+@row("`EarlyStopping`")
+def early_stopping(run: Run) -> dict[str, Any]:
+    stopping = EarlyStopping("val_loss", patience=1, min_delta=10.0)
+    found = run.fit(loaders=validated, callbacks=[stopping], max_epochs=6)
+    return found | {"stopped": (stopping.stopped_epoch, stopping.wait_count), "best": float(stopping.best_score)}
+
+
 @row("`EMAWeightAveraging`", columns=ALL)
 def ema(run: Run) -> dict[str, Any]:
     callbacks = [EMAWeightAveraging(decay=0.5), Saving(run, "x.ckpt")]
     found = run.fit(loaders=validated, callbacks=callbacks, max_epochs=2)
     return found | {"saved": run.saved(run.folder / "x.ckpt")}
+
+
+@row("`WeightAveraging`", columns=ALL)
+def averaging(run: Run) -> dict[str, Any]:
+    class Late(WeightAveraging):
+        def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+            return step_idx is not None and step_idx >= 2
+
+    return run.fit(loaders=validated, callbacks=[Late()], max_epochs=2)
+
+
+@row("`StochasticWeightAveraging`", columns=ALL)
+def swa(run: Run) -> dict[str, Any]:
+    averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1)
+    return run.fit(loaders=validated, callbacks=[averaging], max_epochs=3)
+
+
+@row("`GradientAccumulationScheduler`", columns=ALL)
+def accumulation(run: Run) -> dict[str, Any]:
+    return run.fit(callbacks=[GradientAccumulationScheduler({0: 1, 1: 3})], max_epochs=2)
 
 
 @row("`LambdaCallback`, `Callback`", columns=LIGHT)
@@ -111,6 +171,28 @@ def rate_finder(run: Run) -> dict[str, Any]:
     found = run.fit(module, callbacks=[finder], max_epochs=9)
     assert finder.optimal_lr is not None
     return found | {"lr": module.lr, "tried": finder.optimal_lr.results["lr"]}
+
+
+@row("`LearningRateMonitor(log_momentum=True, log_weight_decay=True)`", columns=ALL)
+def rate_monitor(run: Run) -> dict[str, Any]:
+    monitor = LearningRateMonitor("step", log_momentum=True, log_weight_decay=True)
+    logger = CSVLogger(run.folder)
+    found = run.fit(Scheduled, callbacks=[monitor], logger=logger, log_every_n_steps=1, max_epochs=2)
+    return found | {"file": metrics_of(run), "lrs": monitor.lrs}
+
+
+@row("`ModelPruning`", names="ModelPruning")
+def pruning(run: Run) -> dict[str, Any]:
+    def parameters(module: Any) -> Any:
+        return [(module.head, "weight"), (module.backbone.stem, "weight")]
+
+    class Late(Callback):
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:
+            (pruning,) = [each for each in trainer.callbacks if isinstance(each, ModelPruning)]
+            pruning._parameters_to_prune = parameters(module)
+
+    made = ModelPruning("l1_unstructured", amount=0.3, make_pruning_permanent=True)
+    return run.fit(callbacks=[Late(), made])
 
 
 @row("`ModelSummary(max_depth=2)`", columns=LIGHT)
@@ -170,3 +252,14 @@ def timer(run: Run) -> dict[str, Any]:
     timer = Timer(duration={"seconds": 0}, interval="step")
     found = run.fit(callbacks=[timer], max_epochs=3)
     return {"steps": found["steps"], "elapsed": timer.time_elapsed() > 0}
+
+
+@row("`EarlyStopping(check_finite=True)` of a loss that is not", columns=LIGHT)
+def not_finite(run: Run) -> dict[str, Any]:
+    class Diverging(Supervised):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", self.loss(batch) * float("nan"), sync_dist=True)
+
+    stopping = EarlyStopping("val_loss", patience=5)
+    found = run.fit(Diverging, loaders=validated, callbacks=[stopping], max_epochs=4, num_sanity_val_steps=0)
+    return found | {"stopped": stopping.stopped_epoch, "why": (stopping.stopping_reason_message or "")[:30]}

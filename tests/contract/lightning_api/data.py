@@ -4,11 +4,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.contract.lightning_api.rows import ALL, LIGHT, row
 from tests.contract.tables.run import Run, Saving, plain
-from tests.contract.user_code.models import Every, Share, Supervised, samples, validated
+from tests.contract.user_code.models import Every, Share, Supervised, loader, samples, validated
 
 
 class Data(LightningDataModule):
@@ -128,6 +129,52 @@ def module_hooks(run: Run) -> dict[str, Any]:
 
     found = run.fit(Transferring, loaders=None)
     return {"losses": found["losses"], "weights": found["weights"]}
+
+
+def combined(mode: str) -> Any:
+    class Both(Supervised):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            parts = batch.values() if isinstance(batch, dict) else [batch]
+            return torch.stack([self.loss(each) for each in parts if each is not None]).sum()
+
+    def loaders(rank: int, num_ranks: int) -> dict[str, Any]:
+        parts = {
+            name: loader(*samples(count, count), rank=rank, num_ranks=num_ranks) for name, count in (("a", 4), ("b", 2))
+        }
+        return {"train_dataloaders": CombinedLoader(parts, mode)}
+
+    return lambda run: run.fit(Both, loaders=loaders)
+
+
+for mode in ("max_size_cycle", "min_size", "max_size"):
+    row(f'`CombinedLoader(..., "{mode}")`', columns=LIGHT)(combined(mode))
+
+
+@row("several loaders to validate, `add_dataloader_idx`", columns=LIGHT)
+def several(run: Run) -> dict[str, Any]:
+    class Several(Supervised):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("val", self.loss(batch), sync_dist=True)
+            self.log(f"own_{dataloader_idx}", self.loss(batch), sync_dist=True, add_dataloader_idx=False)
+
+    def loaders(rank: int, num_ranks: int) -> dict[str, Any]:
+        parts = [loader(*samples(count, 20 + count), rank=rank, num_ranks=num_ranks) for count in (1, 3)]
+        return validated(rank, num_ranks) | {"val_dataloaders": parts}
+
+    return run.fit(Several, loaders=loaders)
+
+
+@row("shuffled loader with workers, ordinary sampler: one epoch sees each sample once", columns=LIGHT)
+def shuffled(run: Run) -> dict[str, Any]:
+    class Counting(Supervised):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("sum", batch[0].sum(), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+            return self.loss(batch)
+
+    def loaders(rank: int, num_ranks: int) -> dict[str, Any]:
+        return {"train_dataloaders": DataLoader(TensorDataset(*samples(4, 7)), 12 // num_ranks, shuffle=True)}
+
+    return {"metrics": run.fit(Counting, loaders=loaders)["metrics"]}
 
 
 class Stream(IterableDataset[Any]):

@@ -1,12 +1,13 @@
 """Rows for runs of the Trainer: fit, validate, test, predict, resumed and repeated."""
 
 import copy
+import pickle
 import signal
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
 
 from lightning_paral import ParalError
 from tests.contract.lightning_api.rows import ALL, LIGHT, RANKS, fits, row
@@ -259,6 +260,16 @@ def defaults(run: Run) -> dict[str, Any]:
     found = run.fit(Scheduled, max_epochs=2, how=how, logger=True, enable_checkpointing=True)
     files = sorted(each.relative_to(run.folder).as_posix() for each in run.folder.glob("**/*.ckpt"))
     return found | {"files": OfRankZero(files), "path": str(path).replace(str(run.folder), "")}
+
+
+@row("`copy.deepcopy` and `pickle` of callbacks after `fit`")
+def copied(run: Run) -> dict[str, Any]:
+    callbacks = [EarlyStopping("val_loss"), ModelCheckpoint(run.folder / "kept", monitor="val_loss"), TQDMProgressBar()]
+    found = run.fit(
+        loaders=validated, callbacks=callbacks, enable_checkpointing=True, enable_progress_bar=True, max_epochs=2
+    )
+    again = [pickle.loads(pickle.dumps(each)) for each in copy.deepcopy(callbacks)]
+    return found | {"kinds": [type(each).__name__ for each in again], "best": float(again[1].best_model_score)}
 
 
 @row("`copy.deepcopy` of the Trainer after `fit`")
