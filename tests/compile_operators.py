@@ -39,8 +39,6 @@ def mark_by_parameters(item: pytest.Item) -> None:
 def operators_of(item: pytest.Item) -> tuple[str, ...]:
     """Return the names of the operators that a test waits for."""
     marked = [mark.args or tuple(NEEDS) for mark in item.iter_markers(MARK)]
-    if MARK in getattr(item, "fixturenames", ()):
-        marked.append(tuple(NEEDS))
     return tuple(name for name in NEEDS if any(name in names for names in marked))
 
 

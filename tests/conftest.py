@@ -95,13 +95,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.config.stash[_compilation].end()
 
 
-@pytest.fixture(scope="session")
-def deepspeed_operators(request: pytest.FixtureRequest) -> None:
-    """Wait until all operators of DeepSpeed are compiled, for fixtures of a wider scope than a test."""
-    for name in NEEDS:
-        request.config.stash[_compilation].wait_for(name)
-
-
 @pytest.fixture(autouse=True)
 def _operators(request: pytest.FixtureRequest) -> None:
     """Wait until the operators that the test needs are compiled, before ranks with a time limit need them."""

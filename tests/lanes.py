@@ -15,7 +15,13 @@ from typing import Any, NamedTuple
 import pytest
 from lightning.pytorch.strategies import Strategy
 
-from lightning_paral import ParalDDPStrategy, ParalDPStrategy, ParalFSDPStrategy, ParalPipelineStrategy
+from lightning_paral import (
+    ParalDDPStrategy,
+    ParalDPStrategy,
+    ParalFSDPStrategy,
+    ParalPipelineStrategy,
+    ParalZeROStrategy,
+)
 from lightning_paral.registry import STRATEGIES
 from tests.compile_operators import operators_of
 from tests.contract.cases import BY_LABEL
@@ -195,20 +201,19 @@ def _strategies(parameters: dict[str, Any]) -> Iterator[tuple[str, int]]:
             yield from _engines(kind, {"stage": getattr(getattr(value, "options", None), "stage", 0)})
 
 
+_ENGINE_OF = {
+    ParalDPStrategy: "dp",
+    ParalDDPStrategy: "ddp",
+    ParalFSDPStrategy: "fsdp",
+    ParalPipelineStrategy: "pipeline",
+    ParalZeROStrategy: "zero",
+}
 _CLASSES = {entry.name: entry.strategy for entry in STRATEGIES}
 _ARGUMENTS = {entry.name: dict(entry.arguments) for entry in STRATEGIES}
 
 
 def _engines(kind: type, options: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    names = {
-        ParalDPStrategy: "dp",
-        ParalDDPStrategy: "ddp",
-        ParalFSDPStrategy: "fsdp",
-        ParalPipelineStrategy: "pipeline",
-    }
-    engine = next((name for base, name in names.items() if issubclass(kind, base)), None)
-    if engine is None and "ZeRO" in kind.__name__:
-        engine = "zero"
+    engine = next((name for base, name in _ENGINE_OF.items() if issubclass(kind, base)), None)
     if engine is not None:
         yield engine, options.get("stage", 0) if engine == "zero" else 0
     if options.get("tensor_parallel"):

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.contract.cases import BY_LABEL, CASES
-from tests.contract.parameters import parameter
 from tests.running import quiet_trainer
 
 FEATURES = 6
@@ -63,7 +62,7 @@ def validate_in_one_process(state: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize(
     ("label", "num_ranks"),
-    [parameter(case, max(case.world_sizes[:2])) for case in CASES if case.has_ranks],
+    [(case.label, max(case.world_sizes[:2])) for case in CASES if case.has_ranks],
 )
 def test_validation_in_a_fit_equals_one_process_with_the_final_weights_and_buffers(
     on_ranks, label: str, num_ranks: int

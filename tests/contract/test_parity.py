@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from tests.contract.cases import BY_LABEL, CASES
-from tests.contract.parameters import parameter
 from tests.models.regression import GLOBAL_BATCH_SIZE, fit_regression
 
 NUM_STEPS = 20
@@ -38,7 +37,7 @@ def assert_equals_one_process(
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(
     ("label", "world_size"),
-    [parameter(case, size) for case in CASES for size in case.world_sizes if GLOBAL_BATCH_SIZE % size == 0],
+    [(case.label, size) for case in CASES for size in case.world_sizes if GLOBAL_BATCH_SIZE % size == 0],
 )
 def test_training_equals_one_process(on_ranks, label: str, accumulate: int, world_size: int) -> None:
     ranks = on_ranks(world_size, fit_by_case, label, accumulate, world_size)
@@ -48,7 +47,7 @@ def test_training_equals_one_process(on_ranks, label: str, accumulate: int, worl
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(
-    ("label", "num_devices"), [parameter(case, num) for case in CASES for num in case.devices_per_process]
+    ("label", "num_devices"), [(case.label, num) for case in CASES for num in case.devices_per_process]
 )
 def test_training_on_several_devices_equals_one(label: str, accumulate: int, num_devices: int) -> None:
     strategy = BY_LABEL[label].strategy()

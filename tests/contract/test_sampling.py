@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from tests.contract.cases import BY_LABEL, MAIN, PER_PLACEMENT, with_ranks
-from tests.contract.parameters import parameter
 from tests.models.judged import SIZES, evaluate, train
 
-WITH_SIZES = [parameter(case, size) for case in with_ranks(MAIN) for size in case.world_sizes]
-RESUMED = [parameter(case) for case in with_ranks(PER_PLACEMENT, 2)]
+WITH_SIZES = [(case.label, size) for case in with_ranks(MAIN) for size in case.world_sizes]
+RESUMED = [case.label for case in with_ranks(PER_PLACEMENT, 2)]
 
 
 @cache
@@ -51,7 +50,7 @@ def test_evaluation_equals_one_process(on_ranks, label: str, split: str, world_s
 
 
 @pytest.mark.parametrize(
-    ("label", "world_size"), [parameter(case, case.sizes_among(3, 4, 2)[0]) for case in with_ranks(PER_PLACEMENT, 2)]
+    ("label", "world_size"), [(case.label, case.sizes_among(3, 4, 2)[0]) for case in with_ranks(PER_PLACEMENT, 2)]
 )
 @pytest.mark.parametrize("split", ["batch", "global"])
 def test_padding_batches_leave_no_trace(on_ranks, label: str, world_size: int, split: str) -> None:
@@ -70,7 +69,7 @@ def trained_in_one_process() -> dict[str, Any]:
 
 @pytest.mark.lane("default")
 @pytest.mark.parametrize(
-    ("label", "world_size"), [parameter(case, size) for case in with_ranks(MAIN) for size in case.sizes_among(2, 4)]
+    ("label", "world_size"), [(case.label, size) for case in with_ranks(MAIN) for size in case.sizes_among(2, 4)]
 )
 def test_training_on_global_batches_equals_one_process(on_ranks, label: str, world_size: int) -> None:
     expected, tolerance = trained_in_one_process(), BY_LABEL[label].tolerance
@@ -107,7 +106,7 @@ def test_resuming_inside_an_epoch_equals_the_uninterrupted_run(on_ranks, tmp_pat
 
 @pytest.mark.parametrize(
     ("label", "world_size"),
-    [parameter(case, size) for case in with_ranks(PER_PLACEMENT, 2) for size in case.sizes_among(1, 4)],
+    [(case.label, size) for case in with_ranks(PER_PLACEMENT, 2) for size in case.sizes_among(1, 4)],
 )
 def test_resuming_global_batches_at_another_world_size(on_ranks, tmp_path, label: str, world_size: int) -> None:
     path, options = str(tmp_path / "middle.ckpt"), {"split": "global"}

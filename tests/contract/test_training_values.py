@@ -6,16 +6,13 @@ from typing import Any
 import pytest
 
 from tests.contract.cases import BY_LABEL
-from tests.contract.parameters import parameter
 from tests.models.logging_everything import fit
 
 STRATEGIES = tuple(BY_LABEL[label] for label in ("paral_ddp", "paral_fsdp", "paral_zero2"))
 LOADERS = {2: ((9, 4), (11, 5)), 3: ((5, 4), (11, 5), (6, 6), (2, 4))}
 """Numbers of samples and batch sizes, by number of ranks: last batches with fewer samples than ranks, batches that the
 number of ranks does not divide, equal parts, and fewer samples than ranks."""
-TABLE = [
-    parameter(case, size, *loader) for case in STRATEGIES for size, loaders in LOADERS.items() for loader in loaders
-]
+TABLE = [(case.label, size, *loader) for case in STRATEGIES for size, loaders in LOADERS.items() for loader in loaders]
 VARIANTS: dict[str, dict[str, Any]] = {
     "manual optimization": {"manual": True},
     "accumulation": {"accumulate": 2},
@@ -64,7 +61,7 @@ def fit_variant(label: str, devices: int, num: int, batch_size: int, variant: st
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("label", [parameter(case) for case in STRATEGIES])
+@pytest.mark.parametrize("label", [case.label for case in STRATEGIES])
 def test_logged_values_equal_those_of_one_process_in_other_loops(on_ranks, label: str, variant: str) -> None:
     sizes = (13, 6) if "iterable" in variant else (11, 5)  # parts of a stream are equal except for the last batch
 

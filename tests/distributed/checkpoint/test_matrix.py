@@ -7,7 +7,6 @@ import pytest
 
 from tests.contract.case import StrategyCase
 from tests.contract.cases import BY_LABEL, CASES
-from tests.contract.parameters import marks_of
 from tests.models.resumable import Losses, assert_continues, fit
 
 
@@ -50,10 +49,15 @@ def resume_from(paths: list[str], target: str, world_size: int) -> list[Losses]:
     return [fit(BY_LABEL[target].strategy(), world_size, resume_from=path).losses for path in paths]
 
 
+def operators_of(*cases: StrategyCase) -> list[pytest.MarkDecorator]:
+    names = {name for case in cases for name in case.operators}
+    return [pytest.mark.deepspeed_operators(*names)] if names else []
+
+
 def parameters() -> list[Any]:
     """Return each group of sources with each target at each of its sizes."""
     return [
-        pytest.param(group, target.label, size, marks=marks_of(target, *sources))
+        pytest.param(group, target.label, size, marks=operators_of(target, *sources))
         for target in CASES_TO_RESUME
         for group, sources in SOURCES.items()
         for size in target.sizes_among(1, 2, 4)

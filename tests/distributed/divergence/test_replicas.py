@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lightning_paral import ConfigurationError, ParalDDPStrategy
 from lightning_paral.distributed.differences.checksum import checksum
-from tests.contract.cases import BY_LABEL
-from tests.contract.parameters import parameter
+from tests.contract.cases import BY_LABEL, labels
 from tests.distributed.divergence.modules import Differing, fit
 
 REPLICATED = [BY_LABEL[label] for label in ("paral_ddp", "paral_ddp_ring", "fsdp_hybrid", "paral_zero1", "paral_zero2")]
@@ -38,7 +37,7 @@ def fit_changing(strategy: str, num_ranks: int, value: float, every: int | None)
     return fit(strategy, module, {"divergence_check_every": every}, devices=num_ranks, max_epochs=4)
 
 
-@pytest.mark.parametrize("strategy", map(parameter, REPLICATED))
+@pytest.mark.parametrize("strategy", labels(REPLICATED))
 def test_changed_weight_is_named(on_ranks: Any, strategy: str) -> None:
     expected = "After optimizer step 3 of this run, the values of `head.weight` differ between rank 0 and rank 1"
     for message in on_ranks(2, fit_changing, strategy, 2, 1e-6, 3):
@@ -51,7 +50,7 @@ def test_only_replicas_of_a_shard_are_compared(on_ranks: Any) -> None:
         assert expected in message
 
 
-@pytest.mark.parametrize("strategy", map(parameter, REPLICATED))
+@pytest.mark.parametrize("strategy", labels(REPLICATED))
 def test_equal_replicas_pass(on_ranks: Any, strategy: str) -> None:
     assert on_ranks(2, fit_equal, strategy, 1) == ["", ""]
 

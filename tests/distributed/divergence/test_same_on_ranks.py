@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_paral.distributed.differences.same_on_ranks import first_difference
-from tests.contract.cases import PER_PLACEMENT, strategy_of, with_ranks
-from tests.contract.parameters import parameter
+from tests.contract.cases import PER_PLACEMENT, labels, strategy_of, with_ranks
 from tests.distributed.divergence.modules import BuiltDifferently, Differing, error_of, fit, loader
 from tests.running import quiet_trainer
 
@@ -63,13 +62,13 @@ def fit_with(name: str) -> str:
 
 
 @pytest.mark.parametrize("kind", MODULES)
-@pytest.mark.parametrize("strategy", map(parameter, CASES))
+@pytest.mark.parametrize("strategy", labels(CASES))
 def test_different_module_is_named_on_all_ranks(on_ranks: Any, strategy: str, kind: str) -> None:
     for message in on_ranks(2, fit_differing, strategy, kind):
         assert message.startswith(f"ConfigurationError: {MODULES[kind]}")
 
 
-@pytest.mark.parametrize("strategy", map(parameter, CASES))
+@pytest.mark.parametrize("strategy", labels(CASES))
 def test_different_module_is_named_before_validation(on_ranks: Any, strategy: str) -> None:
     for message in on_ranks(2, validate_differing, strategy, "shape"):
         assert MODULES["shape"] in message
@@ -92,7 +91,7 @@ def test_equal_module_is_built_partitioned(on_ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("strategy", map(parameter, CASES))
+@pytest.mark.parametrize("strategy", labels(CASES))
 def test_different_optimizer_is_named_on_all_ranks(on_ranks: Any, strategy: str, kind: str) -> None:
     for message in on_ranks(2, fit_differing, strategy, kind):
         assert OPTIMIZERS[kind] in message

@@ -7,8 +7,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.contract.cases import BY_LABEL
-from tests.contract.parameters import parameter
+from tests.contract.cases import BY_LABEL, labels
 from tests.distributed.divergence.modules import fit
 from tests.models.linear import Linear
 
@@ -50,14 +49,14 @@ def fit_skipping(strategy: str, kind: str) -> str:
     return message
 
 
-@pytest.mark.parametrize("strategy", map(parameter, CASES))
+@pytest.mark.parametrize("strategy", labels(CASES))
 def test_step_that_returns_none_is_named(in_own_world: Any, strategy: str) -> None:
     _, message = in_own_world(2, fit_skipping, strategy, "None")
     assert "training_step returned None on rank 1, for batch 2 of epoch 0" in message
 
 
 @pytest.mark.parametrize("kind", ["-1", "manual step"])
-@pytest.mark.parametrize("strategy", map(parameter, CASES))
+@pytest.mark.parametrize("strategy", labels(CASES))
 def test_skipped_work_is_named(in_own_world: Any, strategy: str, kind: str) -> None:
     messages = in_own_world(2, fit_skipping, strategy, kind)
     assert REMEDY in messages[1], messages
