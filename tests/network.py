@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.processes import Ended, run_together
+from tests.launching import Ended, run_together
 
 
 class Nodes:

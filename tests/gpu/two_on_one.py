@@ -18,7 +18,7 @@ from tests.contract.cases import CASES
 from tests.gpu.crew import alone
 from tests.gpu.place import Facts
 from tests.gpu.program import Check, main, of_labels
-from tests.processes import free_port, run_together
+from tests.launching import free_port, run_together
 
 NUM_RANKS = 2
 ALGORITHMS = ("ring", "native", "reduce_broadcast", "all_to_all")

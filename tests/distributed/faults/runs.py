@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.distributed.faults.cases import Case
+from tests.launching import ROOT
 from tests.network import joined_nodes
-from tests.processes import ROOT
 
 RUN_ID = "PARAL_FAULT_RUN"
 """The environment variable that all processes of a run inherit."""

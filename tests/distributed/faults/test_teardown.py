@@ -13,7 +13,7 @@ from lightning_paral import RankFailedError
 from lightning_paral.distributed.process_group import release_process_group
 from tests.contract.cases import strategy_of
 from tests.distributed.data.test_left_out_values import Logging
-from tests.processes import free_port
+from tests.launching import free_port
 from tests.running import quiet_trainer
 
 

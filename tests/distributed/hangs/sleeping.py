@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lightning_paral.distributed.process_group import release_process_group
 from tests.contract.cases import strategy_of
-from tests.launching import free_port as free_port
 from tests.launching import leave_pool
 from tests.models.regression import Regression, regression_data
 from tests.running import quiet_trainer
