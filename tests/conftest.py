@@ -40,6 +40,7 @@ def rank_pool() -> Iterator[RankPool]:
 @pytest.fixture
 def on_ranks(rank_pool: RankPool) -> Callable[..., list[Any]]:
     """A function, called as `on_ranks(world_size, function, *args)`, that returns the result of each rank."""
+    rank_pool.end_crowded_workers()
     return rank_pool.run
 
 
@@ -103,17 +104,23 @@ def _operators(request: pytest.FixtureRequest) -> None:
 
 
 class TimesWriter:
-    """Stores the seconds of each function, without fixtures of a wider scope, when the session ends."""
+    """Stores the seconds of each function, with its fixtures, when the session ends."""
 
     def __init__(self) -> None:
-        self._seconds: dict[str, list[float]] = {}
+        self._seconds: dict[str, float] = {}
+        self._skipped: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" and report.outcome != "skipped":
-            self._seconds.setdefault(report.nodeid.partition("[")[0], []).append(report.duration)
+        self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
+        if report.skipped:
+            self._skipped.add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        Times().write(self._seconds)
+        by_function: dict[str, list[float]] = {}
+        for name, seconds in self._seconds.items():
+            if name not in self._skipped:
+                by_function.setdefault(name.partition("[")[0], []).append(seconds)
+        Times().write(by_function)
 
 
 @contextmanager

@@ -31,7 +31,11 @@ ENGINES = ("dp", "ddp", "fsdp", "zero", "tensor", "pipeline")
 TIMES = Path(__file__).with_name("times.json")
 """The mean seconds of a test of each function that takes long. `pytest --lane all --write-times` writes it."""
 SLOW_SECONDS = 3.0
-"""The time of all tests of a function in the default lane from which on it moves to the full lane."""
+"""The time of a function's tests in the default lane from which on they move to the full lane."""
+LONG_SECONDS = 15.0
+"""The time of a function's tests in the full lane from which on it has each value once, instead of each pair."""
+LONGEST_SECONDS = 40.0
+"""The time of a function's tests in the full lane from which on they move to the lane "all"."""
 _FOLDERS = {
     "tests/gpu/": "all",
     "tests/distributed/faults/": "all",
@@ -73,7 +77,7 @@ class Times:
 
     def write(self, seconds: dict[str, list[float]]) -> None:
         """Replace the times of the functions that have run, and drop those that take little."""
-        kept = {name: value for name, value in self.stored.items() if name not in seconds}
+        kept = {name: value for name, value in Times(self.path).stored.items() if name not in seconds}
         kept |= {name: round(sum(each) / len(each), 3) for name, each in seconds.items() if sum(each) >= 1.0}
         self.path.write_text(json.dumps(kept, indent=0, sort_keys=True) + "\n")
 
@@ -106,7 +110,8 @@ def places_of(items: Sequence[pytest.Item], times: Times) -> dict[pytest.Item, P
        values. Values of other world sizes than 2, and of ZeRO stages before 3, are not in the default lane.
     3. Tests that need DeepSpeed's operators are in the full lane.
     4. Tests that start processes or wait, judged by folder and fixture, are in the full lane at first, or in "all".
-    5. A function whose tests in the default lane took more than `SLOW_SECONDS` moves to the full lane.
+    5. Functions that took long, by the times of `tests/times.json`, move to the next lane: see `SLOW_SECONDS`,
+       `LONG_SECONDS` and `LONGEST_SECONDS`.
 
     A function with `pytest.mark.lane(NAME)` is in that lane instead of by rules 4 and 5.
     """
@@ -118,24 +123,26 @@ def places_of(items: Sequence[pytest.Item], times: Times) -> dict[pytest.Item, P
     for function, members in functions.items():
         free = [item for item in members if _mark_of_parameter(item) is None]
         once, pairwise = cover(free)
-        is_slow = times.of(function) * len(once) > SLOW_SECONDS
+        seconds = times.of(function)
+        by_time = int(seconds * len(once) > SLOW_SECONDS) + int(seconds * len(once) > LONGEST_SECONDS)
+        pairwise = once if seconds * len(pairwise) > LONG_SECONDS else pairwise
         for item in members:
             mark = _mark_of_parameter(item)
             if mark is not None:
                 places[item] = Place(LANES.index(mark.args[0]), int(bool(operators_of(item))))
             else:
                 product = 0 if item in once else 1 if item in pairwise else 2
-                places[item] = Place(product, _least_lane(item, is_slow))
+                places[item] = Place(product, _least_lane(item, by_time))
     return places
 
 
-def _least_lane(item: pytest.Item, is_slow: bool) -> int:
+def _least_lane(item: pytest.Item, by_time: int) -> int:
     mark = item.get_closest_marker("lane")
     if mark is not None:
         return max(LANES.index(mark.args[0]), int(bool(operators_of(item))))
     folder = next((lane for folder, lane in _FOLDERS.items() if item.nodeid.startswith(folder)), "default")
-    waits = is_slow or bool(operators_of(item)) or "launch" in getattr(item, "fixturenames", ())
-    return max(LANES.index(folder), int(waits))
+    waits = bool(operators_of(item)) or "launch" in getattr(item, "fixturenames", ())
+    return max(LANES.index(folder), int(waits), by_time)
 
 
 def _mark_of_parameter(item: pytest.Item) -> Any:

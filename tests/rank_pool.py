@@ -4,6 +4,7 @@ The workers are started once per test session and reused. To Lightning they look
 Trainer in a worker starts no processes, and a fit takes hundredths of a second.
 """
 
+import gc
 import io
 import logging
 import os
@@ -21,6 +22,7 @@ import torch.multiprocessing as multiprocessing
 
 START_SECONDS = 300.0
 END_SECONDS = 10.0  # how long `close` waits for workers to end by themselves
+MAX_THREADS = 60
 LINGER_SECONDS = 3.0  # how long the other ranks may still report after one has failed
 
 
@@ -67,6 +69,16 @@ class RankPool:
     def renew_world(self) -> None:
         """Make the ranks create a new process group at the next call, because collectives are unfinished."""
         self._world = None
+        self.end_crowded_workers()
+
+    def end_crowded_workers(self) -> None:
+        """End all workers if one has many threads; the next call starts new ones.
+
+        Errors hold modules, and those hold process groups that nothing uses any more, in cycles that are not
+        collected. Gloo wakes up each of their threads 100 times per second.
+        """
+        if any(_num_threads(process.pid) > MAX_THREADS for process, _ in self._workers):
+            self._end_workers()
 
     def close(self) -> None:
         """Let all workers exit, so that they write their coverage data, and kill those that do not exit in time."""
@@ -119,6 +131,13 @@ class RankPool:
         self._world = None
 
 
+def _num_threads(pid: int) -> int:
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except FileNotFoundError:  # it died
+        return 0
+
+
 def _serve(connection: Connection) -> None:
     """Serve calls in a worker until the pool closes the pipe: join the process group, call the function, report."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="rank-pool")
@@ -127,6 +146,7 @@ def _serve(connection: Connection) -> None:
     # As in a process that a user starts: inherited from the forkserver, it would make each worker import torch.
     multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
+    gc.freeze()  # DeepSpeed collects garbage in every fit: exclude the objects of what is imported
     world = None
     while True:
         try:

@@ -70,7 +70,7 @@ class Resuming:
         """Return the checkpoint as one file, which `paral consolidate` makes of a folder."""
         path = self.path(label)
         if Path(path).is_dir():
-            target = f"{path}-consolidated"
+            target = str(Path(path).with_suffix(".consolidated.ckpt"))
             subprocess.run(["paral", "consolidate", path, target], check=True)
             path = target
         return torch.load(path, weights_only=False)

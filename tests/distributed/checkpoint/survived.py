@@ -9,9 +9,8 @@ from typing import Any
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from tests.contract.cases import strategy_of
 from tests.launching import fork_ranks
-from tests.models.resumable import Resumable, fit
+from tests.models.resumable import Resumable, losses
 
 KILLED_IN = 6
 """The batch in which rank 1 dies: the first after an optimizer step."""
@@ -26,7 +25,7 @@ class Killed(Resumable):
 
 def train(folder: Path, strategy: str) -> None:
     saves = ModelCheckpoint(folder, "failed-{step}", save_on_exception=True, save_top_k=0)
-    fit(strategy_of(strategy), 2, module=Killed(), callbacks=[saves], enable_checkpointing=True)
+    losses(strategy, Killed, callbacks=[saves], enable_checkpointing=True)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,13 @@ from tests.models.resumable import NUM_BATCHES, SaveOnce, losses, refusal
 NUM_KILLS = 10
 
 
+@pytest.mark.lane("all")
 @pytest.mark.parametrize(
     ("strategy", "form", "mode"),
     [
         ("paral_ddp", "full", "sync"),
         ("paral_ddp", "sharded", "async"),
-        ("paral_fsdp", "sharded", "sync"),
+        pytest.param("paral_fsdp", "sharded", "sync", marks=pytest.mark.lane("full")),
         ("paral_ddp", "full", "async"),
         ("paral_zero3", "full", "async"),
         ("paral_zero2_offload", "sharded", "sync"),

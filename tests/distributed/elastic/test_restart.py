@@ -8,6 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from lightning_paral.checkpoint.lazy_tensor import materialize
@@ -56,6 +57,7 @@ def kill_rank_1_after_a_save(folder: Path, agent: Process) -> None:
     os.kill(next(each["pid"] for each in seen_by_ranks(folder) if each["rank"] == 1), signal.SIGKILL)
 
 
+@pytest.mark.lane("full")
 def test_restarted_run_ends_like_an_undisturbed_one(launch, tmp_path: Path) -> None:
     script = ("-m", "tests.distributed.elastic.trained")
     killed, undisturbed, log = tmp_path / "killed", tmp_path / "undisturbed", tmp_path / "log"

@@ -91,7 +91,7 @@ def test_strategies_are_listed_and_planned(run) -> None:
     assert 'Use strategy="paral_ddp"' in run(shlex.split(PLAN))
 
 
-@pytest.mark.lane("default")
+@pytest.mark.lane("full")
 def test_snippets_and_commands_on_checkpoints_run_in_the_order_they_are_read(run, tmp_path: Path) -> None:
     for number, (language, text) in enumerate(BLOCKS):
         if language == "python":
