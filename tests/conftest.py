@@ -12,8 +12,9 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_paral.distributed.process_group import release_process_group
-from tests.compile_operators import NEEDS, Compilation, mark_by_parameters, operators_of
-from tests.lanes import ENGINES, LANES, Times, engines_of, select, shard
+from tests.compile_operators import MARK, NEEDS, Compilation, mark_by_parameters, operators_of
+from tests.lanes import ENGINES, LANES, Times, function_of, select, shard
+from tests.launching import launch as launch
 from tests.rank_pool import RankPool
 
 OF_RUNS = (
@@ -44,6 +45,20 @@ def on_ranks(rank_pool: RankPool) -> Callable[..., list[Any]]:
     return rank_pool.run
 
 
+@pytest.fixture
+def in_own_world(rank_pool: RankPool) -> Callable[..., list[Any]]:
+    """Like `on_ranks`, for functions that leave the pool's process group, or collectives in it, unfinished."""
+
+    def run(*args: Any, **options: Any) -> list[Any]:
+        rank_pool.renew_world()
+        try:
+            return rank_pool.run(*args, **options)
+        finally:
+            rank_pool.renew_world()
+
+    return run
+
+
 _compilation = pytest.StashKey[Compilation]()
 
 
@@ -53,25 +68,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--lane", choices=(*LANES, "versions"), help="default: 10 minutes; full: what CI runs; all: everything"
     )
     group.addoption("--engine", choices=ENGINES, help="what a change to one engine can break; in the lane full")
-    group.addoption("--shard", help="such as 1,2/3: two of three parts that take equally long")
+    group.addoption("--shard", help="such as 1/2: the first of two parts that take equally long")
     group.addoption("--write-times", action="store_true", help="store the times of what runs in tests/times.json")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.write_times:
-        config.pluginmanager.register(TimesWriter())
+        config.pluginmanager.register(TimesWriter(), "times")
 
 
 @pytest.hookimpl(trylast=True)  # after `-k` and `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Select the tests of the lane, the engine and the shard; sort those last that wait for DeepSpeed's operators."""
     times, option = Times(), config.option
+    if writer := config.pluginmanager.get_plugin("times"):
+        writer.existing = set(map(function_of, items))
     # A file or a test that is named runs whole.
     are_named = all("::" in argument or argument.endswith(".py") for argument in config.args)
     lane = option.lane or ("full" if option.engine else "all" if are_named else "default")
-    chosen = select(items, lane, times)
-    if option.engine:
-        chosen = [item for item in chosen if option.engine in engines_of(item)]
+    chosen = select(items, lane, times, option.engine)
     if option.shard:
         chosen = shard(chosen, times, option.shard)
     kept = set(chosen)
@@ -109,18 +124,21 @@ class TimesWriter:
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._skipped: set[str] = set()
+        self.existing: set[str] = set()
+        """The functions that were collected."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
         if report.skipped:
             self._skipped.add(report.nodeid)
+        if report.when == "call" or MARK not in report.keywords:  # the others may have waited for operators
+            self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
 
     def pytest_sessionfinish(self) -> None:
         by_function: dict[str, list[float]] = {}
         for name, seconds in self._seconds.items():
             if name not in self._skipped:
                 by_function.setdefault(name.partition("[")[0], []).append(seconds)
-        Times().write(by_function)
+        Times().write(by_function, self.existing)
 
 
 @contextmanager

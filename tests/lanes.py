@@ -6,11 +6,13 @@ lane includes the ones before it. `places_of` says how an item gets its lane.
 
 import itertools
 import json
+import re
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import ceil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from lightning.pytorch.strategies import Strategy
@@ -22,20 +24,16 @@ from lightning_paral import (
     ParalPipelineStrategy,
     ParalZeROStrategy,
 )
-from lightning_paral.registry import STRATEGIES
 from tests.compile_operators import operators_of
-from tests.contract.cases import BY_LABEL
 
 LANES = ("default", "full", "all")
 ENGINES = ("dp", "ddp", "fsdp", "zero", "tensor", "pipeline")
 TIMES = Path(__file__).with_name("times.json")
 """The mean seconds of a test of each function that takes long. `pytest --lane all --write-times` writes it."""
-SLOW_SECONDS = 3.0
-"""The time of a function's tests in the default lane from which on they move to the full lane."""
-LONG_SECONDS = 15.0
-"""The time of a function's tests in the full lane from which on it has each value once, instead of each pair."""
-LONGEST_SECONDS = 40.0
-"""The time of a function's tests in the full lane from which on they move to the lane "all"."""
+DEFAULT_SECONDS = 3.0
+"""A function has as many tests in the default lane as fit into this time; the others are in the full lane."""
+FULL_SECONDS = 10.0
+"""A function whose tests take longer than this in the full lane has each value once there, not each pair of values."""
 _FOLDERS = {
     "tests/gpu/": "all",
     "tests/distributed/faults/": "all",
@@ -47,7 +45,9 @@ _FOLDERS = {
     "tests/distributed/launch/": "full",
 }
 """Folders whose tests start processes or wait: they are not in the lanes before the given one."""
-_SIZES = ("world_size", "num_ranks")
+_SIZES = ("world_size", "num_ranks", "size")
+_STRATEGY = re.compile(r"(?:paral_)?(dp|ddp|fsdp|zero|pp|tp)([123]?)(_\w+)?")
+"""The labels of strategies in parameters, such as "paral_zero2_offload" and "fsdp_tp"."""
 _OTHERS_SECONDS = 0.02
 
 
@@ -62,12 +62,17 @@ class Times:
         """Return the mean seconds of a test of `function`."""
         return self.stored.get(function, _OTHERS_SECONDS)
 
-    def warn_if_stale(self, functions: Iterable[str]) -> None:
-        """Warn about stored functions in the collected files that do not exist any more."""
+    def gone(self, functions: Iterable[str]) -> list[str]:
+        """Return the stored functions that do not exist, of the files of `functions` and of files that do not exist."""
         found = set(functions)
         files = {function.partition("::")[0] for function in found}
-        gone = [name for name in self.stored if name not in found and name.partition("::")[0] in files]
-        if gone:
+        root = TIMES.parents[1]
+        file_of = {name: name.partition("::")[0] for name in self.stored if name not in found}
+        return [name for name, file in file_of.items() if file in files or not (root / file).exists()]
+
+    def warn_if_stale(self, functions: Iterable[str]) -> None:
+        """Warn about stored functions that do not exist."""
+        if gone := self.gone(functions):
             warnings.warn(
                 f"tests/times.json is stale: it has {len(gone)} functions that do not exist, such as {gone[0]}. "
                 "`pytest --lane all --write-times` writes it again.",
@@ -75,9 +80,11 @@ class Times:
                 stacklevel=2,
             )
 
-    def write(self, seconds: dict[str, list[float]]) -> None:
-        """Replace the times of the functions that have run, and drop those that take little."""
-        kept = {name: value for name, value in Times(self.path).stored.items() if name not in seconds}
+    def write(self, seconds: Mapping[str, Sequence[float]], existing: Iterable[str]) -> None:
+        """Replace the times of the functions that have run; drop those that take little, and those that are gone."""
+        now = Times(self.path)
+        dropped = {*seconds, *now.gone(existing)}
+        kept = {name: value for name, value in now.stored.items() if name not in dropped}
         kept |= {name: round(sum(each) / len(each), 3) for name, each in seconds.items() if sum(each) >= 1.0}
         self.path.write_text(json.dumps(kept, indent=0, sort_keys=True) + "\n")
 
@@ -87,33 +94,42 @@ def function_of(item: pytest.Item) -> str:
     return item.nodeid.partition("[")[0]
 
 
-def select(items: Sequence[pytest.Item], lane: str, times: Times) -> list[pytest.Item]:
-    """Return the items of a lane. "versions" has each value once, also of tests that take long: for CI's oldest set."""
+def select(items: Sequence[pytest.Item], lane: str, times: Times, engine: str | None = None) -> list[pytest.Item]:
+    """Return the items of a lane.
+
+    Args:
+        items: all items.
+        lane: one of `LANES`, or "versions", for CI's oldest set: the default lane, and tests of the full lane that
+            need DeepSpeed's operators.
+        times: the stored times.
+        engine: leave out what is not about this engine; the full lane then has whole columns of tables.
+    """
     places = places_of(items, times)
-    if lane == "versions":
-        return [item for item in items if places[item].product == 0 and places[item].least < 2]
-    return [item for item in items if max(places[item]) <= LANES.index(lane)]
+    last, with_operators = (0, 1) if lane == "versions" else (LANES.index(lane),) * 2
+    chosen = [item for item in items if places[item] <= (with_operators if operators_of(item) else last)]
+    if engine is None:
+        return chosen
+    in_lane = set(chosen)
+    return [
+        item
+        for item in items
+        if engine in engines_of(item) and (item in in_lane or (lane == "full" and _mark_of_parameter(item)))
+    ]
 
 
-class Place(NamedTuple):
-    """The first lane of an item by its parameters, and the first lane of its function, as indices of `LANES`."""
-
-    product: int
-    least: int
-
-
-def places_of(items: Sequence[pytest.Item], times: Times) -> dict[pytest.Item, Place]:
-    """Return the place of each item.
+def places_of(items: Sequence[pytest.Item], times: Times) -> dict[pytest.Item, int]:
+    """Return the first lane that has each item, as an index of `LANES`.
 
     1. A parameter with `pytest.mark.lane(NAME)` is in that lane: tables choose their cells.
     2. Of a function with several parameters, the default lane has each value once, and the full lane each pair of
-       values. Values of other world sizes than 2, and of ZeRO stages before 3, are not in the default lane.
+       values. Values of other world sizes than 2 are not in the default lane, nor is ZeRO-1, whose code is that of
+       ZeRO-2.
     3. Tests that need DeepSpeed's operators are in the full lane.
     4. Tests that start processes or wait, judged by folder and fixture, are in the full lane at first, or in "all".
-    5. Functions that took long, by the times of `tests/times.json`, move to the next lane: see `SLOW_SECONDS`,
-       `LONG_SECONDS` and `LONGEST_SECONDS`.
+    5. A function that takes long, by the times of `tests/times.json`, has fewer tests in a lane: see `DEFAULT_SECONDS`
+       and `FULL_SECONDS`.
 
-    A function with `pytest.mark.lane(NAME)` is in that lane instead of by rules 4 and 5.
+    A function with `pytest.mark.lane(NAME)` is in that lane instead of by rule 4 and by `DEFAULT_SECONDS`.
     """
     functions: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -121,110 +137,104 @@ def places_of(items: Sequence[pytest.Item], times: Times) -> dict[pytest.Item, P
     times.warn_if_stale(functions)
     places = {}
     for function, members in functions.items():
-        free = [item for item in members if _mark_of_parameter(item) is None]
-        once, pairwise = cover(free)
         seconds = times.of(function)
-        by_time = int(seconds * len(once) > SLOW_SECONDS) + int(seconds * len(once) > LONGEST_SECONDS)
-        pairwise = once if seconds * len(pairwise) > LONG_SECONDS else pairwise
+        usual, once, pairwise = cover([item for item in members if _mark_of_parameter(item) is None])
+        first = [item for item in members if item in usual]
+        count = int(DEFAULT_SECONDS / seconds)
+        fitting = first[:: max(1, ceil(len(first) / count))] if count else []
+        full = once if seconds * len(pairwise) > FULL_SECONDS else pairwise
         for item in members:
             mark = _mark_of_parameter(item)
             if mark is not None:
-                places[item] = Place(LANES.index(mark.args[0]), int(bool(operators_of(item))))
+                places[item] = max(LANES.index(mark.args[0]), int(bool(operators_of(item))))
             else:
-                product = 0 if item in once else 1 if item in pairwise else 2
-                places[item] = Place(product, _least_lane(item, by_time))
+                product = 0 if item in usual else 1 if item in full else 2
+                places[item] = max(product, _least_lane(item, item in fitting))
     return places
 
 
-def _least_lane(item: pytest.Item, by_time: int) -> int:
+def _least_lane(item: pytest.Item, is_fitting: bool) -> int:
     mark = item.get_closest_marker("lane")
     if mark is not None:
         return max(LANES.index(mark.args[0]), int(bool(operators_of(item))))
     folder = next((lane for folder, lane in _FOLDERS.items() if item.nodeid.startswith(folder)), "default")
-    waits = bool(operators_of(item)) or "launch" in getattr(item, "fixturenames", ())
-    return max(LANES.index(folder), int(waits), by_time)
+    waits = not is_fitting or bool(operators_of(item)) or "launch" in getattr(item, "fixturenames", ())
+    return max(LANES.index(folder), int(waits))
 
 
 def _mark_of_parameter(item: pytest.Item) -> Any:
-    marks = _callspec(item, "marks", ())
+    marks = item.callspec.marks if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
     return next((mark for mark in marks if mark.name == "lane"), None)
 
 
-def _callspec(item: pytest.Item, attribute: str, default: Any) -> Any:
-    return getattr(getattr(item, "callspec", None), attribute, default)
-
-
-def cover(items: Sequence[pytest.Item]) -> tuple[set[pytest.Item], set[pytest.Item]]:
-    """Return the items that have each value of each parameter once, and those that have each pair of values once."""
+def cover(items: Sequence[pytest.Item]) -> tuple[set[pytest.Item], set[pytest.Item], set[pytest.Item]]:
+    """Return the items that have each usual value once, each value once, and each pair of values once."""
     factors = {item: tuple((name, repr(value)) for name, value in _parameters(item).items()) for item in items}
     if not items or len(factors[items[0]]) == 0:
-        return set(items), set(items)
-    usual = [item for item in items if not _is_unusual(item)] or list(items)
-    return _greedy(usual, factors, 1), _greedy(items, factors, 2)
+        return set(items), set(items), set(items)
+    usual = list(filter(_is_usual, items)) or list(items)
+    first = _greedy(usual, factors, 1)
+    return first, _greedy(items, factors, 1, first), _greedy(items, factors, 2, first)
 
 
-def _greedy(items: Sequence[pytest.Item], factors: dict[pytest.Item, Any], size: int) -> set[pytest.Item]:
+def _greedy(
+    items: Sequence[pytest.Item], factors: dict[pytest.Item, Any], size: int, chosen: Iterable[pytest.Item] = ()
+) -> set[pytest.Item]:
+    """Return `chosen`, and items until each combination of `size` values that `items` have is there."""
     parts = {item: set(itertools.combinations(factors[item], min(size, len(factors[item])))) for item in items}
     missing = set().union(*parts.values())
     if sum(map(len, parts.values())) == len(missing):  # one factor, or none in common
         return set(items)
-    chosen = set()
+    found = set(chosen)
+    missing -= set().union(*(parts[item] for item in found))
     while missing:
         best = max(items, key=lambda item: len(parts[item] & missing))  # the first of equals
-        chosen.add(best)
+        found.add(best)
         missing -= parts[best]
-    return chosen
+    return found
 
 
 def _parameters(item: pytest.Item) -> dict[str, Any]:
-    return _callspec(item, "params", {})
+    return item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
 
 
-def _is_unusual(item: pytest.Item) -> bool:
+def _is_usual(item: pytest.Item) -> bool:
     parameters = _parameters(item)
-    sizes = [parameters[name] for name in _SIZES if name in parameters]
-    stages = {stage for _, stage in _strategies(parameters) if stage}
-    stages |= {parameters["stage"]} if isinstance(parameters.get("stage"), int) else set()
-    return any(size != 2 for size in sizes) or bool(stages and max(stages) < 3)
+    sizes = {parameters[name] for name in _SIZES if name in parameters}
+    stages = {parameters.get("stage"), *(stage for _, stage in _strategies(item))}
+    return sizes <= {2} and 1 not in stages and not operators_of(item)
 
 
 def engines_of(item: pytest.Item) -> set[str]:
     """Return the engines that the item is about, by its folder and its parameters."""
     parts = set(item.nodeid.partition("::")[0].split("/"))
-    return {engine for engine in ENGINES if engine in parts} | {engine for engine, _ in _strategies(_parameters(item))}
+    return {engine for engine in ENGINES if engine in parts} | {engine for engine, _ in _strategies(item)}
 
 
-def _strategies(parameters: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Return the engine of each strategy among the parameters, and its ZeRO stage, or 0."""
-    for value in _flat(parameters.values()):
-        if isinstance(value, str) and value in BY_LABEL:
-            case = BY_LABEL[value]
-            options = case.options() if callable(case.options) else case.options
-            yield from _engines(case.type, {**_ARGUMENTS.get(value, {}), **options})
-        elif isinstance(value, str) and value in _ARGUMENTS:
-            yield from _engines(_CLASSES[value], _ARGUMENTS[value])
-        elif isinstance(value, Strategy) or (isinstance(value, type) and issubclass(value, Strategy)):
-            kind = value if isinstance(value, type) else type(value)
-            yield from _engines(kind, {"stage": getattr(getattr(value, "options", None), "stage", 0)})
-
-
-_ENGINE_OF = {
+_ENGINES_OF = {"pp": ("pipeline",), "tp": ("tensor", "fsdp")}
+_CLASSES = {
     ParalDPStrategy: "dp",
     ParalDDPStrategy: "ddp",
     ParalFSDPStrategy: "fsdp",
-    ParalPipelineStrategy: "pipeline",
+    ParalPipelineStrategy: "pp",
     ParalZeROStrategy: "zero",
 }
-_CLASSES = {entry.name: entry.strategy for entry in STRATEGIES}
-_ARGUMENTS = {entry.name: dict(entry.arguments) for entry in STRATEGIES}
 
 
-def _engines(kind: type, options: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    engine = next((name for base, name in _ENGINE_OF.items() if issubclass(kind, base)), None)
-    if engine is not None:
-        yield engine, options.get("stage", 0) if engine == "zero" else 0
-    if options.get("tensor_parallel"):
-        yield "tensor", 0
+def _strategies(item: pytest.Item) -> Iterator[tuple[str, int]]:
+    """Yield the engine of each strategy among the parameters, by label, instance or class, and its ZeRO stage, or 0."""
+    for value in _flat(_parameters(item).values()):
+        if isinstance(value, str) and (match := _STRATEGY.fullmatch(value)):
+            name, stage, options = match.groups(default="")
+            for engine in _ENGINES_OF.get(name, (name,)):
+                yield engine, int(stage or 0)
+            if "_tp" in options:
+                yield "tensor", 0
+        elif isinstance(value, Strategy) or (isinstance(value, type) and issubclass(value, Strategy)):
+            kind = value if isinstance(value, type) else type(value)
+            name = next((name for base, name in _CLASSES.items() if issubclass(kind, base)), "")
+            for engine in _ENGINES_OF.get(name, (name,) if name else ()):
+                yield engine, getattr(getattr(value, "options", None), "stage", 0) if name == "zero" else 0
 
 
 def _flat(values: Iterable[Any]) -> Iterator[Any]:
@@ -235,20 +245,15 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
             yield value
 
 
-def shard(items: Sequence[pytest.Item], times: Times, parts: str) -> list[pytest.Item]:
-    """Return the items of some of several parts that take equally long, such as `"1,2/3"`. Files stay whole."""
-    numbers, _, count = parts.partition("/")
+def shard(items: Sequence[pytest.Item], times: Times, part: str) -> list[pytest.Item]:
+    """Return the items of one of several parts that take equally long, such as `"1/2"`. Files stay whole."""
+    number, count = map(int, part.split("/"))
     seconds: dict[str, float] = defaultdict(float)
     for item in items:
-        seconds[_file(item)] += times.of(function_of(item))
-    totals = [0.0] * int(count)
+        seconds[item.nodeid.partition("::")[0]] += times.of(function_of(item))
+    totals = [0.0] * count
     part_of = {}
     for file in sorted(seconds, key=lambda file: (-seconds[file], file)):
         part_of[file] = totals.index(min(totals))
         totals[part_of[file]] += seconds[file]
-    chosen = {int(number) - 1 for number in numbers.split(",")}
-    return [item for item in items if part_of[_file(item)] in chosen]
-
-
-def _file(item: pytest.Item) -> str:
-    return item.nodeid.partition("::")[0]
+    return [item for item in items if part_of[item.nodeid.partition("::")[0]] == number - 1]

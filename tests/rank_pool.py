@@ -9,6 +9,7 @@ import io
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import time
 import traceback
@@ -35,7 +36,7 @@ class RankPool:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")  # imports modules once for all workers
-        self._context.set_forkserver_preload(["lightning.pytorch", "lightning_paral"])
+        self._context.set_forkserver_preload(["lightning.pytorch", "lightning_paral", "deepspeed"])
         self._workers: list[tuple[Any, Connection]] = []
         self._folder = tempfile.mkdtemp(prefix="rank-pool-")
         self._num_worlds = 0
@@ -81,7 +82,7 @@ class RankPool:
             self._end_workers()
 
     def close(self) -> None:
-        """Let all workers exit, so that they write their coverage data, and kill those that do not exit in time."""
+        """Let all workers exit, and kill those that do not exit in time."""
         for _, connection in self._workers:
             connection.close()
         deadline = time.monotonic() + END_SECONDS
@@ -146,9 +147,12 @@ def _serve(connection: Connection) -> None:
     # As in a process that a user starts: inherited from the forkserver, it would make each worker import torch.
     multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
-    gc.freeze()  # DeepSpeed collects garbage in every fit: exclude the objects of what is imported
-    world = None
+    world, num_modules = None, 0
     while True:
+        if len(sys.modules) > num_modules + 50:  # DeepSpeed collects garbage in every fit: leave out what is imported
+            gc.collect()
+            gc.freeze()
+            num_modules = len(sys.modules)
         try:
             rank, world_size, store, function, args = connection.recv()
         except EOFError:

@@ -1,7 +1,5 @@
 """The option `timeout` holds in every process group of a run, whoever creates it."""
 
-import os
-import socket
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_paral import CheckpointOptions
 from lightning_paral.distributed.process_group import release_process_group
 from tests.contract.cases import BY_LABEL, CASES, labels, with_ranks
+from tests.launching import leave_pool
 from tests.models.regression import Regression, regression_data
 from tests.running import quiet_trainer
 
@@ -38,10 +37,8 @@ class AtTheEnd(Callback):
         self.seen = timeouts()
 
 
-def fit_and_list(label: str, port: int, path: str) -> Any:
-    dist.barrier()  # otherwise the other rank could still be connecting
-    dist.destroy_process_group()  # so that the strategy creates its own
-    os.environ["MASTER_PORT"] = str(port)
+def fit_and_list(label: str, path: str) -> Any:
+    leave_pool()
     options: dict[str, Any] = {"timeout": SECONDS, "checkpoint": CheckpointOptions(async_save=True)}
     at_the_end = AtTheEnd(path)
     trainer = quiet_trainer(
@@ -56,14 +53,8 @@ def fit_and_list(label: str, port: int, path: str) -> Any:
 
 
 @pytest.mark.parametrize("label", labels(with_ranks(CASES, 2)))
-def test_every_group_of_a_run_has_the_timeout_of_the_option(on_ranks, rank_pool, tmp_path, label: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    rank_pool.renew_world()
-    try:
-        told = on_ranks(2, fit_and_list, label, port, str(tmp_path / "saved"))
-    finally:
-        rank_pool.renew_world()
+def test_every_group_of_a_run_has_the_timeout_of_the_option(in_own_world, tmp_path, label: str) -> None:
+    told = in_own_world(2, fit_and_list, label, str(tmp_path / "saved"))
 
     # A group that is created after the run has torch's timeout again.
     assert told == [([SECONDS], [SECONDS, TORCHS_SECONDS])] * 2

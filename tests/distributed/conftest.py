@@ -7,22 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_paral.cli import main
-from tests.launching import launch as launch
 from tests.rank_pool import RankPool
-
-
-@pytest.fixture
-def in_own_world(rank_pool: RankPool) -> Callable[..., list[Any]]:
-    """Like `on_ranks`, for functions that leave the pool's process group, or collectives in it, unfinished."""
-
-    def run(*args: Any, **options: Any) -> list[Any]:
-        rank_pool.renew_world()
-        try:
-            return rank_pool.run(*args, **options)
-        finally:
-            rank_pool.renew_world()
-
-    return run
 
 
 @pytest.fixture

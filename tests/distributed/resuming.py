@@ -1,7 +1,7 @@
 """Save in layouts of ranks, resume in others, and compare with a run in one process that was not interrupted."""
 
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,8 @@ Fitted = tuple[dict[int, float], dict[str, Tensor]]
 
 
 def fit(layout: Layout | None, make: Callable[[], LightningModule], **options: Any) -> Fitted:
-    torch.manual_seed(3)
     world_size, strategy = (1, "auto") if layout is None else (layout[0], layout[1](split="global"))
-    losses, module, _ = fit_chain(strategy, world_size, module=make(), **options)
+    losses, module, _ = fit_chain(strategy, world_size, module=make, **options)
     return losses, {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
 
 
@@ -32,6 +31,12 @@ def save(layout: Layout, make: Callable[[], LightningModule], path: str) -> None
 
 def resume(layout: Layout, make: Callable[[], LightningModule], paths: list[str]) -> list[Fitted]:
     return [fit(layout, make, resume_from=path) for path in paths]
+
+
+def parameters(resumptions: Iterable[tuple[str, list[str]]], full: Container[str]) -> list[Any]:
+    """Return targets and their sources as parameters, of which those with a target in `full` are in the full lane."""
+    lanes = {True: pytest.mark.lane("full"), False: pytest.mark.lane("all")}
+    return [pytest.param(*each, marks=lanes[each[0] in full], id=f"{each[0]}-{each[1]}") for each in resumptions]
 
 
 class Resuming:

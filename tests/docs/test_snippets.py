@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -27,8 +28,19 @@ SHORT += ["--trainer.enable_progress_bar=false", "--model.init_args.num_layers=1
 NUM_RANKS = 2
 
 
+OPERATORS = {"offload": "cpu_adam", "nvme": "async_io"}
+"""Words of snippets -> the operators that they need."""
+
+
 def names(path: Path) -> str:
     return path.relative_to(DOCS).as_posix()
+
+
+def page(path: Path) -> Any:
+    """Return a page as a parameter, marked with the operators that its snippets need."""
+    text = "".join(block.text.lower() for block in blocks_of(path) if block.language in RUN and block.reason is None)
+    needed = [name for word, name in OPERATORS.items() if word in text]
+    return pytest.param(path, id=names(path), marks=[pytest.mark.deepspeed_operators(*needed)] if needed else [])
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +56,7 @@ def files_of_readers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("path", WITH_CODE, ids=names)
+@pytest.mark.parametrize("path", map(page, WITH_CODE))
 def test_snippets_and_commands_of_a_page_run(path: Path, on_ranks, files_of_readers: Path, tmp_path: Path) -> None:
     for file in files_of_readers.iterdir():
         (tmp_path / file.name).symlink_to(file.resolve())

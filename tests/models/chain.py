@@ -1,8 +1,10 @@
 """A module whose blocks form a chain, and functions that fit it on ranks of which some draw the same samples."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
@@ -101,15 +103,18 @@ def fit_chain(
     strategy: Any,
     world_size: int,
     *,
-    module: LightningModule | None = None,
+    module: LightningModule | Callable[[], LightningModule] | None = None,
     save_to: str | Path | None = None,
     resume_from: str | Path | None = None,
     num_batches: int = NUM_BATCHES,
     **trainer_options: Any,
 ) -> tuple[dict[int, float], LightningModule, Trainer]:
-    """Fit; return the loss of each batch on this rank, the module and the Trainer."""
+    """Fit; return the loss of each batch on this rank, the module and the Trainer.
+
+    A function given as `module` is called when the generators have been seeded.
+    """
     torch.manual_seed(3)
-    module = Chain() if module is None else module
+    module = module if isinstance(module, LightningModule) else (module or Chain)()
     losses = Losses(None if save_to is None else str(save_to))
     options = {"max_epochs": 1, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5} | trainer_options
     trainer = quiet_trainer(devices=world_size, strategy=strategy, callbacks=[losses], **options)
@@ -118,3 +123,28 @@ def fit_chain(
         module, batches, batches, ckpt_path=None if resume_from is None else str(resume_from), weights_only=False
     )
     return losses.of_batch, module, trainer
+
+
+Result = tuple[list[float], dict[str, Tensor], dict[str, float]]
+"""The losses, the weights and the metrics of a fit."""
+
+
+def result_of_fit(strategy: Any, world_size: int, **options: Any) -> Result:
+    """Call `fit_chain`, and return what is compared between runs."""
+    losses, module, trainer = fit_chain(strategy, world_size, **options)
+    weights = {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+    return list(losses.values()), weights, {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def assert_equal_to(expected: Result, ranks: list[Result]) -> None:
+    """Assert that ranks, which drew parts of the same batches, have the mean losses, weights and metrics of one run."""
+    expected_losses, expected_weights, expected_metrics = expected
+    assert len(expected_losses) == NUM_BATCHES
+    mean = torch.tensor([losses for losses, _, _ in ranks]).mean(dim=0)
+    torch.testing.assert_close(mean, torch.tensor(expected_losses), rtol=1e-5, atol=0.0)
+    for _, weights, metrics in ranks:
+        assert weights.keys() == expected_weights.keys()
+        for name, weight in weights.items():
+            assert (weight - expected_weights[name]).abs().max() <= 1e-5, name
+        for name in ("train_loss_epoch", "val_loss"):
+            assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-5), name

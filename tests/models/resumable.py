@@ -96,12 +96,15 @@ def fit(
     resume_from: str | Path | None = None,
     weights_only: bool | None = None,
     num_batches: int = NUM_BATCHES,
-    module: LightningModule | None = None,
+    module: LightningModule | Callable[[], LightningModule] = Resumable,
     **trainer_options: Any,
 ) -> Any:
-    """Fit, save after `SAVED_AFTER` batches if `save_to` is given, and return the module."""
+    """Fit, save after `SAVED_AFTER` batches if `save_to` is given, and return the module.
+
+    A function given as `module` is called when the generators have been seeded.
+    """
     torch.manual_seed(3)
-    module = Resumable() if module is None else module
+    module = module if isinstance(module, LightningModule) else module()
     callbacks = trainer_options.pop("callbacks", []) + ([SaveOnce(str(save_to))] if save_to else [])
     options = {"max_epochs": 1, "accumulate_grad_batches": 2, "callbacks": callbacks} | trainer_options
     options["use_distributed_sampler"] = False
@@ -126,8 +129,7 @@ def losses(
     more = {"form": checkpoint} if isinstance(checkpoint, str) else checkpoint
     given = {} if more is None else {"checkpoint": CheckpointOptions(**more)}
     made = strategy(**given) if callable(strategy) else strategy_of(strategy, **given)
-    torch.manual_seed(3)
-    found: Losses = fit(made, int(os.environ.get("WORLD_SIZE", "1")), module=make(), **options).losses
+    found: Losses = fit(made, int(os.environ.get("WORLD_SIZE", "1")), module=make, **options).losses
     return found
 
 

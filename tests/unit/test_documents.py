@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -24,6 +25,7 @@ COMMANDS = [
     for line in block.splitlines()
     for command in line.split("&&")
 ]
+TESTS = re.findall(r"`(pytest[^`]*)`", CONTRIBUTING)
 CHECKS = ["ruff check .", "ruff format --check .", "mypy", "codespell"]
 SET_UP = {
     "python3.11 -m venv .venv",
@@ -41,30 +43,24 @@ PATHS = re.findall(r"`([\w./-]+(?:/|\.py|\.md|\.toml|\.txt|\.yaml))`", CONTRIBUT
 
 
 def test_every_command_of_contributing_is_accounted_for() -> None:
-    tests = {command for command in COMMANDS if command.split()[0] == "pytest"}
-
-    assert set(COMMANDS) == SET_UP | set(CHECKS) | tests | DOCUMENTATION | {".ci/run"}
+    assert set(COMMANDS) == SET_UP | set(CHECKS) | DOCUMENTATION
 
 
 def test_checks_equal_those_of_ci_and_pre_commit() -> None:
-    assert [line for line in map(str.strip, CI.splitlines()) if line in CHECKS] == CHECKS
+    lines = [line.strip().removesuffix(" || status=1") for line in CI.splitlines()]
+    assert [line for line in lines if line in CHECKS] == CHECKS
     assert [shlex.split(hook["entry"])[0] for hook in HOOKS] == [shlex.split(check)[0] for check in CHECKS]
     for command in SET_UP | DOCUMENTATION:
         if "constraints" in command or command.startswith("mkdocs"):
             assert command.removeprefix("pip install ") in CI
 
 
-def test_test_commands_name_existing_tests_and_markers() -> None:
-    registered = {entry.partition(":")[0] for entry in PYPROJECT["tool"]["pytest"]["ini_options"]["markers"]}
-    unknown = set()
-    for command in COMMANDS:
-        if command.startswith("pytest"):
-            words = shlex.split(command)
-            marks = words[words.index("-m") + 1] if "-m" in words else ""
-            unknown |= set(re.findall(r"\w+", marks)) - {"and", "not", "or"} - registered
-            unknown |= {word for word in words if "/" in word and not (ROOT / word).exists()}
+def test_test_commands_name_existing_tests() -> None:
+    expanded = subprocess.check_output(["bash", "-c", f"echo {' '.join(TESTS)}"], text=True)  # {unit,distributed}
+    paths = [word for word in expanded.split() if "/" in word]
 
-    assert not unknown
+    assert len(paths) > 20
+    assert not [path for path in paths if not (ROOT / path).exists()]
 
 
 def test_paths_in_contributing_exist() -> None:

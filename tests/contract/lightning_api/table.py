@@ -54,10 +54,11 @@ TABLE = Table(
         engines=ALL,
         follows={
             "paral_dp": "paral_ddp",
+            "paral_fsdp": "paral_ddp",
             "paral_zero1": "paral_zero2",
             "paral_zero2": "paral_fsdp",
             "paral_zero3": "paral_zero2",
         },
-        every_other=("paral_dp", "paral_zero2"),
+        every_other=("paral_fsdp", "paral_dp", "paral_zero2"),
     ),
 )

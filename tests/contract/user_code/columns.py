@@ -27,11 +27,10 @@ class Column:
     strategy: Callable[[], str | Strategy]
     on_ranks: bool = True
     always: bool = True
-    """Whether every row runs in the column. Otherwise, only rows that name it in `Row.strategies`."""
+    """Whether every row runs in the column. Otherwise, only rows that name it."""
     themes: tuple[str, ...] = ()
     """If not empty, only rows of these themes run in the column."""
     tolerance: float = 1e-5
-    needs_operators: bool = False
     ranks_per_sample: int = 1
     """The number of ranks that draw the same samples."""
     names: str = ""
@@ -53,7 +52,6 @@ def column_of(case: StrategyCase) -> Column:
         always=themes != "named",
         themes=themes if isinstance(themes, tuple) else (),
         tolerance=case.tolerance,
-        needs_operators=case.needs_operators,
         documented=case in OWN_CASES,
     )
 

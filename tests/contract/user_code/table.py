@@ -77,6 +77,9 @@ TABLE = Table(
         follows={
             "paral_dp": "paral_ddp",
             "paral_ddp_ring": "paral_ddp",
+            "paral_fsdp": "paral_ddp",
+            "paral_zero3": "paral_fsdp",
+            "paral_pp": "paral_fsdp",
             "paral_tp": "paral_fsdp",
             "paral_fsdp_offload": "paral_fsdp",
             "paral_zero1": "paral_zero3",
@@ -85,6 +88,6 @@ TABLE = Table(
             "paral_zero2_offload": "paral_zero3",
             "paral_zero3_offload": "paral_zero3",
         },
-        every_other=("paral_dp", "paral_tp"),
+        every_other=("paral_fsdp", "paral_zero3", "paral_pp"),
     ),
 )

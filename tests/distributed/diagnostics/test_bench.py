@@ -57,6 +57,7 @@ def test_comm(bench) -> None:
     assert sent["broadcast"] == pytest.approx([1, 0], abs=0.02)  # all from the first
 
 
+@pytest.mark.lane("all")
 def test_step_of_a_configuration(bench, config: str) -> None:
     names = ["paral_ddp", "raw_ddp", "raw_fsdp", "raw_fsdp_direct"]
     found = bench("step", "--config", config, "--rounds", "2", "--steps", "3", "--strategies", ",".join(names))

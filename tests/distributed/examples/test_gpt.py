@@ -37,7 +37,18 @@ def last_loss(overlay: str, folder: str, *more: str) -> float:
     return Witness.trainer.callback_metrics["train_loss"].item()
 
 
-@pytest.mark.parametrize("overlay", [path.stem for path in OVERLAYS if path.stem not in ("ddp", "dp")])
+IN_FULL = ("fsdp", "zero2", "tp", "pp")
+"""One overlay of each engine, for the full lane."""
+
+
+@pytest.mark.parametrize(
+    "overlay",
+    [
+        pytest.param(path.stem, marks=pytest.mark.lane("full" if path.stem in IN_FULL else "all"))
+        for path in OVERLAYS
+        if path.stem not in ("ddp", "dp")
+    ],
+)
 def test_loss_equals_that_under_ddp(on_ranks, tmp_path: Path, overlay: str) -> None:
     more = GLOBAL_BATCHES if overlay in ("pp", "tp") else ()  # all ranks draw the same samples
     expected = on_ranks(NUM_RANKS, last_loss, "ddp", str(tmp_path), *more)

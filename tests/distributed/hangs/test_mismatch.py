@@ -16,7 +16,9 @@ UNITS = {
 }
 
 
-@pytest.mark.parametrize("by", [(sys.executable,), TORCHRUN], ids=["python", "torchrun"])
+@pytest.mark.parametrize(
+    "by", [(sys.executable,), pytest.param(TORCHRUN, marks=pytest.mark.lane("all"))], ids=["python", "torchrun"]
+)
 @pytest.mark.parametrize("strategy", ["paral_fsdp", "paral_zero3"])
 def test_ranks_that_run_other_units_are_named_with_the_remedy(launch, strategy: str, by: tuple[str, ...]) -> None:
     process = launch("-m", mismatched.__name__, strategy, by=by)

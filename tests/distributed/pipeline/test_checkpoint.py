@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from lightning_paral import ParalDDPStrategy, ParalFSDPStrategy, ParalPipelineStrategy, ParalZeROStrategy
-from tests.distributed.resuming import Layout, Resuming
+from tests.distributed.resuming import Layout, Resuming, parameters
 from tests.models.chain import Chain
 from tests.rank_pool import RankPool
 
@@ -35,16 +35,18 @@ def resuming(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> R
 
 @pytest.mark.parametrize(
     ("target", "sources"),
-    [
-        *((layout, SEEN) for layout in PIPELINES if layout != SHARDED),
-        *((layout, PIPELINES) for layout in OTHERS if layout in SEEN),
-        (SHARDED, ["one process", "paral_fsdp", "4 stages", "2 stages x 2 replicas", SHARDED, HYBRID]),
-        (HYBRID, [SHARDED]),
-        (ZERO, PIPELINES),
-        ("2 stages", [ZERO]),
-        (SHARDED, [ZERO]),
-    ],
-    ids=str,
+    parameters(
+        [
+            *((layout, SEEN) for layout in PIPELINES if layout != SHARDED),
+            *((layout, PIPELINES) for layout in OTHERS if layout in SEEN),
+            (SHARDED, ["one process", "paral_fsdp", "4 stages", "2 stages x 2 replicas", SHARDED, HYBRID]),
+            (HYBRID, [SHARDED]),
+            (ZERO, PIPELINES),
+            ("2 stages", [ZERO]),
+            (SHARDED, [ZERO]),
+        ],
+        full=("2 stages", "paral_fsdp", SHARDED, ZERO),
+    ),
 )
 def test_resumed_run_equals_the_uninterrupted_one(resuming: Resuming, target: str, sources: list[str]) -> None:
     resuming.assert_resumed_equals_uninterrupted(target, sources)

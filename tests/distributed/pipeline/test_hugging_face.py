@@ -1,6 +1,7 @@
 """Models of Hugging Face train in a pipeline as in one process, tied and untied, or are refused with the reason."""
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -54,11 +55,14 @@ def build(kind: str, tied: bool) -> Any:
     return transformers.T5ForConditionalGeneration(config)
 
 
+Fitted = tuple[list[float], dict[str, Tensor]]
+"""Losses and weights."""
+
+
 class LanguageModel(LightningModule):
     def __init__(self, kind: str, tied: bool) -> None:
         super().__init__()
         self.model = build(kind, tied).train()
-        self.losses: list[float] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss: Tensor = self.model(input_ids=batch, labels=batch).loss
@@ -76,20 +80,19 @@ class Losses(Callback):
         self.values.append(float(outputs["loss"]))
 
 
-def fit(world_size: int, kind: str, tied: bool, strategy: Any) -> tuple[list[float], dict[str, Tensor]]:
+def fit(world_size: int, make: Callable[[], Any], strategy: Any, *more: Callback) -> Fitted:
     torch.manual_seed(0)
-    module, losses = LanguageModel(kind, tied), Losses()
-    trainer = quiet_trainer(
-        devices=world_size, strategy=strategy, max_epochs=1, callbacks=[losses], gradient_clip_val=1.0
-    )
+    module, losses = make(), Losses()
+    options: dict[str, Any] = {"max_epochs": 1, "callbacks": [losses, *more], "gradient_clip_val": 1.0}
+    trainer = quiet_trainer(devices=world_size, strategy=strategy, **options)
     batches = torch.randint(0, VOCABULARY, (40, LENGTH), generator=torch.Generator().manual_seed(1))
     trainer.fit(module, DataLoader(batches, batch_size=8))
     return losses.values, {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
 
 
 @cache
-def in_one_process(kind: str, tied: bool) -> tuple[list[float], dict[str, Tensor]]:
-    return fit(1, kind, tied, "auto")
+def in_one_process(kind: str, tied: bool) -> Fitted:
+    return fit(1, partial(LanguageModel, kind, tied), "auto")
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -100,7 +103,7 @@ def test_language_model_equals_one_process(on_ranks, kind: str, tied: bool, worl
     first, last = ([], []) if tied else ENDS[kind]
     strategy = ParalPipelineStrategy(first_stage=first, last_stage=last)
 
-    for found_losses, found in on_ranks(world_size, fit, world_size, kind, tied, strategy):
+    for found_losses, found in on_ranks(world_size, fit, world_size, partial(LanguageModel, kind, tied), strategy):
         assert found_losses == pytest.approx(losses, rel=1e-5)
         assert found.keys() == weights.keys()
         for name, weight in found.items():
@@ -109,7 +112,7 @@ def test_language_model_equals_one_process(on_ranks, kind: str, tied: bool, worl
 
 def refusal(kind: str) -> str:
     with pytest.raises(ConfigurationError) as error:
-        fit(2, kind, True, "paral_pp")
+        fit(2, partial(LanguageModel, kind, True), "paral_pp")
     return str(error.value)
 
 

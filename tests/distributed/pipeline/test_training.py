@@ -4,30 +4,19 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from lightning_paral import ParalPipelineStrategy
-from tests.models.chain import NUM_BATCHES, fit_chain
-
-Result = tuple[list[float], dict[str, Tensor], dict[str, float]]
-
-
-def result_of(fitted: Any) -> Result:
-    losses, module, trainer = fitted
-    weights = {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
-    return list(losses.values()), weights, {name: float(value) for name, value in trainer.callback_metrics.items()}
+from tests.models.chain import Result, assert_equal_to, result_of_fit
 
 
 @cache
 def in_one_process(accumulate: int) -> Result:
-    return result_of(fit_chain("auto", 1, accumulate_grad_batches=accumulate))
+    return result_of_fit("auto", 1, accumulate_grad_batches=accumulate)
 
 
 def in_pipeline(world_size: int, accumulate: int, options: dict[str, Any]) -> Result:
-    return result_of(
-        fit_chain(ParalPipelineStrategy(split="global", **options), world_size, accumulate_grad_batches=accumulate)
-    )
+    strategy = ParalPipelineStrategy(split="global", **options)
+    return result_of_fit(strategy, world_size, accumulate_grad_batches=accumulate)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -49,16 +38,4 @@ def in_pipeline(world_size: int, accumulate: int, options: dict[str, Any]) -> Re
     ids=str,
 )
 def test_pipeline_equals_one_process(on_ranks, world_size: int, options: dict[str, Any], accumulate: int) -> None:
-    expected_losses, expected_weights, expected_metrics = in_one_process(accumulate)
-
-    ranks = on_ranks(world_size, in_pipeline, world_size, accumulate, options)
-
-    assert len(expected_losses) == NUM_BATCHES
-    mean = torch.tensor([losses for losses, _, _ in ranks]).mean(dim=0)
-    torch.testing.assert_close(mean, torch.tensor(expected_losses), rtol=1e-5, atol=0.0)
-    for _, weights, metrics in ranks:
-        assert weights.keys() == expected_weights.keys()
-        for name, weight in weights.items():
-            assert (weight - expected_weights[name]).abs().max() <= 1e-5, name
-        for name in ("train_loss_epoch", "val_loss"):
-            assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-5), name
+    assert_equal_to(in_one_process(accumulate), on_ranks(world_size, in_pipeline, world_size, accumulate, options))

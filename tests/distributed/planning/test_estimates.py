@@ -29,7 +29,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.lane("all"))])
 def test_peak_of_a_rank_is_predicted_within_a_tenth(fresh_ranks: RankPool, num_ranks: int) -> None:
     for name, ranks, batch_size, precision, recomputes in CASES:
         if ranks != num_ranks:

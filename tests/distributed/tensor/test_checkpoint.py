@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from lightning_paral import ParalDDPStrategy, ParalFSDPStrategy, ParalPipelineStrategy, ParalZeROStrategy
-from tests.distributed.resuming import Layout, Resuming
+from tests.distributed.resuming import Layout, Resuming, parameters
 from tests.models.split_layers import PLAN, SplitLayers
 from tests.rank_pool import RankPool
 
@@ -35,15 +35,17 @@ def resuming(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> R
 
 @pytest.mark.parametrize(
     ("target", "sources"),
-    [
-        ("2 tensor ranks", [layout for layout in LAYOUTS if layout not in (ZERO, "paral_ddp")]),
-        ("2 shards x 2 tensor ranks", ["one process", "paral_fsdp", "2 stages", *SPLIT]),
-        *((layout, ["one process", *MIXED]) for layout in SPLIT if layout not in MIXED),
-        *((layout, MIXED) for layout in OTHERS if layout != ZERO),
-        (ZERO, MIXED),
-        ("2 shards x 2 tensor ranks", [ZERO]),
-    ],
-    ids=str,
+    parameters(
+        [
+            ("2 tensor ranks", [layout for layout in LAYOUTS if layout not in (ZERO, "paral_ddp")]),
+            ("2 shards x 2 tensor ranks", ["one process", "paral_fsdp", "2 stages", *SPLIT]),
+            *((layout, ["one process", *MIXED]) for layout in SPLIT if layout not in MIXED),
+            *((layout, MIXED) for layout in OTHERS if layout != ZERO),
+            (ZERO, MIXED),
+            ("2 shards x 2 tensor ranks", [ZERO]),
+        ],
+        full=("2 tensor ranks", "paral_fsdp", ZERO),
+    ),
 )
 def test_resumed_run_equals_the_uninterrupted_one(resuming: Resuming, target: str, sources: list[str]) -> None:
     resuming.assert_resumed_equals_uninterrupted(target, sources)

@@ -1,18 +1,16 @@
 """Models of Hugging Face, and the example's GPT, train with split layers as in one process, tied and untied."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from examples.gpt import GPT
 from lightning_paral import ConfigurationError, ParalFSDPStrategy
-from tests.distributed.pipeline.test_hugging_face import LENGTH, VOCABULARY, LanguageModel, Losses
-from tests.running import quiet_trainer
+from tests.distributed.pipeline.test_hugging_face import LENGTH, Fitted, LanguageModel, fit
 
 
 class ExampleGPT(GPT):
@@ -37,34 +35,20 @@ class Held(Callback):
         self.local = sum(parameter.to_local().numel() for parameter in split)  # type: ignore[attr-defined]
 
 
-def fit(
-    world_size: int, kind: str, tied: bool, strategy: Any, *callbacks: Any
-) -> tuple[list[float], dict[str, Tensor]]:
-    torch.manual_seed(0)
+def make(kind: str, tied: bool) -> LightningModule:
     module = ExampleGPT() if kind == "gpt" else LanguageModel(kind, tied)
-    module.double()  # in fp32, AdamW turns the rounding of gradients that are zero into steps
-    losses = Losses()
-    trainer = quiet_trainer(
-        devices=world_size,
-        strategy=strategy,
-        max_epochs=1,
-        callbacks=[losses, *callbacks],
-        gradient_clip_val=1.0,
-    )
-    batches = torch.randint(0, VOCABULARY, (40, LENGTH), generator=torch.Generator().manual_seed(1))
-    trainer.fit(module, DataLoader(batches, batch_size=8))
-    return losses.values, {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+    return module.double()  # in fp32, AdamW turns the rounding of gradients that are zero into steps
 
 
 @cache
-def in_one_process(kind: str, tied: bool) -> tuple[list[float], dict[str, Tensor]]:
-    return fit(1, kind, tied, "auto")
+def in_one_process(kind: str, tied: bool) -> Fitted:
+    return fit(1, partial(make, kind, tied), "auto")
 
 
 def split(world_size: int, kind: str, tied: bool, num_tensor_ranks: int) -> tuple[Any, int, int]:
     held = Held()
     strategy = ParalFSDPStrategy(tensor_parallel=num_tensor_ranks, sequence_parallel=tied, split="global")
-    return fit(world_size, kind, tied, strategy, held), held.full, held.local
+    return fit(world_size, partial(make, kind, tied), strategy, held), held.full, held.local
 
 
 @pytest.mark.parametrize(

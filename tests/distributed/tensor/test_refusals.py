@@ -52,7 +52,7 @@ class IsCompiled(SplitLayers):
 
 def error_of(world_size: int, module: type[LightningModule], options: dict[str, Any]) -> str:
     with pytest.raises((ConfigurationError, RuntimeError)) as error:
-        fit_chain(ParalFSDPStrategy(**options), world_size, module=module())
+        fit_chain(ParalFSDPStrategy(**options), world_size, module=module)
     return str(error.value)
 
 
@@ -89,7 +89,7 @@ class DropsInChain(SplitLayers):
 
 
 def fit_with_dropout() -> list[float]:
-    losses, _, _ = fit_chain(ParalFSDPStrategy(tensor_parallel=2, plan=ALL), 2, module=DropsInChain())
+    losses, _, _ = fit_chain(ParalFSDPStrategy(tensor_parallel=2, plan=ALL), 2, module=DropsInChain)
     return list(losses.values())
 
 
@@ -104,7 +104,7 @@ def warnings_on_two_nodes() -> list[str]:
         patch.setenv("LOCAL_RANK", "0")
         patch.setenv("LOCAL_WORLD_SIZE", "1")
         warnings.simplefilter("always")
-        fit_chain(ParalFSDPStrategy(tensor_parallel=2, plan=ALL), 1, module=SplitLayers(), num_nodes=2, num_batches=2)
+        fit_chain(ParalFSDPStrategy(tensor_parallel=2, plan=ALL), 1, module=SplitLayers, num_nodes=2, num_batches=2)
     return [str(each.message) for each in caught]
 
 

@@ -69,24 +69,10 @@ def gradient_of(trainer: Any, parameter: Any) -> Tensor:
     return gradient.clone()
 
 
-class WideClipped(Clipped):
-    """Has gradients large enough that copies to host memory take time, and steps proportional to gradients."""
-
-    def __init__(self, by_hand: bool) -> None:
-        super().__init__(by_hand)
-        self.hidden = nn.Linear(FEATURES, 2**20)
-        self.out = nn.Linear(2**20, 2)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1.0)
-
-
-def fit(
-    num_ranks: int, strategy: str, by_hand: bool, kind: type[Clipped] = Clipped, accelerator: str = "cpu"
-) -> tuple[Any, list[Tensor]]:
+def fit(num_ranks: int, strategy: str, by_hand: bool) -> tuple[Any, list[Tensor]]:
     torch.manual_seed(3)
-    model = kind(by_hand)
-    trainer = quiet_trainer(max_epochs=1, devices=num_ranks, strategy=strategy, accelerator=accelerator)
+    model = Clipped(by_hand)
+    trainer = quiet_trainer(max_epochs=1, devices=num_ranks, strategy=strategy, accelerator="cpu")
     trainer.fit(model, regression_data(4, num_ranks))
     return (model.losses, {name: weight.clone() for name, weight in model.state_dict().items()}), model.read
 

@@ -16,8 +16,6 @@ from tests.models.regression import FEATURES, Regression, regression_data
 from tests.models.resumable import NUM_BATCHES, SAVED_AFTER, Resumable, fit, mean_losses
 from tests.running import quiet_trainer
 
-pytestmark = pytest.mark.deepspeed_operators
-
 WIDTH = 1024  # DeepSpeed offloads a shard to a file only from a megabyte
 
 
@@ -70,6 +68,7 @@ def fit_twice_on_nvme(folder: str) -> tuple[list[float], list[int], list[str]]:
     return losses, num_bytes, [file.name for file in Path(folder).iterdir()]
 
 
+@pytest.mark.deepspeed_operators
 def test_weights_on_nvme_stay_for_a_second_fit_and_are_removed_with_the_model(on_ranks, tmp_path: Path) -> None:
     expected = fit_twice(1, lambda: "auto").losses
 
@@ -104,14 +103,15 @@ class ResumableOnDisk(Resumable):
 
 def save_from_nvme(folder: str) -> dict[int, float]:
     torch.manual_seed(3)
-    return fit(on_nvme(folder), 2, save_to=f"{folder}/x.ckpt", module=ResumableOnDisk()).losses
+    return fit(on_nvme(folder), 2, save_to=f"{folder}/x.ckpt", module=ResumableOnDisk).losses
 
 
 def resume(folder: str, where: str) -> dict[int, float]:
     strategy = on_nvme(folder) if where == "on NVMe" else where
-    return fit(strategy, 2, resume_from=f"{folder}/x.ckpt", module=ResumableOnDisk()).losses
+    return fit(strategy, 2, resume_from=f"{folder}/x.ckpt", module=ResumableOnDisk).losses
 
 
+@pytest.mark.deepspeed_operators
 def test_checkpoint_of_weights_on_nvme_resumes_there_and_in_memory(on_ranks, tmp_path: Path) -> None:
     expected = mean_losses(on_ranks(2, save_from_nvme, str(tmp_path), timeout=300))
     for where in ("on NVMe", "paral_ddp"):
@@ -138,6 +138,7 @@ def losses_of(process: "subprocess.Popen[str]") -> Tensor:
     return torch.tensor([float(loss) for loss in line.split()[1:]])
 
 
+@pytest.mark.deepspeed_operators
 def test_two_runs_in_one_folder_do_not_interfere(tmp_path: Path) -> None:
     runs = [
         subprocess.Popen(
@@ -156,6 +157,7 @@ def test_two_runs_in_one_folder_do_not_interfere(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.deepspeed_operators("async_io")
 def test_buffers_that_are_too_small_are_named_before_the_run(tmp_path: Path) -> None:
     offload = Offload("nvme", path=tmp_path, buffer_numel=10_000)
     trainer = quiet_trainer(devices=1, strategy=ParalZeROStrategy(stage=3, offload_parameters=offload))
