@@ -5,8 +5,8 @@
     python -m tests.tools.reverts --named            # only the tests that the patches name
 
 Each file in `tests/tools/reverts` brings the defect of a past fix back into the code of today. It is a patch whose
-first lines name the commit of the fix, its area, and tests that fail without it. These tests run first. If the lane
-leaves them out or they pass, the whole lane runs. A failure counts if the test passes with the fix.
+first lines name the commit of the fix, its area, and tests that fail without it. The lane's part of their files runs
+first. If it passes, the whole lane runs. A failure counts if the test passes with the fix.
 """
 
 import argparse
@@ -66,7 +66,8 @@ class Worktree:
         start = time.monotonic()
         options = ["--lane", "all" if lane == NAMED else lane]
         failing = None
-        for tests in (fix.tests, paths)[: 1 if lane == NAMED else 2]:
+        files = dict.fromkeys(test.partition("::")[0] for test in fix.tests)  # whole: the lanes choose among the tests
+        for tests in [fix.tests] if lane == NAMED else [files, paths]:
             failing = failing or self._find_among(fix, options, list(tests))
         return {"found_by": failing, "seconds": round(time.monotonic() - start)}
 
