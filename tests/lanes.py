@@ -122,8 +122,8 @@ def places_of(items: Sequence[pytest.Item], times: Times) -> dict[pytest.Item, i
 
     1. A parameter with `pytest.mark.lane(NAME)` is in that lane: tables choose their cells.
     2. Of a function with several parameters, the default lane has each value once, and the full lane each pair of
-       values. Values of other world sizes than 2 are not in the default lane, nor is ZeRO-1, whose code is that of
-       ZeRO-2.
+       values. Values of other world sizes than 2 are not in the default lane, nor is ZeRO-1 beside ZeRO-2, whose code
+       it shares.
     3. Tests that need DeepSpeed's operators are in the full lane.
     4. Tests that start processes or wait, judged by folder and fixture, are in the full lane at first, or in "all".
     5. A function that takes long, by the times of `tests/times.json`, has fewer tests in a lane: see `DEFAULT_SECONDS`
@@ -172,7 +172,8 @@ def cover(items: Sequence[pytest.Item]) -> tuple[set[pytest.Item], set[pytest.It
     factors = {item: tuple((name, repr(value)) for name, value in _parameters(item).items()) for item in items}
     if not items or len(factors[items[0]]) == 0:
         return set(items), set(items), set(items)
-    usual = list(filter(_is_usual, items)) or list(items)
+    rare_stages = {1} if any(2 in _stages(item) for item in items) else set()
+    usual = [item for item in items if _is_usual(item) and not _stages(item) & rare_stages] or list(items)
     first = _greedy(usual, factors, 1)
     return first, _greedy(items, factors, 1, first), _greedy(items, factors, 2, first)
 
@@ -201,8 +202,12 @@ def _parameters(item: pytest.Item) -> dict[str, Any]:
 def _is_usual(item: pytest.Item) -> bool:
     parameters = _parameters(item)
     sizes = {parameters[name] for name in _SIZES if name in parameters}
-    stages = {parameters.get("stage"), *(stage for _, stage in _strategies(item))}
-    return sizes <= {2} and 1 not in stages and not operators_of(item)
+    return sizes <= {2} and not operators_of(item)
+
+
+def _stages(item: pytest.Item) -> set[Any]:
+    """Return the ZeRO stages among the parameters."""
+    return {_parameters(item).get("stage"), *(stage for _, stage in _strategies(item))}
 
 
 def engines_of(item: pytest.Item) -> set[str]:

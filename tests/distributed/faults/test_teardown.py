@@ -50,6 +50,7 @@ def fit(label: str, port: int) -> str:
         release_process_group(after_failure=True)
 
 
+@pytest.mark.lane("full")
 @pytest.mark.parametrize("label", ["paral_ddp", "paral_fsdp"])
 def test_failure_is_named_in_the_teardown_of_another_rank(on_ranks: Any, rank_pool: Any, label: str) -> None:
     rank_pool.renew_world()
