@@ -78,14 +78,14 @@ def fit(
     return module.trained, module.validated, float(trainer.callback_metrics.get("mean", 0.0))
 
 
-def fit_all(split: str | None) -> list[Seen]:
-    return [
-        *(fit(split, Divides(), num_workers) for num_workers in (0, 1, 2)),
-        fit(split, Divides(), 2, epochs=2),
-        fit(split, Divides(), 2, combined=True),
-        fit(split, Sized(24), 2),
-        fit(split, Ignores(), 2),
-    ]
+CASES: dict[str, tuple[Any, ...]] = {
+    "no worker": (Divides(), 0),
+    "one worker": (Divides(), 1),
+    "two workers": (Divides(), 2),
+    "two epochs": (Divides(), 2, 2),
+    "combined": (Divides(), 2, 1, True),
+    "with a length": (Sized(24), 2),
+}
 
 
 def joined(ranks: Any) -> list[list[float]]:
@@ -93,19 +93,24 @@ def joined(ranks: Any) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("split", ["batch", "global"])
-def test_each_sample_is_used_once_and_global_batches_equal_those_of_one_process(on_ranks, split: str) -> None:
-    (expected,) = on_ranks(1, fit_all, None, timeout=300)
-    ranks = on_ranks(2, fit_all, split, timeout=300)
+@pytest.mark.parametrize("case", CASES)
+def test_each_sample_is_used_once_and_global_batches_equal_those_of_one_process(
+    on_ranks, case: str, split: str
+) -> None:
+    ((trained, validated, mean),) = on_ranks(1, fit, None, *CASES[case])
+    ranks = on_ranks(2, fit, split, *CASES[case])
 
-    *divided, ignored = range(len(expected))
-    for number in divided:
-        found, whole = joined([rank[number][0] for rank in ranks]), joined([expected[number][0]])
-        assert found == whole if split == "global" else set(chain(*found)) == set(chain(*whole))
-        assert sorted(ranks[0][number][1] + ranks[1][number][1]) == sorted(expected[number][1])
-        for rank in ranks:
-            assert rank[number][2] == pytest.approx(expected[number][2])
-    size = 2 if split == "global" else 4
-    assert joined([rank[ignored][0] for rank in ranks])[0] == list(range(size))
+    found, whole = joined([rank[0] for rank in ranks]), joined([trained])
+    assert found == whole if split == "global" else set(chain(*found)) == set(chain(*whole))
+    assert sorted(ranks[0][1] + ranks[1][1]) == sorted(validated)
+    assert [rank[2] for rank in ranks] == pytest.approx([mean] * 2)
+
+
+@pytest.mark.parametrize(("split", "size"), [("batch", 4), ("global", 2)])
+def test_samples_of_a_dataset_that_does_not_divide_itself_are_divided(on_ranks, split: str, size: int) -> None:
+    ranks = on_ranks(2, fit, split, Ignores(), 2)
+
+    assert joined([rank[0] for rank in ranks])[0] == list(range(size))
 
 
 @pytest.mark.parametrize("split", ["batch", "global"])
