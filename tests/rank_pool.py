@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from glob import glob
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -78,7 +79,7 @@ class RankPool:
         Errors hold modules, and those hold process groups that nothing uses any more, in cycles that are not
         collected. Gloo wakes up each of their threads 100 times per second.
         """
-        if any(_num_threads(process.pid) > MAX_THREADS for process, _ in self._workers):
+        if any(len(glob(f"/proc/{process.pid}/task/*")) > MAX_THREADS for process, _ in self._workers):
             self._end_workers()
 
     def close(self) -> None:
@@ -130,13 +131,6 @@ class RankPool:
             process.join(timeout=10)
         self._workers = []
         self._world = None
-
-
-def _num_threads(pid: int) -> int:
-    try:
-        return len(os.listdir(f"/proc/{pid}/task"))
-    except FileNotFoundError:  # it died
-        return 0
 
 
 def _serve(connection: Connection) -> None:
