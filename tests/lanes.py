@@ -46,8 +46,8 @@ _FOLDERS = {
 }
 """Folders whose tests start processes or wait: they are not in the lanes before the given one."""
 _SIZES = ("world_size", "num_ranks", "size")
-_STRATEGY = re.compile(r"(?:paral_)?(dp|ddp|fsdp|zero|pp|tp)([123]?)(_\w+)?")
-"""The labels of strategies in parameters, such as "paral_zero2_offload" and "fsdp_tp"."""
+_STRATEGY = re.compile(r"(?:paral_)?(dp|ddp|fsdp|zero|pp|tp)([123]?)([_,].*)?")
+"""The labels of strategies in parameters, such as "paral_zero2_offload", "fsdp_tp" and "ddp, finding unused"."""
 _OTHERS_SECONDS = 0.02
 
 
@@ -228,7 +228,8 @@ _CLASSES = {
 
 def _strategies(item: pytest.Item) -> Iterator[tuple[str, int]]:
     """Yield the engine of each strategy among the parameters, by label, instance or class, and its ZeRO stage, or 0."""
-    for value in _flat(_parameters(item).values()):
+    lists = (value if isinstance(value, list | tuple) else [value] for value in _parameters(item).values())
+    for value in itertools.chain.from_iterable(lists):
         if isinstance(value, str) and (match := _STRATEGY.fullmatch(value)):
             name, stage, options = match.groups(default="")
             for engine in _ENGINES_OF.get(name, (name,)):
@@ -240,14 +241,6 @@ def _strategies(item: pytest.Item) -> Iterator[tuple[str, int]]:
             name = next((name for base, name in _CLASSES.items() if issubclass(kind, base)), "")
             for engine in _ENGINES_OF.get(name, (name,) if name else ()):
                 yield engine, getattr(getattr(value, "options", None), "stage", 0) if name == "zero" else 0
-
-
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from value
-        else:
-            yield value
 
 
 def shard(items: Sequence[pytest.Item], times: Times, part: str) -> list[pytest.Item]:

@@ -95,7 +95,8 @@ def test_default_lane_leaves_out_other_world_sizes_slow_functions_and_launches(s
     some = {f"test_some[{x}]" for x in (0, 2, 4)}  # as many as fit into three seconds
     assert others == {"test_sizes[2]", "test_table[1]", "test_slow_promise", "test_long[a-2]", *some}
     assert {"test_sizes[4]", "test_table[2]", "test_slow", "test_launch"} <= set(said["full"])
-    assert "test_kill" in set(said["all"]) - set(said["full"])
+    others_of_long = {f"test_long[{kind}-{size}]" for kind in "bc" for size in (1, 4)}
+    assert set(said["all"]) - set(said["full"]) == {"test_kill", *others_of_long}
 
 
 def test_functions_that_take_long_have_each_value_in_the_full_lane_instead_of_each_pair(said) -> None:

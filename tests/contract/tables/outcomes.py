@@ -1,6 +1,5 @@
 """Run one cell of a table and judge its outcome."""
 
-import gc
 import importlib
 import io
 import json
@@ -96,17 +95,10 @@ def expected_of(table: Table, row: Row, reference: str, pool: RankPool) -> list[
     return _expected[key]
 
 
-_collected: set[str] = set()
-
-
 def attempt(package: str, label: str, column: str, folder: str, num_devices: int) -> Results | Raised:
     """Run the row in a column or a reference on this rank; return its results, or the error."""
     row: Row = importlib.import_module(f"{package}.table").TABLE.rows[label]
     known = RUNNABLE.get(column)
-    if column not in _collected:  # DeepSpeed collects garbage in every fit: exclude all objects created so far
-        _collected.add(column)
-        gc.collect()
-        gc.freeze()
     try:
         with _quiet():
             strategy = known.strategy if known else lambda: column

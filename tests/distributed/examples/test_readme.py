@@ -16,6 +16,8 @@ from tests.launching import outputs
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+FIRST = [language for language, _ in BLOCKS].index("python") + 1
+"""The number of blocks up to the first snippet."""
 COMMANDS = [
     command.strip()
     for language, text in BLOCKS
@@ -91,9 +93,15 @@ def test_strategies_are_listed_and_planned(run) -> None:
     assert 'Use strategy="paral_ddp"' in run(shlex.split(PLAN))
 
 
-@pytest.mark.lane("full")
-def test_snippets_and_commands_on_checkpoints_run_in_the_order_they_are_read(run, tmp_path: Path) -> None:
-    for number, (language, text) in enumerate(BLOCKS):
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        pytest.param(BLOCKS[:FIRST], marks=pytest.mark.lane("default"), id="the first"),
+        pytest.param(BLOCKS[FIRST:], marks=pytest.mark.lane("full"), id="others"),
+    ],
+)
+def test_snippets_and_commands_on_checkpoints_run_in_the_order_they_are_read(run, tmp_path: Path, blocks: Any) -> None:
+    for number, (language, text) in enumerate(blocks):
         if language == "python":
             (tmp_path / f"snippet_{number}.py").write_text(text)
             run([sys.executable, f"snippet_{number}.py"], cwd=tmp_path)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_paral import ParalPipelineStrategy
+from tests.distributed.pipeline.test_hugging_face import LanguageModel
 from tests.distributed.pipeline.test_hugging_face import fit as fit_language_model
 from tests.distributed.pipeline.test_ordinary_use import BuiltLate
 from tests.models.chain import FEATURES, WIDTH, Chain, fit_chain
@@ -108,9 +109,10 @@ def test_sharded_stages_equal_one_process(on_ranks, options: dict[str, Any], run
 
 
 def test_sharded_language_model_with_tied_embeddings_equals_one_process(on_ranks) -> None:
-    _, weights = fit_language_model(1, "qwen3", True, "auto")
+    make = partial(LanguageModel, "qwen3", True)
+    _, weights = fit_language_model(1, make, "auto")
 
-    for _, found in on_ranks(4, fit_language_model, 4, "qwen3", True, Sharded(**TWO_BY_TWO)):
+    for _, found in on_ranks(4, fit_language_model, 4, make, Sharded(**TWO_BY_TWO)):
         assert_close(found, weights)
 
 
