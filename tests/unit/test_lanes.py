@@ -67,8 +67,7 @@ def said(pytester: pytest.Pytester) -> dict[str, list[str]]:
     """The names of the tests of each lane, engine and shard."""
     pytester.makeconftest(LANE_OF)
     pytester.makepyfile(test_one=TESTS, test_two="def test_slow(): pass")
-    markers = "lane(name): a lane\n    deepspeed_operators(names): operators"
-    pytester.makeini(f"[pytest]\nmarkers =\n    {markers}\nfilterwarnings = ignore::pytest.PytestWarning")
+    pytester.makeini("[pytest]\nfilterwarnings = ignore::pytest.PytestWarning")
     times = {
         "test_one.py::test_long": 2.0,
         "test_one.py::test_some": 1.0,

@@ -80,7 +80,7 @@ class Losses(Callback):
         self.values.append(float(outputs["loss"]))
 
 
-def fit(world_size: int, make: Callable[[], Any], strategy: Any, *more: Callback) -> Fitted:
+def fit_language_model(world_size: int, make: Callable[[], Any], strategy: Any, *more: Callback) -> Fitted:
     torch.manual_seed(0)
     module, losses = make(), Losses()
     options: dict[str, Any] = {"max_epochs": 1, "callbacks": [losses, *more], "gradient_clip_val": 1.0}
@@ -92,7 +92,7 @@ def fit(world_size: int, make: Callable[[], Any], strategy: Any, *more: Callback
 
 @cache
 def in_one_process(kind: str, tied: bool) -> Fitted:
-    return fit(1, partial(LanguageModel, kind, tied), "auto")
+    return fit_language_model(1, partial(LanguageModel, kind, tied), "auto")
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -103,7 +103,8 @@ def test_language_model_equals_one_process(on_ranks, kind: str, tied: bool, worl
     first, last = ([], []) if tied else ENDS[kind]
     strategy = ParalPipelineStrategy(first_stage=first, last_stage=last)
 
-    for found_losses, found in on_ranks(world_size, fit, world_size, partial(LanguageModel, kind, tied), strategy):
+    ranks = on_ranks(world_size, fit_language_model, world_size, partial(LanguageModel, kind, tied), strategy)
+    for found_losses, found in ranks:
         assert found_losses == pytest.approx(losses, rel=1e-5)
         assert found.keys() == weights.keys()
         for name, weight in found.items():
@@ -112,7 +113,7 @@ def test_language_model_equals_one_process(on_ranks, kind: str, tied: bool, worl
 
 def refusal(kind: str) -> str:
     with pytest.raises(ConfigurationError) as error:
-        fit(2, partial(LanguageModel, kind, True), "paral_pp")
+        fit_language_model(2, partial(LanguageModel, kind, True), "paral_pp")
     return str(error.value)
 
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_paral import ParalPipelineStrategy
-from tests.distributed.pipeline.test_hugging_face import LanguageModel
-from tests.distributed.pipeline.test_hugging_face import fit as fit_language_model
+from tests.distributed.pipeline.test_hugging_face import LanguageModel, fit_language_model
 from tests.distributed.pipeline.test_ordinary_use import BuiltLate
 from tests.models.chain import FEATURES, WIDTH, Chain, fit_chain
 from tests.running import quiet_trainer

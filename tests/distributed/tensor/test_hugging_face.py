@@ -10,7 +10,7 @@ from torch import Tensor
 
 from examples.gpt import GPT
 from lightning_paral import ConfigurationError, ParalFSDPStrategy
-from tests.distributed.pipeline.test_hugging_face import LENGTH, Fitted, LanguageModel, fit
+from tests.distributed.pipeline.test_hugging_face import LENGTH, Fitted, LanguageModel, fit_language_model
 
 
 class ExampleGPT(GPT):
@@ -42,13 +42,13 @@ def make(kind: str, tied: bool) -> LightningModule:
 
 @cache
 def in_one_process(kind: str, tied: bool) -> Fitted:
-    return fit(1, partial(make, kind, tied), "auto")
+    return fit_language_model(1, partial(make, kind, tied), "auto")
 
 
 def split(world_size: int, kind: str, tied: bool, num_tensor_ranks: int) -> tuple[Any, int, int]:
     held = Held()
     strategy = ParalFSDPStrategy(tensor_parallel=num_tensor_ranks, sequence_parallel=tied, split="global")
-    return fit(world_size, partial(make, kind, tied), strategy, held), held.full, held.local
+    return fit_language_model(world_size, partial(make, kind, tied), strategy, held), held.full, held.local
 
 
 @pytest.mark.parametrize(
