@@ -7,6 +7,7 @@ import hashlib
 import math
 import sysconfig
 import time
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -19,6 +20,21 @@ from torchmetrics import MeanMetric
 VOCABULARY = 256
 
 
+@cache
+def read_standard_library(split: str) -> bytearray:
+    """Return the files of a split, one after the other."""
+    root = Path(sysconfig.get_path("stdlib"))
+    text = bytearray()
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if name.startswith(("site-packages/", "dist-packages/", "test/")):
+            continue
+        in_validation = hashlib.sha256(name.encode()).digest()[0] < 26  # about a tenth of the files
+        if in_validation == (split == "validation"):
+            text += path.read_bytes()
+    return text
+
+
 class StandardLibrary(Dataset[tuple[Tensor, Tensor]]):
     """Windows of `context` bytes of the standard library's source, each with the window shifted by one byte.
 
@@ -28,16 +44,7 @@ class StandardLibrary(Dataset[tuple[Tensor, Tensor]]):
     """
 
     def __init__(self, split: str, context: int) -> None:
-        root = Path(sysconfig.get_path("stdlib"))
-        text = bytearray()
-        for path in sorted(root.rglob("*.py")):
-            name = path.relative_to(root).as_posix()
-            if name.startswith(("site-packages/", "dist-packages/", "test/")):
-                continue
-            in_validation = hashlib.sha256(name.encode()).digest()[0] < 26  # about a tenth of the files
-            if in_validation == (split == "validation"):
-                text += path.read_bytes()
-        self.text = torch.frombuffer(text, dtype=torch.uint8)
+        self.text = torch.frombuffer(read_standard_library(split), dtype=torch.uint8)
         self.context = context
 
     def __len__(self) -> int:

@@ -16,14 +16,17 @@ from lightning_paral.callbacks.preemption import Preemption
 from lightning_paral.checkpoint.load_from_checkpoint import is_folder, read_folder
 from lightning_paral.compat.lightning import load_from_checkpoint
 from lightning_paral.data import GatherPredictions
+from lightning_paral.diagnostics.check import CheckReport, check
 from lightning_paral.error_report import install_brief_excepthook
 from lightning_paral.errors import (
     CheckpointError,
     ConfigurationError,
+    DifferenceError,
     MissingCheckpointError,
     ParalError,
     ProcessGroupError,
     RankFailedError,
+    ReferenceFailedError,
     UnusedParametersError,
 )
 from lightning_paral.options import ActivationCheckpointing, CheckpointOptions, Offload
@@ -43,9 +46,11 @@ __all__ = [
     "STRATEGIES",
     "ActivationCheckpointing",
     "AutoResume",
+    "CheckReport",
     "CheckpointError",
     "CheckpointOptions",
     "ConfigurationError",
+    "DifferenceError",
     "GatherPredictions",
     "MissingCheckpointError",
     "Offload",
@@ -61,8 +66,10 @@ __all__ = [
     "Preemption",
     "ProcessGroupError",
     "RankFailedError",
+    "ReferenceFailedError",
     "UnusedParametersError",
     "__version__",
+    "check",
     "plan",
     "register_strategies",
     "replace_pytorch_lightning",

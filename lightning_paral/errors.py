@@ -12,6 +12,14 @@ class ConfigurationError(ParalError, ValueError):
     """
 
 
+class ReferenceFailedError(ConfigurationError):
+    """`check` cannot compare anything, because the run in one process fails. The message has its error."""
+
+
+class DifferenceError(ParalError, AssertionError):
+    """`CheckReport.raise_if_different`: a run under a strategy differs from the run in one process, or fails."""
+
+
 class ProcessGroupError(ParalError, RuntimeError):
     """The ranks could not form a process group, or a rank did not answer in time."""
 

@@ -11,11 +11,11 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 
+from lightning_paral.diagnostics.rank_pool import RankPool
 from lightning_paral.distributed.process_group import release_process_group
 from tests.compile_operators import MARK, NEEDS, Compilation, mark_by_parameters, operators_of
 from tests.lanes import ENGINES, LANES, Times, function_of, select, shard
 from tests.launching import launch as launch
-from tests.rank_pool import RankPool
 
 OF_RUNS = (
     *("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"),

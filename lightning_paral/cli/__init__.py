@@ -19,6 +19,7 @@ usage: paral COMMAND [options]
 
   fit, validate, test, predict   run Lightning's Trainer from YAML and options (`paral fit --help`)
   plan                           predict memory, traffic and time of a fit for every strategy, and recommend one
+  check                          train a few steps under each strategy, and compare them with one process
   strategies                     list the strategies this package registers
   consolidate                    convert a checkpoint to one Lightning file, safetensors or a Hugging Face folder
   verify                         check that a checkpoint is complete and undamaged
@@ -36,6 +37,12 @@ def _doctor(arguments: list[str]) -> None:
     doctor(arguments)
 
 
+def _check(arguments: list[str]) -> None:
+    from lightning_paral.cli.check import check_command  # imports much that other commands do not need
+
+    check_command(arguments)
+
+
 def _bench(arguments: list[str]) -> None:
     from lightning_paral.cli.bench import bench  # imports the benchmarks, which no other command needs
 
@@ -44,6 +51,7 @@ def _bench(arguments: list[str]) -> None:
 
 _COMMANDS = {
     "plan": plan_command,
+    "check": _check,
     "bench": _bench,
     "strategies": print_strategies,
     "consolidate": consolidate,

@@ -2,19 +2,15 @@
 
 import argparse
 import json
-import os
 import sys
-import warnings
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jsonargparse import Namespace
-from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn import Module
 
-from lightning_paral.cli.parser import BriefParser
-from lightning_paral.cli.train import AnyModelCLI, StrategyFirstTrainer
+from lightning_paral.cli.train import ConfiguredCLI
 from lightning_paral.engines.zero.runtime.deepspeed import check_installed
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.planning.batch import batch_of_shape, first_batch
@@ -146,11 +142,7 @@ def _machine_options(options: argparse.Namespace) -> MachineOptions:
 
 
 def _configured(rest: list[str]) -> "_PlanningCLI":
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # the command line is `paral plan`
-        return _PlanningCLI(rest)
+    return _PlanningCLI(rest)
 
 
 def _batch(options: argparse.Namespace, cli: "_PlanningCLI") -> Any:
@@ -240,46 +232,19 @@ def _configured_world_size(given: dict[str, Any]) -> int:
     return devices * num_nodes
 
 
-class _PlanningCLI(AnyModelCLI):
+class _PlanningCLI(ConfiguredCLI):
     """Creates the model without memory, the data and the strategy, but no Trainer."""
 
-    def __init__(self, arguments: list[str]) -> None:
-        self.trainer_options: dict[str, Any] = {}
-        self.strategy: Any = None
-        """The strategy of the configuration: an object, a name, or `None`."""
-        super().__init__(
-            LightningModule,
-            LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            trainer_class=StrategyFirstTrainer,
-            save_config_callback=None,
-            auto_configure_optimizers=False,
-            parser_class=BriefParser,
-            args=["fit", *arguments],
-        )
-
     def before_instantiate_classes(self) -> None:
-        """Keep the Trainer's options, remove those whose objects are not needed, and create modules without memory."""
-        trainer = self.config[self.subcommand].trainer
-        self.trainer_options = trainer.as_dict()
-        trainer.update(Namespace(dict.fromkeys(_NOT_PLANNED)))  # type: ignore[no-untyped-call]
+        """Remove options of the Trainer whose objects are not needed, and create modules without memory."""
+        self.config[self.subcommand].trainer.update(Namespace(dict.fromkeys(_NOT_PLANNED)))  # type: ignore[no-untyped-call]
         self.parser.add_instantiator(_make_on_meta, Module, subclasses=True, prepend=True)
         self.parser.add_instantiator(_make_if_installed, ParalZeROStrategy, subclasses=True, prepend=True)
 
-    def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """Keep the strategy, and return an object that does nothing: the plan makes its own Trainer."""
-        self.strategy = self.config_init[self.subcommand].trainer.strategy
-        return _NoTrainer()
-
-
-class _NoTrainer:
-    """Takes the place of the Trainer that LightningCLI calls."""
-
-    callbacks: ClassVar[list[Any]] = []
-
-    def fit(self, *_: Any, **__: Any) -> None:
-        """Do nothing."""
+    @property
+    def strategy(self) -> Any:
+        """The strategy of the configuration: an object, a name, or `None`."""
+        return self.trainer_options["strategy"]
 
 
 def _make_on_meta(cls: type[Module], *args: Any, **kwargs: Any) -> Module:

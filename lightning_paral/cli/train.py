@@ -3,8 +3,9 @@
 import os
 import pickle
 import sys
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -91,10 +92,15 @@ class AnyModelCLI(CheckpointChoiceCLI):
             callbacks.insert(0, found)
 
 
-def run_trainer_command() -> None:
-    """Run LightningCLI with the arguments of the process. `class_path` can name modules in the current folder."""
+def import_from_current_folder() -> None:
+    """Let `class_path` name modules in the current folder."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+
+
+def run_trainer_command() -> None:
+    """Run LightningCLI with the arguments of the process."""
+    import_from_current_folder()
     AnyModelCLI(
         LightningModule,
         LightningDataModule,
@@ -105,3 +111,45 @@ def run_trainer_command() -> None:
         auto_configure_optimizers=False,
         parser_class=BriefParser,
     )
+
+
+class ConfiguredCLI(AnyModelCLI):
+    """Creates the objects that the arguments of `paral fit` describe, but no Trainer, and trains nothing."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.trainer_options: dict[str, Any] = {}
+        """The options of the Trainer, with their objects."""
+        import_from_current_folder()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # another command reads the command line
+            super().__init__(
+                LightningModule,
+                LightningDataModule,
+                subclass_mode_model=True,
+                subclass_mode_data=True,
+                trainer_class=StrategyFirstTrainer,
+                save_config_callback=None,
+                auto_configure_optimizers=False,
+                parser_class=BriefParser,
+                args=["fit", *arguments],
+            )
+
+    @property
+    def seed(self) -> int:
+        """The seed of the configuration; 0 if it has none."""
+        seed = self.config[self.subcommand].get("seed_everything")
+        return seed if isinstance(seed, int) and not isinstance(seed, bool) else 0
+
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        """Keep the options, and return an object that does nothing."""
+        self.trainer_options = self.config_init[self.subcommand].trainer.as_dict()
+        return _NoTrainer()
+
+
+class _NoTrainer:
+    """Takes the place of the Trainer that LightningCLI calls."""
+
+    callbacks: ClassVar[list[Any]] = []
+
+    def fit(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""

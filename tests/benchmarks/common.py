@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from tests.rank_pool import RankPool
+from lightning_paral.diagnostics.rank_pool import RankPool
 
 OnRanks = Callable[..., list[Any]]
 """A function, called as `on_ranks(num_ranks, function, *arguments)`, that returns the result of each rank."""

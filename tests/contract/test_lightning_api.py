@@ -7,10 +7,10 @@ import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks, profilers
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 
+from lightning_paral.diagnostics.rank_pool import RankPool
 from tests.contract.lightning_api.table import TABLE
 from tests.contract.tables.checks import assert_as_on_page, assert_complete, parameters
 from tests.contract.user_code.table import TABLE as USER_CODE
-from tests.rank_pool import RankPool
 
 NOT_COVERED = {
     "configure_sharded_model": "replaced by configure_model in Lightning",

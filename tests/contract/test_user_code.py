@@ -2,9 +2,9 @@
 
 import pytest
 
+from lightning_paral.diagnostics.rank_pool import RankPool
 from tests.contract.tables.checks import assert_as_on_page, assert_complete, parameters
 from tests.contract.user_code.table import TABLE
-from tests.rank_pool import RankPool
 
 
 @pytest.mark.parametrize(("row", "column"), parameters(TABLE))

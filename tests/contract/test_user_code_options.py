@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from lightning_paral.diagnostics.rank_pool import RankPool
 from tests.contract.tables import page
 from tests.contract.tables.outcomes import outcome
 from tests.contract.user_code.columns import COLUMNS
 from tests.contract.user_code.table import TABLE
-from tests.rank_pool import RankPool
 
 FREEZING = "^freezing during|^freezing and unfreezing in turns$|^unfreezing by hand|^unfreezing, optimizer"
 USED = "^parameters used in (some|early)|^parameters unused"

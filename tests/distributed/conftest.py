@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_paral.cli import main
-from tests.rank_pool import RankPool
+from lightning_paral.diagnostics.rank_pool import RankPool
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_paral.diagnostics.rank_pool import RankPool
 from tests.models.chain import NUM_BATCHES, SAVED_AFTER, fit_chain
-from tests.rank_pool import RankPool
 
 Layout = tuple[int, Callable[..., Any]]
 """A number of ranks, and what creates their strategy."""

@@ -12,8 +12,8 @@ pytestmark = pytest.mark.source
 LAYERS = (
     "__main__",
     "cli",
-    "diagnostics",
     "__init__",
+    "diagnostics",
     "error_report",
     "registry",
     "other_trainers",

@@ -164,7 +164,7 @@ class StageGradients:
         square = of_stage.square().double().to(self._device)  # on the host if the stage has no gradients
         if self._groups is not None:
             dist.all_reduce(square, group=self._groups.values)
-        return (square + of_all.to(square.device).square()).sqrt().to(of_all.dtype)
+        return (square + of_all.to(square.device).square()).sqrt().to(torch.promote_types(of_all.dtype, of_stage.dtype))
 
 
 class _Attached(torch.autograd.Function):

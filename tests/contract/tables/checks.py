@@ -8,12 +8,12 @@ import pytest
 import torch
 from packaging.version import Version
 
+from lightning_paral.diagnostics.rank_pool import RankPool
 from tests.contract.tables import page
 from tests.contract.tables.lanes import Cell, Rule, lanes
 from tests.contract.tables.outcomes import outcome
 from tests.contract.tables.table import Outcome, Table
 from tests.contract.user_code.columns import COLUMNS
-from tests.rank_pool import RankPool
 
 
 @cache

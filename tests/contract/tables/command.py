@@ -4,11 +4,11 @@ import argparse
 import re
 import time
 
+from lightning_paral.diagnostics.rank_pool import RankPool
 from tests.contract.tables import page
 from tests.contract.tables.lanes import Cell
 from tests.contract.tables.outcomes import outcome
 from tests.contract.tables.table import Outcome, Table
-from tests.rank_pool import RankPool
 
 
 def main(table: Table) -> None:

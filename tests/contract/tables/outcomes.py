@@ -16,12 +16,12 @@ from pathlib import Path
 
 import torch
 
+from lightning_paral.diagnostics.rank_pool import RankError, RankPool
 from lightning_paral.errors import ParalError
 from tests.contract.tables.comparing import Results, differences
 from tests.contract.tables.run import Run
 from tests.contract.tables.table import Outcome, Row, Table
 from tests.contract.user_code.columns import RUNNABLE
-from tests.rank_pool import RankError, RankPool
 
 IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """Where cells save. On a disk, most of the time of a small save is spent in fsync."""

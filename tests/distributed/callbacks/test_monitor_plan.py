@@ -5,8 +5,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_paral import ParalMonitor, plan
+from lightning_paral.diagnostics.rank_pool import RankPool
 from tests.distributed.planning.measured import LENGTH, Bytes
-from tests.rank_pool import RankPool
 from tests.running import quiet_trainer
 from tests.unit.planning.models import gpt
 

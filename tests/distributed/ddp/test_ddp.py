@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 from lightning_paral import ConfigurationError, ParalDDPStrategy
 from lightning_paral.comm import ALL_REDUCE, count_traffic, ring_all_reduce
+from lightning_paral.diagnostics.rank_pool import RankError
 from tests.models.regression import FEATURES, Regression, fit_regression, regression_data
-from tests.rank_pool import RankError
 from tests.running import quiet_trainer
 
 

@@ -16,12 +16,12 @@ pytest.importorskip("transformers")
 
 import transformers
 
+from lightning_paral.diagnostics.rank_pool import RankError, RankPool
 from lightning_paral.engines.zero.engine.construction import warn_about_different_draws
 from lightning_paral.model.deferred import recorder
 from tests.benchmarks.from_pretrained import large, peaks_of
 from tests.contract.cases import MAIN, labels, strategy_of, with_ranks
 from tests.models.hugging_face import VOCABULARY, Wrapped, made, tokens
-from tests.rank_pool import RankError, RankPool
 from tests.running import quiet_trainer
 
 KINDS = (

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_paral import ParalDDPStrategy
-from tests.rank_pool import RankError
+from lightning_paral.diagnostics.rank_pool import RankError
 from tests.running import quiet_trainer
 
 ROWS = torch.randn(48, 4, generator=torch.Generator().manual_seed(5))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_paral import ConfigurationError, ParalPipelineStrategy
+from lightning_paral.diagnostics.rank_pool import RankPool
 from tests.models.chain import NUM_BLOCKS, WIDTH, Chain, fit_chain, loader
-from tests.rank_pool import RankPool
 from tests.running import quiet_trainer
 
 

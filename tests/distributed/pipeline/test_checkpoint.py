@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 
 from lightning_paral import ParalDDPStrategy, ParalFSDPStrategy, ParalPipelineStrategy, ParalZeROStrategy
+from lightning_paral.diagnostics.rank_pool import RankPool
 from tests.distributed.resuming import Layout, Resuming, parameters
 from tests.models.chain import Chain
-from tests.rank_pool import RankPool
 
 SHARDED, HYBRID = "2 stages x 2 shards", "2 replicas x 2 shards"
 LAYOUTS: dict[str, Layout] = {

@@ -15,6 +15,7 @@ from torchmetrics import MeanMetric
 
 from lightning_paral import ParalPipelineStrategy, RankFailedError
 from lightning_paral.checkpoint.shards import FlatShard
+from lightning_paral.diagnostics.rank_pool import RankPool
 from tests.models.chain import (
     FEATURES,
     GLOBAL_BATCH_SIZE,
@@ -25,7 +26,6 @@ from tests.models.chain import (
     fit_chain,
     loader,
 )
-from tests.rank_pool import RankPool
 from tests.running import quiet_trainer
 
 

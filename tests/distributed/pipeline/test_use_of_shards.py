@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_paral import ConfigurationError, ParalDDPStrategy, ParalPipelineStrategy, RankFailedError
 from lightning_paral.checkpoint.shards import FlatShard
+from lightning_paral.diagnostics.rank_pool import RankPool
 from tests.distributed.pipeline.test_ordinary_use import Fails
 from tests.distributed.pipeline.test_shards import TWO_BY_TWO, Sharded, assert_close, weights_of
 from tests.models.chain import FEATURES, NUM_BLOCKS, WIDTH, Chain, fit_chain, loader
-from tests.rank_pool import RankPool
 from tests.running import quiet_trainer
 
 # What a rank holds

@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_paral import ConfigurationError, ParalAutoStrategy, Plan, plan
+from lightning_paral.diagnostics.rank_pool import RankPool
 from tests.distributed.planning.measured import LENGTH, NUM_LAYERS, WIDTH, Bytes, fit, peak_in_fit, peak_of
-from tests.rank_pool import RankPool
 from tests.running import quiet_trainer
 from tests.unit.planning.models import DependsOnValues, gpt
 

@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 
 from lightning_paral import ParalDDPStrategy, ParalFSDPStrategy, ParalPipelineStrategy, ParalZeROStrategy
+from lightning_paral.diagnostics.rank_pool import RankPool
 from tests.distributed.resuming import Layout, Resuming, parameters
 from tests.models.split_layers import PLAN, SplitLayers
-from tests.rank_pool import RankPool
 
 FOUR_WAYS = {name: style for name, style in PLAN.items() if name != "out"}
 LAYOUTS: dict[str, Layout] = {

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_paral import ActivationCheckpointing, ParalFSDPStrategy
-from tests.rank_pool import RankError
+from lightning_paral.diagnostics.rank_pool import RankError
 from tests.running import quiet_trainer
 
 WIDTH = 64

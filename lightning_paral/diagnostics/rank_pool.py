@@ -1,19 +1,25 @@
-"""A pool of worker processes that run test functions as the ranks of a process group.
+"""A pool of processes that run functions as the ranks of a process group.
 
-The workers are started once per test session and reused. To Lightning they look like processes of torchrun, so a
-Trainer in a worker starts no processes, and a fit takes hundredths of a second.
+The processes are started once and reused. To Lightning they look like processes of torchrun, so a Trainer in one of
+them starts no processes, and a small fit takes hundredths of a second.
 """
 
+import atexit
+import ctypes
+import faulthandler
 import gc
 import io
 import logging
 import os
+import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from glob import glob
 from multiprocessing.connection import Connection, wait
@@ -22,10 +28,15 @@ from typing import Any
 import torch
 import torch.multiprocessing as multiprocessing
 
+from lightning_paral.distributed.hangs.user_frames import library_of
+
 START_SECONDS = 300.0
 END_SECONDS = 10.0  # how long `close` waits for workers to end by themselves
 MAX_THREADS = 60
 LINGER_SECONDS = 3.0  # how long the other ranks may still report after one has failed
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_STACK_SIGNAL = signal.SIGRTMIN
+_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>\S+)')
 
 
 class RankError(AssertionError):
@@ -33,15 +44,22 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """Runs functions on the ranks of a process group, each in its own process."""
+    """Runs functions on the ranks of a process group, each in its own process.
 
-    def __init__(self) -> None:
+    Args:
+        backend: the backend of the process group.
+        timeout: seconds after which a collective of the group fails.
+    """
+
+    def __init__(self, backend: str = "gloo", timeout: float = 40.0) -> None:
+        self._backend, self._timeout = backend, timeout
         self._context = multiprocessing.get_context("forkserver")  # imports modules once for all workers
         self._context.set_forkserver_preload(["lightning.pytorch", "lightning_paral", "deepspeed"])
-        self._workers: list[tuple[Any, Connection]] = []
+        self._workers: list[tuple[Any, Any]] = []  # a process, and a connection to it
         self._folder = tempfile.mkdtemp(prefix="rank-pool-")
         self._num_worlds = 0
         self._world: tuple[int, str] | None = None
+        atexit.register(self.close)  # before multiprocessing waits for the workers
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
         """Call `function(*args)` on `world_size` ranks, and return the results in order of the ranks.
@@ -61,7 +79,7 @@ class RankPool:
             self._num_worlds += 1
             self._world = (world_size, f"{self._folder}/store-{self._num_worlds}")
         for rank in range(world_size):
-            self._workers[rank][1].send((rank, *self._world, function, args))
+            self._workers[rank][1].send((rank, *self._world, (self._backend, self._timeout), function, args))
         try:
             return self._collect(world_size, timeout + (START_SECONDS if started else 0.0))
         except BaseException:
@@ -96,8 +114,10 @@ class RankPool:
         missing = range(len(self._workers), num_workers)
         for _ in missing:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
+            stack = f"{self._folder}/stack-{len(self._workers)}"
+            process = self._context.Process(target=_serve, args=(theirs, stack))
+            with _stdout_in_stderr():
+                process.start()
             theirs.close()
             self._workers.append((process, ours))
         return len(missing) > 0
@@ -108,7 +128,8 @@ class RankPool:
         deadline = time.monotonic() + timeout
         while len(results) + len(failures) < world_size and time.monotonic() < deadline:
             waiting = {self._workers[rank][1]: rank for rank in range(world_size) if rank not in results | failures}
-            for connection in wait(list(waiting), timeout=max(0.0, min(0.5, deadline - time.monotonic()))):
+            ready: list[Any] = wait(list(waiting), timeout=max(0.0, min(0.5, deadline - time.monotonic())))
+            for connection in ready:
                 rank = waiting[connection]
                 try:
                     succeeded, outcome = _received(connection.recv_bytes())
@@ -119,9 +140,18 @@ class RankPool:
                     deadline = min(deadline, time.monotonic() + LINGER_SECONDS)
         if failures or len(results) < world_size:
             for rank in set(range(world_size)) - set(results) - set(failures):
-                failures[rank] = "no answer in time"
+                failures[rank] = f"no answer in time{self._place_of(rank)}"
             raise RankError("\n".join(f"rank {rank}: {failures[rank]}" for rank in sorted(failures)))
         return [results[rank] for rank in range(world_size)]
+
+    def _place_of(self, rank: int) -> str:
+        """Return where a rank is: the innermost frame that is not of a library, if it has one."""
+        os.kill(self._workers[rank][0].pid, _STACK_SIGNAL)
+        time.sleep(0.3)
+        with open(f"{self._folder}/stack-{rank}") as file:
+            frames = [match for match in map(_FRAME.search, file) if match]
+        users = [frame for frame in frames if not library_of(frame["file"])] or frames
+        return ", in {2}, {0}:{1}".format(*users[0].groups()) if users else ""
 
     def _end_workers(self) -> None:
         for process, connection in self._workers:
@@ -133,11 +163,24 @@ class RankPool:
         self._world = None
 
 
-def _serve(connection: Connection) -> None:
+@contextmanager
+def _stdout_in_stderr() -> Iterator[None]:
+    """Let new processes write to stderr what they would write to stdout, as libraries do when they are imported."""
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+def _serve(connection: Connection, stack: str) -> None:
     """Serve calls in a worker until the pool closes the pipe: join the process group, call the function, report."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the fork server ends with the main process
+    faulthandler.register(_STACK_SIGNAL, open(stack, "w"), all_threads=False)  # noqa: SIM115  stays open
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="rank-pool")
-    # A daemonic process may not start processes, but a loader with workers does. The workers are daemons as well.
-    multiprocessing.current_process()._config["daemon"] = False
     # As in a process that a user starts: inherited from the forkserver, it would make each worker import torch.
     multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
@@ -148,12 +191,12 @@ def _serve(connection: Connection) -> None:
             gc.freeze()
             num_modules = len(sys.modules)
         try:
-            rank, world_size, store, function, args = connection.recv()
+            rank, world_size, store, group, function, args = connection.recv()
         except EOFError:
             return
         try:
             if world != (world_size, store):
-                _join(rank, world_size, store)
+                _join(rank, world_size, store, *group)
                 world = (world_size, store)
             connection.send_bytes(_with_contents((True, _call_and_restore(function, args))))
         except BaseException:
@@ -171,7 +214,8 @@ def _with_contents(outcome: tuple[bool, Any]) -> bytes:
 
 
 def _received(contents: bytes) -> tuple[bool, Any]:
-    return torch.load(io.BytesIO(contents), weights_only=False)
+    outcome: tuple[bool, Any] = torch.load(io.BytesIO(contents), weights_only=False)
+    return outcome
 
 
 def _call_and_restore(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -186,7 +230,7 @@ def _call_and_restore(function: Callable[..., Any], args: tuple[Any, ...]) -> An
         os.environ.update(environment)
 
 
-def _join(rank: int, world_size: int, store: str) -> None:
+def _join(rank: int, world_size: int, store: str, backend: str, timeout: float) -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -199,5 +243,9 @@ def _join(rank: int, world_size: int, store: str) -> None:
         LOCAL_SIZE=str(world_size),
     )
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timedelta(seconds=40)
+        backend,
+        store=dist.FileStore(store, world_size),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout),
     )

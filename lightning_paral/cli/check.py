@@ -1,0 +1,74 @@
+"""`paral check`: prove on a LightningCLI configuration that training under a strategy equals one process."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from lightning_paral.cli.train import ConfiguredCLI
+from lightning_paral.diagnostics.check import DEFAULT, check_project
+from lightning_paral.diagnostics.check_run import Fit
+from lightning_paral.errors import ReferenceFailedError
+from lightning_paral.tables import make_console
+
+
+def check_command(arguments: list[str]) -> None:
+    """Train a few steps in one process and under each strategy, and compare every value that a step leaves behind.
+
+    Losses, logged values, learning rates, gradients, parameters, buffers, optimizer states, an evaluation, and a
+    checkpoint that another strategy resumes. All options that are not listed here are those of `paral fit`, such as
+    --config, --model and --trainer.precision. The exit status is 0 if all strategies are equal or refused, 1 if one
+    differs, and 2 if the run in one process fails.
+    """
+    parser = argparse.ArgumentParser(
+        prog="paral check", description=check_command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = "names with commas between them, or all"
+    parser.add_argument("--strategies", default=",".join(DEFAULT), help=f"{names} (default: {','.join(DEFAULT)})")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks to start on this machine (default: 2)")
+    parser.add_argument("--steps", type=int, default=8, help="number of optimizer steps (default: 8)")
+    parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cpu", help="kind of device (default: cpu)")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds after which a run hangs (default: 300)")
+    parser.add_argument("--keep-dropout", action="store_true", help="leave dropout on, which differs between ranks")
+    parser.add_argument("--hooks", action="store_true", help="also compare parameters after each hook of a step")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    options, rest = parser.parse_known_args(arguments)
+    if not rest:
+        parser.error("give a configuration, for example --config configs/gpt.yaml")
+    strategies = "all" if options.strategies == "all" else [name.strip() for name in options.strategies.split(",")]
+    given = {name: value for name, value in vars(options).items() if name not in ("strategies", "json")}
+    # Libraries print to stdout when they are imported, and the output has to stay readable JSON.
+    with redirect_stdout(sys.stderr), Console(stderr=True).status("paral check") as status:
+        try:
+            seed = Configured(tuple(rest)).cli().seed
+            report = check_project(Configured(tuple(rest)), strategies, seed=seed, progress=status.update, **given)
+        except ReferenceFailedError as error:
+            print(f"paral: {error}", file=sys.stderr)
+            sys.exit(2)
+    if options.json:
+        print(json.dumps(report.as_dict(), indent=2))
+    else:
+        make_console().print(report)
+    if not all(row.is_allowed for row in report.rows):
+        sys.exit(1)
+
+
+@dataclass(frozen=True)
+class Configured:
+    """Makes the module, the data and the callbacks of a configuration, in the process that calls it."""
+
+    arguments: Sequence[str]
+
+    def cli(self) -> ConfiguredCLI:
+        """Create the objects of the configuration, except the strategy and what writes files."""
+        more = ("--trainer.strategy=auto", "--trainer.logger=false", "--trainer.profiler=null")
+        return ConfiguredCLI([*self.arguments, *more])
+
+    def __call__(self) -> Fit:
+        """Return what a run trains."""
+        made = self.cli()
+        return Fit(module=made.model, data=made.datamodule, trainer=made.trainer_options)

@@ -1,0 +1,177 @@
+"""`check`: prove on a user's own module and data that training under a strategy equals training in one process."""
+
+import inspect
+import pickle
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch import LightningModule
+from rich.console import Group
+from rich.text import Text
+
+from lightning_paral.diagnostics.check_compare import CheckRow, Checks, Made
+from lightning_paral.diagnostics.check_run import Fit, Task
+from lightning_paral.diagnostics.rank_pool import RankPool
+from lightning_paral.errors import ConfigurationError, DifferenceError
+from lightning_paral.registry import STRATEGIES, explain_unknown_name
+from lightning_paral.strategies import ParalDPStrategy
+from lightning_paral.tables import make_table
+
+DEFAULT = ("paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3")
+Strategies = Literal["all"] | Sequence[str] | Mapping[str, Callable[[], Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckReport:
+    """What `check` has found."""
+
+    rows: tuple[CheckRow, ...]
+    notes: tuple[str, ...] = ()
+    """What is said first: that the reference differs from itself."""
+
+    def raise_if_different(self) -> None:
+        """Raise a `DifferenceError` unless every strategy is equal or refused."""
+        wrong = [f"{row.strategy} {row.outcome}: {row.sentence}" for row in self.rows if not row.is_allowed]
+        if wrong:
+            raise DifferenceError("\n".join([*wrong, *self.notes]))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as JSON has it."""
+        return asdict(self)
+
+    def __rich__(self) -> Group:
+        cells = [(row.strategy, _outcome(row), row.precision, _details(row)) for row in self.rows]
+        table = make_table(("strategy", "outcome", "precision", ""), cells, left=(0, 1, 2, 3))
+        return Group(*(Text(note) for note in self.notes), table)
+
+
+def _outcome(row: CheckRow) -> str:
+    return f"equal ({row.largest:.0e})" if row.outcome == "equal" else row.outcome
+
+
+def _details(row: CheckRow) -> str:
+    lines = [row.sentence, *(f"known cause: {cause}" for cause in row.causes), row.resumed]
+    return "\n".join(filter(None, lines)).replace("[", r"\[")
+
+
+def check(
+    make_module: Callable[[], LightningModule],
+    make_data: Callable[[], Any] | None = None,
+    *,
+    strategies: Strategies = DEFAULT,
+    trainer: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> CheckReport:
+    """Train a few steps in one process and under strategies, and compare every value. See `check_project`.
+
+    Ranks are processes of their own, which import the functions: define them at the top level of a module.
+
+    Args:
+        make_module: returns the module. It is called in every run, after the generators have the same seed.
+        make_data: returns what `Trainer.fit` takes: a LightningDataModule, a loader of training data, or a tuple of
+            training and validation data. `None` if the module has loaders.
+        strategies: names, `"all"`, or a mapping from labels to functions that return a strategy, which should have
+            `split="global"`.
+        trainer: options of the Trainer that change numbers, such as `precision`, `accumulate_grad_batches`,
+            `gradient_clip_val` or `callbacks`.
+        **options: those of `check_project`.
+
+    Raises:
+        ReferenceFailedError: the run in one process fails.
+        ConfigurationError: a strategy is unknown, or the functions cannot be pickled.
+    """
+    make = partial(_make, make_module, make_data, dict(trainer or {}))
+    return check_project(make, strategies, **options)
+
+
+def _make(module: Callable[[], Any], data: Callable[[], Any] | None, trainer: Mapping[str, Any]) -> Fit:
+    return Fit(module=module(), data=None if data is None else data(), trainer=trainer)
+
+
+def check_project(
+    make: Callable[[], Fit],
+    strategies: Strategies = DEFAULT,
+    *,
+    ranks: int = 2,
+    steps: int = 8,
+    seed: int = 1,
+    accelerator: str = "cpu",
+    timeout: float = 300.0,
+    keep_dropout: bool = False,
+    hooks: bool = False,
+    progress: Callable[[str], object] = str,
+    pool: RankPool | None = None,
+) -> CheckReport:
+    """Compare training under strategies with training in one process.
+
+    The reference trains `steps` optimizer steps in one process with `strategy="auto"`, and evaluates. Each strategy
+    does the same on `ranks` ranks that divide the same batches. Half way it saves, and the next strategy resumes from
+    this checkpoint on another number of ranks.
+
+    Args:
+        make: returns what to train; it is pickled.
+        strategies: names, `"all"`, or a mapping from labels to functions that return a strategy.
+        ranks: the number of ranks, or of devices of `paral_dp`.
+        steps: the number of optimizer steps, and of batches of an evaluation at most.
+        seed: the seed of the random generators.
+        accelerator: that of the Trainer; `"cuda"` needs a device for each rank.
+        timeout: seconds after which a run counts as hanging.
+        keep_dropout: whether to leave dropout on. Otherwise its probability is 0.
+        hooks: whether to compare the parameters after each hook of a step.
+        progress: is called with what runs next.
+        pool: ranks that run already; `None` starts and ends them.
+    """
+    if ranks < 1 or steps < 2:
+        raise ConfigurationError(f"ranks={ranks} and steps={steps} were given. Give at least 1 rank and 2 steps.")
+    chosen = {label: _made_by(strategy) for label, strategy in _named(strategies).items()}
+    try:
+        pickle.dumps((make, chosen))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigurationError(
+            f"check starts processes, which have to import what makes the module and the data: {error}. Define the "
+            "functions at the top level of a module or script."
+        ) from None
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
+        if pool is None:
+            pool = RankPool("gloo" if accelerator == "cpu" else "cuda:nccl,cpu:gloo", timeout)
+            stack.callback(pool.close)
+        task = Task(
+            strategy=_auto,
+            devices=1,
+            steps=steps,
+            seed=seed,
+            accelerator=accelerator,
+            folder=folder,
+            keep_dropout=keep_dropout,
+            hooks=hooks,
+        )
+        rows, notes = Checks(make, chosen, task, ranks, pool, timeout, progress).rows()
+        return CheckReport(rows=rows, notes=notes)
+
+
+def _named(strategies: Strategies) -> Mapping[str, Any]:
+    if isinstance(strategies, Mapping):
+        return strategies
+    known = {entry.name: entry for entry in STRATEGIES}
+    names = list(known) if strategies == "all" else strategies
+    for name in names:
+        if name not in known:
+            raise ConfigurationError(explain_unknown_name(name))
+    return {name: known[name] for name in names}
+
+
+def _made_by(strategy: Any) -> Made:
+    if callable(strategy):
+        return Made(strategy, isinstance(strategy(), ParalDPStrategy))
+    more = {"split": "global"} if "split" in inspect.signature(strategy.strategy).parameters else {}
+    return Made(partial(strategy.strategy, **strategy.arguments, **more), strategy.strategy is ParalDPStrategy)
+
+
+def _auto() -> str:
+    return "auto"

@@ -1,0 +1,317 @@
+"""Run the reference and the strategies of a `check`, and find the first value in which they differ."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from lightning_paral.diagnostics.check_run import Fit, Item, Raised, Ran, Task, run
+from lightning_paral.diagnostics.rank_pool import RankError, RankPool
+from lightning_paral.errors import ReferenceFailedError
+from lightning_paral.strategies import ParalDDPStrategy, ParalFSDPStrategy
+
+_KINDS = (
+    "batch",
+    "loss",
+    "gradient norm",
+    "learning rate",
+    "parameter",
+    "buffer",
+    "optimizer state",
+    "log",
+    "evaluation",
+)
+"""The kinds of values in the order of a step, in which the first difference is looked for."""
+_OF_EACH_RANK = ("loss", "log", "evaluation")
+"""Kinds whose values are means over the samples of a rank, unless ranks reduce them. Their mean is compared."""
+_NOISE = 10.0
+"""How many times as far from the reference as the run with reordered sums a run may be."""
+_FLOORS = {"64-true": 1e-9, "32-true": 1e-5}
+"""Precision -> the smallest relative difference that counts; 2e-2 if weights or activations have 16 bits."""
+
+
+class Made(NamedTuple):
+    """What makes a strategy in a run."""
+
+    make: Callable[[], Any]
+    in_one_process: bool = False
+    """Whether the strategy has all devices in one process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The first value of a run that is not that of one process."""
+
+    step: int
+    """The optimizer step, from 1."""
+    kind: str
+    name: str
+    off: float
+    """The largest absolute difference; infinity if the value is missing or has another shape."""
+    ranks: str = ""
+    """On which ranks, if not on all."""
+    place: str = ""
+    """After which hook, if hooks were watched."""
+
+    def __str__(self) -> str:
+        off = "is missing" if self.off == float("inf") else f"differs by {self.off:.1e}"
+        return " ".join(filter(None, (f"step {self.step}: {self.kind} {self.name} {off}", self.ranks, self.place)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckRow:
+    """What came of one strategy."""
+
+    strategy: str
+    outcome: Literal["equal", "refused", "differs", "fails"]
+    sentence: str = ""
+    """Why it is refused, what differs, or the error."""
+    precision: str = ""
+    """The precision of the runs."""
+    largest: float = 0.0
+    """The largest difference, relative to the largest value of its tensor."""
+    resumed: str = ""
+    """Under which strategy, and on how many ranks, the checkpoint was resumed."""
+    causes: tuple[str, ...] = ()
+    """If it differs: what the module does that may be the reason."""
+
+    @property
+    def is_allowed(self) -> bool:
+        """Whether the strategy equals one process or says that it cannot."""
+        return self.outcome in ("equal", "refused")
+
+
+class Reference:
+    """What strategies are compared with: a run in one process, and how far rounding may lead from it.
+
+    Args:
+        record: the run.
+        folder: where it has written its tensors.
+        again: the same run again, if there was one.
+        rounded: a run that differs from `record` by nothing but rounding: its precision, or the order of its sums.
+    """
+
+    def __init__(self, record: Ran, folder: Path, again: Ran | None = None, rounded: Ran | None = None) -> None:
+        self.record, self.folder = record, folder
+        self.precision = (rounded or record).precision
+        # Within a batch, values are compared in the order of a step, whenever they were recorded.
+        order = sorted(record.items, key=lambda item: (*item.key[:2], -1 if item.place else _KINDS.index(item.kind)))
+        self.values = {item.key: item for item in order}
+        self._noise: dict[Any, float] = {}
+        if rounded is not None:
+            found, largest = {item.key: item for item in rounded.items}, dict[Any, float]()
+            for key, item in self.values.items():
+                name = item.kind, item.name
+                largest[name] = self._noise[key] = max(largest.get(name, 0.0), _distance(found.get(key), item))
+        self.notes: list[str] = []
+        self.vary: set[str] = set()
+        """The names of logged values that the same code logs differently, such as times."""
+        unlike = [] if again is None else list(self._differences([again], exactly=True))
+        self.vary |= {each.name for each in unlike if each.kind in ("log", "evaluation")}
+        if self.vary:
+            names = ", ".join(sorted(self.vary))
+            self.notes.append(f"Not compared, because two runs in one process log different values: {names}.")
+        unlike = [each for each in unlike if each.kind not in ("log", "evaluation")]
+        if unlike:
+            what = "The data differ between two readings" if unlike[0].kind == "batch" else "The code is random"
+            self.notes.insert(0, f"{what}: two runs in one process from the same seed are not equal. {unlike[0]}.")
+
+    def in_lower_precision(self, rounded: Ran) -> "Reference":
+        """Return a reference with the same values for runs in the precision of `rounded`."""
+        made = Reference(self.record, self.folder, rounded=rounded)
+        made.vary = self.vary
+        return made
+
+    def first_difference(self, runs: list[Ran]) -> Difference | None:
+        """Return the first difference of the ranks from the reference that rounding does not explain."""
+        return next(self._differences(runs, in_hooks=True), None) or next(self._differences(runs), None)
+
+    def largest_difference(self, runs: list[Ran]) -> float:
+        """Return the largest difference, relative to the largest value of its tensor, of what is not logged."""
+        compared = ((item, off) for item, off, _ in self._compared(runs) if item.kind not in ("log", "evaluation"))
+        offs = (off / abs(item.value) for item, off in compared if item.value)
+        return max(offs, default=0.0)
+
+    def _differences(self, runs: list[Ran], exactly: bool = False, in_hooks: bool = False) -> Iterator[Difference]:
+        for item, off, ranks in self._compared(runs, exactly):
+            if ranks is not None and bool(item.place) == in_hooks:
+                yield Difference(step=item.step, kind=item.kind, name=item.name, off=off, ranks=ranks, place=item.place)
+
+    def _compared(self, runs: list[Ran], exactly: bool = False) -> Iterator[tuple[Item, float, str | None]]:
+        """Yield each value of the reference, by how much it differs, and on which ranks by too much, if on any."""
+        ranks = [{item.key: item for item in each.items} for each in runs]
+        first = min((item.epoch, item.batch) for each in runs for item in each.items)
+        # A run that resumes lacks what was logged in earlier epochs.
+        may_lack = ("batch", "log") if first > (0, 0) else ("batch",)
+        for key, item in self.values.items():
+            is_missing = all(key not in each for each in ranks)
+            varies = item.kind in ("log", "evaluation") and item.name in self.vary
+            if (item.epoch, item.batch) < first or varies or (is_missing and item.kind in may_lack):
+                continue
+            offs = [_distance(each.get(key), item) for each in ranks]
+            own = [each[key].value for each in ranks if key in each]
+            if item.kind in _OF_EACH_RANK and len(own) == len(ranks):
+                offs = [abs(sum(own) / len(own) - item.value)]
+            floor = _FLOORS.get(self.precision, 2e-2) * abs(item.value)
+            if item.kind in ("log", "evaluation"):
+                floor = max(floor, 1e-5 * abs(item.value))  # metrics stay in fp32
+            allowed = 0.0 if exactly else max(_NOISE * self._noise.get(key, 0.0), floor)
+            wrong = [str(rank) for rank, off in enumerate(offs) if not off <= allowed]
+            where = f"on rank {', '.join(wrong)}" if len(wrong) < len(offs) else ""
+            yield item, max(offs), where if wrong else None
+
+    def unreduced(self, runs: list[Ran]) -> set[str]:
+        """Return the names of values that ranks log without reducing them."""
+        ranks = [{item.key: item for item in each.items if item.kind in ("log", "evaluation")} for each in runs]
+        names = {key[-1] for key in ranks[0] if len({each[key].value for each in ranks if key in each}) > 1}
+        return names - self.vary
+
+
+def _distance(found: Item | None, expected: Item) -> float:
+    if found is None:
+        return float("inf")
+    return abs(found.value - expected.value) if found.off is None else found.off
+
+
+class Checks:
+    """The runs of a `check`.
+
+    Args:
+        make: returns what to train.
+        strategies: the strategies by their labels.
+        task: what all runs have in common.
+        ranks: the number of ranks.
+        pool: the ranks.
+        timeout: seconds after which a run counts as hanging.
+        progress: is called with what runs next.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Fit],
+        strategies: Mapping[str, Made],
+        task: Task,
+        ranks: int,
+        pool: RankPool,
+        timeout: float,
+        progress: Callable[[str], object],
+    ) -> None:
+        self._make, self._strategies, self._task = make, strategies, task
+        self._ranks, self._pool, self._timeout, self._progress = ranks, pool, timeout, progress
+        self._references: dict[bool, Reference | Raised] = {}
+        self._notes: dict[str, None] = {}
+        self._unreduced: set[str] = set()
+
+    def rows(self) -> tuple[tuple[CheckRow, ...], tuple[str, ...]]:
+        """Run everything; return the rows, and what is said before them.
+
+        Raises:
+            ReferenceFailedError: the run in one process fails.
+        """
+        found = {label: self._row(label, made) for label, made in self._strategies.items()}
+        rows = tuple(self._resumed(label, row, found) for label, row in found.items())
+        if self._unreduced:
+            names = ", ".join(sorted(self._unreduced))
+            self._notes[f"Logged without sync_dist=True, so that loggers show the value of rank 0: {names}."] = None
+        return rows, tuple(self._notes)
+
+    def _row(self, label: str, made: Made) -> CheckRow:
+        row: CheckRow | None = None
+        for in_float64 in (True, False):
+            reference = self._reference(in_float64)
+            if isinstance(reference, Raised):
+                continue
+            self._progress(f"{label} on {self._ranks} ranks")
+            path = self._task.folder / f"{label}.ckpt"
+            runs = self._run(made, self._ranks, reference.folder, in_float64, save_to=path)
+            row = self._judged(label, reference, runs)
+            if row.outcome != "refused":  # in float64, it may be refused for the precision
+                return row
+        if row is None:
+            reference = self._references[False]
+            assert isinstance(reference, Raised)
+            raise ReferenceFailedError(f"The run in one process, with strategy='auto', failed: {reference}")
+        return row
+
+    def _resumed(self, label: str, row: CheckRow, rows: Mapping[str, CheckRow]) -> CheckRow:
+        """Resume from the checkpoint of a row under the next strategy of the same precision; else under `paral_ddp`."""
+        if row.outcome != "equal":
+            return row
+        reference = self._reference(row.precision == "64-true")
+        assert isinstance(reference, Reference)
+        labels = list(rows)
+        next_ones = [each for each in labels[labels.index(label) + 1 :] if rows[each].precision == row.precision]
+        other = ("paral_fsdp", ParalFSDPStrategy) if label == "paral_ddp" else ("paral_ddp", ParalDDPStrategy)
+        # `paral_dp` draws the samples of later epochs anew, as Lightning does in one process.
+        loaders = {each: self._strategies[each] for each in next_ones if not self._strategies[each].in_one_process}
+        loaders[other[0]] = Made(partial(other[1], split="global"))
+        ranks = self._ranks // 2 or 2
+        for loader, made in loaders.items():
+            self._progress(f"{label}, resumed under {loader}")
+            path = self._task.folder / f"{label}.ckpt"
+            runs = self._run(made, ranks, reference.folder, row.precision == "64-true", resume_from=path)
+            found = self._judged(label, reference, runs)
+            how = f"resumed under {loader} on {ranks} rank{'s' if ranks > 1 else ''}"
+            if found.outcome == "equal":
+                return replace(row, largest=max(row.largest, found.largest), resumed=how)
+            if found.outcome != "refused":
+                return replace(found, sentence=f"{how}: {found.sentence}")
+        return replace(row, resumed="not resumed: every other strategy refuses")
+
+    def _judged(self, label: str, reference: Reference, runs: list[Ran] | Raised) -> CheckRow:
+        row = CheckRow(strategy=label, outcome="equal", precision=reference.precision)
+        if isinstance(runs, Raised):
+            outcome: Literal["refused", "fails"] = "refused" if runs.is_ours else "fails"
+            return replace(row, outcome=outcome, sentence=str(runs))
+        self._unreduced |= reference.unreduced(runs)
+        first = reference.first_difference(runs)
+        if first is None:
+            return replace(row, largest=reference.largest_difference(runs))
+        causes = dict.fromkeys(cause for each in (reference.record, *runs) for cause in each.causes)
+        return replace(row, outcome="differs", sentence=str(first), causes=tuple(causes))
+
+    def _reference(self, in_float64: bool) -> Reference | Raised:
+        if in_float64 not in self._references:
+            self._progress("one process")
+            made = self._references[in_float64] = self._made_reference(in_float64)
+            if isinstance(made, Reference):
+                self._notes |= dict.fromkeys(made.notes)
+        return self._references[in_float64]
+
+    def _made_reference(self, in_float64: bool) -> Reference | Raised:
+        exact = self._references.get(True)
+        if isinstance(exact, Reference):
+            # A run in fp32 is as far from one in fp64 as rounding leads. Ranks, with other sums, may be as far.
+            rounded = self._run_alone(exact.folder, in_float64)
+            return rounded if isinstance(rounded, Raised) else exact.in_lower_precision(rounded)
+        folder = self._task.folder / ("float64" if in_float64 else "given")
+        folder.mkdir()
+        record = self._run_alone(folder, in_float64, is_reference=True)
+        if isinstance(record, Raised):
+            return record
+        more = [self._run_alone(folder, in_float64)]
+        if not in_float64:
+            more.append(self._run_alone(folder, in_float64, reorders_sums=True))
+        return Reference(record, folder, *(None if isinstance(each, Raised) else each for each in more))
+
+    def _run_alone(self, folder: Path, in_float64: bool, **how: Any) -> Ran | Raised:
+        runs = self._run(Made(self._task.strategy), 1, folder, in_float64, **how)
+        return runs if isinstance(runs, Raised) else runs[0]
+
+    def _run(self, made: Made, ranks: int, folder: Path, in_float64: bool, **how: Any) -> list[Ran] | Raised:
+        task = replace(self._task, strategy=made.make, devices=ranks, in_float64=in_float64, reference=folder, **how)
+        for path in folder.glob("raised-*.json"):
+            path.unlink()
+        try:
+            found = self._pool.run(1 if made.in_one_process else ranks, run, self._make, task, timeout=self._timeout)
+        except RankError as error:
+            # The errors that ranks had before the pool ended them say more than that they were ended.
+            found = [Raised(*json.loads(path.read_text())) for path in sorted(folder.glob("raised-*.json"))]
+            found = found or [Raised("no end", "; ".join(str(error).splitlines()), False, "", "")]
+        raised = [each for each in found if isinstance(each, Raised)]
+        if not raised:
+            return found
+        self._pool.renew_world()
+        return next((each for each in raised if each.kind != "RankFailedError"), raised[0])

@@ -1,0 +1,175 @@
+"""`check` finds what differs from one process, names it and its place, and finds nothing in a sound project."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from lightning_paral import (
+    STRATEGIES,
+    CheckpointOptions,
+    ConfigurationError,
+    DifferenceError,
+    ParalDDPStrategy,
+    ParalFSDPStrategy,
+    ReferenceFailedError,
+    check,
+)
+from lightning_paral.diagnostics.check import CheckReport, CheckRow
+from tests.models import planted
+from tests.models.planted import Sound, WritesOnOneRank, data
+
+DDP = ("paral_ddp",)
+
+
+def row_of(pool: Any, make: Callable[[], Any], make_data: Any = data, **options: Any) -> CheckRow:
+    return check(make, make_data, pool=pool, **{"strategies": DDP} | options).rows[0]
+
+
+def test_sound_project_is_equal_or_refused_under_every_strategy(rank_pool) -> None:
+    report = check(Sound, data, strategies="all", pool=rank_pool)
+
+    report.raise_if_different()
+    assert [row.strategy for row in report.rows] == [entry.name for entry in STRATEGIES]
+    refused = {row.strategy: row.sentence for row in report.rows if row.outcome == "refused"}
+    assert refused.keys() == {"paral_zero1_offload", "paral_zero2_offload", "paral_zero3_offload", "paral_zero3_nvme"}
+    assert refused["paral_zero2_offload"] == "torch.optim.sgd.SGD cannot be offloaded."
+    for row in report.rows:
+        if row.outcome == "equal":
+            assert row.precision == ("32-true" if "zero" in row.strategy else "64-true")
+            assert row.largest < (1e-5 if "zero" in row.strategy else 1e-12)
+            assert row.resumed.startswith("resumed under paral_"), row
+    assert report.notes == ("Logged without sync_dist=True, so that loggers show the value of rank 0: loss.",)
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (planted.ScaledGradient, "step 1: gradient norm of optimizer 0 differs by 1.6e-02"),
+        (planted.BufferOfRank, "step 1: buffer mean differs by"),
+        (planted.LogDividedTwice, "step 4: log val_loss differs by"),
+        (planted.CountsTwice, "step 4: log val_loss differs by"),
+    ],
+)
+def test_planted_difference_is_named(rank_pool, make: Callable[[], Any], found: str) -> None:
+    row = row_of(rank_pool, make, None if make is planted.CountsTwice else data)
+
+    assert row.outcome == "differs"
+    assert row.sentence.startswith(found)
+
+
+def test_write_on_one_rank_is_named_with_its_hook(rank_pool) -> None:
+    row = row_of(rank_pool, Sound, trainer={"callbacks": [WritesOnOneRank()]}, hooks=True)
+
+    line = WritesOnOneRank.on_before_zero_grad.__code__.co_firstlineno
+    place = f"after on_before_zero_grad of WritesOnOneRank (planted.py:{line})"
+    assert row.sentence == f"step 3: parameter layers.3.weight differs by 3.0e-02 on rank 1 {place}"
+
+
+def without_optimizer() -> ParalDDPStrategy:
+    return ParalDDPStrategy(split="global", checkpoint=CheckpointOptions(restore_optimizer=False))
+
+
+def test_optimizer_state_lost_on_resume_is_named(rank_pool) -> None:
+    sound = partial(ParalFSDPStrategy, split="global")
+    row = row_of(rank_pool, Sound, strategies={"saves": sound, "forgets": without_optimizer})
+
+    assert row.sentence.startswith("resumed under forgets on 1 rank: step 5: parameter layers.0.weight differs by")
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "cause"),
+    [
+        (Sound, {"keep_dropout": True}, "random numbers are drawn in the step"),
+        (planted.WithBatchNorm, {}, "BatchNorm (layers.1) normalizes the samples of each rank"),
+    ],
+)
+def test_known_cause_is_named(rank_pool, make: Callable[[], Any], options: dict[str, Any], cause: str) -> None:
+    row = row_of(rank_pool, make, **options)
+
+    assert row.outcome == "differs"
+    assert row.causes == (cause,)
+
+
+def test_data_that_differ_between_two_readings_are_said_first(rank_pool) -> None:
+    report = check(planted.Unordered, strategies=DDP, pool=rank_pool)
+
+    start = (
+        "The data differ between two readings: two runs in one process from the same seed are not equal. step 1: batch"
+    )
+    assert report.notes[0].startswith(start)
+
+
+def test_logged_time_is_not_compared(rank_pool) -> None:
+    report = check(planted.LogsTime, data, strategies=DDP, pool=rank_pool)
+
+    report.raise_if_different()
+    assert "Not compared, because two runs in one process log different values: seconds." in report.notes
+
+
+@pytest.mark.parametrize("options", [{}, {"trainer": {"precision": "bf16-mixed"}}])
+def test_module_that_cannot_train_in_fp64_is_compared_in_its_precision(rank_pool, options: dict[str, Any]) -> None:
+    row = row_of(rank_pool, planted.InFloat32, strategies=("paral_fsdp",), **options)
+
+    assert row.outcome == "equal", row
+    assert row.precision == options.get("trainer", {}).get("precision", "32-true")
+
+
+def test_batch_smaller_than_the_ranks(rank_pool) -> None:
+    row = row_of(rank_pool, Sound, planted.single)
+
+    assert row.outcome == "refused"
+    assert row.sentence.startswith("split='global' divides each batch among 2 ranks, but the training loader has batch")
+
+
+def test_hang_is_bounded_and_named(rank_pool) -> None:
+    row = row_of(rank_pool, planted.Hangs, timeout=15.0)
+
+    assert row.outcome == "fails"
+    assert "rank 1: no answer in time, in training_step, " in row.sentence
+    assert "planted.py" in row.sentence
+
+
+@pytest.mark.parametrize(
+    ("make", "make_data", "named"),
+    [
+        (planted.NeedsGPU, data, "AssertionError: Torch not compiled with CUDA enabled (training_step, planted.py:"),
+        (Sound, None, "`train_dataloader` must be implemented"),
+    ],
+)
+def test_reference_that_fails_is_an_error(rank_pool, make: Any, make_data: Any, named: str) -> None:
+    with pytest.raises(ReferenceFailedError) as raised:
+        check(make, make_data, strategies=DDP, pool=rank_pool)
+
+    assert str(raised.value).startswith("The run in one process, with strategy='auto', failed: ")
+    assert named in str(raised.value)
+
+
+def test_mistakes_in_the_call() -> None:
+    with pytest.raises(ConfigurationError, match="Define the functions at the top level"):
+        check(lambda: Sound(), data)
+    with pytest.raises(ConfigurationError, match="Did you mean 'paral_fsdp'"):
+        check(Sound, data, strategies=("paral_fdsp",))
+    with pytest.raises(ConfigurationError, match="ranks=0 and steps=8 were given"):
+        check(Sound, data, ranks=0)
+
+
+def test_report_raises_if_a_row_differs() -> None:
+    equal, differs = (CheckRow(strategy=word, outcome=word) for word in ("equal", "differs"))  # type: ignore[arg-type]
+
+    CheckReport(rows=(equal,)).raise_if_different()
+    with pytest.raises(DifferenceError, match=r"^differs differs: "):
+        CheckReport(rows=(equal, differs)).raise_if_different()
+
+
+def test_command(launch, tmp_path) -> None:
+    command = ("-m", "lightning_paral", "check", "--strategies", "paral_ddp", "--steps", "2", "--json")
+    config = ("--config", "configs/gpt.yaml", "--model.width", "32", "--model.num_layers", "1")
+    process = launch(*command, *config, "--data.batch_size", "4")
+    printed, _ = process.communicate(timeout=300)
+
+    assert process.returncode == 0, printed
+    report = json.JSONDecoder().raw_decode(printed, printed.index("\n{\n") + 1)[0]
+    assert report["rows"][0]["outcome"] == "equal"
