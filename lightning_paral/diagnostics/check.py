@@ -5,7 +5,7 @@ import pickle
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -128,7 +128,7 @@ def check_project(
     """
     if ranks < 1 or steps < 2:
         raise ConfigurationError(f"ranks={ranks} and steps={steps} were given. Give at least 1 rank and 2 steps.")
-    chosen = {label: _made_by(strategy) for label, strategy in _named(strategies).items()}
+    chosen = _named(strategies)
     try:
         pickle.dumps((make, chosen))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -141,37 +141,41 @@ def check_project(
         if pool is None:
             pool = RankPool("gloo" if accelerator == "cpu" else "cuda:nccl,cpu:gloo", timeout)
             stack.callback(pool.close)
-        task = Task(
-            strategy=_auto,
-            devices=1,
-            steps=steps,
-            seed=seed,
-            accelerator=accelerator,
-            folder=folder,
-            keep_dropout=keep_dropout,
-            hooks=hooks,
-        )
-        rows, notes = Checks(make, chosen, task, ranks, pool, timeout, progress).rows()
-        return CheckReport(rows=rows, notes=notes)
+        same = {"seed": seed, "accelerator": accelerator, "keep_dropout": keep_dropout, "hooks": hooks}
+        task = Task(steps=steps, folder=folder, **same)  # type: ignore[arg-type]
+        checks = Checks(make, task, pool, timeout, progress)
+        rows = {label: checks.row(label, made, ranks) for label, made in chosen.items()}
+        rows |= {label: _resumed(row, rows, chosen, checks, ranks // 2 or 2) for label, row in rows.items()}
+        return CheckReport(rows=tuple(rows.values()), notes=checks.notes)
 
 
-def _named(strategies: Strategies) -> Mapping[str, Any]:
+def _resumed(
+    row: CheckRow, rows: Mapping[str, CheckRow], chosen: Mapping[str, Made], checks: Checks, ranks: int
+) -> CheckRow:
+    """Resume from the checkpoint of a row under the next strategy of the same precision, else under `paral_ddp`."""
+    if row.outcome != "equal":
+        return row
+    labels = list(rows)
+    later = [each for each in labels[labels.index(row.strategy) + 1 :] if rows[each].precision == row.precision]
+    # `paral_dp` draws the samples of later epochs anew, as Lightning does in one process.
+    loaders = {each: chosen[each] for each in later if not chosen[each].in_one_process}
+    for loader, made in (loaders | _named(["paral_fsdp" if row.strategy == "paral_ddp" else "paral_ddp"])).items():
+        found = checks.resumed(row, loader, made, ranks)
+        if found.outcome != "refused":
+            return found
+    return replace(row, resumed="not resumed, because the other strategies refuse")
+
+
+def _named(strategies: Strategies) -> dict[str, Made]:
     if isinstance(strategies, Mapping):
-        return strategies
+        return {label: Made(make, isinstance(make(), ParalDPStrategy)) for label, make in strategies.items()}
     known = {entry.name: entry for entry in STRATEGIES}
-    names = list(known) if strategies == "all" else strategies
-    for name in names:
+    made = {}
+    for name in known if strategies == "all" else strategies:
         if name not in known:
             raise ConfigurationError(explain_unknown_name(name))
-    return {name: known[name] for name in names}
-
-
-def _made_by(strategy: Any) -> Made:
-    if callable(strategy):
-        return Made(strategy, isinstance(strategy(), ParalDPStrategy))
-    more = {"split": "global"} if "split" in inspect.signature(strategy.strategy).parameters else {}
-    return Made(partial(strategy.strategy, **strategy.arguments, **more), strategy.strategy is ParalDPStrategy)
-
-
-def _auto() -> str:
-    return "auto"
+        cls, options = known[name].strategy, dict(known[name].arguments)
+        if "split" in inspect.signature(cls).parameters:
+            options["split"] = "global"
+        made[name] = Made(partial(cls, **options), cls is ParalDPStrategy)
+    return made

@@ -44,6 +44,10 @@ _OMITTED = (
 """Options of the Trainer that change no numbers, and those that a run of `check` sets itself."""
 
 
+def _auto() -> str:
+    return "auto"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fit:
     """What a run trains. Each run makes its own."""
@@ -59,13 +63,13 @@ class Fit:
 class Task:
     """What a run does. Paths are of folders that all ranks share."""
 
-    strategy: Callable[[], Any]
-    """A function that returns a value for `Trainer(strategy=...)`."""
     steps: int
-    seed: int
-    accelerator: str
     folder: Path
     """The folder of all runs."""
+    seed: int = 1
+    accelerator: str = "cpu"
+    strategy: Callable[[], Any] = _auto
+    """A function that returns a value for `Trainer(strategy=...)`."""
     devices: int = 1
     in_float64: bool = True
     """Whether to train in fp64 instead of fp32, so that rounding cannot hide a difference."""
@@ -226,10 +230,9 @@ class Recorder(Callback):
         for name in sorted(values):
             self.items.append(Item(*self._at, kind, name, float(values[name])))
 
-    def tensors(self, kinds: Mapping[str, str], values: Mapping[str, Tensor], place: str = "") -> None:
+    def tensors(self, what: str, kinds: Mapping[str, str], values: Mapping[str, Tensor], place: str = "") -> None:
         """Write tensors that have changed to the record, or measure how far they are from it."""
-        of_step = "optimizers" if "optimizer state" in kinds.values() else f"{self._at[0]}-{self._at[1]}"
-        path = self.task.reference / f"{of_step}{place}.pt"
+        path = self.task.reference / f"{self._at[0]}-{self._at[1]} {what} {place}.pt"
         order = self.task.reference / "order.txt"
         if self.task.is_reference:
             new = {name: value for name, value in values.items() if not _equal(self._record.get(name), value)}
@@ -274,7 +277,7 @@ class Recorder(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Record what was drawn."""
         self._at = trainer.current_epoch, batch_idx, trainer.global_step + 1
-        if self.task.strategy() == "auto":
+        if self.task.strategy is _auto:
             self.numbers("batch", {f"tensor {index}": value for index, value in enumerate(_sums(batch))})
         self._random_state, self._num_norms = _random_state(), 0
         self._weights_of_hook(trainer, pl_module, "before the step")
@@ -303,14 +306,17 @@ class Recorder(Callback):
         weight = _loss_weight(trainer)
         if loss is not None:
             self.numbers("loss", {"of batch": float(loss) * weight})
-        if trainer.global_step >= self._at[2]:
+        if trainer.global_step >= self._at[2] or not module.automatic_optimization:
             groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
             self.numbers("learning rate", {f"of group {index}": group["lr"] for index, group in enumerate(groups)})
             self._weights(trainer, module)
         logged = {name: value for name, value in trainer.callback_metrics.items() if name not in self._evaluated}
         self._trained |= set(logged)
         self.numbers("log", logged)
-        if self.task.save_to is not None and not self._has_saved and trainer.global_step >= self.task.steps // 2:
+        # Lightning does not count steps of optimizers that it does not wrap.
+        num_steps = max(trainer.global_step, (trainer.fit_loop.total_batch_idx + 1) // trainer.accumulate_grad_batches)
+        trainer.should_stop |= num_steps >= self.task.steps
+        if self.task.save_to is not None and not self._has_saved and num_steps >= self.task.steps // 2:
             self._has_saved = True
             trainer.save_checkpoint(self.task.save_to)
 
@@ -324,7 +330,8 @@ class Recorder(Callback):
         values = strategy.full_state_dict() if isinstance(strategy, FullTensorReaders) else module.state_dict()
         trained = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         values = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        self.tensors({name: "parameter" if name in trained else "buffer" for name in values}, values, place)
+        kinds = {name: "parameter" if name in trained else "buffer" for name in values}
+        self.tensors("weights", kinds, values, place)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the states of the optimizers."""
@@ -342,7 +349,7 @@ class Recorder(Callback):
             except ValueError:
                 continue  # the optimizer lacks it
         keys = {f"{key} of {name}": "optimizer state" for name, key in json.loads(path.read_text())}
-        self.tensors(keys, found)
+        self.tensors("optimizers", keys, found)
 
 
 def _reader(trainer: Trainer, module: LightningModule) -> Any:

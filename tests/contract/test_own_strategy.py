@@ -36,8 +36,8 @@ SOME = (
     "test_evaluation_equals_one_process[flat_all_reduce-2-batch]",
     "test_training_on_global_batches_equals_one_process[flat_all_reduce-2]",
     "test_resuming_inside_an_epoch_equals_the_uninterrupted_run[flat_all_reduce-batch]",
-    "test_resuming_continues_with_the_losses_of_the_uninterrupted_run[torch-flat_all_reduce-2]",
-    "test_resuming_continues_with_the_losses_of_the_uninterrupted_run[torch-paral_fsdp-2]",
+    "test_resuming_continues_as_the_uninterrupted_run[torch-flat_all_reduce-2]",
+    "test_resuming_continues_as_the_uninterrupted_run[torch-paral_fsdp-2]",
     "test_feature_works_as_in_one_process_or_is_refused[`max_steps=3`-flat_all_reduce]",
     "test_user_code_equals_one_process_or_is_refused[freezing during the run-flat_all_reduce]",
 )

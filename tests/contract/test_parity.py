@@ -1,58 +1,38 @@
 """Training under every strategy and at any world size equals one process with the same global batches."""
 
-from functools import cache
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
+from torch.utils.data import DataLoader
 
-from tests.contract.cases import BY_LABEL, CASES
-from tests.models.regression import GLOBAL_BATCH_SIZE, fit_regression
+from lightning_paral.diagnostics.check_compare import Checks
+from lightning_paral.diagnostics.check_run import Fit
+from tests.contract.cases import CASES
+from tests.contract.checking import checks_of, made_of
+from tests.models.regression import GLOBAL_BATCH_SIZE, Regression, samples
 
 NUM_STEPS = 20
 
 
-@cache
-def fit_in_one_process(accumulate: int) -> tuple[list[float], dict[str, Tensor]]:
-    return fit_regression(NUM_STEPS, accumulate, num_ranks=1)
+def project(accumulate: int) -> Fit:
+    """Return a fit of `NUM_STEPS` steps, in which the last accumulation window lacks a batch."""
+    data = DataLoader(samples(NUM_STEPS * accumulate - (accumulate > 1)), GLOBAL_BATCH_SIZE, shuffle=True)
+    trainer: dict[str, Any] = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.1}
+    return Fit(module=Regression(), data=data, trainer=trainer)
 
 
-def fit_by_case(label: str, accumulate: int, num_ranks: int) -> tuple[list[float], dict[str, Tensor]]:
-    return fit_regression(NUM_STEPS, accumulate, num_ranks, strategy=BY_LABEL[label].strategy())
-
-
-def assert_equals_one_process(
-    ranks: list[tuple[list[float], dict[str, Tensor]]], accumulate: int, tolerance: float
-) -> None:
-    expected_losses, expected_weights = fit_in_one_process(accumulate)
-    losses = torch.tensor([rank_losses for rank_losses, _ in ranks]).mean(dim=0)
-    torch.testing.assert_close(losses, torch.tensor(expected_losses), rtol=tolerance, atol=0.0)
-    for _, weights in ranks:
-        assert weights.keys() == expected_weights.keys()
-        for name, weight in weights.items():
-            assert (weight - expected_weights[name]).abs().max() <= tolerance, name
+@pytest.fixture(scope="module")
+def checks(rank_pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Checks]:
+    return checks_of(project, rank_pool, tmp_path_factory, NUM_STEPS)
 
 
 @pytest.mark.lane("default")
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(
-    ("label", "world_size"),
-    [(case.label, size) for case in CASES for size in case.world_sizes if GLOBAL_BATCH_SIZE % size == 0],
+    ("label", "size"), [(case.label, size) for case in CASES for size in case.sizes if GLOBAL_BATCH_SIZE % size == 0]
 )
-def test_training_equals_one_process(on_ranks, label: str, accumulate: int, world_size: int) -> None:
-    ranks = on_ranks(world_size, fit_by_case, label, accumulate, world_size)
+def test_training_equals_one_process(checks, label: str, accumulate: int, size: int) -> None:
+    row = checks(accumulate).row(label, made_of(label), size, saves=False)
 
-    assert_equals_one_process(ranks, accumulate, BY_LABEL[label].tolerance)
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize(
-    ("label", "num_devices"), [(case.label, num) for case in CASES for num in case.devices_per_process]
-)
-def test_training_on_several_devices_equals_one(label: str, accumulate: int, num_devices: int) -> None:
-    strategy = BY_LABEL[label].strategy()
-    losses, weights = fit_regression(NUM_STEPS, accumulate, num_ranks=1, devices=num_devices, strategy=strategy)
-
-    # The replicas append their losses to one list, step by step.
-    of_steps = torch.tensor(losses).view(-1, num_devices).mean(dim=1).tolist()
-    assert_equals_one_process([(of_steps, weights)], accumulate, BY_LABEL[label].tolerance)
+    assert row.outcome == "equal", row

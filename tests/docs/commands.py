@@ -11,7 +11,7 @@ from lightning_paral.cli import main
 from lightning_paral.cli.train import TRAINER_COMMANDS
 from tests.tables import markdown
 
-COMMANDS = ("strategies", "consolidate", "verify", "inspect", "plan", "doctor", "bench")
+COMMANDS = ("strategies", "consolidate", "verify", "inspect", "plan", "check", "doctor", "bench")
 BENCHES = ("bench comm", "bench step", "bench memory", "bench checkpoint", "bench adam")
 INTRODUCTION = """\
 # Commands

@@ -1,0 +1,31 @@
+"""`check` in the rank pool: one set of references for many tests, and the cases as its strategies."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+
+from lightning_paral.diagnostics.check_compare import Checks, Made
+from lightning_paral.diagnostics.check_run import Fit, Task
+from lightning_paral.diagnostics.rank_pool import RankPool
+from tests.contract.cases import BY_LABEL
+
+
+def made_of(label: str) -> Made:
+    """Return what makes the strategy of a case, whose ranks divide the batches of one process."""
+    has_ranks = BY_LABEL[label].has_ranks
+    return Made(partial(BY_LABEL[label].strategy, **({"split": "global"} if has_ranks else {})), not has_ranks)
+
+
+def checks_of(
+    make: Callable[..., Fit], pool: RankPool, folders: pytest.TempPathFactory, steps: int, **options: Any
+) -> Callable[..., Checks]:
+    """Return a function that returns the `Checks` of `make(*arguments)`, the same for the same arguments."""
+
+    @cache
+    def checks(*arguments: Any) -> Checks:
+        task = Task(steps=steps, folder=folders.mktemp("check"), seed=3)
+        return Checks(partial(make, *arguments), task, pool, **options)
+
+    return checks
