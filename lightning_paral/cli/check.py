@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -41,6 +42,7 @@ def check_command(arguments: list[str]) -> None:
         parser.error("give a configuration, for example --config configs/gpt.yaml")
     strategies = "all" if options.strategies == "all" else [name.strip() for name in options.strategies.split(",")]
     given = {name: value for name, value in vars(options).items() if name not in ("strategies", "json")}
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # says each seed
     # Libraries print to stdout when they are imported, and the output has to stay readable JSON.
     with redirect_stdout(sys.stderr), Console(stderr=True).status("paral check") as status:
         try:

@@ -1,6 +1,7 @@
 """`check`: prove on a user's own module and data that training under a strategy equals training in one process."""
 
 import inspect
+import multiprocessing
 import pickle
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -45,18 +46,23 @@ class CheckReport:
         return asdict(self)
 
     def __rich__(self) -> Group:
-        cells = [(row.strategy, _outcome(row), row.precision, _details(row)) for row in self.rows]
-        table = make_table(("strategy", "outcome", "precision", ""), cells, left=(0, 1, 2, 3))
-        return Group(*(Text(note) for note in self.notes), table)
+        table = make_table(
+            ("strategy", "outcome", "largest", "precision", ""), map(_cells, self.rows), left=(0, 1, 3, 4)
+        )
+        causes = dict.fromkeys(cause for row in self.rows for cause in row.causes)
+        return Group(*map(Text, self.notes), table, *(Text(f"Possible cause: {cause}.") for cause in causes))
 
 
-def _outcome(row: CheckRow) -> str:
-    return f"equal ({row.largest:.0e})" if row.outcome == "equal" else row.outcome
-
-
-def _details(row: CheckRow) -> str:
-    lines = [row.sentence, *(f"known cause: {cause}" for cause in row.causes), row.resumed]
-    return "\n".join(filter(None, lines)).replace("[", r"\[")
+def _cells(row: CheckRow) -> tuple[str, ...]:
+    sentence = (row.sentence or row.resumed).replace("[", r"\[")
+    is_compared = row.outcome in ("equal", "differs")
+    return (
+        row.strategy,
+        row.outcome,
+        f"{row.largest:.0e}" if row.outcome == "equal" else "",
+        row.precision * is_compared,
+        sentence,
+    )
 
 
 def check(
@@ -126,6 +132,11 @@ def check_project(
         progress: is called with what runs next.
         pool: ranks that run already; `None` starts and ends them.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigurationError(
+            "A rank that `check` starts imports the script, which calls `check` again. Put the call under "
+            'if __name__ == "__main__":.'
+        )
     if ranks < 1 or steps < 2:
         raise ConfigurationError(f"ranks={ranks} and steps={steps} were given. Give at least 1 rank and 2 steps.")
     chosen = _named(strategies)

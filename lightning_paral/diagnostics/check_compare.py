@@ -1,6 +1,7 @@
 """Run the reference and the strategies of a `check`, and find the first value in which they differ."""
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,15 +20,23 @@ _KINDS = (
     "buffer",
     "optimizer state",
     "log",
+    "validation",
     "evaluation",
 )
 """The kinds of values in the order of a step, in which the first difference is looked for."""
-_OF_EACH_RANK = ("loss", "log", "evaluation")
+_LOGGED = ("log", "validation", "evaluation")
+_OF_EACH_RANK = ("loss", *_LOGGED)
 """Kinds whose values are means over the samples of a rank, unless ranks reduce them. Their mean is compared."""
 _NOISE = 10.0
 """How many times as far from the reference as the run with reordered sums a run may be."""
 _FLOORS = {"64-true": 1e-9, "32-true": 1e-5}
 """Precision -> the smallest relative difference that counts; 2e-2 if weights or activations have 16 bits."""
+_ZERO = 1e-5
+"""What is smaller than this part of the largest value of its kind may be zero but for rounding."""
+_NO_MEAN = "a value that is no mean over samples, such as a count, or a mean over a rank's own tokens or boxes"
+_NOT_SAVED = "a value that the module or a callback changes in training, and does not save"
+_OF_FP32 = 1e-6
+"""A relative difference in fp64 that code which computes in fp32 explains."""
 
 
 class Made(NamedTuple):
@@ -48,6 +57,8 @@ class Difference:
     name: str
     off: float
     """The largest absolute difference; infinity if the value is missing or has another shape."""
+    scale: float
+    """The largest absolute value of the tensor."""
     ranks: str = ""
     """On which ranks, if not on all."""
     place: str = ""
@@ -55,7 +66,7 @@ class Difference:
 
     def __str__(self) -> str:
         off = "is missing" if self.off == float("inf") else f"differs by {self.off:.1e}"
-        return " ".join(filter(None, (f"step {self.step}: {self.kind} {self.name} {off}", self.ranks, self.place)))
+        return " ".join(filter(None, (f"step {self.step}: {self.kind}", self.name, off, self.ranks, self.place)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +80,11 @@ class CheckRow:
     precision: str = ""
     """The precision of the runs."""
     largest: float = 0.0
-    """The largest difference, relative to the largest value of its tensor."""
+    """The largest difference, or the first if it counts, relative to the largest value of its tensor."""
     resumed: str = ""
     """Under which strategy, and on how many ranks, the checkpoint was resumed."""
     causes: tuple[str, ...] = ()
-    """If it differs: what the module does that may be the reason."""
+    """If it differs: what may be the reason."""
 
     @property
     def is_allowed(self) -> bool:
@@ -88,15 +99,18 @@ class Reference:
         record: the run.
         folder: where it has written its tensors.
         again: the same run again, if there was one.
-        rounded: a run that differs from `record` by nothing but rounding: its precision, or the order of its sums.
+        rounded: a run that differs from `record` by nothing but the order of its sums, if there was one.
     """
 
     def __init__(self, record: Ran, folder: Path, again: Ran | None = None, rounded: Ran | None = None) -> None:
-        self.record, self.folder = record, folder
-        self.precision = (rounded or record).precision
+        self.record, self.folder, self.precision = record, folder, record.precision
         # Within a batch, values are compared in the order of a step, whenever they were recorded.
         order = sorted(record.items, key=lambda item: (*item.key[:2], -1 if item.place else _KINDS.index(item.kind)))
         self.values = {item.key: item for item in order}
+        self._scales: dict[Any, float] = {}
+        """The largest value of each kind in each batch."""
+        for item in order:
+            self._scales[*item.key[:2], item.kind] = max(self._scale(item), abs(item.value))
         self._noise: dict[Any, float] = {}
         if rounded is not None:
             found, largest = {item.key: item for item in rounded.items}, dict[Any, float]()
@@ -104,67 +118,71 @@ class Reference:
                 name = item.kind, item.name
                 largest[name] = self._noise[key] = max(largest.get(name, 0.0), _distance(found.get(key), item))
         self.notes: list[str] = []
+        self.causes = [record.causes, *([] if again is None else [again.causes])]
         self.vary: set[str] = set()
         """The names of logged values that the same code logs differently, such as times."""
         unlike = [] if again is None else list(self._differences([again], exactly=True))
-        self.vary |= {each.name for each in unlike if each.kind in ("log", "evaluation")}
+        self.vary |= {each.name for each in unlike if each.kind in _LOGGED}
         if self.vary:
             names = ", ".join(sorted(self.vary))
             self.notes.append(f"Not compared, because two runs in one process log different values: {names}.")
-        unlike = [each for each in unlike if each.kind not in ("log", "evaluation")]
+        unlike = [each for each in unlike if each.kind not in _LOGGED]
         if unlike:
             what = "The data differ between two readings" if unlike[0].kind == "batch" else "The code is random"
             self.notes.insert(0, f"{what}: two runs in one process from the same seed are not equal. {unlike[0]}.")
 
-    def in_lower_precision(self, rounded: Ran) -> "Reference":
-        """Return a reference with the same values for runs in the precision of `rounded`."""
-        made = Reference(self.record, self.folder, rounded=rounded)
-        made.vary = self.vary
-        return made
+    def _scale(self, item: Item) -> float:
+        return self._scales.get((*item.key[:2], item.kind), 0.0)
 
     def first_difference(self, runs: list[Ran]) -> Difference | None:
         """Return the first difference of the ranks from the reference that rounding does not explain."""
-        return next(self._differences(runs, in_hooks=True), None) or next(self._differences(runs), None)
+        first, in_hook = (next(self._differences(runs, in_hooks=each), None) for each in (False, True))
+        if first is None or in_hook is None:
+            return in_hook or first
+        # The parameters after a step say less than what has led to them.
+        is_earlier = first.kind in ("loss", "gradient norm", "learning rate") and first.step <= in_hook.step
+        return first if is_earlier and in_hook.place.endswith("step") else in_hook
 
     def largest_difference(self, runs: list[Ran]) -> float:
         """Return the largest difference, relative to the largest value of its tensor, of what is not logged."""
-        compared = ((item, off) for item, off, _ in self._compared(runs) if item.kind not in ("log", "evaluation"))
-        offs = (off / abs(item.value) for item, off in compared if item.value)
-        return max(offs, default=0.0)
+        compared = ((item, off) for item, off, _ in self._compared(runs) if item.kind not in _LOGGED and off)
+        return max((off / max(abs(item.value), _ZERO * self._scale(item)) for item, off in compared), default=0.0)
 
     def _differences(self, runs: list[Ran], exactly: bool = False, in_hooks: bool = False) -> Iterator[Difference]:
         for item, off, ranks in self._compared(runs, exactly):
             if ranks is not None and bool(item.place) == in_hooks:
-                yield Difference(step=item.step, kind=item.kind, name=item.name, off=off, ranks=ranks, place=item.place)
+                what = {"step": item.step, "kind": item.kind, "name": item.name, "place": item.place}
+                yield Difference(off=off, scale=abs(item.value), ranks=ranks, **what)  # type: ignore[arg-type]
 
     def _compared(self, runs: list[Ran], exactly: bool = False) -> Iterator[tuple[Item, float, str | None]]:
         """Yield each value of the reference, by how much it differs, and on which ranks by too much, if on any."""
         ranks = [{item.key: item for item in each.items} for each in runs]
         first = min((item.epoch, item.batch) for each in runs for item in each.items)
         # A run that resumes lacks what was logged in earlier epochs.
-        may_lack = ("batch", "log") if first > (0, 0) else ("batch",)
+        may_lack = ("batch", *_LOGGED[:2]) if first > (0, 0) else ("batch",)
         for key, item in self.values.items():
             is_missing = all(key not in each for each in ranks)
-            varies = item.kind in ("log", "evaluation") and item.name in self.vary
+            varies = item.kind in _LOGGED and item.name in self.vary
             if (item.epoch, item.batch) < first or varies or (is_missing and item.kind in may_lack):
                 continue
             offs = [_distance(each.get(key), item) for each in ranks]
             own = [each[key].value for each in ranks if key in each]
             if item.kind in _OF_EACH_RANK and own:  # a rank may log alone
-                offs = [abs(sum(own) / len(own) - item.value)]
-            floor = _FLOORS.get(self.precision, 2e-2) * abs(item.value)
-            if item.kind in ("log", "evaluation"):
-                floor = max(floor, 1e-5 * abs(item.value))  # metrics stay in fp32
+                offs = [_distance(item._replace(value=sum(own) / len(own)), item)]
+            floor = _FLOORS.get(self.precision, 2e-2)
+            if item.kind in _LOGGED:
+                floor = max(floor, _FLOORS["32-true"])  # metrics stay in fp32
             elif item.kind == "optimizer state":
                 floor *= 10  # DeepSpeedCPUAdam rounds 1 - beta2 to fp32
-            allowed = 0.0 if exactly else max(_NOISE * self._noise.get(key, 0.0), floor)
+            allowed = max(_NOISE * self._noise.get(key, 0.0), floor * max(abs(item.value), _ZERO * self._scale(item)))
+            allowed = 0.0 if exactly else allowed
             wrong = [str(rank) for rank, off in enumerate(offs) if not off <= allowed]
             where = f"on rank {', '.join(wrong)}" if len(wrong) < len(offs) else ""
             yield item, max(offs), where if wrong else None
 
     def unreduced(self, runs: list[Ran]) -> set[str]:
         """Return the names of values that ranks log without reducing them."""
-        ranks = [{item.key: item for item in each.items if item.kind in ("log", "evaluation")} for each in runs]
+        ranks = [{item.key: item for item in each.items if item.kind in _LOGGED} for each in runs]
         names = {key[-1] for key in ranks[0] if len({each[key].value for each in ranks if key in each}) > 1}
         return names - self.vary
 
@@ -172,7 +190,10 @@ class Reference:
 def _distance(found: Item | None, expected: Item) -> float:
     if found is None:
         return float("inf")
-    return abs(found.value - expected.value) if found.off is None else found.off
+    if found.off is not None:
+        return found.off
+    are_same = found.value == expected.value or (math.isnan(found.value) and math.isnan(expected.value))
+    return 0.0 if are_same else abs(found.value - expected.value)
 
 
 class Checks:
@@ -224,7 +245,8 @@ class Checks:
             path = self._task.folder / f"{label}.ckpt" if saves else None
             runs = self._run(made, ranks, reference.folder, in_float64, save_to=path)
             row = self._judged(label, reference, runs)
-            if row.outcome != "refused":  # in fp64, it may be refused for the precision
+            is_of_fp32 = in_float64 and row.outcome == "differs" and row.largest < _OF_FP32
+            if row.outcome != "refused" and not is_of_fp32:  # in fp64, it may be refused for the precision
                 return row
         if row is None:
             raise ReferenceFailedError(f"The run in one process, with strategy='auto', failed: {reference}")
@@ -242,7 +264,8 @@ class Checks:
         how = f"resumed under {loader} on {ranks} rank{'s' if ranks > 1 else ''}"
         if found.outcome == "equal":
             return replace(row, largest=max(row.largest, found.largest), resumed=how)
-        return replace(found, sentence=f"{how}: {found.sentence}")
+        causes = (*found.causes, _NOT_SAVED) if found.outcome == "differs" else ()
+        return replace(found, sentence=f"equal until {how}: {found.sentence}", causes=causes)
 
     def _judged(self, label: str, reference: Reference, runs: list[Ran] | Raised) -> CheckRow:
         row = CheckRow(strategy=label, outcome="equal", precision=reference.precision)
@@ -253,8 +276,12 @@ class Checks:
         first = reference.first_difference(runs)
         if first is None:
             return replace(row, largest=reference.largest_difference(runs))
-        causes = dict.fromkeys(cause for each in (reference.record, *runs) for cause in each.causes)
-        return replace(row, outcome="differs", sentence=str(first), causes=tuple(causes))
+        found = [*reference.causes, *(each.causes for each in runs)]
+        causes = dict.fromkeys(cause for each in found for cause in each)
+        if not causes and first.kind in _OF_EACH_RANK:
+            causes = dict.fromkeys([_NO_MEAN])
+        relative = first.off / (first.scale or 1.0)
+        return replace(row, outcome="differs", sentence=str(first), largest=relative, causes=tuple(causes))
 
     def _reference(self, in_float64: bool) -> Reference | Raised:
         if in_float64 not in self._references:
@@ -265,11 +292,6 @@ class Checks:
         return self._references[in_float64]
 
     def _made_reference(self, in_float64: bool) -> Reference | Raised:
-        exact = self._references.get(True)
-        if isinstance(exact, Reference):
-            # A run in fp32 is as far from one in fp64 as rounding leads. Ranks, with other sums, may be as far.
-            rounded = self._run_alone(exact.folder, in_float64)
-            return rounded if isinstance(rounded, Raised) else exact.in_lower_precision(rounded)
         folder = self._task.folder / ("float64" if in_float64 else "given")
         folder.mkdir()
         record = self._run_alone(folder, in_float64, is_reference=True)

@@ -8,20 +8,24 @@ import random
 import re
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from lightning_paral.callbacks.auto_resume import AutoResume
 from lightning_paral.callbacks.monitor import ParalMonitor
@@ -224,6 +228,8 @@ class Recorder(Callback):
         self._random_state: Any = None
         self._has_saved = False
         self._num_norms = 0
+        self._calls: Counter[str] = Counter()
+        """How often each hook was called in the current batch."""
 
     def numbers(self, kind: str, values: Mapping[str, Any]) -> None:
         """Record numbers, in the order of their names."""
@@ -232,6 +238,9 @@ class Recorder(Callback):
 
     def tensors(self, what: str, kinds: Mapping[str, str], values: Mapping[str, Tensor], place: str = "") -> None:
         """Write tensors that have changed to the record, or measure how far they are from it."""
+        if place:
+            self._calls[place] += 1
+            place += f", call {self._calls[place]}" if self._calls[place] > 1 else ""
         path = self.task.reference / f"{self._at[0]}-{self._at[1]} {what} {place}.pt"
         order = self.task.reference / "order.txt"
         if self.task.is_reference:
@@ -274,16 +283,30 @@ class Recorder(Callback):
             remove_dropout(pl_module)
         self.causes |= find_batch_norms(pl_module)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Read a sample, to see whether the dataset draws random numbers, in a run with which nothing is compared."""
+        dataset: Any = getattr(trainer.train_dataloader, "dataset", None)
+        if self.task.strategy is not _auto or self.task.is_reference or isinstance(dataset, IterableDataset):
+            return
+        with isolate_rng(), suppress(Exception):  # it may have no sample 0
+            before = _random_state()
+            dataset[0]
+            if before != _random_state():
+                self.causes.add("random numbers are drawn by the dataset")
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Record what was drawn."""
         self._at = trainer.current_epoch, batch_idx, trainer.global_step + 1
         if self.task.strategy is _auto:
             self.numbers("batch", {f"tensor {index}": value for index, value in enumerate(_sums(batch))})
         self._random_state, self._num_norms = _random_state(), 0
+        self._calls.clear()
         self._weights_of_hook(trainer, pl_module, "before the step")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Record the norm of the gradient before clipping."""
+        """Record the norm of the gradient before clipping. Code of the user may have clipped it already."""
+        if not pl_module.automatic_optimization:
+            return  # the parameters after the step show it
         name, self._num_norms = f"of optimizer {self._num_norms}", self._num_norms + 1
         self.numbers("gradient norm", {name: _reader(trainer, pl_module).gradient_norm(optimizer)})
 
@@ -293,19 +316,20 @@ class Recorder(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Look at what the optimizer leaves, if hooks are watched."""
-        self._weights_of_hook(trainer, pl_module, "after the optimizer step")
+        place = "after the optimizer step" if pl_module.automatic_optimization else "after training_step"
+        self._weights_of_hook(trainer, pl_module, place)
 
     def _weights_of_hook(self, trainer: Trainer, module: LightningModule, place: str) -> None:
         if self.task.hooks:
             self._weights(trainer, module, place)
 
     def _end_batch(self, trainer: Trainer, module: LightningModule, outputs: Any) -> None:
-        if any(a is not b and a != b for a, b in zip(self._random_state, _random_state(), strict=True)):
+        if self._random_state != _random_state():
             self.causes.add("random numbers are drawn in the step")
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         weight = _loss_weight(trainer)
         if loss is not None:
-            self.numbers("loss", {"of batch": float(loss) * weight})
+            self.numbers("loss", {"": float(loss) * weight})
         if trainer.global_step >= self._at[2] or not module.automatic_optimization:
             groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
             self.numbers("learning rate", {f"of group {index}": group["lr"] for index, group in enumerate(groups)})
@@ -323,7 +347,7 @@ class Recorder(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record what a validation within the fit has logged."""
         self._evaluated |= set(trainer.callback_metrics) - self._trained
-        self.numbers("log", {name: trainer.callback_metrics[name] for name in self._evaluated})
+        self.numbers("validation", {name: trainer.callback_metrics[name] for name in self._evaluated})
 
     def _weights(self, trainer: Trainer, module: LightningModule, place: str = "") -> None:
         strategy = trainer.strategy
@@ -366,7 +390,8 @@ def _loss_weight(trainer: Trainer) -> float:
 
 
 def _random_state() -> tuple[Any, ...]:
-    return random.getstate(), torch.get_rng_state().tolist()
+    of_numpy: Any = np.random.get_state()
+    return random.getstate(), of_numpy[1].tolist(), torch.get_rng_state().tolist()
 
 
 def _has_shape(value: Any, parameter: Tensor) -> bool:

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from lightning_paral.diagnostics.check_compare import Checks
 from lightning_paral.diagnostics.check_run import Fit
-from tests.contract.cases import CASES
+from tests.contract.cases import BY_LABEL, CASES
 from tests.contract.checking import checks_of, made_of
 from tests.models.regression import GLOBAL_BATCH_SIZE, Regression, samples
 
@@ -36,3 +36,4 @@ def test_training_equals_one_process(checks, label: str, accumulate: int, size: 
     row = checks(accumulate).row(label, made_of(label), size, saves=False)
 
     assert row.outcome == "equal", row
+    assert row.precision == ("32-true" if BY_LABEL[label].needs_deepspeed else "64-true")

@@ -102,6 +102,34 @@ class InFloat32(Sound):
         return super().loss([batch[0].float(), batch[1].float()])
 
 
+class LossInFloat32(Sound):
+    """Computes its loss in fp32, whatever the precision is, as models of transformers do."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        inputs, targets = batch
+        return nn.functional.mse_loss(self.layers(inputs).float(), targets.float())
+
+
+class Noisy(Sound):
+    """Draws noise in a step."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        inputs, targets = batch
+        return super().loss([inputs + 0.1 * torch.randn_like(inputs), targets])
+
+
+class Augmented(TensorDataset):
+    """Draws noise for each sample."""
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, targets = super().__getitem__(index)
+        return inputs + 0.1 * torch.randn_like(inputs), targets
+
+
+def augmented() -> Any:
+    return DataLoader(Augmented(*samples(48, 1).tensors), 12)
+
+
 class NeedsGPU(Sound):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return super().training_step([tensor.cuda() for tensor in batch], batch_idx)

@@ -49,8 +49,8 @@ def test_sound_project_is_equal_or_refused_under_every_strategy(rank_pool) -> No
     [
         (planted.ScaledGradient, "step 1: gradient norm of optimizer 0 differs by 1.6e-02"),
         (planted.BufferOfRank, "step 1: buffer mean differs by"),
-        (planted.LogDividedTwice, "step 4: log val_loss differs by"),
-        (planted.CountsTwice, "step 4: log val_loss differs by"),
+        (planted.LogDividedTwice, "step 4: validation val_loss differs by"),
+        (planted.CountsTwice, "step 4: validation val_loss differs by"),
     ],
 )
 def test_planted_difference_is_named(rank_pool, make: Callable[[], Any], found: str) -> None:
@@ -76,20 +76,27 @@ def test_optimizer_state_lost_on_resume_is_named(rank_pool) -> None:
     sound = partial(ParalFSDPStrategy, split="global")
     row = row_of(rank_pool, Sound, strategies={"saves": sound, "forgets": without_optimizer})
 
-    assert row.sentence.startswith("resumed under forgets on 1 rank: step 5: parameter layers.0.weight differs by")
+    assert row.sentence.startswith(
+        "equal until resumed under forgets on 1 rank: step 5: parameter layers.0.weight differs by"
+    )
 
 
+@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_zero2"])
 @pytest.mark.parametrize(
-    ("make", "options", "cause"),
+    ("make", "make_data", "options", "cause"),
     [
-        (Sound, {"keep_dropout": True}, "random numbers are drawn in the step"),
-        (planted.WithBatchNorm, {}, "BatchNorm (layers.1) normalizes the samples of each rank"),
+        (Sound, data, {"keep_dropout": True}, "random numbers are drawn in the step"),
+        (planted.Noisy, data, {}, "random numbers are drawn in the step"),
+        (Sound, planted.augmented, {}, "random numbers are drawn by the dataset"),
+        (planted.WithBatchNorm, data, {}, "BatchNorm (layers.1) normalizes the samples of each rank"),
     ],
 )
-def test_known_cause_is_named(rank_pool, make: Callable[[], Any], options: dict[str, Any], cause: str) -> None:
-    row = row_of(rank_pool, make, **options)
+def test_known_cause_is_named(
+    rank_pool, make: Any, make_data: Any, options: dict[str, Any], cause: str, strategy: str
+) -> None:
+    row = row_of(rank_pool, make, make_data, strategies=(strategy,), **options)
 
-    assert row.outcome == "differs"
+    assert row.outcome == "differs", row
     assert row.causes == (cause,)
 
 
@@ -109,12 +116,15 @@ def test_logged_time_is_not_compared(rank_pool) -> None:
     assert "Not compared, because two runs in one process log different values: seconds." in report.notes
 
 
-@pytest.mark.parametrize("options", [{}, {"trainer": {"precision": "bf16-mixed"}}])
-def test_module_that_cannot_train_in_fp64_is_compared_in_its_precision(rank_pool, options: dict[str, Any]) -> None:
-    row = row_of(rank_pool, planted.InFloat32, strategies=("paral_fsdp",), **options)
+@pytest.mark.parametrize(
+    ("make", "precision"),
+    [(planted.InFloat32, "32-true"), (planted.LossInFloat32, "32-true"), (planted.InFloat32, "bf16-mixed")],
+)
+def test_module_that_does_not_train_in_fp64_is_compared_in_its_precision(rank_pool, make: Any, precision: str) -> None:
+    row = row_of(rank_pool, make, strategies=("paral_fsdp",), trainer={"precision": precision})
 
     assert row.outcome == "equal", row
-    assert row.precision == options.get("trainer", {}).get("precision", "32-true")
+    assert row.precision == precision
 
 
 def test_batch_smaller_than_the_ranks(rank_pool) -> None:
