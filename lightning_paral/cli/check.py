@@ -7,13 +7,17 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+from lightning.pytorch.strategies import Strategy
 from rich.console import Console
 
 from lightning_paral.cli.train import ConfiguredCLI
 from lightning_paral.diagnostics.check import DEFAULT, check_project
 from lightning_paral.diagnostics.check_run import Fit
 from lightning_paral.errors import ReferenceFailedError
+from lightning_paral.registry import STRATEGIES
 from lightning_paral.tables import make_console
 
 
@@ -28,8 +32,8 @@ def check_command(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="paral check", description=check_command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = "names with commas between them, or all"
-    parser.add_argument("--strategies", default=",".join(DEFAULT), help=f"{names} (default: {','.join(DEFAULT)})")
+    default = f"default: that of the configuration, and {','.join(DEFAULT)}"
+    parser.add_argument("--strategies", help=f"names with commas between them, or all ({default})")
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks to start on this machine (default: 2)")
     parser.add_argument("--steps", type=int, default=8, help="number of optimizer steps (default: 8)")
     parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cpu", help="kind of device (default: cpu)")
@@ -40,14 +44,14 @@ def check_command(arguments: list[str]) -> None:
     options, rest = parser.parse_known_args(arguments)
     if not rest:
         parser.error("give a configuration, for example --config configs/gpt.yaml")
-    strategies = "all" if options.strategies == "all" else [name.strip() for name in options.strategies.split(",")]
     given = {name: value for name, value in vars(options).items() if name not in ("strategies", "json")}
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # says each seed
     # Libraries print to stdout when they are imported, and the output has to stay readable JSON.
     with redirect_stdout(sys.stderr), Console(stderr=True).status("paral check") as status:
         try:
-            seed = Configured(tuple(rest)).cli().seed
-            report = check_project(Configured(tuple(rest)), strategies, seed=seed, progress=status.update, **given)
+            cli = Configured(tuple(rest)).cli()
+            strategies = _strategies(options.strategies, cli.trainer_options["strategy"])
+            report = check_project(Configured(tuple(rest)), strategies, seed=cli.seed, progress=status.update, **given)
         except ReferenceFailedError as error:
             print(f"paral: {error}", file=sys.stderr)
             sys.exit(2)
@@ -59,6 +63,21 @@ def check_command(arguments: list[str]) -> None:
         sys.exit(1)
 
 
+def _strategies(given: str | None, configured: Any) -> Any:
+    """Return the strategies with the given names; without them, that of the configuration first, and the default."""
+    if given is not None:
+        return "all" if given == "all" else [name.strip() for name in given.split(",")]
+    known = {entry.name: partial(entry.strategy, **entry.arguments) for entry in STRATEGIES}
+    first = {configured: known[configured]} if isinstance(configured, str) and configured in known else {}
+    if type(configured) in {entry.strategy for entry in STRATEGIES}:
+        first = {"configured": partial(_same, configured)}
+    return first | {name: known[name] for name in DEFAULT}
+
+
+def _same(strategy: Strategy) -> Strategy:
+    return strategy  # each run gets a copy of its own, because it is pickled
+
+
 @dataclass(frozen=True)
 class Configured:
     """Makes the module, the data and the callbacks of a configuration, in the process that calls it."""
@@ -66,9 +85,8 @@ class Configured:
     arguments: Sequence[str]
 
     def cli(self) -> ConfiguredCLI:
-        """Create the objects of the configuration, except the strategy and what writes files."""
-        more = ("--trainer.strategy=auto", "--trainer.logger=false", "--trainer.profiler=null")
-        return ConfiguredCLI([*self.arguments, *more])
+        """Create the objects of the configuration, except those that write files."""
+        return ConfiguredCLI([*self.arguments, "--trainer.logger=false", "--trainer.profiler=null"])
 
     def __call__(self) -> Fit:
         """Return what a run trains."""

@@ -1,6 +1,5 @@
 """`check`: prove on a user's own module and data that training under a strategy equals training in one process."""
 
-import inspect
 import multiprocessing
 import pickle
 import tempfile
@@ -73,7 +72,11 @@ def check(
     trainer: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> CheckReport:
-    """Train a few steps in one process and under strategies, and compare every value. See `check_project`.
+    """Train a few steps in one process and under strategies, and compare every value that a step leaves behind.
+
+    The reference trains `steps` optimizer steps in one process with `strategy="auto"`, and validates. Each strategy
+    does the same on `ranks` ranks that divide the same batches. Half way it saves, and another strategy resumes from
+    this checkpoint on another number of ranks.
 
     Ranks are processes of their own, which import the functions: define them at the top level of a module.
 
@@ -81,11 +84,13 @@ def check(
         make_module: returns the module. It is called in every run, after the generators have the same seed.
         make_data: returns what `Trainer.fit` takes: a LightningDataModule, a loader of training data, or a tuple of
             training and validation data. `None` if the module has loaders.
-        strategies: names, `"all"`, or a mapping from labels to functions that return a strategy, which should have
-            `split="global"`.
+        strategies: names, `"all"`, or a mapping from labels to functions that return a strategy.
         trainer: options of the Trainer that change numbers, such as `precision`, `accumulate_grad_batches`,
             `gradient_clip_val` or `callbacks`.
-        **options: those of `check_project`.
+        **options: `ranks=2`, the number of ranks; `steps=8`, that of optimizer steps; `seed=1`; `accelerator="cpu"`, of
+            which `"cuda"` needs a device for each rank; `timeout=300.0`, the seconds after which a run hangs;
+            `keep_dropout=False`, whether to leave dropout on; `hooks=False`, whether to compare the parameters after
+            each hook of a step.
 
     Raises:
         ReferenceFailedError: the run in one process fails.
@@ -113,21 +118,17 @@ def check_project(
     progress: Callable[[str], object] = str,
     pool: RankPool | None = None,
 ) -> CheckReport:
-    """Compare training under strategies with training in one process.
-
-    The reference trains `steps` optimizer steps in one process with `strategy="auto"`, and evaluates. Each strategy
-    does the same on `ranks` ranks that divide the same batches. Half way it saves, and the next strategy resumes from
-    this checkpoint on another number of ranks.
+    """Check what `make` returns, as `check` does.
 
     Args:
         make: returns what to train; it is pickled.
         strategies: names, `"all"`, or a mapping from labels to functions that return a strategy.
         ranks: the number of ranks, or of devices of `paral_dp`.
-        steps: the number of optimizer steps, and of batches of an evaluation at most.
+        steps: the number of optimizer steps.
         seed: the seed of the random generators.
-        accelerator: that of the Trainer; `"cuda"` needs a device for each rank.
+        accelerator: that of the Trainer.
         timeout: seconds after which a run counts as hanging.
-        keep_dropout: whether to leave dropout on. Otherwise its probability is 0.
+        keep_dropout: whether to leave dropout on.
         hooks: whether to compare the parameters after each hook of a step.
         progress: is called with what runs next.
         pool: ranks that run already; `None` starts and ends them.
@@ -178,15 +179,11 @@ def _resumed(
 
 
 def _named(strategies: Strategies) -> dict[str, Made]:
-    if isinstance(strategies, Mapping):
-        return {label: Made(make, isinstance(make(), ParalDPStrategy)) for label, make in strategies.items()}
-    known = {entry.name: entry for entry in STRATEGIES}
-    made = {}
-    for name in known if strategies == "all" else strategies:
-        if name not in known:
-            raise ConfigurationError(explain_unknown_name(name))
-        cls, options = known[name].strategy, dict(known[name].arguments)
-        if "split" in inspect.signature(cls).parameters:
-            options["split"] = "global"
-        made[name] = Made(partial(cls, **options), cls is ParalDPStrategy)
-    return made
+    if not isinstance(strategies, Mapping):
+        known = {entry.name: partial(entry.strategy, **entry.arguments) for entry in STRATEGIES}
+        names = known if strategies == "all" else strategies
+        for name in names:
+            if name not in known:
+                raise ConfigurationError(explain_unknown_name(name))
+        strategies = {name: known[name] for name in names}
+    return {label: Made(make, getattr(make, "func", make) is ParalDPStrategy) for label, make in strategies.items()}

@@ -98,12 +98,10 @@ class Reference:
     Args:
         record: the run.
         folder: where it has written its tensors.
-        again: the same run again, if there was one.
-        rounded: a run that differs from `record` by nothing but the order of its sums, if there was one.
     """
 
-    def __init__(self, record: Ran, folder: Path, again: Ran | None = None, rounded: Ran | None = None) -> None:
-        self.record, self.folder, self.precision = record, folder, record.precision
+    def __init__(self, record: Ran, folder: Path) -> None:
+        self.folder, self.precision = folder, record.precision
         # Within a batch, values are compared in the order of a step, whenever they were recorded.
         order = sorted(record.items, key=lambda item: (*item.key[:2], -1 if item.place else _KINDS.index(item.kind)))
         self.values = {item.key: item for item in order}
@@ -112,24 +110,30 @@ class Reference:
         for item in order:
             self._scales[*item.key[:2], item.kind] = max(self._scale(item), abs(item.value))
         self._noise: dict[Any, float] = {}
-        if rounded is not None:
-            found, largest = {item.key: item for item in rounded.items}, dict[Any, float]()
-            for key, item in self.values.items():
-                name = item.kind, item.name
-                largest[name] = self._noise[key] = max(largest.get(name, 0.0), _distance(found.get(key), item))
-        self.notes: list[str] = []
-        self.causes = [record.causes, *([] if again is None else [again.causes])]
+        self.causes = record.causes
         self.vary: set[str] = set()
         """The names of logged values that the same code logs differently, such as times."""
-        unlike = [] if again is None else list(self._differences([again], exactly=True))
-        self.vary |= {each.name for each in unlike if each.kind in _LOGGED}
+
+    def learn_rounding(self, rounded: Ran) -> None:
+        """Learn how far rounding may lead, from a run that differs by nothing but the order of its sums."""
+        found, largest = {item.key: item for item in rounded.items}, dict[Any, float]()
+        for key, item in self.values.items():
+            name = item.kind, item.name
+            largest[name] = self._noise[key] = max(largest.get(name, 0.0), _distance(found.get(key), item))
+
+    def learn_from_repetition(self, again: Ran) -> list[str]:
+        """Learn which logged values vary, from the same run again; return sentences about what is not equal."""
+        self.causes = list(dict.fromkeys([*self.causes, *again.causes]))
+        unlike = list(self._differences([again], exactly=True))
+        self.vary = {each.name for each in unlike if each.kind in _LOGGED}
+        told = []
+        for each in [each for each in unlike if each.kind not in _LOGGED][:1]:
+            what = "The data differ between two readings" if each.kind == "batch" else "The code is random"
+            told.append(f"{what}: two runs in one process from the same seed are not equal. {each}.")
         if self.vary:
             names = ", ".join(sorted(self.vary))
-            self.notes.append(f"Not compared, because two runs in one process log different values: {names}.")
-        unlike = [each for each in unlike if each.kind not in _LOGGED]
-        if unlike:
-            what = "The data differ between two readings" if unlike[0].kind == "batch" else "The code is random"
-            self.notes.insert(0, f"{what}: two runs in one process from the same seed are not equal. {unlike[0]}.")
+            told.append(f"Not compared, because two runs in one process log different values: {names}.")
+        return told
 
     def _scale(self, item: Item) -> float:
         return self._scales.get((*item.key[:2], item.kind), 0.0)
@@ -220,7 +224,7 @@ class Checks:
         self._precisions = precisions
         self._make, self._task, self._pool, self._timeout, self._progress = make, task, pool, timeout, progress
         self._references: dict[bool, Reference | Raised] = {}
-        self._notes: dict[str, None] = {}
+        self._notes: list[str] = []
         self._unreduced: set[str] = set()
 
     @property
@@ -276,8 +280,7 @@ class Checks:
         first = reference.first_difference(runs)
         if first is None:
             return replace(row, largest=reference.largest_difference(runs))
-        found = [*reference.causes, *(each.causes for each in runs)]
-        causes = dict.fromkeys(cause for each in found for cause in each)
+        causes = dict.fromkeys([*reference.causes, *(cause for each in runs for cause in each.causes)])
         if not causes and first.kind in _OF_EACH_RANK:
             causes = dict.fromkeys([_NO_MEAN])
         relative = first.off / (first.scale or 1.0)
@@ -286,9 +289,7 @@ class Checks:
     def _reference(self, in_float64: bool) -> Reference | Raised:
         if in_float64 not in self._references:
             self._progress("one process")
-            made = self._references[in_float64] = self._made_reference(in_float64)
-            if isinstance(made, Reference):
-                self._notes |= dict.fromkeys(made.notes)
+            self._references[in_float64] = self._made_reference(in_float64)
         return self._references[in_float64]
 
     def _made_reference(self, in_float64: bool) -> Reference | Raised:
@@ -297,10 +298,18 @@ class Checks:
         record = self._run_alone(folder, in_float64, is_reference=True)
         if isinstance(record, Raised):
             return record
-        more = [self._run_alone(folder, in_float64)]
+        made = Reference(record, folder)
+        first = next((each for each in self._references.values() if isinstance(each, Reference)), None)
+        if first is None:
+            again = self._run_alone(folder, in_float64)
+            self._notes += [] if isinstance(again, Raised) else made.learn_from_repetition(again)
+        else:
+            made.vary, made.causes = first.vary, first.causes
         if not in_float64:
-            more.append(self._run_alone(folder, in_float64, reorders_sums=True))
-        return Reference(record, folder, *(None if isinstance(each, Raised) else each for each in more))
+            rounded = self._run_alone(folder, in_float64, reorders_sums=True)
+            if isinstance(rounded, Ran):
+                made.learn_rounding(rounded)
+        return made
 
     def _run_alone(self, folder: Path, in_float64: bool, **how: Any) -> Ran | Raised:
         runs = self._run(Made(self._task.strategy), 1, folder, in_float64, **how)

@@ -11,7 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +46,8 @@ _OMITTED = (
     *("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "enable_autolog_hparams", "barebones"),
 )
 """Options of the Trainer that change no numbers, and those that a run of `check` sets itself."""
+_WIDE = (None, 32, "32", "32-true", 64, "64", "64-true")
+"""The precisions instead of which a run can be in fp64."""
 
 
 def _auto() -> str:
@@ -170,12 +172,15 @@ def _run(make: Callable[[], Fit], task: Task) -> Ran:
         "callbacks": [recorder, *callbacks],
     }
     if task.in_float64:
-        if options.get("precision") not in (None, 32, "32", "32-true") or options.get("plugins"):
+        if options.get("precision") not in _WIDE or options.get("plugins"):
             raise ConfigurationError(f"precision={options.get('precision')!r} was chosen.")  # the given one is checked
         options |= {"precision": None, "plugins": [DoublePrecision()]}
         fit.module.double()  # Lightning converts it only after it has loaded a checkpoint into it
+    strategy = task.strategy()
+    if isinstance(strategy, ParalStrategy):
+        strategy.sampling = replace(strategy.sampling, split="global")  # each step has the samples of one process
     trainer = Trainer(
-        strategy=task.strategy(),
+        strategy=strategy,
         devices=task.devices,
         accelerator=task.accelerator,
         max_epochs=-1,
@@ -251,6 +256,8 @@ class Recorder(Callback):
                 file.write(f"{path.name}\n")
         else:
             names = order.read_text().splitlines()
+            if path.name not in names:
+                return  # the record has ended
             position = names.index(path.name) + 1
             for name in names[self._num_read : position]:
                 self._record |= torch.load(path.with_name(name), mmap=True, weights_only=True)

@@ -203,7 +203,7 @@ class ParalAutoStrategy(ParalStrategy, DDPStrategy):
 
     def _make(self, layout: Layout) -> ParalStrategy:
         """Return the strategy of a layout, with the options that were given to this one."""
-        options = dict(self._rank_options)
+        options = {**self._rank_options, "split": self.sampling.split}
         if layout.recomputes:
             options["activation_checkpointing"] = ActivationCheckpointing()
         if layout.engine == "ddp":

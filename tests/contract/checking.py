@@ -13,9 +13,8 @@ from tests.contract.cases import BY_LABEL
 
 
 def made_of(label: str) -> Made:
-    """Return what makes the strategy of a case, whose ranks divide the batches of one process."""
-    has_ranks = BY_LABEL[label].has_ranks
-    return Made(partial(BY_LABEL[label].strategy, **({"split": "global"} if has_ranks else {})), not has_ranks)
+    """Return what makes the strategy of a case: an object, of which a check changes how it draws samples."""
+    return Made(partial(BY_LABEL[label].strategy, checkpoint=None), not BY_LABEL[label].has_ranks)
 
 
 def checks_of(

@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -151,6 +151,14 @@ def samples(number: int, seed: int) -> TensorDataset:
 def data() -> tuple[Any, Any]:
     """Return loaders with four training batches, and with an odd number of samples for validation."""
     return DataLoader(samples(48, 1), 12, shuffle=True), DataLoader(samples(19, 2), 8)
+
+
+class Samples(LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return data()[0]
+
+    def val_dataloader(self) -> Any:
+        return data()[1]
 
 
 def single() -> Any:

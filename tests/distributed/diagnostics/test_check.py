@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from lightning_paral import (
     ReferenceFailedError,
     check,
 )
-from lightning_paral.diagnostics.check import CheckReport, CheckRow
+from lightning_paral.diagnostics.check import DEFAULT, CheckReport, CheckRow
+from tests.launching import outputs
 from tests.models import planted
 from tests.models.planted import Sound, WritesOnOneRank, data
 
@@ -174,12 +176,65 @@ def test_report_raises_if_a_row_differs() -> None:
         CheckReport(rows=(equal, differs)).raise_if_different()
 
 
-def test_command(launch, tmp_path) -> None:
-    command = ("-m", "lightning_paral", "check", "--strategies", "paral_ddp", "--steps", "2", "--json")
-    config = ("--config", "configs/gpt.yaml", "--model.width", "32", "--model.num_layers", "1")
-    process = launch(*command, *config, "--data.batch_size", "4")
-    printed, _ = process.communicate(timeout=300)
+def test_command_checks_the_configured_strategy(launch, tmp_path: Path) -> None:
+    config = tmp_path / "two.yaml"
+    config.write_text("trainer: {strategy: {class_path: lightning_paral.ParalFSDPStrategy, init_args: {replicate: 2}}}")
+    command = (
+        "-m",
+        "lightning_paral",
+        "check",
+        "--config",
+        "configs/gpt.yaml",
+        "--config",
+        str(config),
+        "--steps",
+        "2",
+    )
+    small = ("--model.width", "32", "--model.num_layers", "1", "--data.batch_size", "4", "--json")
+    process = launch(*command, *small)
+    (printed,) = outputs(process)
 
     assert process.returncode == 0, printed
     report = json.JSONDecoder().raw_decode(printed, printed.index("\n{\n") + 1)[0]
-    assert report["rows"][0]["outcome"] == "equal"
+    assert [row["strategy"] for row in report["rows"]] == ["configured", *DEFAULT]
+    assert {row["outcome"] for row in report["rows"]} == {"equal"}
+
+
+@pytest.mark.parametrize(
+    ("model", "status", "said"),
+    [
+        ("Noisy", 1, "Possible cause: random numbers are drawn in the step."),
+        (
+            "NeedsGPU",
+            2,
+            "paral: The run in one process, with strategy='auto', failed: AssertionError: Torch not compiled",
+        ),
+    ],
+)
+def test_status_of_the_command(launch, tmp_path: Path, model: str, status: int, said: str) -> None:
+    config = tmp_path / "check.yaml"
+    config.write_text(f"model: tests.models.planted.{model}\ndata: tests.models.planted.Samples")
+    process = launch("-m", "lightning_paral", "check", "--config", str(config), "--strategies", "paral_ddp")
+    (printed,) = outputs(process)
+
+    assert process.returncode == status, printed
+    assert said in printed
+
+
+SCRIPT = """\
+from lightning_paral import check
+from tests.launching import outputs
+from tests.models import planted
+from tests.models.planted import Sound, data
+
+print(check(Sound, data, strategies=["paral_ddp"], steps=2).rows)
+"""
+
+
+def test_script_without_a_guard(launch, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    process = launch(str(tmp_path / "script.py"))
+    (printed,) = outputs(process)
+
+    assert process.returncode != 0
+    assert 'Put the call under if __name__ == "__main__":.' in printed, printed
