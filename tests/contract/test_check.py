@@ -26,10 +26,11 @@ OTHERWISE = {
 
 
 def cells() -> Iterator[Any]:
-    """Yield the cells of rows that fit a module; the first of each theme is in the lane full."""
+    """Yield the cells of rows that fit a module and compare everything; the first of a theme is in the lane full."""
     themes = set()
     for row in TABLE.rows.values():
-        if isinstance(row.scenario, fitting.Fit) and not row.scenario.trainer and row.label not in OTHERWISE:
+        is_whole = isinstance(row.scenario, fitting.Fit) and not row.scenario.trainer and not row.apart
+        if is_whole and row.label not in OTHERWISE:
             lane = "all" if row.theme in themes else "full"
             themes.add(row.theme)
             for column in ("paral_ddp", "paral_fsdp", "paral_zero3"):
