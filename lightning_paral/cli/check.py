@@ -16,8 +16,10 @@ from rich.console import Console
 from lightning_paral.cli.train import ConfiguredCLI
 from lightning_paral.diagnostics.check import DEFAULT, check_project
 from lightning_paral.diagnostics.check_run import Fit
-from lightning_paral.errors import ReferenceFailedError
+from lightning_paral.errors import ConfigurationError
 from lightning_paral.registry import STRATEGIES
+from lightning_paral.strategies import ParalDPStrategy
+from lightning_paral.strategies.base import ParalStrategy
 from lightning_paral.tables import make_console
 
 
@@ -52,7 +54,7 @@ def check_command(arguments: list[str]) -> None:
             cli = Configured(tuple(rest)).cli()
             strategies = _strategies(options.strategies, cli.trainer_options["strategy"])
             report = check_project(Configured(tuple(rest)), strategies, seed=cli.seed, progress=status.update, **given)
-        except ReferenceFailedError as error:
+        except ConfigurationError as error:
             print(f"paral: {error}", file=sys.stderr)
             sys.exit(2)
     if options.json:
@@ -69,7 +71,7 @@ def _strategies(given: str | None, configured: Any) -> Any:
         return "all" if given == "all" else [name.strip() for name in given.split(",")]
     known = {entry.name: partial(entry.strategy, **entry.arguments) for entry in STRATEGIES}
     first = {configured: known[configured]} if isinstance(configured, str) and configured in known else {}
-    if type(configured) in {entry.strategy for entry in STRATEGIES}:
+    if isinstance(configured, ParalStrategy | ParalDPStrategy):
         first = {"configured": partial(_same, configured)}
     return first | {name: known[name] for name in DEFAULT}
 

@@ -5,7 +5,7 @@ import pickle
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -140,6 +140,9 @@ class ConfiguredCLI(AnyModelCLI):
         seed = self.config[self.subcommand].get("seed_everything")
         return seed if isinstance(seed, int) and not isinstance(seed, bool) else 0
 
+    def _resume(self) -> None:
+        """Do nothing, because nothing is trained."""
+
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """Keep the options, and return an object that does nothing."""
         self.trainer_options = self.config_init[self.subcommand].trainer.as_dict()
@@ -148,8 +151,6 @@ class ConfiguredCLI(AnyModelCLI):
 
 class _NoTrainer:
     """Takes the place of the Trainer that LightningCLI calls."""
-
-    callbacks: ClassVar[list[Any]] = []
 
     def fit(self, *_: Any, **__: Any) -> None:
         """Do nothing."""

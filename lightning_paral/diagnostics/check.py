@@ -4,7 +4,7 @@ import multiprocessing
 import pickle
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -175,7 +175,7 @@ def _resumed(
         found = checks.resumed(row, loader, made, ranks)
         if found.outcome != "refused":
             return found
-    return replace(row, resumed="not resumed, because the other strategies refuse")
+    return replace(row, resumed=f"not resumed: {found.sentence}")
 
 
 def _named(strategies: Strategies) -> dict[str, Made]:
@@ -186,4 +186,9 @@ def _named(strategies: Strategies) -> dict[str, Made]:
             if name not in known:
                 raise ConfigurationError(explain_unknown_name(name))
         strategies = {name: known[name] for name in names}
-    return {label: Made(make, getattr(make, "func", make) is ParalDPStrategy) for label, make in strategies.items()}
+    made = {}
+    for label, make in strategies.items():
+        with suppress(ConfigurationError):  # the run says so
+            made[label] = Made(make, isinstance(make(), ParalDPStrategy))
+        made.setdefault(label, Made(make))
+    return made

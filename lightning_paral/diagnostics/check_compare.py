@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,10 +22,11 @@ _KINDS = (
     "optimizer state",
     "log",
     "validation",
+    "epoch log",
     "evaluation",
 )
 """The kinds of values in the order of a step, in which the first difference is looked for."""
-_LOGGED = ("log", "validation", "evaluation")
+_LOGGED = ("log", "validation", "epoch log", "evaluation")
 _OF_EACH_RANK = ("loss", *_LOGGED)
 """Kinds whose values are means over the samples of a rank, unless ranks reduce them. Their mean is compared."""
 _NOISE = 10.0
@@ -34,6 +36,7 @@ _FLOORS = {"64-true": 1e-9, "32-true": 1e-5}
 _ZERO = 1e-5
 """What is smaller than this part of the largest value of its kind may be zero but for rounding."""
 _NO_MEAN = "a value that is no mean over samples, such as a count, or a mean over a rank's own tokens or boxes"
+_UNEVEN = "a value is logged without sync_dist=True, while ranks may have different numbers of samples"
 _NOT_SAVED = "a value that the module or a callback changes in training, and does not save"
 _OF_FP32 = 1e-6
 """A relative difference in fp64 that code which computes in fp32 explains."""
@@ -65,7 +68,8 @@ class Difference:
     """After which hook, if hooks were watched."""
 
     def __str__(self) -> str:
-        off = "is missing" if self.off == float("inf") else f"differs by {self.off:.1e}"
+        is_number = math.isfinite(self.off)
+        off = f"differs by {self.off:.1e}" if is_number else "is missing, not finite, or has another shape"
         return " ".join(filter(None, (f"step {self.step}: {self.kind}", self.name, off, self.ranks, self.place)))
 
 
@@ -108,7 +112,8 @@ class Reference:
         self._scales: dict[Any, float] = {}
         """The largest value of each kind in each batch."""
         for item in order:
-            self._scales[*item.key[:2], item.kind] = max(self._scale(item), abs(item.value))
+            if math.isfinite(item.value):
+                self._scales[*item.key[:2], item.kind] = max(self._scale(item), abs(item.value))
         self._noise: dict[Any, float] = {}
         self.causes = record.causes
         self.vary: set[str] = set()
@@ -117,14 +122,16 @@ class Reference:
     def learn_rounding(self, rounded: Ran) -> None:
         """Learn how far rounding may lead, from a run that differs by nothing but the order of its sums."""
         found, largest = {item.key: item for item in rounded.items}, dict[Any, float]()
+        if any(_distance(found.get(key), item) for key, item in self.values.items() if item.kind == "batch"):
+            return  # it had other data
         for key, item in self.values.items():
-            name = item.kind, item.name
-            largest[name] = self._noise[key] = max(largest.get(name, 0.0), _distance(found.get(key), item))
+            name, off = (item.kind, item.name), _distance(found.get(key), item)
+            largest[name] = self._noise[key] = max(largest.get(name, 0.0), off if math.isfinite(off) else 0.0)
 
     def learn_from_repetition(self, again: Ran) -> list[str]:
         """Learn which logged values vary, from the same run again; return sentences about what is not equal."""
         self.causes = list(dict.fromkeys([*self.causes, *again.causes]))
-        unlike = list(self._differences([again], exactly=True))
+        unlike = list(self._differences([again]))
         self.vary = {each.name for each in unlike if each.kind in _LOGGED}
         told = []
         for each in [each for each in unlike if each.kind not in _LOGGED][:1]:
@@ -152,22 +159,24 @@ class Reference:
         compared = ((item, off) for item, off, _ in self._compared(runs) if item.kind not in _LOGGED and off)
         return max((off / max(abs(item.value), _ZERO * self._scale(item)) for item, off in compared), default=0.0)
 
-    def _differences(self, runs: list[Ran], exactly: bool = False, in_hooks: bool = False) -> Iterator[Difference]:
-        for item, off, ranks in self._compared(runs, exactly):
+    def _differences(self, runs: list[Ran], in_hooks: bool = False) -> Iterator[Difference]:
+        for item, off, ranks in self._compared(runs):
             if ranks is not None and bool(item.place) == in_hooks:
                 what = {"step": item.step, "kind": item.kind, "name": item.name, "place": item.place}
                 yield Difference(off=off, scale=abs(item.value), ranks=ranks, **what)  # type: ignore[arg-type]
 
-    def _compared(self, runs: list[Ran], exactly: bool = False) -> Iterator[tuple[Item, float, str | None]]:
+    def _compared(self, runs: list[Ran]) -> Iterator[tuple[Item, float, str | None]]:
         """Yield each value of the reference, by how much it differs, and on which ranks by too much, if on any."""
         ranks = [{item.key: item for item in each.items} for each in runs]
-        first = min((item.epoch, item.batch) for each in runs for item in each.items)
-        # A run that resumes lacks what was logged in earlier epochs.
-        may_lack = ("batch", *_LOGGED[:2]) if first > (0, 0) else ("batch",)
+        first = min((item.key[:2] for each in runs for item in each.items), default=(0, 0))
+        # A run that resumes has a part of its first epoch only, and lacks what was logged before.
+        at_once = {item.name for item in runs[0].items if item.kind == "log" and item.key[:2] == first}
         for key, item in self.values.items():
             is_missing = all(key not in each for each in ranks)
+            may_lack = item.kind == "batch" or (first > (0, 0) and item.kind in ("validation", "epoch log"))
             varies = item.kind in _LOGGED and item.name in self.vary
-            if (item.epoch, item.batch) < first or varies or (is_missing and item.kind in may_lack):
+            of_part = first > (0, 0) and item.kind == "log" and item.name not in at_once
+            if item.key[:2] < first or varies or of_part or (is_missing and may_lack):
                 continue
             offs = [_distance(each.get(key), item) for each in ranks]
             own = [each[key].value for each in ranks if key in each]
@@ -178,8 +187,9 @@ class Reference:
                 floor = max(floor, _FLOORS["32-true"])  # metrics stay in fp32
             elif item.kind == "optimizer state":
                 floor *= 10  # DeepSpeedCPUAdam rounds 1 - beta2 to fp32
-            allowed = max(_NOISE * self._noise.get(key, 0.0), floor * max(abs(item.value), _ZERO * self._scale(item)))
-            allowed = 0.0 if exactly else allowed
+            own_scale = abs(item.value) if math.isfinite(item.value) else 0.0
+            of_kind = 0.0 if item.kind in _LOGGED else _ZERO * self._scale(item)
+            allowed = max(_NOISE * self._noise.get(key, 0.0), floor * max(own_scale, of_kind))
             wrong = [str(rank) for rank, off in enumerate(offs) if not off <= allowed]
             where = f"on rank {', '.join(wrong)}" if len(wrong) < len(offs) else ""
             yield item, max(offs), where if wrong else None
@@ -196,8 +206,10 @@ def _distance(found: Item | None, expected: Item) -> float:
         return float("inf")
     if found.off is not None:
         return found.off
-    are_same = found.value == expected.value or (math.isnan(found.value) and math.isnan(expected.value))
-    return 0.0 if are_same else abs(found.value - expected.value)
+    if found.value == expected.value or (math.isnan(found.value) and math.isnan(expected.value)):
+        return 0.0
+    off = abs(found.value - expected.value)
+    return float("inf") if math.isnan(off) else off
 
 
 class Checks:
@@ -264,6 +276,8 @@ class Checks:
         self._progress(f"{row.strategy}, resumed under {loader}")
         path = self._task.folder / f"{row.strategy}.ckpt"
         runs = self._run(made, ranks, reference.folder, in_float64, resume_from=path)
+        if not isinstance(runs, Raised) and min((item.key[:2] for item in runs[0].items), default=(0, 0)) == (0, 0):
+            runs = Raised("no resume", "it trained from the beginning", False, "")
         found = self._judged(row.strategy, reference, runs)
         how = f"resumed under {loader} on {ranks} rank{'s' if ranks > 1 else ''}"
         if found.outcome == "equal":
@@ -281,9 +295,11 @@ class Checks:
         if first is None:
             return replace(row, largest=reference.largest_difference(runs))
         causes = dict.fromkeys([*reference.causes, *(cause for each in runs for cause in each.causes)])
-        if not causes and first.kind in _OF_EACH_RANK:
+        if first.kind in _LOGGED and first.name in reference.unreduced(runs):
+            causes = dict.fromkeys([_UNEVEN])
+        elif not causes and first.kind in _OF_EACH_RANK:
             causes = dict.fromkeys([_NO_MEAN])
-        relative = first.off / (first.scale or 1.0)
+        relative = min(first.off / (first.scale or 1.0), sys.float_info.max)  # JSON has no infinity
         return replace(row, outcome="differs", sentence=str(first), largest=relative, causes=tuple(causes))
 
     def _reference(self, in_float64: bool) -> Reference | Raised:
@@ -298,6 +314,10 @@ class Checks:
         record = self._run_alone(folder, in_float64, is_reference=True)
         if isinstance(record, Raised):
             return record
+        if not record.num_steps:
+            return Raised("no step", "no optimizer step was taken", False, "")
+        if record.num_steps < self._task.steps and not self._notes:
+            self._notes.append(f"One process ended after {record.num_steps} of {self._task.steps} optimizer steps.")
         made = Reference(record, folder)
         first = next((each for each in self._references.values() if isinstance(each, Reference)), None)
         if first is None:
@@ -325,7 +345,7 @@ class Checks:
         except RankError as error:
             # The errors that ranks had before the pool ended them say more than that they were ended.
             found = [Raised(*json.loads(path.read_text())) for path in sorted(folder.glob("raised-*.json"))]
-            found = found or [Raised("no end", "; ".join(str(error).splitlines()), False, "", "")]
+            found = found or [Raised("no end", "; ".join(str(error).splitlines()), False, "")]
         raised = [each for each in found if isinstance(each, Raised)]
         if not raised:
             return found

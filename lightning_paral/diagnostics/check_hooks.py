@@ -10,13 +10,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 _HOOKS = (
     *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
-    *("on_before_optimizer_step", "optimizer_step", "on_train_batch_end"),
+    *("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad"),
+    *("on_train_batch_end", "lr_scheduler_step"),
 )
 
 
-def watch_hooks(trainer: Trainer, module: LightningModule, record: Callable[[str], None]) -> None:
+def watch_hooks(recorder: Callback, trainer: Trainer, module: LightningModule, record: Callable[[str], None]) -> None:
     """Call `record` after each hook of a step that a callback or the module overrides, with the name of its place."""
-    owners: list[tuple[Any, type]] = [(each, Callback) for each in vars(trainer)["callbacks"][1:]]
+    callbacks: list[Callback] = vars(trainer)["callbacks"]
+    owners: list[tuple[Any, type]] = [(each, Callback) for each in callbacks if each is not recorder]
     for owner, base in [*owners, (module, LightningModule)]:
         for name in _HOOKS:
             method = getattr(type(owner), name, None)

@@ -21,6 +21,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import DoublePrecision
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -35,7 +36,7 @@ from lightning_paral.checkpoint.tensor_state import TensorState
 from lightning_paral.diagnostics.check_hooks import watch_hooks
 from lightning_paral.diagnostics.check_variants import ReorderedSums, find_batch_norms, remove_dropout
 from lightning_paral.distributed.hangs.user_frames import library_of
-from lightning_paral.errors import ConfigurationError, ParalError, ProcessGroupError, RankFailedError
+from lightning_paral.errors import CheckpointError, ConfigurationError, ParalError, ProcessGroupError, RankFailedError
 from lightning_paral.strategies.base import ParalStrategy
 from lightning_paral.strategies.full_reads import FullTensorReaders
 
@@ -46,6 +47,8 @@ _OMITTED = (
     *("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "enable_autolog_hparams", "barebones"),
 )
 """Options of the Trainer that change no numbers, and those that a run of `check` sets itself."""
+_FAILURES = (RankFailedError, ProcessGroupError, CheckpointError)
+"""Errors of this package that are no refusals."""
 _WIDE = (None, 32, "32", "32-true", 64, "64", "64-true")
 """The precisions instead of which a run can be in fp64."""
 
@@ -122,6 +125,8 @@ class Ran(NamedTuple):
     """What the module does that makes ranks differ from one process by its nature."""
     precision: str
     """That of the Trainer."""
+    num_steps: int
+    """The number of optimizer steps, or of batches if Lightning does not count the steps."""
 
 
 class Raised(NamedTuple):
@@ -132,7 +137,6 @@ class Raised(NamedTuple):
     is_ours: bool
     place: str
     """The innermost line of user code."""
-    trace: str
 
     def __str__(self) -> str:
         """Return the first sentence of the message; of errors that are not ours, also the kind and the place."""
@@ -152,8 +156,8 @@ def run(make: Callable[[], Fit], task: Task) -> Ran | Raised:
         frames = [each for each in traceback.extract_tb(error.__traceback__) if not library_of(each.filename)]
         frames = [each for each in frames if not each.name.startswith("<")]  # such as a comprehension
         place = f"{frames[-1].name}, {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-        is_ours = isinstance(error, ParalError) and not isinstance(error, RankFailedError | ProcessGroupError)
-        raised = Raised(type(error).__name__, str(error), is_ours, place, traceback.format_exc())
+        is_ours = isinstance(error, ParalError) and not isinstance(error, _FAILURES)
+        raised = Raised(type(error).__name__, str(error), is_ours, place)
         # Another rank may wait for this one until the pool ends it.
         (task.reference / f"raised-{os.environ['RANK']}.json").write_text(json.dumps(raised))
         return raised
@@ -183,7 +187,7 @@ def _run(make: Callable[[], Fit], task: Task) -> Ran:
         strategy=strategy,
         devices=task.devices,
         accelerator=task.accelerator,
-        max_epochs=-1,
+        max_epochs=max(fit.trainer.get("max_epochs") or 0, task.steps),  # schedulers may read it
         max_steps=task.steps,
         num_sanity_val_steps=0,
         logger=DummyLogger(),
@@ -202,14 +206,15 @@ def _run(make: Callable[[], Fit], task: Task) -> Ran:
     with ReorderedSums() if task.reorders_sums else nullcontext():  # type: ignore[no-untyped-call]
         seed_everything(task.seed, workers=True, verbose=False)
         trainer.fit(fit.module, **data, ckpt_path=task.resume_from, weights_only=False)
-        source = train if is_module else fit.module
-        if is_overridden("validation_step", fit.module) and (
+        module = trainer.lightning_module  # that of the user, if it was compiled
+        source = train if is_module else module
+        if is_overridden("validation_step", module) and (
             validation is not None or is_overridden("val_dataloader", source)
         ):
             given = {"datamodule": train} if is_module else {"dataloaders": validation}
             trainer.validate(fit.module, **given, verbose=False)
             recorder.numbers("evaluation", trainer.callback_metrics)
-    return Ran(recorder.items, sorted(recorder.causes), str(trainer.precision))
+    return Ran(recorder.items, sorted(recorder.causes), str(trainer.precision), recorder.num_steps)
 
 
 def _as_list(callbacks: Any) -> list[Callback]:
@@ -223,6 +228,7 @@ class Recorder(Callback):
         self.task = task
         self.items: list[Item] = []
         self.causes: set[str] = set()
+        self.num_steps = 0
         self._at = 0, 0, 1  # epoch, batch, step
         self._record: dict[str, Tensor] = {}
         """The tensors of the record up to now."""
@@ -264,7 +270,10 @@ class Recorder(Callback):
             self._num_read = position
         for name, kind in kinds.items():
             expected = self._record[name]
-            scale = float(expected.abs().max()) if expected.numel() else 0.0
+            finite = (
+                expected.abs().nan_to_num(nan=0.0, posinf=0.0) if expected.dtype.is_floating_point else expected.abs()
+            )
+            scale = float(finite.max()) if expected.numel() else 0.0
             off = _distance(values[name], expected) if name in values else float("inf")
             self.items.append(Item(*self._at, kind, name, scale, off, place))
 
@@ -275,7 +284,7 @@ class Recorder(Callback):
         if stage != "fit":
             return
         if self.task.hooks:
-            watch_hooks(trainer, pl_module, lambda place: self._weights(trainer, pl_module, f"after {place}"))
+            watch_hooks(self, trainer, pl_module, lambda place: self._weights(trainer, pl_module, f"after {place}"))
         end_batch = pl_module.on_train_batch_end
 
         def recorded(outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -289,17 +298,6 @@ class Recorder(Callback):
         if not self.task.keep_dropout:
             remove_dropout(pl_module)
         self.causes |= find_batch_norms(pl_module)
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read a sample, to see whether the dataset draws random numbers, in a run with which nothing is compared."""
-        dataset: Any = getattr(trainer.train_dataloader, "dataset", None)
-        if self.task.strategy is not _auto or self.task.is_reference or isinstance(dataset, IterableDataset):
-            return
-        with isolate_rng(), suppress(Exception):  # it may have no sample 0
-            before = _random_state()
-            dataset[0]
-            if before != _random_state():
-                self.causes.add("random numbers are drawn by the dataset")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Record what was drawn."""
@@ -345,16 +343,21 @@ class Recorder(Callback):
         self._trained |= set(logged)
         self.numbers("log", logged)
         # Lightning does not count steps of optimizers that it does not wrap.
-        num_steps = max(trainer.global_step, (trainer.fit_loop.total_batch_idx + 1) // trainer.accumulate_grad_batches)
-        trainer.should_stop |= num_steps >= self.task.steps
-        if self.task.save_to is not None and not self._has_saved and num_steps >= self.task.steps // 2:
+        num_windows = (trainer.fit_loop.total_batch_idx + 1) // trainer.accumulate_grad_batches
+        self.num_steps = max(trainer.global_step, num_windows)
+        trainer.should_stop |= self.num_steps >= self.task.steps
+        if self.task.save_to is not None and not self._has_saved and self.num_steps >= self.task.steps // 2:
             self._has_saved = True
             trainer.save_checkpoint(self.task.save_to)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record what a validation within the fit has logged."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return  # the validation after it is recorded when it has ended
         self._evaluated |= set(trainer.callback_metrics) - self._trained
-        self.numbers("validation", {name: trainer.callback_metrics[name] for name in self._evaluated})
+        self.numbers(
+            "validation", {name: value for name, value in trainer.callback_metrics.items() if name in self._evaluated}
+        )
 
     def _weights(self, trainer: Trainer, module: LightningModule, place: str = "") -> None:
         strategy = trainer.strategy
@@ -365,22 +368,29 @@ class Recorder(Callback):
         self.tensors("weights", kinds, values, place)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the states of the optimizers."""
+        """Record what the epoch has logged and the states of the optimizers, and see whether the dataset draws."""
         del pl_module.on_train_batch_end
+        if self.task.resume_from is None:  # which has a part of the epoch only
+            self.numbers("epoch log", trainer.callback_metrics)
+        dataset: Any = getattr(trainer.train_dataloader, "dataset", None)
+        if self.task.strategy is _auto and not isinstance(dataset, IterableDataset):
+            with isolate_rng(), suppress(Exception):  # it may have no sample 0
+                before = _random_state()
+                dataset[0]
+                if before != _random_state():
+                    self.causes.add("random numbers are drawn by the dataset")
         reader, path = _reader(trainer, pl_module), self.task.reference / "optimizers.json"
         names = dict(pl_module.named_parameters())
         if self.task.is_reference:
             states = [(n, p, o.state.get(p, {})) for o in trainer.optimizers for n, p in names.items()]
             # Under ZeRO, only states with the shape of the parameter are read in full. The number of steps is none.
             path.write_text(json.dumps([(n, k) for n, p, s in states for k, v in s.items() if _has_shape(v, p)]))
-        found = {}
+        kinds, found = {}, {}
         for name, key in json.loads(path.read_text()):
-            try:
+            kinds[f"{key} of {name}"] = "optimizer state"
+            with suppress(ValueError):  # the optimizer lacks it
                 found[f"{key} of {name}"] = reader.full_optimizer_state(names[name], key)
-            except ValueError:
-                continue  # the optimizer lacks it
-        keys = {f"{key} of {name}": "optimizer state" for name, key in json.loads(path.read_text())}
-        self.tensors("optimizers", keys, found)
+        self.tensors("optimizers", kinds, found)
 
 
 def _reader(trainer: Trainer, module: LightningModule) -> Any:

@@ -35,7 +35,7 @@ END_SECONDS = 10.0  # how long `close` waits for workers to end by themselves
 MAX_THREADS = 60
 LINGER_SECONDS = 3.0  # how long the other ranks may still report after one has failed
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
-_STACK_SIGNAL = signal.SIGRTMIN
+_STACK_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1)  # macOS has no real-time signals
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>\S+)')
 
 

@@ -149,6 +149,7 @@ def test_hang_is_bounded_and_named(rank_pool) -> None:
     [
         (planted.NeedsGPU, data, "AssertionError: Torch not compiled with CUDA enabled (training_step, planted.py:"),
         (Sound, None, "`train_dataloader` must be implemented"),
+        (Sound, planted.too_few, "no step: no optimizer step was taken"),
     ],
 )
 def test_reference_that_fails_is_an_error(rank_pool, make: Any, make_data: Any, named: str) -> None:
