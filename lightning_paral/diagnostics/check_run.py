@@ -233,9 +233,6 @@ class Recorder(Callback):
         self._record: dict[str, Tensor] = {}
         """The tensors of the record up to now."""
         self._num_read = 0
-        self._trained: set[str] = set()
-        self._evaluated: set[str] = set()
-        """The names of values that were first seen when a batch, and when a validation ended."""
         self._random_state: Any = None
         self._has_saved = False
         self._num_norms = 0
@@ -339,9 +336,7 @@ class Recorder(Callback):
             groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
             self.numbers("learning rate", {f"of group {index}": group["lr"] for index, group in enumerate(groups)})
             self._weights(trainer, module)
-        logged = {name: value for name, value in trainer.callback_metrics.items() if name not in self._evaluated}
-        self._trained |= set(logged)
-        self.numbers("log", logged)
+        self.numbers("log", trainer.callback_metrics)
         # Lightning does not count steps of optimizers that it does not wrap.
         num_windows = (trainer.fit_loop.total_batch_idx + 1) // trainer.accumulate_grad_batches
         self.num_steps = max(trainer.global_step, num_windows)
@@ -352,12 +347,8 @@ class Recorder(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record what a validation within the fit has logged."""
-        if trainer.state.fn != TrainerFn.FITTING:
-            return  # the validation after it is recorded when it has ended
-        self._evaluated |= set(trainer.callback_metrics) - self._trained
-        self.numbers(
-            "validation", {name: value for name, value in trainer.callback_metrics.items() if name in self._evaluated}
-        )
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.numbers("validation", trainer.callback_metrics)
 
     def _weights(self, trainer: Trainer, module: LightningModule, place: str = "") -> None:
         strategy = trainer.strategy

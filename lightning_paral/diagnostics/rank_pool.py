@@ -34,6 +34,7 @@ START_SECONDS = 300.0
 END_SECONDS = 10.0  # how long `close` waits for workers to end by themselves
 MAX_THREADS = 60
 LINGER_SECONDS = 3.0  # how long the other ranks may still report after one has failed
+STACK_SECONDS = 5.0  # how long a rank that did not answer may take to write where it is
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _STACK_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1)  # macOS has no real-time signals
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>\S+)')
@@ -146,9 +147,12 @@ class RankPool:
 
     def _place_of(self, rank: int) -> str:
         """Return where a rank is: the innermost frame that is not of a library, if it has one."""
+        path, deadline = f"{self._folder}/stack-{rank}", time.monotonic() + STACK_SECONDS
         os.kill(self._workers[rank][0].pid, _STACK_SIGNAL)
-        time.sleep(0.3)
-        with open(f"{self._folder}/stack-{rank}") as file:
+        while not os.path.getsize(path) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(0.1)  # until all of it is written
+        with open(path) as file:
             frames = [match for match in map(_FRAME.search, file) if match]
         users = [frame for frame in frames if not library_of(frame["file"])] or frames
         return ", in {2}, {0}:{1}".format(*users[0].groups()) if users else ""

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from lightning_paral import STRATEGIES
+from lightning_paral.diagnostics.check import DEFAULT
 from tests.benchmarks.measure import BENCHMARKS
 from tests.launching import outputs
 
@@ -26,6 +27,7 @@ COMMANDS = [
     for command in line.split("&&")
 ]
 INSTALLS = [command for command in COMMANDS if command.startswith("pip install")]
+CHECK = "paral check --config configs/gpt.yaml"
 PLAN = "paral plan --config configs/gpt.yaml --world-size 8 --device-memory 80GiB"
 TRAININGS = [command for command in COMMANDS if " fit " in command and "--ckpt_path" not in command]
 ON_CHECKPOINTS = [command for command in COMMANDS if ".ckpt" in command]
@@ -52,7 +54,7 @@ def run(launch) -> Any:
 def test_every_command_is_accounted_for() -> None:
     others = set(COMMANDS) - set(INSTALLS) - set(TRAININGS) - set(ON_CHECKPOINTS)
 
-    assert others == {"pytest", PLAN}
+    assert others == {"pytest", CHECK, PLAN}
     assert {language for language, _ in BLOCKS} <= {"bash", "python", "yaml"}
 
 
@@ -91,6 +93,12 @@ def test_training_command(run, command: str, tmp_path: Path) -> None:
 def test_strategies_are_listed_and_planned(run) -> None:
     assert "paral_ddp_ring" in run(shlex.split("paral strategies"))
     assert 'Use strategy="paral_ddp"' in run(shlex.split(PLAN))
+
+
+def test_check_finds_no_difference(run) -> None:
+    printed = run([*shlex.split(CHECK), "--steps", "2", "--model.num_layers", "1"])
+
+    assert re.findall(r"^ (paral_\w+) +equal ", printed, flags=re.MULTILINE) == list(DEFAULT)
 
 
 @pytest.mark.parametrize(
