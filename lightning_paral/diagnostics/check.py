@@ -151,7 +151,7 @@ def check_project(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
         if pool is None:
-            pool = RankPool("gloo" if accelerator == "cpu" else "cuda:nccl,cpu:gloo", timeout)
+            pool = RankPool("gloo" if accelerator == "cpu" else "cuda:nccl,cpu:gloo", timeout + 60)
             stack.callback(pool.close)
         same = {"seed": seed, "accelerator": accelerator, "keep_dropout": keep_dropout, "hooks": hooks}
         task = Task(steps=steps, folder=folder, **same)  # type: ignore[arg-type]

@@ -343,9 +343,11 @@ class Checks:
         try:
             found = self._pool.run(1 if made.in_one_process else ranks, run, self._make, task, timeout=self._timeout)
         except RankError as error:
-            # The errors that ranks had before the pool ended them say more than that they were ended.
+            # An error of a rank's own, before the pool ended it, says more than that it was ended.
             found = [Raised(*json.loads(path.read_text())) for path in sorted(folder.glob("raised-*.json"))]
-            found = found or [Raised("no end", "; ".join(str(error).splitlines()), False, "")]
+            found = [each for each in found if each.kind != "RankFailedError"] or [
+                Raised("no end", "; ".join(str(error).splitlines()), False, "")
+            ]
         raised = [each for each in found if isinstance(each, Raised)]
         if not raised:
             return found

@@ -9,8 +9,8 @@ import re
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -147,10 +147,7 @@ class Raised(NamedTuple):
 def run(make: Callable[[], Fit], task: Task) -> Ran | Raised:
     """Train what `make` returns as `task` says. *Collective* over the ranks of the pool."""
     try:
-        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            for name in ("lightning.pytorch", "lightning.fabric", "lightning_paral"):
-                logging.getLogger(name).setLevel(logging.ERROR)
+        with _quiet(), isolate_rng():
             return _run(make, task)
     except BaseException as error:
         frames = [each for each in traceback.extract_tb(error.__traceback__) if not library_of(each.filename)]
@@ -161,6 +158,23 @@ def run(make: Callable[[], Fit], task: Task) -> Ran | Raised:
         # Another rank may wait for this one until the pool ends it.
         (task.reference / f"raised-{os.environ['RANK']}.json").write_text(json.dumps(raised))
         return raised
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress output, and restore what a run changes in its process."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "lightning_paral")]
+    levels, num_threads = [logger.level for logger in loggers], torch.get_num_threads()
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            for logger in loggers:
+                logger.setLevel(logging.ERROR)
+            yield
+    finally:
+        torch.set_num_threads(num_threads)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _run(make: Callable[[], Fit], task: Task) -> Ran:

@@ -69,20 +69,24 @@ class RankPool:
             world_size: the number of ranks. Missing workers are started.
             function: a function at the top level of a module.
             *args: its arguments, which are pickled.
-            timeout: seconds to wait for all ranks, besides the time to start workers.
+            timeout: seconds to wait for all ranks, after workers have started.
 
         Raises:
             RankError: a rank failed, or did not answer in time. All workers are then killed, and the next call starts
                 new ones.
         """
-        started = self._grow_to(world_size)
+        try:
+            self._grow_to(world_size)
+        except BaseException:
+            self._end_workers()
+            raise
         if self._world is None or self._world[0] != world_size:
             self._num_worlds += 1
             self._world = (world_size, f"{self._folder}/store-{self._num_worlds}")
         for rank in range(world_size):
             self._workers[rank][1].send((rank, *self._world, (self._backend, self._timeout), function, args))
         try:
-            return self._collect(world_size, timeout + (START_SECONDS if started else 0.0))
+            return self._collect(world_size, timeout)
         except BaseException:
             self._end_workers()
             raise
@@ -111,9 +115,9 @@ class RankPool:
         self._end_workers()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _grow_to(self, num_workers: int) -> bool:
-        missing = range(len(self._workers), num_workers)
-        for _ in missing:
+    def _grow_to(self, num_workers: int) -> None:
+        new = range(len(self._workers), num_workers)
+        for _ in new:
             ours, theirs = self._context.Pipe()
             stack = f"{self._folder}/stack-{len(self._workers)}"
             process = self._context.Process(target=_serve, args=(theirs, stack))
@@ -121,7 +125,13 @@ class RankPool:
                 process.start()
             theirs.close()
             self._workers.append((process, ours))
-        return len(missing) > 0
+        for _, connection in self._workers[new.start :]:
+            try:
+                if not connection.poll(START_SECONDS):
+                    raise RankError(f"a rank did not start within {START_SECONDS:.0f} s")
+                connection.recv_bytes()
+            except (EOFError, ConnectionResetError):
+                raise RankError("a rank died when it started") from None
 
     def _collect(self, world_size: int, timeout: float) -> list[Any]:
         results: dict[int, Any] = {}
@@ -153,7 +163,7 @@ class RankPool:
             time.sleep(0.1)
         time.sleep(0.1)  # until all of it is written
         with open(path) as file:
-            frames = [match for match in map(_FRAME.search, file) if match]
+            frames = [match for match in map(_FRAME.search, file) if match and match["file"][0] != "<"]
         users = [frame for frame in frames if not library_of(frame["file"])] or frames
         return ", in {2}, {0}:{1}".format(*users[0].groups()) if users else ""
 
@@ -183,11 +193,12 @@ def _serve(connection: Connection, stack: str) -> None:
     """Serve calls in a worker until the pool closes the pipe: join the process group, call the function, report."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the fork server ends with the main process
-    faulthandler.register(_STACK_SIGNAL, open(stack, "w"), all_threads=False)  # noqa: SIM115  stays open
+    stack_file = open(stack, "w")  # noqa: SIM115  stays open
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="rank-pool")
     # As in a process that a user starts: inherited from the forkserver, it would make each worker import torch.
     multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
+    connection.send_bytes(b"ready")
     world, num_modules = None, 0
     while True:
         if len(sys.modules) > num_modules + 50:  # DeepSpeed collects garbage in every fit: leave out what is imported
@@ -198,6 +209,7 @@ def _serve(connection: Connection, stack: str) -> None:
             rank, world_size, store, group, function, args = connection.recv()
         except EOFError:
             return
+        faulthandler.register(_STACK_SIGNAL, stack_file, all_threads=False)  # Lightning resets handlers after a fit
         try:
             if world != (world_size, store):
                 _join(rank, world_size, store, *group)
