@@ -209,7 +209,8 @@ def _serve(connection: Connection, stack: str) -> None:
             rank, world_size, store, group, function, args = connection.recv()
         except EOFError:
             return
-        faulthandler.register(_STACK_SIGNAL, stack_file, all_threads=False)  # Lightning resets handlers after a fit
+        faulthandler.unregister(_STACK_SIGNAL)  # Lightning resets handlers after a fit, which faulthandler does not see
+        faulthandler.register(_STACK_SIGNAL, stack_file, all_threads=False)
         try:
             if world != (world_size, store):
                 _join(rank, world_size, store, *group)
