@@ -2,26 +2,35 @@
 
 import subprocess
 from collections.abc import Callable, Container, Iterable
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from torch import Tensor
 
-from lightning_paral.diagnostics.check_compare import CheckRow, Checks, Made
-from lightning_paral.diagnostics.check_run import Fit, Task
 from lightning_paral.diagnostics.rank_pool import RankPool
-from tests.models.chain import NUM_BATCHES, loader
+from tests.models.chain import NUM_BATCHES, SAVED_AFTER, fit_chain
 
 Layout = tuple[int, Callable[..., Any]]
 """A number of ranks, and what creates their strategy."""
+Fitted = tuple[dict[int, float], dict[str, Tensor]]
 
 
-def project(make: Callable[[], LightningModule]) -> Fit:
-    trainer = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
-    return Fit(module=make(), data=loader(NUM_BATCHES), trainer=trainer)
+def fit(layout: Layout | None, make: Callable[[], LightningModule], **options: Any) -> Fitted:
+    world_size, strategy = (1, "auto") if layout is None else (layout[0], layout[1](split="global"))
+    losses, module, _ = fit_chain(strategy, world_size, module=make, **options)
+    return losses, {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+
+
+def save(layout: Layout, make: Callable[[], LightningModule], path: str) -> None:
+    fit(layout, make, save_to=path)
+
+
+def resume(layout: Layout, make: Callable[[], LightningModule], paths: list[str]) -> list[Fitted]:
+    return [fit(layout, make, resume_from=path) for path in paths]
 
 
 def parameters(resumptions: Iterable[tuple[str, list[str]]], full: Container[str]) -> list[Any]:
@@ -31,31 +40,36 @@ def parameters(resumptions: Iterable[tuple[str, list[str]]], full: Container[str
 
 
 class Resuming:
-    """Checkpoints of a module in named layouts, each saved when it is first needed, inside an epoch."""
+    """Checkpoints of a module in named layouts, each saved when it is first needed."""
 
     def __init__(self, make: Callable[[], LightningModule], layouts: dict[str, Layout], pool: RankPool, folder: Path):
-        task = Task(steps=NUM_BATCHES // 2, folder=folder, seed=3)
-        # ZeRO cannot train in fp64, so nothing does that has to resume from its checkpoints.
-        self.checks = Checks(partial(project, make), task, pool, precisions=(False,))
-        self.layouts, self.folder = layouts, folder
-        self._rows: dict[str, CheckRow] = {}
+        self.make, self.layouts, self.pool, self.folder = make, layouts, pool, folder
 
-    def row(self, label: str) -> CheckRow:
-        if label not in self._rows:
-            num_ranks, make = self.layouts[label]
-            self._rows[label] = self.checks.row(label, Made(make), num_ranks)
-        return self._rows[label]
+    @cached_property
+    def expected(self) -> Fitted:
+        return fit(None, self.make)
 
     def path(self, label: str) -> str:
-        assert self.row(label).outcome == "equal", self.row(label)
-        return str(self.folder / f"{label}.ckpt")
+        path = self.folder / f"{label}.ckpt"
+        if not path.exists():
+            layout = self.layouts[label]
+            self.pool.run(layout[0], save, layout, self.make, str(path))
+        return str(path)
 
     def assert_resumed_equals_uninterrupted(self, target: str, sources: list[str]) -> None:
-        num_ranks, make = self.layouts[target]
-        for source in sources:
-            assert self.row(source).outcome == "equal", self.row(source)
-            found = self.checks.resumed(self.row(source), target, Made(make), num_ranks)
-            assert found.outcome == "equal", found
+        layout, (expected_losses, expected_weights) = self.layouts[target], self.expected
+
+        ranks = self.pool.run(layout[0], resume, layout, self.make, [self.path(source) for source in sources])
+
+        for number, source in enumerate(sources):
+            of_ranks = [results[number][0] for results in ranks]
+            assert list(of_ranks[0]) == list(range(SAVED_AFTER, NUM_BATCHES)), source
+            for batch in of_ranks[0]:
+                mean = sum(losses[batch] for losses in of_ranks) / len(of_ranks)
+                assert mean == pytest.approx(expected_losses[batch], rel=1e-5), f"{source}, batch {batch}"
+            for results in ranks:
+                for name, weight in results[number][1].items():
+                    assert (weight - expected_weights[name]).abs().max() <= 1e-5, f"{source}, {name}"
 
     def content(self, label: str) -> dict[str, Any]:
         """Return the checkpoint as one file, which `paral consolidate` makes of a folder."""
