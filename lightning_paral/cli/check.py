@@ -14,10 +14,9 @@ from lightning.pytorch.strategies import Strategy
 from rich.console import Console
 
 from lightning_paral.cli.train import ConfiguredCLI
-from lightning_paral.diagnostics.check import DEFAULT, check_project
+from lightning_paral.diagnostics.check import DEFAULT, by_name, check_project
 from lightning_paral.diagnostics.check_run import Fit
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.registry import STRATEGIES
 from lightning_paral.strategies import ParalDPStrategy
 from lightning_paral.strategies.base import ParalStrategy
 from lightning_paral.tables import make_console
@@ -69,11 +68,12 @@ def _strategies(given: str | None, configured: Any) -> Any:
     """Return the strategies with the given names; without them, that of the configuration first, and the default."""
     if given is not None:
         return "all" if given == "all" else [name.strip() for name in given.split(",")]
-    known = {entry.name: partial(entry.strategy, **entry.arguments) for entry in STRATEGIES}
-    first = {configured: known[configured]} if isinstance(configured, str) and configured in known else {}
-    if isinstance(configured, ParalStrategy | ParalDPStrategy):
+    first: dict[str, Any] = {}
+    if isinstance(configured, str) and configured.startswith("paral_"):
+        first = by_name([configured])
+    elif isinstance(configured, ParalStrategy | ParalDPStrategy):
         first = {"configured": partial(_same, configured)}
-    return first | {name: known[name] for name in DEFAULT}
+    return first | by_name(DEFAULT)
 
 
 def _same(strategy: Strategy) -> Strategy:

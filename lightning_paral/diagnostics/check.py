@@ -3,7 +3,7 @@
 import multiprocessing
 import pickle
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -15,7 +15,8 @@ from rich.console import Group
 from rich.text import Text
 
 from lightning_paral.diagnostics.check_compare import CheckRow, Checks, Made
-from lightning_paral.diagnostics.check_run import Fit, Task
+from lightning_paral.diagnostics.check_record import Task
+from lightning_paral.diagnostics.check_run import Fit
 from lightning_paral.diagnostics.rank_pool import RankPool
 from lightning_paral.errors import ConfigurationError, DifferenceError
 from lightning_paral.registry import STRATEGIES, explain_unknown_name
@@ -140,7 +141,7 @@ def check_project(
         )
     if ranks < 1 or steps < 2:
         raise ConfigurationError(f"ranks={ranks} and steps={steps} were given. Give at least 1 rank and 2 steps.")
-    chosen = _named(strategies)
+    chosen = _made(strategies)
     try:
         pickle.dumps((make, chosen))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -171,21 +172,29 @@ def _resumed(
     later = [each for each in labels[labels.index(row.strategy) + 1 :] if rows[each].precision == row.precision]
     # `paral_dp` draws the samples of later epochs anew, as Lightning does in one process.
     loaders = {each: chosen[each] for each in later if not chosen[each].in_one_process}
-    for loader, made in (loaders | _named(["paral_fsdp" if row.strategy == "paral_ddp" else "paral_ddp"])).items():
+    for loader, made in (loaders | _made(["paral_fsdp" if row.strategy == "paral_ddp" else "paral_ddp"])).items():
         found = checks.resumed(row, loader, made, ranks)
         if found.outcome != "refused":
             return found
     return replace(row, resumed=f"not resumed: {found.sentence}")
 
 
-def _named(strategies: Strategies) -> dict[str, Made]:
+def by_name(names: Iterable[str]) -> dict[str, Callable[[], Any]]:
+    """Return functions that make the strategies with the given names.
+
+    Raises:
+        ConfigurationError: a name is unknown.
+    """
+    known = {entry.name: partial(entry.strategy, **entry.arguments) for entry in STRATEGIES}
+    for name in names:
+        if name not in known:
+            raise ConfigurationError(explain_unknown_name(name))
+    return {name: known[name] for name in names}
+
+
+def _made(strategies: Strategies) -> dict[str, Made]:
     if not isinstance(strategies, Mapping):
-        known = {entry.name: partial(entry.strategy, **entry.arguments) for entry in STRATEGIES}
-        names = known if strategies == "all" else strategies
-        for name in names:
-            if name not in known:
-                raise ConfigurationError(explain_unknown_name(name))
-        strategies = {name: known[name] for name in names}
+        strategies = by_name([entry.name for entry in STRATEGIES] if strategies == "all" else strategies)
     made = {}
     for label, make in strategies.items():
         with suppress(ConfigurationError):  # the run says so

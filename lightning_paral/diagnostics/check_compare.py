@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from lightning_paral.diagnostics.check_run import Fit, Item, Raised, Ran, Task, run
+from lightning_paral.diagnostics.check_record import Item, Task
+from lightning_paral.diagnostics.check_run import Fit, Raised, Ran, run
 from lightning_paral.diagnostics.rank_pool import RankError, RankPool
 from lightning_paral.errors import ReferenceFailedError
 

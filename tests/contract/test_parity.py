@@ -12,7 +12,7 @@ from tests.contract.cases import BY_LABEL, CASES
 from tests.contract.checking import checks_of, made_of
 from tests.models.regression import GLOBAL_BATCH_SIZE, Regression, samples
 
-NUM_STEPS = 20
+NUM_STEPS = 8
 
 
 def project(accumulate: int) -> Fit:

@@ -2,35 +2,30 @@
 
 import subprocess
 from collections.abc import Callable, Container, Iterable
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
 
+from lightning_paral.diagnostics.check_compare import CheckRow, Checks, Made
+from lightning_paral.diagnostics.check_record import Task
+from lightning_paral.diagnostics.check_run import Fit
 from lightning_paral.diagnostics.rank_pool import RankPool
-from tests.models.chain import NUM_BATCHES, SAVED_AFTER, fit_chain
+from tests.models.chain import NUM_BATCHES, loader
 
 Layout = tuple[int, Callable[..., Any]]
 """A number of ranks, and what creates their strategy."""
-Fitted = tuple[dict[int, float], dict[str, Tensor]]
 
 
-def fit(layout: Layout | None, make: Callable[[], LightningModule], **options: Any) -> Fitted:
-    world_size, strategy = (1, "auto") if layout is None else (layout[0], layout[1](split="global"))
-    losses, module, _ = fit_chain(strategy, world_size, module=make, **options)
-    return losses, {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
-
-
-def save(layout: Layout, make: Callable[[], LightningModule], path: str) -> None:
-    fit(layout, make, save_to=path)
-
-
-def resume(layout: Layout, make: Callable[[], LightningModule], paths: list[str]) -> list[Fitted]:
-    return [fit(layout, make, resume_from=path) for path in paths]
+def project(make: Callable[[], Any]) -> Fit:
+    module = make()
+    module.logs_calls = False
+    return Fit(
+        module=module, data=loader(NUM_BATCHES), trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    )
 
 
 def parameters(resumptions: Iterable[tuple[str, list[str]]], full: Container[str]) -> list[Any]:
@@ -40,36 +35,31 @@ def parameters(resumptions: Iterable[tuple[str, list[str]]], full: Container[str
 
 
 class Resuming:
-    """Checkpoints of a module in named layouts, each saved when it is first needed."""
+    """Checkpoints of a module in named layouts, each saved when it is first needed, inside an epoch."""
 
     def __init__(self, make: Callable[[], LightningModule], layouts: dict[str, Layout], pool: RankPool, folder: Path):
-        self.make, self.layouts, self.pool, self.folder = make, layouts, pool, folder
+        task = Task(steps=NUM_BATCHES // 2, folder=folder, seed=3)
+        # ZeRO cannot train in fp64, so nothing does that has to resume from its checkpoints.
+        self.checks = Checks(partial(project, make), task, pool, precisions=(False,))
+        self.layouts, self.folder = layouts, folder
+        self._rows: dict[str, CheckRow] = {}
 
-    @cached_property
-    def expected(self) -> Fitted:
-        return fit(None, self.make)
+    def row(self, label: str) -> CheckRow:
+        if label not in self._rows:
+            num_ranks, make = self.layouts[label]
+            self._rows[label] = self.checks.row(label, Made(make), num_ranks)
+        return self._rows[label]
 
     def path(self, label: str) -> str:
-        path = self.folder / f"{label}.ckpt"
-        if not path.exists():
-            layout = self.layouts[label]
-            self.pool.run(layout[0], save, layout, self.make, str(path))
-        return str(path)
+        assert self.row(label).outcome == "equal", self.row(label)
+        return str(self.folder / f"{label}.ckpt")
 
     def assert_resumed_equals_uninterrupted(self, target: str, sources: list[str]) -> None:
-        layout, (expected_losses, expected_weights) = self.layouts[target], self.expected
-
-        ranks = self.pool.run(layout[0], resume, layout, self.make, [self.path(source) for source in sources])
-
-        for number, source in enumerate(sources):
-            of_ranks = [results[number][0] for results in ranks]
-            assert list(of_ranks[0]) == list(range(SAVED_AFTER, NUM_BATCHES)), source
-            for batch in of_ranks[0]:
-                mean = sum(losses[batch] for losses in of_ranks) / len(of_ranks)
-                assert mean == pytest.approx(expected_losses[batch], rel=1e-5), f"{source}, batch {batch}"
-            for results in ranks:
-                for name, weight in results[number][1].items():
-                    assert (weight - expected_weights[name]).abs().max() <= 1e-5, f"{source}, {name}"
+        num_ranks, make = self.layouts[target]
+        for source in sources:
+            assert self.row(source).outcome == "equal", self.row(source)
+            found = self.checks.resumed(self.row(source), target, Made(make), num_ranks)
+            assert found.outcome == "equal", found
 
     def content(self, label: str) -> dict[str, Any]:
         """Return the checkpoint as one file, which `paral consolidate` makes of a folder."""

@@ -32,6 +32,9 @@ def loader(num_batches: int) -> DataLoader[tuple[Tensor, ...]]:
 class Regression(LightningModule):
     """Steps and optimizers for a module that maps inputs of `loader` to its targets."""
 
+    logs_calls = True
+    """Whether to log how often the step is called, which is once per micro-batch in a pipeline."""
+
     def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, targets = batch
         return nn.functional.mse_loss(self(inputs), targets)
@@ -39,7 +42,8 @@ class Regression(LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = self._loss(batch)
         self.log("train_loss", loss, on_epoch=True, sync_dist=True)
-        self.log("calls", 1.0, reduce_fx="sum", on_step=False, on_epoch=True)
+        if self.logs_calls:
+            self.log("calls", 1.0, reduce_fx="sum", on_step=False, on_epoch=True)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
