@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import LightningModule
 from rich.console import Group
 from rich.text import Text
@@ -141,6 +142,9 @@ def check_project(
         )
     if ranks < 1 or steps < 2:
         raise ConfigurationError(f"ranks={ranks} and steps={steps} were given. Give at least 1 rank and 2 steps.")
+    available = torch.cuda.device_count() if accelerator == "cuda" else max(ranks, 2)
+    if ranks > available:
+        raise ConfigurationError(f"ranks={ranks} was given, and this machine has {available} CUDA devices. Give fewer.")
     chosen = _made(strategies)
     try:
         pickle.dumps((make, chosen))
@@ -158,7 +162,8 @@ def check_project(
         task = Task(steps=steps, folder=folder, **same)  # type: ignore[arg-type]
         checks = Checks(make, task, pool, timeout, progress)
         rows = {label: checks.row(label, made, ranks) for label, made in chosen.items()}
-        rows |= {label: _resumed(row, rows, chosen, checks, ranks // 2 or 2) for label, row in rows.items()}
+        fewer = min(ranks // 2 or 2, available)
+        rows |= {label: _resumed(row, rows, chosen, checks, fewer) for label, row in rows.items()}
         return CheckReport(rows=tuple(rows.values()), notes=checks.notes)
 
 
