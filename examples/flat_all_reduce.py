@@ -8,11 +8,10 @@ from typing import Unpack
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch import Tensor
 
 from lightning_paral.options import RankOptions, takes_rank_options
-from lightning_paral.registry import RegisteredStrategy, register_strategies
 from lightning_paral.strategies.base import ParalStrategy
 
 
@@ -57,10 +56,9 @@ class FlatAllReduceStrategy(ParalStrategy, DDPStrategy):
     # Checkpoint: `ParalStrategy`, which writes one file, as every rank holds a full replica.
 
 
-register_strategies(
-    RegisteredStrategy(
-        name="flat_all_reduce",
-        strategy=FlatAllReduceStrategy,
-        description="A full model per rank; one all-reduce averages all gradients after the backward pass",
-    )
+StrategyRegistry.register(
+    "flat_all_reduce",
+    FlatAllReduceStrategy,
+    "A full model per rank; one all-reduce averages all gradients after the backward pass",
+    override=True,  # the module may be imported again
 )

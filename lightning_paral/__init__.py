@@ -4,19 +4,13 @@ import lightning_paral
 Trainer(strategy="paral_ddp")
 """
 
-import sys
-
-from lightning.pytorch.core import saving
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from lightning_paral import tested_versions as tested_versions  # warns of untested versions
 from lightning_paral._version import __version__
-from lightning_paral.callbacks.auto_resume import AutoResume
-from lightning_paral.callbacks.monitor import ParalMonitor
-from lightning_paral.callbacks.preemption import Preemption
 from lightning_paral.checkpoint.load_from_checkpoint import is_folder, read_folder
 from lightning_paral.compat.lightning import load_from_checkpoint
-from lightning_paral.data import GatherPredictions
-from lightning_paral.diagnostics.check import CheckReport, check
 from lightning_paral.error_report import install_brief_excepthook
 from lightning_paral.errors import (
     CheckpointError,
@@ -30,17 +24,22 @@ from lightning_paral.errors import (
     UnusedParametersError,
 )
 from lightning_paral.options import ActivationCheckpointing, CheckpointOptions, Offload
-from lightning_paral.other_trainers import replace_pytorch_lightning
-from lightning_paral.planning.plan import Plan, plan
 from lightning_paral.registry import STRATEGIES, register_strategies
-from lightning_paral.strategies import (
-    ParalAutoStrategy,
-    ParalDDPStrategy,
-    ParalDPStrategy,
-    ParalFSDPStrategy,
-    ParalPipelineStrategy,
-    ParalZeROStrategy,
-)
+
+if TYPE_CHECKING:  # the names of `_IMPORTED_WHEN_USED`, for type checkers and editors
+    from lightning_paral.callbacks.auto_resume import AutoResume
+    from lightning_paral.callbacks.monitor import ParalMonitor
+    from lightning_paral.callbacks.preemption import Preemption
+    from lightning_paral.data import GatherPredictions
+    from lightning_paral.diagnostics.check import CheckReport, check
+    from lightning_paral.old_lightning import replace_pytorch_lightning
+    from lightning_paral.planning.plan import Plan, plan
+    from lightning_paral.strategies.auto import ParalAutoStrategy
+    from lightning_paral.strategies.ddp import ParalDDPStrategy
+    from lightning_paral.strategies.dp import ParalDPStrategy
+    from lightning_paral.strategies.fsdp import ParalFSDPStrategy
+    from lightning_paral.strategies.pipeline import ParalPipelineStrategy
+    from lightning_paral.strategies.zero import ParalZeROStrategy
 
 __all__ = [
     "STRATEGIES",
@@ -75,7 +74,33 @@ __all__ = [
     "replace_pytorch_lightning",
 ]
 
+_IMPORTED_WHEN_USED = {
+    "AutoResume": "lightning_paral.callbacks.auto_resume",
+    "CheckReport": "lightning_paral.diagnostics.check",
+    "GatherPredictions": "lightning_paral.data",
+    "ParalMonitor": "lightning_paral.callbacks.monitor",
+    "Plan": "lightning_paral.planning.plan",
+    "Preemption": "lightning_paral.callbacks.preemption",
+    "check": "lightning_paral.diagnostics.check",
+    "plan": "lightning_paral.planning.plan",
+    "replace_pytorch_lightning": "lightning_paral.old_lightning",
+    **{entry.class_name: entry.module for entry in STRATEGIES},
+}
+"""The modules of the names that `import lightning_paral` does not load."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _IMPORTED_WHEN_USED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(_IMPORTED_WHEN_USED[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 register_strategies()
-for _saving in filter(None, (saving, sys.modules.get("pytorch_lightning.core.saving"))):
-    load_from_checkpoint.install(_saving, is_folder, read_folder)
+load_from_checkpoint.install(is_folder, read_folder)
 install_brief_excepthook()

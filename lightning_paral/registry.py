@@ -1,24 +1,17 @@
 """The table of strategy names, and their registration with Lightning's Trainer."""
 
+import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
-from lightning.pytorch.trainer.connectors import accelerator_connector
 
 from lightning_paral.compat.lightning.strategy_lookup import check_before_lookup
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.other_trainers import refuse_in_other_trainers
-from lightning_paral.strategies import (
-    ParalAutoStrategy,
-    ParalDDPStrategy,
-    ParalDPStrategy,
-    ParalFSDPStrategy,
-    ParalPipelineStrategy,
-    ParalZeROStrategy,
-)
 from lightning_paral.suggestions import did_you_mean, nearest_names
 
 
@@ -27,127 +20,147 @@ class RegisteredStrategy:
     """A name for `Trainer(strategy=...)`, and the strategy that it creates."""
 
     name: str
-    strategy: type[Strategy]
+    class_path: str
+    """The module and the name of the class, which is imported when it is used first."""
+    arguments: Mapping[str, Any]
+    """Keyword arguments for the constructor of the class."""
     description: str
     """One line for users, without a period at the end."""
-    arguments: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """Keyword arguments for the constructor of `strategy`."""
+
+    @property
+    def module(self) -> str:
+        """The module of the class."""
+        return self.class_path.rpartition(".")[0]
+
+    @property
+    def class_name(self) -> str:
+        """The name of the class."""
+        return self.class_path.rpartition(".")[2]
+
+    @property
+    def strategy(self) -> type[Strategy]:
+        """The class. The first use imports it."""
+        found: type[Strategy] = getattr(importlib.import_module(self.module), self.class_name)
+        return found
+
+    def create(self, **arguments: Any) -> Strategy:
+        """Return a new strategy."""
+        return self.strategy(**arguments)
 
 
-STRATEGIES = (
-    RegisteredStrategy(
-        name="paral_auto",
-        strategy=ParalAutoStrategy,
-        description="Plans the memory of a fit, and becomes the cheapest strategy below that fits",
+_DDP = "ddp.ParalDDPStrategy"
+_FSDP = "fsdp.ParalFSDPStrategy"
+_ZERO = "zero.ParalZeROStrategy"
+_TABLE: tuple[tuple[str, str, dict[str, Any], str], ...] = (
+    (
+        "paral_auto",
+        "auto.ParalAutoStrategy",
+        {},
+        "Plans the memory of a fit, and becomes the cheapest strategy below that fits",
     ),
-    RegisteredStrategy(
-        name="paral_dp",
-        strategy=ParalDPStrategy,
-        description="One process with a thread per device, for debugging; paral_ddp is faster",
+    (
+        "paral_dp",
+        "dp.ParalDPStrategy",
+        {},
+        "One process with a thread per device, for debugging; paral_ddp is faster",
     ),
-    RegisteredStrategy(
-        name="paral_ddp",
-        strategy=ParalDDPStrategy,
-        description="A full model per rank; the backend's all-reduce averages gradients during the backward pass",
+    (
+        "paral_ddp",
+        _DDP,
+        {},
+        "A full model per rank; the backend's all-reduce averages gradients during the backward pass",
     ),
-    RegisteredStrategy(
-        name="paral_ddp_ring",
-        strategy=ParalDDPStrategy,
-        arguments=MappingProxyType({"all_reduce": "ring"}),
-        description="paral_ddp with our point-to-point ring all-reduce, for any backend",
+    (
+        "paral_ddp_ring",
+        _DDP,
+        {"all_reduce": "ring"},
+        "paral_ddp with our point-to-point ring all-reduce, for any backend",
     ),
-    RegisteredStrategy(
-        name="paral_fsdp",
-        strategy=ParalFSDPStrategy,
-        description="FSDP2: parameters, gradients and optimizer state are sharded",
+    ("paral_fsdp", _FSDP, {}, "FSDP2: parameters, gradients and optimizer state are sharded"),
+    (
+        "paral_fsdp_offload",
+        _FSDP,
+        {"offload": True},
+        "paral_fsdp with parameters, gradients and optimizer state in host memory",
     ),
-    RegisteredStrategy(
-        name="paral_fsdp_offload",
-        strategy=ParalFSDPStrategy,
-        arguments=MappingProxyType({"offload": True}),
-        description="paral_fsdp with parameters, gradients and optimizer state in host memory",
+    ("paral_zero1", _ZERO, {"stage": 1}, "ZeRO-1: the optimizer state is sharded"),
+    ("paral_zero2", _ZERO, {"stage": 2}, "ZeRO-2: optimizer state and gradients are sharded"),
+    ("paral_zero3", _ZERO, {"stage": 3}, "ZeRO-3: optimizer state, gradients and parameters are sharded"),
+    (
+        "paral_zero1_offload",
+        _ZERO,
+        {"stage": 1, "offload_optimizer": "cpu"},
+        "paral_zero1 with the optimizer in host memory",
     ),
-    RegisteredStrategy(
-        name="paral_zero1",
-        strategy=ParalZeROStrategy,
-        arguments=MappingProxyType({"stage": 1}),
-        description="ZeRO-1: the optimizer state is sharded",
+    (
+        "paral_zero2_offload",
+        _ZERO,
+        {"stage": 2, "offload_optimizer": "cpu"},
+        "paral_zero2 with the optimizer in host memory",
     ),
-    RegisteredStrategy(
-        name="paral_zero2",
-        strategy=ParalZeROStrategy,
-        arguments=MappingProxyType({"stage": 2}),
-        description="ZeRO-2: optimizer state and gradients are sharded",
+    (
+        "paral_zero3_offload",
+        _ZERO,
+        {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
+        "paral_zero3 with optimizer and parameters in host memory",
     ),
-    RegisteredStrategy(
-        name="paral_zero3",
-        strategy=ParalZeROStrategy,
-        arguments=MappingProxyType({"stage": 3}),
-        description="ZeRO-3: optimizer state, gradients and parameters are sharded",
+    (
+        "paral_zero3_nvme",
+        _ZERO,
+        {"stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme"},
+        "paral_zero3 with optimizer and parameters on NVMe, in the folder PARAL_NVME_PATH",
     ),
-    RegisteredStrategy(
-        name="paral_zero1_offload",
-        strategy=ParalZeROStrategy,
-        arguments=MappingProxyType({"stage": 1, "offload_optimizer": "cpu"}),
-        description="paral_zero1 with the optimizer in host memory",
+    (
+        "paral_tp",
+        _FSDP,
+        {"tensor_parallel": "node"},
+        "Tensor parallel: all ranks of a node compute each layer together, each some of its features",
     ),
-    RegisteredStrategy(
-        name="paral_zero2_offload",
-        strategy=ParalZeROStrategy,
-        arguments=MappingProxyType({"stage": 2, "offload_optimizer": "cpu"}),
-        description="paral_zero2 with the optimizer in host memory",
+    (
+        "paral_fsdp_tp",
+        _FSDP,
+        {"tensor_parallel": 2},
+        "paral_tp over pairs of ranks, and paral_fsdp over the pairs",
     ),
-    RegisteredStrategy(
-        name="paral_zero3_offload",
-        strategy=ParalZeROStrategy,
-        arguments=MappingProxyType({"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}),
-        description="paral_zero3 with optimizer and parameters in host memory",
-    ),
-    RegisteredStrategy(
-        name="paral_zero3_nvme",
-        strategy=ParalZeROStrategy,
-        arguments=MappingProxyType({"stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme"}),
-        description="paral_zero3 with optimizer and parameters on NVMe, in the folder PARAL_NVME_PATH",
-    ),
-    RegisteredStrategy(
-        name="paral_tp",
-        strategy=ParalFSDPStrategy,
-        arguments=MappingProxyType({"tensor_parallel": "node"}),
-        description="Tensor parallel: all ranks of a node compute each layer together, each some of its features",
-    ),
-    RegisteredStrategy(
-        name="paral_fsdp_tp",
-        strategy=ParalFSDPStrategy,
-        arguments=MappingProxyType({"tensor_parallel": 2}),
-        description="paral_tp over pairs of ranks, and paral_fsdp over the pairs",
-    ),
-    RegisteredStrategy(
-        name="paral_pp",
-        strategy=ParalPipelineStrategy,
-        description="Pipeline parallel: each rank has some of the layers, and micro-batches pass from rank to rank",
+    (
+        "paral_pp",
+        "pipeline.ParalPipelineStrategy",
+        {},
+        "Pipeline parallel: each rank has some of the layers, and micro-batches pass from rank to rank",
     ),
 )
-
+STRATEGIES = tuple(
+    RegisteredStrategy(
+        name=name,
+        class_path=f"lightning_paral.strategies.{path}",
+        arguments=MappingProxyType(arguments),
+        description=description,
+    )
+    for name, path, arguments, description in _TABLE
+)
 
 _START_METHODS = {"notebook": "fork", "fork": "fork", "spawn": "spawn"}
 """Last parts of names of Lightning's strategies, such as `ddp_notebook`, and the start methods that they select."""
 
 
-def register_strategies(*more: RegisteredStrategy) -> None:
-    """Register the strategies with Lightning's Trainer, and make Fabric and `pytorch_lightning` reject them.
+def register_strategies() -> None:
+    """Register the strategies with Lightning's Trainer. In Fabric, their names raise a `ConfigurationError`.
 
-    Calling this again changes nothing.
-
-    Args:
-        more: your own strategies, in addition to those in `STRATEGIES`.
+    `import lightning_paral` calls this. Calling it again changes nothing.
     """
-    entries = (*STRATEGIES, *more)
-    for entry in entries:
-        StrategyRegistry.register(
-            entry.name, entry.strategy, description=entry.description, override=True, **entry.arguments
-        )
-    check_before_lookup(accelerator_connector, _reject_unknown)
-    refuse_in_other_trainers(tuple(entry.name for entry in entries))
+    for entry in STRATEGIES:
+        arguments = dict(entry.arguments)
+        StrategyRegistry.register(entry.name, entry.create, entry.description, override=True, **arguments)
+        refuse = partial(_refuse_in_fabric, entry.name)
+        STRATEGY_REGISTRY.register(entry.name, refuse, "Only for lightning.pytorch.Trainer", override=True)
+    check_before_lookup(_reject_unknown)
+
+
+def _refuse_in_fabric(name: str) -> NoReturn:
+    raise ConfigurationError(
+        f"{name!r} is a strategy for Lightning's Trainer. Fabric has no Trainer to call its hooks. Use "
+        f"lightning.pytorch.Trainer(strategy={name!r}), or one of Fabric's own strategies: 'ddp', 'fsdp', 'deepspeed'."
+    )
 
 
 def _reject_unknown(strategy: Any) -> None:
@@ -172,26 +185,24 @@ def _looks_like_ours(name: str) -> bool:
 
 def explain_unknown_name(name: str) -> str:
     """Return a message that `name` is unknown, with the most similar names and how to register them."""
-    names = [entry.name for entry in STRATEGIES]
+    classes = {entry.name: entry.class_name for entry in STRATEGIES}
+    lowered = {class_name.lower(): class_name for class_name in classes.values()}
     stem, _, method = name.rpartition("_")
-    if stem in names and method in _START_METHODS:
-        strategy = next(entry.strategy.__name__ for entry in STRATEGIES if entry.name == stem)
-        return (
-            f"There is no strategy named {name!r}. Use {stem!r}, which forks the ranks in a notebook. To choose how "
-            f"ranks are started, pass strategy=lightning_paral.{strategy}(start_method={_START_METHODS[method]!r})."
+    if stem in classes and method in _START_METHODS:
+        hint = (
+            f"Use {stem!r}, which forks the ranks in a notebook. To choose how ranks are started, pass "
+            f"strategy=lightning_paral.{classes[stem]}(start_method={_START_METHODS[method]!r})."
         )
-    classes = {entry.strategy.__name__.lower(): entry.strategy.__name__ for entry in STRATEGIES}
-    if f"paral_{name}" in names:
-        near = [f"paral_{name}"]
-    else:
-        near = nearest_names(name.replace("-", "_"), [*names, *classes])
-    if near and near[0] in classes:
-        class_name = classes[near[0]]
+        return f"There is no strategy named {name!r}. {hint}"
+    is_short = f"paral_{name}" in classes
+    near = [f"paral_{name}"] if is_short else nearest_names(name.replace("-", "_"), [*classes, *lowered])
+    if near and near[0] in lowered:
+        class_name = lowered[near[0]]
         return (
             f"There is no strategy named {name!r}. {class_name} is a class: write "
             f"strategy=lightning_paral.{class_name}() in Python, or class_path: lightning_paral.{class_name} in YAML."
         )
-    hint = did_you_mean(near, quoted=True) if near else f"The names are {', '.join(names)}."
+    hint = did_you_mean(near, quoted=True) if near else f"The names are {', '.join(classes)}."
     return (
         f"There is no strategy named {name!r}. {hint} `paral strategies` lists all names. `import lightning_paral` "
         "registers them."

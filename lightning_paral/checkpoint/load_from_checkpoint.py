@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 
-from lightning_paral.checkpoint.io.urls import file_system, is_remote
-from lightning_paral.compat.torch.pytree import tree_map_only
-
 
 def is_folder(path: Any) -> bool:
     """Return whether `path` refers to a folder. It may be a path, a URL or an open file."""
     if not isinstance(path, str | os.PathLike) or str(path).startswith("http"):
         return False
+    from lightning_paral.checkpoint.io.urls import file_system, is_remote  # `import lightning_paral` does not load it
+
     if not is_remote(path):
         return Path(path).is_dir()
     fs, name = file_system(str(path))
@@ -33,7 +32,8 @@ def read_folder(path: Any, *, map_location: Any = None, weights_only: bool | Non
             `False`.
     """
     from lightning_paral.checkpoint.lazy_tensor import LazyTensor
-    from lightning_paral.checkpoint.load import load  # slow to import
+    from lightning_paral.checkpoint.load import load  # `import lightning_paral` does not load it
+    from lightning_paral.compat.torch.pytree import tree_map_only
     from lightning_paral.distributed.agreement import RankGroup
 
     checkpoint = load(os.fspath(path), RankGroup(), weights_only=weights_only is not False)

@@ -25,7 +25,8 @@ from lightning_paral.planning.tensor_plan.report import TensorReport, print_repo
 from lightning_paral.planning.time.options import MachineOptions
 from lightning_paral.planning.time.world_sizes import WORLD_SIZES, parse_world_sizes
 from lightning_paral.quantities import parse_bytes
-from lightning_paral.strategies import ParalAutoStrategy, ParalZeROStrategy
+from lightning_paral.strategies.auto import ParalAutoStrategy
+from lightning_paral.strategies.zero import ParalZeROStrategy
 from lightning_paral.tables import make_console
 
 _NOT_PLANNED = ("logger", "callbacks", "plugins", "profiler")

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
+from lightning.pytorch.core import saving
+
 from lightning_paral.compat.private_name import PrivateName
 
 _LOAD = PrivateName(
@@ -22,14 +24,12 @@ _LOAD = PrivateName(
 NAMES = (_LOAD,)
 
 _MARK = "_reads_folders"
-_NAME = "pl_load"
 
 
-def install(saving: Any, is_folder: Callable[[Any], bool], read: Callable[..., Mapping[str, Any]]) -> None:
-    """Make `saving`, Lightning's module `core.saving`, read folders as well. A second call changes nothing.
+def install(is_folder: Callable[[Any], bool], read: Callable[..., Mapping[str, Any]]) -> None:
+    """Make Lightning's module `core.saving` read folders as well. A second call changes nothing.
 
     Args:
-        saving: `lightning.pytorch.core.saving`, or the same module of `pytorch_lightning`.
         is_folder: called with a path or URL; returns whether it is a folder.
         read: called with the path, `map_location` and `weights_only`; returns the checkpoint.
 
@@ -37,7 +37,7 @@ def install(saving: Any, is_folder: Callable[[Any], bool], read: Callable[..., M
         PrivateNameError: this version of Lightning reads checkpoints in a different way.
     """
     _LOAD.resolve()
-    load = getattr(saving, _NAME)
+    load: Callable[..., Any] = saving.pl_load
     if hasattr(load, _MARK):
         return
 
@@ -48,4 +48,4 @@ def install(saving: Any, is_folder: Callable[[Any], bool], read: Callable[..., M
         return load(path_or_url, map_location=map_location, weights_only=weights_only)
 
     setattr(load_any, _MARK, True)
-    setattr(saving, _NAME, load_any)
+    saving.pl_load = load_any

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from lightning_paral.diagnostics.doctor.facts import Fact
 from lightning_paral.registry import STRATEGIES, RegisteredStrategy
-from lightning_paral.strategies import ParalDPStrategy, ParalZeROStrategy
+from lightning_paral.strategies.dp import ParalDPStrategy
+from lightning_paral.strategies.zero import ParalZeROStrategy
 
 _WORK_WITH_A_NOTE = ("torch", "lightning", "deepspeed", "gloo", "NCCL")
 """Facts that keep a strategy from running only if they are broken, and not if a version is untested, for example."""
