@@ -4,31 +4,38 @@
 rank, shared buffers, exact evaluation and checkpoints come from `ParalStrategy`.
 """
 
-from typing import Unpack
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch import Tensor
 
-from lightning_paral.options import RankOptions, takes_rank_options
+from lightning_paral.option_types import takes
+from lightning_paral.options import RankOptions
 from lightning_paral.strategies.base import ParalStrategy
 
 
-class FlatAllReduceStrategy(ParalStrategy, DDPStrategy):
-    """One process per device, each with a full replica that is not wrapped.
+@dataclass(frozen=True, kw_only=True)
+class FlatAllReduceOptions(RankOptions):
+    """The options of `FlatAllReduceStrategy`.
 
     Args:
         bucket_numel: elements per all-reduce. `None`: all gradients in one.
-        options: options of every strategy with ranks; see `RankOptions`.
     """
+
+    bucket_numel: int | None = None
+
+
+class FlatAllReduceStrategy(ParalStrategy, DDPStrategy):
+    """One process per device, each with a full replica that is not wrapped."""
 
     strategy_name = "flat_all_reduce"
 
-    @takes_rank_options
-    def __init__(self, *, bucket_numel: int | None = None, **options: Unpack[RankOptions]) -> None:
-        super().__init__(**options)
-        self.bucket_numel = bucket_numel
+    @takes(FlatAllReduceOptions)
+    def __init__(self, options: FlatAllReduceOptions) -> None:
+        super().__init__(options)
+        self.bucket_numel = options.bucket_numel
 
     # Process group: `ParalStrategy`.
 

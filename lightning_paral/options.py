@@ -1,16 +1,19 @@
-"""Options that users write in Python or YAML: a dataclass for each feature, and the keywords that strategies share."""
+"""Options that users write in Python or YAML: a dataclass for each feature, and those that strategies share."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, fields
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast
+from typing import Annotated, Any, ClassVar, Literal
 
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
 from torch.nn import Module
 
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.option_types import Init, checked_dataclass, checked_options
+from lightning_paral.option_types import AtLeast, Positive, checked_dataclass
 
 UnitChoice = str | type[Module] | Sequence[str | type[Module]] | Callable[[str, Module], bool]
 """`"auto"`, a class or its name, a list of these, or a predicate of a submodule's dotted name and the submodule."""
@@ -31,7 +34,7 @@ class ActivationCheckpointing:
     units: UnitChoice = "auto"
     """Which submodules are units, as in `ParalFSDPStrategy(units=...)`. A unit must not contain another."""
 
-    min_params: int | None = None
+    min_params: Positive | None = None
     """Instead of `units`: the smallest submodules with at least this number of parameters."""
 
     offload_to_cpu: bool = False
@@ -43,10 +46,8 @@ class ActivationCheckpointing:
 
 def check_unit_choice(units: UnitChoice, min_params: int | None) -> None:
     """Raise a `ConfigurationError` if `units` is empty, or if `units` and `min_params` exclude each other."""
-    if min_params is not None and (units != "auto" or min_params < 1):
-        raise ConfigurationError(
-            f"units={units!r} and min_params={min_params!r} were given. Give units, or min_params of at least 1."
-        )
+    if min_params is not None and units != "auto":
+        raise ConfigurationError(f"Both units={units!r} and min_params={min_params!r} were given. Give one of them.")
     if not units:
         raise ConfigurationError("units is empty. Leave it out to find repeated blocks, or name classes.")
 
@@ -68,34 +69,29 @@ class Offload:
     path: str | Path | None = None
     """For `"nvme"`: an existing folder. Each run creates a subfolder in it, and removes the subfolder at the end."""
 
-    ratio: float = 1.0
+    ratio: Annotated[float, AtLeast(0)] = 1.0
     """For the optimizer, at stage 3: the fraction to offload, from 0 to 1. The rest stays on the device."""
 
     pin_memory: bool | None = None
     """Whether to pin the copies in host memory, for faster transfers. `None`: on CUDA only."""
 
-    buffer_count: int = 5
+    buffer_count: Positive = 5
     """For `"nvme"`: number of buffers between disk and memory. Adam needs 4: two states, gradient and parameter."""
 
-    buffer_numel: int = 100_000_000
+    buffer_numel: Positive = 100_000_000
     """For parameters on `"nvme"`: elements per buffer, at least as many as the largest shard of a parameter has."""
 
-    max_in_cpu_numel: int = 1_000_000_000
+    max_in_cpu_numel: Positive = 1_000_000_000
     """For parameters on `"nvme"`: number of elements that may stay in host memory permanently."""
 
     def __post_init__(self) -> None:
-        if self.device not in ("cpu", "nvme"):
-            raise ConfigurationError(f"Offload(device={self.device!r}) is not known. Choose 'cpu' or 'nvme'.")
         if self.device == "nvme" and self.path is None:
             raise ConfigurationError(
                 "Offload('nvme') needs a folder on the disk: Offload('nvme', path='/local/scratch'). For a strategy "
                 "selected by name, set the environment variable PARAL_NVME_PATH."
             )
-        if not 0.0 <= self.ratio <= 1.0:
+        if self.ratio > 1:
             raise ConfigurationError(f"Offload(ratio={self.ratio!r}) is not between 0 (nothing) and 1 (everything).")
-        for option in ("buffer_count", "buffer_numel", "max_in_cpu_numel"):
-            if getattr(self, option) < 1:
-                raise ConfigurationError(f"Offload({option}={getattr(self, option)!r}) has to be at least 1.")
 
 
 @checked_dataclass
@@ -130,15 +126,6 @@ class Sampling:
     shard_iterable: bool = True
     """Divide the samples of iterable datasets among ranks and workers. `False`: the datasets do this themselves."""
 
-    def __post_init__(self) -> None:
-        for option, known in (("split", ("batch", "global")), ("remainder", ("drop", "wrap"))):
-            if getattr(self, option) not in known:
-                raise ConfigurationError(
-                    f"{option}={getattr(self, option)!r} is not known. Choose from: {', '.join(map(repr, known))}."
-                )
-        if not isinstance(self.shard_iterable, bool):
-            raise ConfigurationError(f"shard_iterable={self.shard_iterable!r} is neither True nor False.")
-
 
 Form = Literal["full", "sharded"]
 """The format of a checkpoint: one ordinary Lightning file, or a folder to which each rank writes a file."""
@@ -172,15 +159,6 @@ class CheckpointOptions:
     """`False` trusts every checkpoint: loading creates objects of any type and runs code in the file. This works under
     all strategies; `trainer.fit(..., weights_only=False)` works only under DP and DDP."""
 
-    def __post_init__(self) -> None:
-        if self.form not in ("full", "sharded", None):
-            raise ConfigurationError(f"CheckpointOptions(form={self.form!r}) is not known. Choose 'full' or 'sharded'.")
-
-
-def as_checkpoint_options(checkpoint: "CheckpointOptions | str | None") -> CheckpointOptions:
-    """Return `checkpoint` as `CheckpointOptions`; a string is their `form`."""
-    return checkpoint if isinstance(checkpoint, CheckpointOptions) else CheckpointOptions(checkpoint)  # type: ignore[arg-type]
-
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -188,24 +166,51 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 """`"popen"` runs the script again for each other local rank; the others are start methods of `multiprocessing`."""
 
 
-def checked_interval(divergence_check_every: int | None) -> int | None:
-    """Return the option `divergence_check_every`, or raise a `ConfigurationError` if it is below 1."""
-    if divergence_check_every is not None and divergence_check_every < 1:
-        raise ConfigurationError(
-            f"divergence_check_every={divergence_check_every} has to be at least 1, a number of optimizer steps; None "
-            "turns the check off."
-        )
-    return divergence_check_every
+@dataclass(frozen=True, kw_only=True)
+class StrategyOptions:
+    """The options of every strategy.
+
+    Args:
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning's
+            `ParallelStrategy`; the Trainer sets them.
+        checkpoint: `"full"` writes one file, `"sharded"` a folder; `CheckpointOptions` has more options. `None`: full
+            for DP and DDP, sharded for the others.
+    """
+
+    accelerator: Accelerator | None = None
+    parallel_devices: list[torch.device] | None = None
+    cluster_environment: ClusterEnvironment | None = None
+    checkpoint_io: CheckpointIO | None = None
+    precision_plugin: Precision | None = None
+    checkpoint: CheckpointOptions | Literal["full", "sharded"] | None = None
+
+    advice: ClassVar[dict[str, str]] = {
+        "accelerator": "It belongs to the Trainer: Trainer(accelerator=..., strategy=...).",
+        "parallel_devices": "They belong to the Trainer: Trainer(devices=..., strategy=...).",
+        "precision_plugin": "It belongs to the Trainer: Trainer(precision=..., strategy=...).",
+    }
+    """What to do if an option has a wrong type or is unknown, such as one of another library, by its name."""
+
+    @property
+    def of_trainer(self) -> dict[str, Any]:
+        """What the user gave in place of the Trainer, by name."""
+        names = [field.name for field in fields(StrategyOptions) if field.name != "checkpoint"]
+        return {name: given for name in names if (given := getattr(self, name)) is not None}
+
+    @property
+    def checkpoint_options(self) -> CheckpointOptions:
+        """The option `checkpoint`; a string is the `form`."""
+        given = self.checkpoint
+        return given if isinstance(given, CheckpointOptions) else CheckpointOptions(given)
 
 
-class RankOptions(TypedDict, total=False):
-    """The keywords that every strategy with ranks takes, in addition to its own.
+@dataclass(frozen=True, kw_only=True)
+class RankOptions(Sampling, StrategyOptions):
+    """The options of every strategy with ranks.
 
     Args:
         process_group_backend: the backend of `torch.distributed`. `None`: gloo on CPU, `cuda:nccl,cpu:gloo` on CUDA.
         timeout: how long ranks wait for each other when they join, and in every collective; a number means seconds.
-        checkpoint: `"full"` writes one file, `"sharded"` a folder; `CheckpointOptions` has more options. `None`: full
-            for DDP, sharded for FSDP and ZeRO.
         activation_checkpointing: keep only the inputs of units for the backward pass, and recompute the activations.
         split: `"batch"`: each rank draws its own batches. `"global"`: the ranks divide each batch. See `Sampling`.
         remainder: for `split="batch"`, if the number of batches is not divisible by the number of ranks: drop the last
@@ -217,49 +222,32 @@ class RankOptions(TypedDict, total=False):
             script; `"fork"` in a notebook, in an interactive session, under `python -c` and in pytest.
         divergence_check_every: after each this many optimizer steps, compare the bits of all parameters of which
             several ranks have a replica; a difference is an error that names the first parameter. `None`: never.
+
+    Raises:
+        ConfigurationError: `timeout` is not positive, or not finite.
     """
 
-    process_group_backend: str | None
-    timeout: timedelta | float
-    checkpoint: CheckpointOptions | Literal["full", "sharded"] | None
-    activation_checkpointing: ActivationCheckpointing | None
-    split: Literal["batch", "global"]
-    remainder: Literal["drop", "wrap"]
-    shard_iterable: bool
-    start_method: StartMethod | None
-    divergence_check_every: int | None
+    process_group_backend: str | None = None
+    timeout: timedelta | float = DEFAULT_TIMEOUT
+    activation_checkpointing: ActivationCheckpointing | None = None
+    start_method: StartMethod | None = None
+    divergence_check_every: Positive | None = None
 
+    def __post_init__(self) -> None:
+        if self.longest_wait <= timedelta(0):
+            raise ConfigurationError(
+                f"timeout={self.timeout!r} has to be longer than zero and finite: a timedelta, or a number of seconds."
+            )
 
-RANK_DEFAULTS = RankOptions(
-    process_group_backend=None,
-    timeout=DEFAULT_TIMEOUT,
-    checkpoint=None,
-    activation_checkpointing=None,
-    split="batch",
-    remainder="wrap",
-    shard_iterable=True,
-    start_method=None,
-    divergence_check_every=None,
-)
+    @property
+    def longest_wait(self) -> timedelta:
+        """The option `timeout`; a number means seconds."""
+        try:
+            return self.timeout if isinstance(self.timeout, timedelta) else timedelta(seconds=self.timeout)
+        except (ValueError, OverflowError):  # NaN or infinite
+            return timedelta(0)
 
-
-def split_rank_options(keywords: Mapping[str, Any]) -> tuple[RankOptions, dict[str, Any]]:
-    """Return the options of `RankOptions` among `keywords`, and all other keywords."""
-    shared: Any = {name: value for name, value in keywords.items() if name in RANK_DEFAULTS}
-    return cast(RankOptions, shared), {name: value for name, value in keywords.items() if name not in RANK_DEFAULTS}
-
-
-takes_rank_options = partial(checked_options, shared=RankOptions, defaults=RANK_DEFAULTS)
-"""Decorate a constructor that takes `**keywords: Unpack[RankOptions]`: its signature lists each of them by name."""
-
-
-def takes_options(keywords: type, defaults: Mapping[str, Any]) -> Callable[[Init], Init]:
-    """Return a decorator like `takes_rank_options` for the keywords of a strategy, which include `RankOptions`.
-
-    Args:
-        keywords: a `TypedDict` that derives from `RankOptions` and documents the strategy's own keywords.
-        defaults: the defaults of the strategy's own keywords, in the order of the signature.
-    """
-    _, _, arguments = (RankOptions.__doc__ or "").partition("Args:\n")
-    docstring = f"{(keywords.__doc__ or '').rstrip()}\n{arguments}"
-    return partial(checked_options, shared=keywords, defaults={**defaults, **RANK_DEFAULTS}, docstring=docstring)
+    @property
+    def sampling(self) -> Sampling:
+        """The options of `Sampling` alone."""
+        return Sampling(split=self.split, remainder=self.remainder, shard_iterable=self.shard_iterable)

@@ -17,8 +17,8 @@ from lightning_paral.cli.train import ConfiguredCLI
 from lightning_paral.diagnostics.check import DEFAULT, by_name, check_project
 from lightning_paral.diagnostics.check_run import Fit
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.strategies.dp import ParalDPStrategy
 from lightning_paral.strategies.base import ParalStrategy
+from lightning_paral.strategies.dp import ParalDPStrategy
 from lightning_paral.tables import make_console
 
 

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.option_names import explain_unknown_option, has_registered_options
 from lightning_paral.suggestions import did_you_mean, nearest_names
 
 _MAX_LINES = 12
@@ -79,15 +78,7 @@ class _Cause:
             strays = sorted(set(value) - {"class_path", "init_args", "dict_kwargs"})
             if strays:
                 return f"{strays[0]!r} is next to class_path. Put the options of a class under init_args."
-        if cls is None or not has_registered_options(cls.__name__):
-            return None
-        try:
-            cls(**{self.option: value})  # the constructor raises the most helpful message
-        except ConfigurationError as error:
-            return str(error)
-        except Exception:
-            return None
-        return None
+        return _error_of(cls, self.option, value)
 
 
 def _find_causes(message: str) -> Iterator[_Cause]:
@@ -120,9 +111,23 @@ def _explain_name(cls: type | None, class_path: str | None, name: str) -> str | 
             return None
         known = [name for name in dir(importlib.import_module(class_path)) if name[0].isupper()]
         return f"There is no {class_path}.{name}.{_nearest(name, known)}"
-    if has_registered_options(cls.__name__):
-        return explain_unknown_option(cls.__name__, name)
-    return f"{cls.__name__} has no option {name!r}.{_nearest(name, list(inspect.signature(cls).parameters))}"
+    return (
+        _error_of(cls, name, None)
+        or f"{cls.__name__} has no option {name!r}.{_nearest(name, list(inspect.signature(cls).parameters))}"
+    )
+
+
+def _error_of(cls: type | None, option: str, value: object) -> str | None:
+    """Return what a class of this package says about an option; `None` if it is another class, or accepts it."""
+    if cls is None or not any(base.__module__.startswith("lightning_paral.") for base in cls.__mro__):
+        return None
+    try:
+        cls(**{option: value})  # the constructor raises the most helpful message
+    except ConfigurationError as error:
+        return str(error)
+    except Exception:
+        return None
+    return None
 
 
 def _explain_key(key: str, known_keys: list[str]) -> str:

@@ -75,8 +75,8 @@ def zero_layout(options: ZeROOptions) -> Layout:
         strategy=options.strategy_name,
         engine="zero",
         stage=options.stage,
-        optimizer_place=_place(options.offload_optimizer),
-        parameter_place=_place(options.offload_parameters),
+        optimizer_place=_place(options.optimizer_offload),
+        parameter_place=_place(options.parameter_offload),
         bucket_numel=options.reduce_bucket_numel,
         uncounted=tuple(uncounted),
     )

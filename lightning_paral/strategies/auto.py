@@ -1,13 +1,11 @@
 """Choose the strategy when a fit begins, from the memory that each would need."""
 
 import os
-from typing import Any, Unpack
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
@@ -17,7 +15,8 @@ from lightning_paral.compat.lightning.replaced_strategy import replace_strategy
 from lightning_paral.engines.zero.runtime.deepspeed import check_installed
 from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.model.host_memory_check import available_bytes
-from lightning_paral.options import ActivationCheckpointing, RankOptions, takes_options
+from lightning_paral.option_types import takes
+from lightning_paral.options import ActivationCheckpointing, RankOptions
 from lightning_paral.planning.advice import Advice, advise, candidates
 from lightning_paral.planning.estimate import estimate
 from lightning_paral.planning.fit import follow_fit, settings_of
@@ -33,18 +32,16 @@ from lightning_paral.strategies.zero import ParalZeROStrategy
 _DDP = next(layout for layout in LAYOUTS if layout.strategy == "paral_ddp")
 
 
-class AutoKeywords(RankOptions, total=False):
-    """The keywords of `ParalAutoStrategy`.
+@dataclass(frozen=True, kw_only=True)
+class AutoOptions(RankOptions):
+    """The options of `ParalAutoStrategy`.
 
     Args:
         device_memory: the memory that a rank may use, in bytes or as text such as `"16GiB"`. `None`: on CUDA, the
             memory of the device; on CPU, the free memory of the node, divided by its ranks.
     """
 
-    device_memory: int | str | None
-
-
-takes_auto_options = takes_options(AutoKeywords, {"device_memory": None})
+    device_memory: int | str | None = None
 
 
 class ParalAutoStrategy(ParalStrategy, DDPStrategy):
@@ -60,8 +57,7 @@ class ParalAutoStrategy(ParalStrategy, DDPStrategy):
     optimizer states alone. If the module cannot be planned at all, the choice is `paral_ddp`. The line says so in both
     cases. If nothing fits, it is an error.
 
-    Options are keyword-only; `__init__` documents them. Options that all strategies share are passed on. The Trainer
-    sets the other arguments.
+    Options are keyword-only; `__init__` documents them. Those that all strategies share are passed on.
 
     Raises:
         ConfigurationError: `device_memory` is not a size, or another option is out of range.
@@ -69,27 +65,13 @@ class ParalAutoStrategy(ParalStrategy, DDPStrategy):
 
     strategy_name = "paral_auto"
 
-    @takes_auto_options
-    def __init__(
-        self,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        **options: Unpack[AutoKeywords],
-    ) -> None:
-        memory = options.pop("device_memory", None)
+    @takes(AutoOptions)
+    def __init__(self, options: AutoOptions) -> None:
+        memory = options.device_memory
         self.device_memory = None if memory is None else parse_bytes(memory, "ParalAutoStrategy(device_memory=...)")
-        self._rank_options: dict[str, Any] = dict(options)
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            **options,
-        )
+        shared = {field.name: getattr(options, field.name) for field in fields(RankOptions)}
+        self._rank_options = {name: value for name, value in shared.items() if name not in options.of_trainer}
+        super().__init__(options)
         self._chosen: ParalStrategy | None = None
 
     # Process group

@@ -21,8 +21,7 @@ from lightning_paral.distributed.launching.start_method import check_start_metho
 from lightning_paral.distributed.process_group import join_process_group
 from lightning_paral.model.activation_checkpointing import checkpoint_units
 from lightning_paral.model.trainer_of import trainer_of
-from lightning_paral.option_types import as_timeout
-from lightning_paral.options import RANK_DEFAULTS, RankOptions, Sampling, as_checkpoint_options, checked_interval
+from lightning_paral.options import RankOptions, Sampling
 from lightning_paral.strategies.checkpoint_mixin import CheckpointMixin
 from lightning_paral.strategies.collectives import Collectives
 from lightning_paral.strategies.launch import CheckedLaunch
@@ -38,8 +37,8 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, Ch
 
     The contract of a subclass (docs/guides/own-strategy.md shows a complete one):
 
-    - Its `__init__` *must* take its own options as keyword-only parameters, pass `RankOptions` to `super().__init__`,
-      and be decorated with `takes_rank_options`, which checks options and shows them to `help`, YAML and the shell.
+    - Its `__init__` *must* take one object, a dataclass that derives from `RankOptions`, pass it to `super().__init__`,
+      and be decorated with `takes`, which checks options and shows them to `help`, YAML and the shell.
     - It *must* wrap the module and reduce the gradients: override the methods of the Lightning base that do this, such
       as `configure_ddp` and `post_backward`. All ranks must start with equal parameters.
     - It *should* set `strategy_name`, and *must* set `forward_has_collectives = True` if a forward pass of the module
@@ -63,26 +62,23 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, Ch
     _ignored_warnings: IgnoredWarnings | None = None
     _undo_recomputation: Callable[[], None] | None = None
 
-    def __init__(self, **keywords: Any) -> None:
-        """Keep the options of `RankOptions`, and pass the other keywords to the constructor of the Lightning base."""
-        # `keywords` is passed on under its own name, so that jsonargparse finds the parameters of the Lightning base.
-        given: Any = {name: keywords.pop(name) for name in RANK_DEFAULTS if name in keywords}
-        super().__init__(**keywords, **self._keep_rank_options(given))
+    def __init__(self, options: RankOptions, **keywords: Any) -> None:
+        """Keep the options of `RankOptions`, and pass `keywords` to the constructor of the Lightning base."""
+        self._construct_base(super().__init__, options, keywords)
 
-    def _keep_rank_options(self, given: RankOptions) -> dict[str, Any]:
-        """Keep the options that all strategies with ranks take; return those that Lightning's constructors take."""
-        options = RANK_DEFAULTS | given
-        self.sampling = Sampling(
-            split=options["split"], remainder=options["remainder"], shard_iterable=options["shard_iterable"]
-        )
-        self.timeout = self._async_timeout = as_timeout(options["timeout"])
-        self._checkpoint_options = as_checkpoint_options(options["checkpoint"])
-        self._activation_checkpointing = options["activation_checkpointing"]
-        check_start_method(options["start_method"])
-        self._given_start_method = options["start_method"]
-        self.divergence_check_every = checked_interval(options["divergence_check_every"])
+    def _construct_base(self, construct: Callable[..., None], options: RankOptions, keywords: dict[str, Any]) -> None:
+        """Keep the options that all strategies with ranks take, and call the constructor of the Lightning base."""
+        check_start_method(options.start_method)
+        self.sampling = options.sampling
+        self.timeout = self._async_timeout = options.longest_wait
+        self._checkpoint_options = options.checkpoint_options
+        self._activation_checkpointing = options.activation_checkpointing
+        self._given_start_method = options.start_method
+        self.divergence_check_every = options.divergence_check_every
         self._data = RunData()
-        return {"process_group_backend": options["process_group_backend"], "timeout": self.timeout}
+        construct(process_group_backend=options.process_group_backend, timeout=self.timeout, **keywords)
+        for name, given in options.of_trainer.items():
+            setattr(self, name, given)
 
     # Process group
 

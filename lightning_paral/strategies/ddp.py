@@ -2,13 +2,9 @@
 
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, Unpack
+from typing import Any
 
-import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -17,13 +13,13 @@ from torch.optim import Optimizer
 from lightning_paral.compat.lightning.strategies import ddp_options, layer_sync_of
 from lightning_paral.compat.torch.ddp_broadcast import broadcast_any_dtype
 from lightning_paral.engines.ddp.gradient_reduction import GradientReduction
-from lightning_paral.engines.ddp.keywords import DDPKeywords, pop_own_keywords, takes_ddp_options
-from lightning_paral.engines.ddp.options import check_options
+from lightning_paral.engines.ddp.options import DDPOptions
 from lightning_paral.engines.ddp.run import DDPRun, averaged_closure
 from lightning_paral.model.batchnorm import check_sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.foreign_parameters import check_optimizer_parameters
+from lightning_paral.option_types import takes
 from lightning_paral.planning.strategy_layouts import ddp_layout
 from lightning_paral.strategies.base import ParalStrategy
 
@@ -35,9 +31,7 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
     `Trainer(strategy=ParalDDPStrategy(all_reduce="ring", wire_dtype="bf16"))`. Follows Li et al., "PyTorch
     Distributed: Experiences on Accelerating Data Parallel Training", arXiv:2006.15704.
 
-    Options are keyword-only; `__init__` documents them. All other options of
-    `torch.nn.parallel.DistributedDataParallel`, such as `bucket_cap_mb` and `find_unused_parameters`, are accepted as
-    well. The Trainer sets the other arguments.
+    Options are keyword-only; `__init__` documents them.
 
     Raises:
         ConfigurationError: `all_reduce`, `wire_dtype` or an option is unknown, or `all_reduce` or `wire_dtype` is
@@ -46,38 +40,29 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
 
     strategy_name = "paral_ddp"
 
-    @takes_ddp_options
-    def __init__(
-        self,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        **options: Unpack[DDPKeywords],
-    ) -> None:
-        own = pop_own_keywords(options)
-        all_reduce = own.pop("all_reduce")
+    @takes(DDPOptions)
+    def __init__(self, options: DDPOptions) -> None:
         self._reduction = GradientReduction(
-            all_reduce,
-            own.pop("wire_dtype"),
-            hook=own["ddp_comm_hook"],
-            state=own["ddp_comm_state"],
-            wrapper=own["ddp_comm_wrapper"],
+            options.all_reduce,
+            options.wire_dtype,
+            hook=options.ddp_comm_hook,
+            state=options.ddp_comm_state,
+            wrapper=options.ddp_comm_wrapper,
         )
-        check_options(options)
         wire_dtype = self._reduction.wire_dtype
-        self._engine_layout = ddp_layout(all_reduce, None if wire_dtype is None else wire_dtype.itemsize, own)
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            **own,
-            **options,
+        self._engine_layout = ddp_layout(
+            options.all_reduce, None if wire_dtype is None else wire_dtype.itemsize, vars(options)
         )
-        self.strategy_name = "paral_ddp_ring" if all_reduce == "ring" else "paral_ddp"
+        super().__init__(
+            options,
+            ddp_comm_state=options.ddp_comm_state,
+            ddp_comm_hook=options.ddp_comm_hook,
+            ddp_comm_wrapper=options.ddp_comm_wrapper,
+            model_averaging_period=options.model_averaging_period,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            **options.for_torch,
+        )
+        self.strategy_name = "paral_ddp_ring" if options.all_reduce == "ring" else "paral_ddp"
         # Set during a run:
         self._ddp: DDPRun | None = None
         self._undo = ExitStack()

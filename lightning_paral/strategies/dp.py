@@ -1,12 +1,10 @@
 """Data parallel in one process: a thread and a replica per device; gradients are summed in the user's module."""
 
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -17,12 +15,23 @@ from lightning_paral.engines.dp.checks import check_draws_all, check_one_process
 from lightning_paral.engines.dp.run import DPRun
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.embeddings import check_embeddings
-from lightning_paral.option_types import checked_options
-from lightning_paral.options import CheckpointOptions, as_checkpoint_options
+from lightning_paral.option_types import takes
+from lightning_paral.options import StrategyOptions
 from lightning_paral.planning.layout import Layout
 from lightning_paral.strategies.checkpoint_mixin import CheckpointMixin
 from lightning_paral.strategies.one_process import OneProcess
 from lightning_paral.strategies.start_line import print_start_line
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOptions(StrategyOptions):
+    """The options of `ParalDPStrategy`."""
+
+    advice: ClassVar[dict[str, str]] = {
+        **StrategyOptions.advice,
+        "timeout": "Use paral_ddp, which has several processes; paral_dp has one.",
+        "process_group_backend": "Use paral_ddp, which has several processes; paral_dp has one.",
+    }
 
 
 class ParalDPStrategy(OneProcess, CheckpointMixin, ParallelStrategy):
@@ -45,10 +54,7 @@ class ParalDPStrategy(OneProcess, CheckpointMixin, ParallelStrategy):
     For Lightning there is one process: `trainer.world_size` is 1, no sampler is injected, and the loader's batch size
     counts the samples of all devices together.
 
-    Args:
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning's
-            `ParallelStrategy`; the Trainer sets them.
-        checkpoint: `"full"` (the default) writes one file, `"sharded"` a folder; `CheckpointOptions` has more options.
+    Options are keyword-only; `__init__` documents them.
 
     Raises:
         ConfigurationError: when the Trainer is created: several nodes or processes, devices that do not exist, or
@@ -58,19 +64,10 @@ class ParalDPStrategy(OneProcess, CheckpointMixin, ParallelStrategy):
     strategy_name = "paral_dp"
     _engine_layout = Layout(strategy="paral_dp", engine="dp")
 
-    @checked_options
-    def __init__(
-        self,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        *,
-        checkpoint: CheckpointOptions | Literal["full", "sharded"] | None = None,
-    ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        self._checkpoint_options = as_checkpoint_options(checkpoint)
+    @takes(DPOptions)
+    def __init__(self, options: DPOptions) -> None:
+        super().__init__(**options.of_trainer)
+        self._checkpoint_options = options.checkpoint_options
         self.num_nodes = 1
         self._dp: DPRun | None = None  # set during a run
 

@@ -2,12 +2,9 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, Unpack
+from typing import Any
 
-import torch
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -20,7 +17,6 @@ from lightning_paral.compat.lightning.strategies import layer_sync_of, set_devic
 from lightning_paral.distributed.mesh import ParallelDims, data_mesh, make_mesh
 from lightning_paral.distributed.process_group import check_supports_cpu_tensors
 from lightning_paral.engines.fsdp.guards import check_module
-from lightning_paral.engines.fsdp.keywords import FSDPKeywords, takes_fsdp_options
 from lightning_paral.engines.fsdp.options import FSDPOptions
 from lightning_paral.engines.fsdp.precision import check_precision, sharded_precision
 from lightning_paral.engines.fsdp.replicated_tensors import local_replicas
@@ -29,7 +25,7 @@ from lightning_paral.engines.fsdp.state import FSDPState
 from lightning_paral.model.batchnorm import sync_batchnorm
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.deferred.recording import has_mapped_weights, recording
-from lightning_paral.options import split_rank_options
+from lightning_paral.option_types import takes
 from lightning_paral.planning.strategy_layouts import fsdp_layout
 from lightning_paral.strategies.base import ParalStrategy
 from lightning_paral.strategies.tensor_parallel import TensorParallel, gather_split
@@ -46,7 +42,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
     With `precision="bf16-mixed"`, shards are fp32, all-gathers are bf16, computation runs under autocast, and gradients
     are reduced in fp32.
 
-    Options are keyword-only; `__init__` documents them. The Trainer sets the other arguments.
+    Options are keyword-only; `__init__` documents them.
 
     Raises:
         ConfigurationError: options contradict each other, or are out of range.
@@ -56,23 +52,10 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
     forward_has_collectives = True
     _default_form = "sharded"
 
-    @takes_fsdp_options
-    def __init__(
-        self,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        precision_plugin: Precision | None = None,
-        **options: Unpack[FSDPKeywords],
-    ) -> None:
-        rank_options, own = split_rank_options(options)
-        self._options = FSDPOptions(**own)
-        super().__init__(**rank_options)
-        if accelerator is not None:
-            self.accelerator = accelerator
-        self.parallel_devices = parallel_devices
-        self.cluster_environment = cluster_environment
-        self.precision_plugin = precision_plugin
+    @takes(FSDPOptions)
+    def __init__(self, options: FSDPOptions) -> None:
+        self._options = options
+        super().__init__(options)
         self.strategy_name = self._options.strategy_name
         self.shares_buffers = self._options.broadcast_buffers
         self._engine_layout = fsdp_layout(self._options) if self._options.tensor_parallel == 1 else None

@@ -2,12 +2,9 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, Unpack
+from typing import Any
 
-import torch
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -29,7 +26,6 @@ from lightning_paral.engines.pipeline.division import chain_of
 from lightning_paral.engines.pipeline.elsewhere import is_elsewhere
 from lightning_paral.engines.pipeline.ended_state import EndedPipelineState
 from lightning_paral.engines.pipeline.gradients import StageGradients
-from lightning_paral.engines.pipeline.keywords import PipelineKeywords, takes_pipeline_options
 from lightning_paral.engines.pipeline.optimizer_state import watch_state
 from lightning_paral.engines.pipeline.optimizers import check_separable
 from lightning_paral.engines.pipeline.options import PipelineOptions
@@ -39,7 +35,7 @@ from lightning_paral.engines.pipeline.run import PipelineRun
 from lightning_paral.engines.pipeline.state import PipelineState
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.deferred.recording import has_mapped_weights, recording
-from lightning_paral.options import split_rank_options
+from lightning_paral.option_types import takes
 from lightning_paral.strategies.base import ParalStrategy
 from lightning_paral.strategies.counted_flops import CountedFlops
 from lightning_paral.strategies.stage_shards import make_stage_shards
@@ -54,7 +50,7 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
     Training", arXiv:2006.09503. The module needs no changes: `training_step` runs on every stage for each micro-batch,
     and each stage runs its own layers only.
 
-    Options are keyword-only; `__init__` documents them. The Trainer sets the other arguments.
+    Options are keyword-only; `__init__` documents them.
 
     Raises:
         ConfigurationError: options contradict each other, or are out of range.
@@ -64,23 +60,10 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
     forward_has_collectives = True
     _default_form = "sharded"
 
-    @takes_pipeline_options
-    def __init__(
-        self,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        precision_plugin: Precision | None = None,
-        **options: Unpack[PipelineKeywords],
-    ) -> None:
-        rank_options, own = split_rank_options(options)
-        self._options = PipelineOptions(**own)
-        super().__init__(**rank_options)
-        if accelerator is not None:
-            self.accelerator = accelerator
-        self.parallel_devices = parallel_devices
-        self.cluster_environment = cluster_environment
-        self.precision_plugin = precision_plugin
+    @takes(PipelineOptions)
+    def __init__(self, options: PipelineOptions) -> None:
+        self._options = options
+        super().__init__(options)
         self.shares_buffers = self._options.broadcast_buffers
         self._units, self._min_params = self._options.units, self._options.min_params
         self._has_printed_units = False

@@ -3,12 +3,10 @@
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -21,8 +19,7 @@ from lightning_paral.engines.zero.engine.construction import build_partitioned
 from lightning_paral.engines.zero.engine.explain_errors import explanation
 from lightning_paral.engines.zero.engine.hooks import allow_accumulation_schedules
 from lightning_paral.engines.zero.engine.precision import ZeROPrecision, as_zero_precision
-from lightning_paral.engines.zero.keywords import ZeROKeywords, as_zero_options, takes_zero_options
-from lightning_paral.engines.zero.options import averaging_obstacle
+from lightning_paral.engines.zero.options import ZeROOptions, averaging_obstacle
 from lightning_paral.engines.zero.parameters.partition import full_shape, is_stage3_parameter, rejoin, show_full_shapes
 from lightning_paral.engines.zero.run import ZeroRun
 from lightning_paral.engines.zero.run_settings import RunSettings, check_run
@@ -34,7 +31,7 @@ from lightning_paral.model.batchnorm import sync_batchnorm
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.explain_errors import explain, explain_errors
 from lightning_paral.model.foreign_parameters import check_optimizer_parameters
-from lightning_paral.options import split_rank_options
+from lightning_paral.option_types import takes
 from lightning_paral.planning.strategy_layouts import zero_layout
 from lightning_paral.strategies.base import ParalStrategy
 
@@ -51,7 +48,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
     gathered and gradients are averaged in fp32, which gives the numbers of `paral_ddp`. With `"bf16-true"` or
     `"16-true"`, weights have low precision, and the optimizer keeps fp32 master weights; this halves the traffic.
 
-    Options are keyword-only; `__init__` documents them. The Trainer sets the other arguments.
+    Options are keyword-only; `__init__` documents them.
 
     Raises:
         ConfigurationError: options contradict each other, or belong to the Trainer; DeepSpeed is missing or too old.
@@ -59,18 +56,10 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
 
     strategy_name = "paral_zero"
 
-    @takes_zero_options
-    def __init__(
-        self,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        precision_plugin: Precision | None = None,
-        **keywords: Unpack[ZeROKeywords],
-    ) -> None:
+    @takes(ZeROOptions)
+    def __init__(self, options: ZeROOptions) -> None:
         check_installed()
-        rank_options, own = split_rank_options(keywords)
-        self._options = options = as_zero_options(own)
+        self._options = options
         self.stage = options.stage
         self.strategy_name = options.strategy_name
         self.forward_has_collectives = options.stage == 3
@@ -78,14 +67,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         self._averaging_obstacle = averaging_obstacle(options)
         self._engine_layout = zero_layout(options)
         # Skips DeepSpeedStrategy's constructor, which imports deepspeed before the accelerator is known.
-        DDPStrategy.__init__(
-            self,
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            precision_plugin=precision_plugin,
-            **self._keep_rank_options(rank_options),
-        )
+        self._construct_base(partial(DDPStrategy.__init__, self), options, {})
         # DeepSpeedStrategy reads these two.
         self.config: dict[str, Any] = {"zero_optimization": {"stage": options.stage}}
         self.remote_device = None
@@ -148,7 +130,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         self._undo.enter_context(deepspeed_process_group(self.cluster_environment, ranks, level, self.root_device))
         self._undo.enter_context(keep_operators())
         folders = self._folders.make(self._options, self._run, self.global_rank)
-        self.config = self._options.deepspeed_config(self._zero_precision.precision, self.root_device, folders)
+        self.config = self._options.engine_config(self._zero_precision.precision, self.root_device, folders)
 
     # Model wrapping
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-from lightning_paral import ParalZeROStrategy
+from lightning_paral import STRATEGIES, ParalZeROStrategy
 
 Options = Mapping[str, Any]
 
@@ -50,7 +50,8 @@ class StrategyCase:
     @property
     def type(self) -> Any:
         """The class of the strategy."""
-        return self.constructor or StrategyRegistry[self.label]["strategy"]
+        ours = next((entry.strategy for entry in STRATEGIES if entry.name == self.label), None)
+        return self.constructor or ours or StrategyRegistry[self.label]["strategy"]
 
     @property
     def _options_of_name(self) -> Options:

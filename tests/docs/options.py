@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Literal
 
-from torch.nn.parallel import DistributedDataParallel
-
 import lightning_paral
 from lightning_paral import STRATEGIES, options
 
@@ -21,7 +19,9 @@ DATACLASSES = tuple(
     value
     for value in vars(options).values()
     if isinstance(value, type) and dataclasses.is_dataclass(value) and value.__module__ == options.__name__
+    if not issubclass(value, options.StrategyOptions)
 )
+TRAINERS_OWN = {field.name for field in dataclasses.fields(options.StrategyOptions)} - {"checkpoint"}
 OWN = "lightning_paral"
 INTRODUCTION = """\
 # Options
@@ -58,11 +58,9 @@ def render_options() -> str:
     for cls in STRATEGY_CLASSES:
         names = ", ".join(f"`{entry.name}`" for entry in STRATEGIES if entry.strategy is cls)
         found = list(options_of(cls))
-        owned = [option for option in found if option.name in trainers_own(cls)]
+        owned = [option for option in found if option.name in TRAINERS_OWN]
         parts += [f"## {cls.__name__}\n", f"{names}\n"]
         parts += [_entry(option) for option in found if option not in owned]
-        if cls is lightning_paral.ParalDDPStrategy:
-            parts += [_ddp_options()]
         listed = ", ".join(f"`{option.name}`" for option in owned)
         parts += [f"The Trainer sets these, so leave them out: {listed}.\n"]
     for dataclass in DATACLASSES:
@@ -86,12 +84,6 @@ def options_of(cls: type) -> Iterator[Option]:
         yield Option(name, _type(annotation), default, docs.get(name, ""))
 
 
-def trainers_own(cls: type) -> set[str]:
-    """Return the names of the options that the Trainer sets."""
-    found = inspect.signature(cls).parameters.values()
-    return {parameter.name for parameter in found if parameter.kind is parameter.POSITIONAL_OR_KEYWORD}
-
-
 def docs_of(cls: type) -> dict[str, str]:
     """Return the description of each option: of the class, of its base classes of ours, or of the shared options."""
     if cls in DATACLASSES:
@@ -113,7 +105,7 @@ def _argument_docs(docstring: str) -> dict[str, str]:
     docs: dict[str, str] = {}
     for entry in re.split(r"\n(?=    \S)", section[1].rstrip()):
         names, _, text = entry.strip().partition(": ")
-        for name in names.split(", "):
+        for name in " ".join(names.split()).split(", "):
             docs[name] = " ".join(text.split())
     return docs
 
@@ -133,16 +125,6 @@ def _entry(option: Option) -> str:
     text = option.doc[:1].upper() + option.doc[1:]
     end = "" if text.endswith((".", "?")) else "."
     return f"- **`{option.name}`**: `{option.type}`{default}\n\n    {_markdown(text + end)}\n"
-
-
-def _ddp_options() -> str:
-    taken = set(inspect.signature(lightning_paral.ParalDDPStrategy).parameters)
-    shown = ", ".join(
-        f"`{name}={_value(parameter.default)}`"
-        for name, parameter in inspect.signature(DistributedDataParallel.__init__).parameters.items()
-        if name not in {"self", "module", "device_ids", *taken}
-    )
-    return f"- **Options of `torch.nn.parallel.DistributedDataParallel`**, which torch documents:\n\n    {shown}\n"
 
 
 def _markdown(text: str) -> str:

@@ -29,7 +29,6 @@ LAYERS = (
     "distributed",
     "options",
     "option_types",
-    "option_names",
     "compat",
     "tested_versions",
     "tables",

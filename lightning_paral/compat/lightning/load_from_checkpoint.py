@@ -37,7 +37,8 @@ def install(is_folder: Callable[[Any], bool], read: Callable[..., Mapping[str, A
         PrivateNameError: this version of Lightning reads checkpoints in a different way.
     """
     _LOAD.resolve()
-    load: Callable[..., Any] = saving.pl_load
+    module: Any = saving
+    load = module.pl_load
     if hasattr(load, _MARK):
         return
 
@@ -48,4 +49,4 @@ def install(is_folder: Callable[[Any], bool], read: Callable[..., Mapping[str, A
         return load(path_or_url, map_location=map_location, weights_only=weights_only)
 
     setattr(load_any, _MARK, True)
-    saving.pl_load = load_any
+    module.pl_load = load_any

@@ -34,7 +34,7 @@ def check_before_lookup(check: Callable[[Any], None]) -> None:
     Raises:
         AttributeError: this version of Lightning looks up strategies in a different way.
     """
-    connector = accelerator_connector._AcceleratorConnector
+    connector: Any = accelerator_connector._AcceleratorConnector
     current = connector._check_config_and_set_final_flags
     is_ours = getattr(current, _OURS, None) is current  # a wrapper by other code may have copied our attributes
     plain = current.__wrapped__ if is_ours else current
@@ -45,4 +45,4 @@ def check_before_lookup(check: Callable[[Any], None]) -> None:
         return plain(self, strategy, *args, **kwargs)
 
     setattr(check_first, _OURS, check_first)
-    connector._check_config_and_set_final_flags = check_first  # type: ignore[method-assign]
+    connector._check_config_and_set_final_flags = check_first

@@ -1,7 +1,7 @@
 """Choose what averages gradients under DDP: its own reducer, one of our all-reduces, or the user's hook."""
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -10,9 +10,7 @@ from lightning_paral.comm import ALL_REDUCE, AllReduce, WireDtype
 from lightning_paral.comm.by_size import all_reduce_by_size
 from lightning_paral.comm.ddp_hook import BucketReducer
 from lightning_paral.comm.reduction import WIRE_DTYPES
-from lightning_paral.engines.ddp.options import check_choice, check_hook
-
-AllReduceName = Literal["auto", "ring", "native", "reduce_broadcast", "all_to_all"]
+from lightning_paral.engines.ddp.options import AllReduceName
 
 
 class GradientReduction:
@@ -21,9 +19,6 @@ class GradientReduction:
     Args:
         all_reduce, wire_dtype: options of `ParalDDPStrategy`.
         hook, state, wrapper: the options `ddp_comm_hook`, `ddp_comm_state` and `ddp_comm_wrapper`.
-
-    Raises:
-        ConfigurationError: an option has an unknown value, or a hook is combined with another all-reduce.
     """
 
     def __init__(
@@ -35,9 +30,6 @@ class GradientReduction:
         state: object | None,
         wrapper: Callable[..., Any] | None,
     ) -> None:
-        check_choice("all_reduce", all_reduce, get_args(AllReduceName))
-        check_choice("wire_dtype", wire_dtype, (None, *WIRE_DTYPES))
-        check_hook(hook, all_reduce, wire_dtype)
         self.all_reduce = all_reduce
         """The option `all_reduce`."""
         self.wire_dtype = WIRE_DTYPES[wire_dtype] if wire_dtype else None

@@ -1,84 +1,126 @@
-"""Check the options of DDP, and explain its error about unused parameters."""
+"""The options of `ParalDDPStrategy`, and an explanation of DDP's error about unused parameters."""
 
 import inspect
 import re
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_paral.comm import WireDtype
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.option_names import explain_unknown_option, register_options
-from lightning_paral.option_types import check_type
-from lightning_paral.options import RANK_DEFAULTS, RankOptions
+from lightning_paral.option_types import Positive
+from lightning_paral.options import RankOptions
 
-
-class DDPOptions(RankOptions, total=False):
-    """Keywords of `ParalDDPStrategy`: those of `RankOptions`, and those that it passes to `DistributedDataParallel`."""
-
-    output_device: int | torch.device | None
-    dim: int
-    broadcast_buffers: bool | None
-    init_sync: bool
-    bucket_cap_mb: float | None
-    bucket_cap_mb_list: list[float] | None
-    find_unused_parameters: bool
-    check_reduction: bool
-    static_graph: bool
-    delay_all_reduce_named_params: Any
-    param_to_hook_all_reduce: Any
-    mixed_precision: Any
-    device_mesh: Any
-    process_group: Any
-    skip_all_reduce_unused_params: bool
-    batched_grad_copy: bool
-    forward_sync_buffers: bool | None
-
-
-_DEFAULTS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(DistributedDataParallel.__init__).parameters.items()
-    if name not in ("self", "module", "device_ids")
-}
-_DDP_OPTIONS = set(_DEFAULTS)
-_TYPES: dict[str, Any] = {
-    **{name: bool for name, default in _DEFAULTS.items() if isinstance(default, bool)},
-    "bucket_cap_mb": float | None,
-    "bucket_cap_mb_list": list[float] | None,
-    "broadcast_buffers": bool | None,
-    "dim": int,
-    "forward_sync_buffers": bool | None,
-}
-register_options("ParalDDPStrategy", _DDP_OPTIONS)
+AllReduceName = Literal["auto", "ring", "native", "reduce_broadcast", "all_to_all"]
 _INDICES_WITHOUT_GRADIENT = re.compile(r"did not receive grad for rank \d+:((?: \d+)+)")
 
 
-def check_choice(option: str, given: object, choices: tuple[object, ...]) -> None:
-    """Raise a `ConfigurationError` if `given` is not one of the choices."""
-    if given not in choices:
-        raise ConfigurationError(f"{option}={given!r} is not known. Choose from: {', '.join(map(repr, choices))}.")
+@dataclass(frozen=True, kw_only=True)
+class DistributedDataParallelOptions:
+    """The options of the installed `torch.nn.parallel.DistributedDataParallel`, with torch's defaults.
+
+    Args:
+        output_device, dim, broadcast_buffers, init_sync, bucket_cap_mb, bucket_cap_mb_list, find_unused_parameters,
+            check_reduction, static_graph, delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision,
+            device_mesh, process_group, skip_all_reduce_unused_params, batched_grad_copy, forward_sync_buffers: as in
+            `torch.nn.parallel.DistributedDataParallel`. Some need a recent torch.
+
+    Raises:
+        ConfigurationError: the installed torch lacks the option, or buckets would be empty.
+    """
+
+    output_device: int | torch.device | None = None
+    dim: int = 0
+    broadcast_buffers: bool | None = None
+    init_sync: bool = True
+    bucket_cap_mb: float | None = None
+    bucket_cap_mb_list: list[float] | None = None
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    static_graph: bool = False
+    delay_all_reduce_named_params: Any = None
+    param_to_hook_all_reduce: Any = None
+    mixed_precision: Any = None
+    device_mesh: Any = None
+    process_group: Any = None
+    skip_all_reduce_unused_params: bool = False
+    batched_grad_copy: bool = False
+    forward_sync_buffers: bool | None = None
+
+    def __post_init__(self) -> None:
+        known = inspect.signature(DistributedDataParallel.__init__).parameters
+        missing = [name for name in self.for_torch if name not in known]
+        if missing:
+            raise ConfigurationError(
+                f"ParalDDPStrategy({missing[0]}=...): DistributedDataParallel of torch {torch.__version__} does not "
+                "have this option. Leave it out, or install a later torch."
+            )
+        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
+            raise ConfigurationError(
+                f"ParalDDPStrategy(bucket_cap_mb={self.bucket_cap_mb!r}): buckets must be larger than 0 MiB."
+            )
+
+    @property
+    def for_torch(self) -> dict[str, Any]:
+        """The options that differ from torch's defaults, by name."""
+        defaults = {field.name: field.default for field in fields(DistributedDataParallelOptions)}
+        return {name: given for name, default in defaults.items() if (given := getattr(self, name)) != default}
 
 
-def check_hook(hook: object, all_reduce: str, wire_dtype: str | None) -> None:
-    """Raise a `ConfigurationError` if both a hook and an option for the all-reduce are given."""
-    if hook is not None and (all_reduce != "auto" or wire_dtype is not None):
-        raise ConfigurationError(
-            f"ddp_comm_hook replaces the all-reduce of gradients, but all_reduce={all_reduce!r} and "
-            f"wire_dtype={wire_dtype!r} were given as well. Give one or the other."
-        )
+@dataclass(frozen=True, kw_only=True)
+class DDPOptions(RankOptions, DistributedDataParallelOptions):
+    """The options of `ParalDDPStrategy`.
 
+    Args:
+        all_reduce: the algorithm that averages gradients: `"native"` is the backend's all-reduce; `"ring"`,
+            `"reduce_broadcast"` and `"all_to_all"` are those of `lightning_paral.comm`, for any backend. On gloo
+            with a `wire_dtype`, `"auto"` is `"ring"` for buckets of at least 0.75 MiB per rank and for all between two
+            ranks, and `"native"` for smaller ones. Otherwise it is `"native"`, which was never slower than the ring in
+            our measurements (docs/measurements.md).
+        wire_dtype: the dtype in which gradients travel, `"bf16"` or `"fp16"`; they are summed in their own dtype.
+            It halves the traffic of fp32 gradients, except on NCCL between nodes of more than four GPUs each: there,
+            the fp32 sum needs an all-to-all, which sends more data between nodes than NCCL's rings. `None`: their own
+            dtype.
+        gradient_as_bucket_view: make `.grad` a view into the communication bucket, which saves the memory of a copy of
+            all gradients. Code that assigns new memory to a gradient (`p.grad.data = ...`) then trains incorrectly,
+            because torch's reducer does not notice.
+        ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: your own communication hook, as in Lightning's `DDPStrategy`,
+            but also used on CPU. Cannot be combined with `all_reduce` or `wire_dtype`.
+        model_averaging_period: as in Lightning's `DDPStrategy`, for post-local SGD: needs
+            `ddp_comm_state=PostLocalSGDState(...)` and `ddp_comm_hook=post_localSGD_hook`.
 
-def check_options(options: DDPOptions) -> None:
-    """Raise a `ConfigurationError` for an unknown option or a value of the wrong type."""
-    ddp_options = {option: value for option, value in options.items() if option not in RANK_DEFAULTS}
-    for option in ddp_options:
-        if option not in _DDP_OPTIONS:
-            raise ConfigurationError(explain_unknown_option("ParalDDPStrategy", option))
-    for option, value in ddp_options.items():
-        check_type("ParalDDPStrategy", option, value, _TYPES.get(option, Any))
-    bucket = options.get("bucket_cap_mb")
-    if bucket is not None and not bucket > 0:
-        raise ConfigurationError(f"ParalDDPStrategy(bucket_cap_mb={bucket!r}): buckets must be larger than 0 MiB.")
+    Raises:
+        ConfigurationError: a hook is combined with another all-reduce, or a period of averaging would do nothing.
+    """
+
+    all_reduce: AllReduceName = "auto"
+    wire_dtype: WireDtype | None = None
+    gradient_as_bucket_view: bool = False
+    ddp_comm_state: object | None = None
+    ddp_comm_hook: Callable[..., Any] | None = None
+    ddp_comm_wrapper: Callable[..., Any] | None = None
+    model_averaging_period: Positive | None = None
+
+    def __post_init__(self) -> None:
+        RankOptions.__post_init__(self)
+        DistributedDataParallelOptions.__post_init__(self)
+        period, state, hook = self.model_averaging_period, self.ddp_comm_state, self.ddp_comm_hook
+        if hook is not None and (self.all_reduce != "auto" or self.wire_dtype is not None):
+            raise ConfigurationError(
+                f"ddp_comm_hook replaces the all-reduce of gradients, but all_reduce={self.all_reduce!r} and "
+                f"wire_dtype={self.wire_dtype!r} were given as well. Give one or the other."
+            )
+        if period is not None and (hook is None or not isinstance(state, PostLocalSGDState)):
+            raise ConfigurationError(
+                f"ParalDDPStrategy(model_averaging_period={period}, ddp_comm_state={state!r}, ddp_comm_hook={hook!r}) "
+                "would average weights that never differ, because gradients are averaged in every step. Leave it out, "
+                "or train with post-local SGD: ddp_comm_state=PostLocalSGDState(...) and "
+                "ddp_comm_hook=post_localSGD_hook."
+            )
 
 
 def explain_unused(message: str, names: list[str], rank: int) -> str:

@@ -1,55 +1,90 @@
 """The options of `ParalFSDPStrategy` that concern sharding, and their checks."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from lightning_paral.distributed.mesh import ParallelDims, check_replicate, check_reshard
-from lightning_paral.engines.fsdp.precision import DTYPES, ReduceDtype
+from lightning_paral.engines.fsdp.precision import ReduceDtype
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.option_types import check_at_least
-from lightning_paral.options import UnitChoice, check_unit_choice
-
-TensorParallel = int | Literal["node"]
+from lightning_paral.option_types import Positive
+from lightning_paral.options import RankOptions, UnitChoice, check_unit_choice
 
 
 @dataclass(frozen=True, kw_only=True)
-class FSDPOptions:
-    """Options for sharding and training a module; `ParalFSDPStrategy` documents each.
+class FSDPOptions(RankOptions):
+    """The options of `ParalFSDPStrategy`.
+
+    Args:
+        units: the submodules to shard and unshard one at a time: `"auto"`, which finds repeated blocks; classes or
+            their names; or a function that takes a submodule's dotted name and the submodule, and returns whether to
+            choose it. All other parameters belong to the root, which stays unsharded during a step.
+        min_params: instead of `units`, the smallest submodules with at least this number of parameters.
+        replicate: hybrid sharding: the number of copies of the model, each sharded over world size / `replicate` ranks.
+        reshard_after_forward: whether a unit is resharded between forward and backward. `None`: every unit but the
+            root. `False` saves an all-gather but uses more memory. A number: reshard over this number of ranks.
+        accumulate: in backward passes that accumulate, reduce-scatter gradients each time (`"sharded"`), or keep full
+            gradients and reduce them once (`"unsharded"`), which costs memory but saves traffic. Gradients are averaged
+            over the replicas once in both cases.
+        prefetch: the number of units that are unsharded ahead of use, in forward and backward. `None`: FSDP2's default.
+        offload: keep parameters, gradients and optimizer state in host memory, and run the optimizer on the CPU.
+        reduce_dtype: the dtype in which gradients are reduced: `"fp32"`, `"bf16"` or `"fp16"`. `None`: fp32 under mixed
+            precision, otherwise the dtype of the weights.
+        broadcast_buffers: broadcast rank 0's buffers to all ranks, as DDP does: before the training step that begins an
+            accumulation window, and at the start of validation.
+        tensor_parallel: the number of ranks that compute each layer together: each has some of the features. `"node"`:
+            all ranks of a node, and one copy of the model on each node. The other ranks shard, as without it.
+        plan: with `tensor_parallel`, the layers to split: `"auto"`; or patterns of their names with a style for each:
+            `{"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "vocab"}`. `paral plan --tensor-parallel`
+            prints the layers that `"auto"` splits.
+        sequence_parallel: with `tensor_parallel`, give each tensor rank some of the positions of activations between
+            attention and feed-forward networks, where norms, dropout and residual connections act. It saves memory and
+            sends as much. The ranks then have dropout masks of their own there.
+        check_plan: with `tensor_parallel`, compare the loss and the gradients of two samples with those of the unsplit
+            module before the first training step, unless one rank lacks memory for the whole module.
 
     Raises:
         ConfigurationError: an option has an invalid value, or options contradict each other.
     """
 
     units: UnitChoice = "auto"
-    min_params: int | None = None
+    min_params: Positive | None = None
     replicate: int = 1
-    reshard_after_forward: bool | int | None = None
+    reshard_after_forward: bool | Positive | None = None
     accumulate: Literal["sharded", "unsharded"] = "sharded"
-    prefetch: int | None = None
+    prefetch: Positive | None = None
     offload: bool = False
     reduce_dtype: ReduceDtype | None = None
     broadcast_buffers: bool = True
-    tensor_parallel: TensorParallel = 1
-    plan: Literal["auto"] | Mapping[str, str] = "auto"
+    tensor_parallel: Positive | Literal["node"] = 1
+    plan: Literal["auto"] | dict[str, str] = "auto"
     sequence_parallel: bool = False
     check_plan: bool = True
 
+    advice: ClassVar[dict[str, str]] = {
+        **RankOptions.advice,
+        "auto_wrap_policy": "Use units=..., with classes, their names, or a function of name and module.",
+        "activation_checkpointing_policy": "Use activation_checkpointing=ActivationCheckpointing(units=...).",
+        "cpu_offload": "Use offload=True.",
+        "mixed_precision": "Use Trainer(precision=...), and reduce_dtype=....",
+        "sharding_strategy": "Use reshard_after_forward=False for SHARD_GRAD_OP, replicate=... for HYBRID_SHARD, and "
+        "paral_ddp for NO_SHARD.",
+        "device_mesh": "Use replicate=....",
+        "data_parallel_size": "Use replicate=....",
+        "state_dict_type": "Use checkpoint='full' or 'sharded'.",
+        "save_distributed_checkpoint": "Use checkpoint='full' or 'sharded'.",
+        "use_orig_params": "Leave it out: FSDP2 always keeps the original parameters.",
+        "sync_module_states": "Leave it out: all ranks start with rank 0's values.",
+        "backward_prefetch": "Use prefetch=....",
+        "forward_prefetch": "Use prefetch=....",
+        "limit_all_gathers": "Use prefetch=....",
+        "offload": "FSDP offloads to host memory: offload=True. For NVMe, use ParalZeROStrategy(stage=3, "
+        "offload_optimizer=Offload('nvme', path=...)).",
+    }
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_unit_choice(self.units, self.min_params)
         self._check_tensor_parallel()
-        if self.accumulate not in ("sharded", "unsharded"):
-            raise ConfigurationError(f"accumulate={self.accumulate!r} is not known. Choose 'sharded' or 'unsharded'.")
-        if self.prefetch is not None and self.prefetch < 1:
-            raise ConfigurationError(
-                f"prefetch={self.prefetch!r} has to be at least 1, or None for FSDP2's own choice."
-            )
-        if self.reduce_dtype not in (None, *DTYPES):
-            raise ConfigurationError(
-                f"reduce_dtype={self.reduce_dtype!r} is not known. Choose from: {', '.join(map(repr, DTYPES))}."
-            )
-        if not isinstance(self.reshard_after_forward, bool):
-            check_at_least("ParalFSDPStrategy", "reshard_after_forward", self.reshard_after_forward, 1)
 
     @property
     def strategy_name(self) -> str:
@@ -61,19 +96,11 @@ class FSDPOptions:
         return "paral_fsdp_offload" if self.offload else "paral_fsdp"
 
     def _check_tensor_parallel(self) -> None:
-        if isinstance(self.tensor_parallel, str):
-            if self.tensor_parallel != "node":
-                raise ConfigurationError(
-                    f"tensor_parallel={self.tensor_parallel!r} is not known. Give the number of ranks that compute "
-                    "each layer together, or 'node' for all ranks of a node."
-                )
-            if self.replicate != 1:
-                raise ConfigurationError(
-                    f"tensor_parallel='node' holds one copy of the model on each node, so replicate={self.replicate} "
-                    "cannot be given as well. Leave replicate out, or give the number of ranks to tensor_parallel."
-                )
-        else:
-            check_at_least("ParalFSDPStrategy", "tensor_parallel", self.tensor_parallel, 1)
+        if self.tensor_parallel == "node" and self.replicate != 1:
+            raise ConfigurationError(
+                f"tensor_parallel='node' holds one copy of the model on each node, so replicate={self.replicate} "
+                "cannot be given as well. Leave replicate out, or give the number of ranks to tensor_parallel."
+            )
         if self.tensor_parallel == 1 and self.plan != "auto":
             raise ConfigurationError(
                 "plan=... says which layers are split over tensor ranks, but tensor_parallel=1. Set tensor_parallel to "

@@ -7,58 +7,69 @@ from typing import Literal
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.pipeline.schedule import Schedule
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.option_types import check_at_least
-from lightning_paral.options import UnitChoice, check_unit_choice
+from lightning_paral.option_types import Positive
+from lightning_paral.options import RankOptions, UnitChoice, check_unit_choice
 
-Balance = Literal["params", "time"] | Sequence[int]
+Balance = Literal["params", "time"] | Sequence[Positive]
 MICRO_BATCHES_PER_STAGE = 4
 """With this number, a stage waits for less than a fifth of a step (Huang et al., arXiv:1811.06965)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineOptions:
-    """Options for dividing a module into stages and training it; `ParalPipelineStrategy` documents each.
+class PipelineOptions(RankOptions):
+    """The options of `ParalPipelineStrategy`.
+
+    Args:
+        stages: the number of stages. The world size divided by it is the number of ranks per stage, which draw
+            different samples. `None`: as many as there are ranks.
+        micro_batches: the number of parts into which each training batch is divided; fewer if it has fewer samples. A
+            stage is idle for (stages - 1) / (micro_batches + stages - 1) of a step. `None`: four for each stage.
+        schedule: `"1f1b"` keeps the activations of at most as many micro-batches as there are stages, `"gpipe"` those
+            of all. Both take the same time.
+        balance: how the units are divided: `"params"` gives the stages similar numbers of parameters; `"time"` gives
+            them similar numbers of floating-point operations of matrix products, convolutions, attention and LSTMs in
+            a training step, with what follows the last unit, which are counted on the first batch without running it;
+            a list has the number of units of each stage. Outside of a fit, `"time"` divides by parameters.
+        units: the submodules that form the chain: `"auto"`, which finds repeated blocks; classes or their names; or a
+            function that takes a submodule's dotted name and the submodule, and returns whether to choose it. All other
+            parameters are on every rank, except those of `first_stage` and `last_stage`.
+        min_params: instead of `units`, the smallest submodules with at least this number of parameters.
+        check_steps: before the first training step, and after 1, 2 and 4 optimizer steps, run `training_step` on
+            samples of the batch, and check that dividing the module and the batch does not change what it computes.
+        broadcast_buffers: give all ranks of a stage the buffers of the first of them, as DDP does: before the training
+            step that begins an accumulation window, and at the start of validation.
+        shard: the number of ranks of a stage over which its parameters, gradients and optimizer state are sharded with
+            FSDP2; it must divide the ranks per stage. `True`: all of them. `False`: none; each holds its whole stage.
+            Parameters outside of the units are sharded as well. All are unsharded once per step, not per micro-batch.
+        first_stage: the dotted names of submodules outside of the units that only the first stage holds, such as an
+            embedding. Only the first unit may use what they return.
+        last_stage: the dotted names of submodules that only the last stage holds, such as a head. They may be called
+            after the last unit only.
 
     Raises:
         ConfigurationError: an option has an invalid value, or options contradict each other.
     """
 
-    stages: int | None = None
-    micro_batches: int | None = None
+    stages: Positive | None = None
+    micro_batches: Positive | None = None
     schedule: Schedule = "1f1b"
     balance: Balance = "params"
     units: UnitChoice = "auto"
-    min_params: int | None = None
+    min_params: Positive | None = None
     check_steps: bool = True
     broadcast_buffers: bool = True
-    shard: bool | int = False
+    shard: bool | Positive = False
     first_stage: Sequence[str] = ()
     last_stage: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_unit_choice(self.units, self.min_params)
-        if self.schedule not in ("1f1b", "gpipe"):
-            raise ConfigurationError(f"schedule={self.schedule!r} is not known. Choose '1f1b' or 'gpipe'.")
-        for option in ("stages", "micro_batches"):
-            check_at_least("ParalPipelineStrategy", option, getattr(self, option), 1)
-        for option in ("first_stage", "last_stage"):
-            names = getattr(self, option)
-            if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-                raise ConfigurationError(f"{option}={names!r} must be a list of names of submodules, such as ['head'].")
-        if not isinstance(self.shard, bool):
-            check_at_least("ParalPipelineStrategy", "shard", self.shard, 1)
         if isinstance(self.balance, str):
-            if self.balance not in ("params", "time"):
-                raise ConfigurationError(
-                    f"balance={self.balance!r} is not known. Choose 'params' or 'time', or give the number of units of "
-                    "each stage, such as [3, 5]."
-                )
-        elif not self.balance or any(type(size) is not int or size < 1 for size in self.balance):
-            raise ConfigurationError(
-                f"balance={list(self.balance)!r} must have the number of units of each stage, each at least 1, such as "
-                "[3, 5]."
-            )
-        elif self.stages is not None and len(self.balance) != self.stages:
+            return
+        if not self.balance:
+            raise ConfigurationError("balance=[] has no stages. Give the number of units of each, such as [3, 5].")
+        if self.stages is not None and len(self.balance) != self.stages:
             raise ConfigurationError(
                 f"balance={list(self.balance)!r} divides the units among {len(self.balance)} stages, but "
                 f"stages={self.stages}. Give one number for each stage."

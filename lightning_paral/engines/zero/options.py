@@ -5,66 +5,138 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
-from lightning_paral.engines.zero.runtime import config as settings
+from lightning_paral.engines.zero.runtime.config import complete, load_config, merge, precision_section
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.option_types import check_at_least
-from lightning_paral.options import Offload
+from lightning_paral.option_types import AtLeast, Positive
+from lightning_paral.options import Offload, RankOptions
 
 PATH_VARIABLE = "PARAL_NVME_PATH"
 """The environment variable that contains the folder for `"nvme"`, and thus for `strategy="paral_zero3_nvme"`."""
 
 
-def as_offload(offload: Offload | str | None) -> Offload | None:
-    """Return the `Offload` that `"cpu"` or `"nvme"` is short for; return other arguments unchanged."""
-    if isinstance(offload, str):
-        return Offload(offload, path=os.environ.get(PATH_VARIABLE))  # type: ignore[arg-type]
-    return offload
-
-
 @dataclass(frozen=True, kw_only=True)
-class ZeROOptions:
-    """The options of a strategy. `ParalZeROStrategy` documents each of them.
+class ZeROOptions(RankOptions):
+    """The options of `ParalZeROStrategy`.
+
+    Args:
+        stage: what is sharded: 1 shards the optimizer state, 2 also the gradients, 3 also the parameters.
+        offload_optimizer: keep the optimizer state and the fp32 parameters in host memory or on NVMe, and run the
+            optimizer on the CPU. torch's Adam and AdamW are replaced by `DeepSpeedCPUAdam` with the same
+            hyper-parameters. `"cpu"` is short for `Offload("cpu")`; `"nvme"` is short for an `Offload` to the folder in
+            the environment variable PARAL_NVME_PATH.
+        offload_parameters: at stage 3, keep parameters in host memory or on NVMe while they are not in use.
+        trust_optimizer: accept an optimizer even if a trial step shows that it is not elementwise, or cannot tell. ZeRO
+            passes flattened shards of the parameters to the optimizer.
+        find_unused_parameters: in every step, let the ranks agree on the parameters that have no gradient, as in
+            `DistributedDataParallel`; these keep their values. Otherwise the first step determines which parameters
+            never have one, and gradients that later arrive in a different order are an error, because ranks reduce them
+            by position.
+        overlap_comm: reduce gradients on a separate CUDA stream during the backward pass. `None`: on CUDA with several
+            ranks. Has no effect on CPU.
+        reduce_bucket_numel: the number of gradient elements that are reduced at a time. `None`: 50 million, or all if
+            there are fewer.
+        gather_bucket_numel: the number of parameter elements that are gathered at a time; at stage 3, they are gathered
+            ahead of use. `None`: at most 50 million, depending on the size of the model.
+        deepspeed_config: further settings of DeepSpeed's configuration, as a dict or the path of a JSON file.
+        broadcast_buffers: broadcast rank 0's buffers to all ranks, as DDP does: before the training step that begins an
+            accumulation window, and at the start of validation.
+        logging_level: the lowest level of `logging` at which DeepSpeed's own messages are shown.
 
     Raises:
-        ConfigurationError: the stage does not exist or does not support the offload, or an option contradicts the
-            user's DeepSpeed configuration.
+        ConfigurationError: the stage does not support the offload, or an option contradicts `deepspeed_config`.
     """
 
-    stage: int
-    offload_optimizer: Offload | None = None
-    offload_parameters: Offload | None = None
-    overlap_comm: bool | None = None
-    reduce_bucket_numel: int | None = None
-    gather_bucket_numel: int | None = None
-    users_config: Mapping[str, Any] = field(default_factory=dict)
-    """The user's DeepSpeed configuration, as `load_config` returns it."""
+    stage: Literal[1, 2, 3] = 2
+    offload_optimizer: Offload | Literal["cpu", "nvme"] | None = None
+    offload_parameters: Offload | Literal["cpu", "nvme"] | None = None
     trust_optimizer: bool = False
     find_unused_parameters: bool = False
+    overlap_comm: bool | None = None
+    reduce_bucket_numel: Positive | None = None
+    gather_bucket_numel: Annotated[int, AtLeast(0)] | None = None
+    deepspeed_config: dict[str, Any] | str | Path | None = None
     broadcast_buffers: bool = True
     logging_level: int = logging.ERROR
 
+    users_config: Mapping[str, Any] = field(init=False, repr=False, default_factory=dict)
+    """The user's DeepSpeed configuration, as `load_config` returns it."""
+
+    advice: ClassVar[dict[str, str]] = {
+        **RankOptions.advice,
+        "offload_params": "Use offload_parameters='cpu'.",
+        "offload_params_device": "Use offload_parameters='cpu' or 'nvme'.",
+        "offload_param": "Use offload_parameters='cpu' or 'nvme'.",
+        "offload_optimizer_device": "Use offload_optimizer='cpu' or 'nvme'.",
+        "nvme_path": "Use offload_optimizer=Offload('nvme', path=...).",
+        "remote_device": "Use offload_parameters='cpu' or 'nvme'.",
+        "config": "Use deepspeed_config=....",
+        "zero_optimization": "Use deepspeed_config={'zero_optimization': {...}}.",
+        "zero_stage": "Use stage=....",
+        "reduce_bucket_size": "Use reduce_bucket_numel=....",
+        "allgather_bucket_size": "Use gather_bucket_numel=....",
+        "contiguous_gradients": "Use deepspeed_config={'zero_optimization': {'contiguous_gradients': ...}}.",
+        "logging_batch_size_per_gpu": "Leave it out: the loader determines the batch size.",
+        "cpu_checkpointing": "Use activation_checkpointing=ActivationCheckpointing(offload_to_cpu=True).",
+        "partition_activations": "Use activation_checkpointing=ActivationCheckpointing(...).",
+        "initial_scale_power": "Use deepspeed_config={'fp16': {...}}.",
+        "load_full_weights": "Leave it out: full and sharded checkpoints are recognized.",
+        "stage": "1 shards the optimizer state, 2 also the gradients, 3 also the parameters.",
+        "logging_level": "It is a level of logging, such as logging.INFO.",
+        "deepspeed_config": "A string is the path of a JSON file.",
+    }
+
     def __post_init__(self) -> None:
-        check_stage(self.stage, self.offload_optimizer, self.offload_parameters)
-        check_at_least("ParalZeROStrategy", "reduce_bucket_numel", self.reduce_bucket_numel, 1)
-        check_at_least(
-            "ParalZeROStrategy", "gather_bucket_numel", self.gather_bucket_numel, 0 if self.stage == 3 else 1
-        )
-        settings.merge(self.section(pin_memory=False), self.users_config.get("zero_optimization", {}))
+        super().__post_init__()
+        for option in ("offload_optimizer", "offload_parameters"):
+            device = getattr(self, option)
+            if device in ("cpu", "nvme"):
+                object.__setattr__(self, option, Offload(device, path=os.environ.get(PATH_VARIABLE)))
+        object.__setattr__(self, "users_config", load_config(self.deepspeed_config))
+        self._check_stage()
+        merge(self.section(pin_memory=False), self.users_config.get("zero_optimization", {}))
+
+    @property
+    def optimizer_offload(self) -> Offload | None:
+        """The option `offload_optimizer`; a string is the `device`."""
+        assert not isinstance(self.offload_optimizer, str)
+        return self.offload_optimizer
+
+    @property
+    def parameter_offload(self) -> Offload | None:
+        """The option `offload_parameters`; a string is the `device`."""
+        assert not isinstance(self.offload_parameters, str)
+        return self.offload_parameters
 
     @property
     def strategy_name(self) -> str:
         """The registered name that is closest to these options."""
-        if self.offload_optimizer is None:
+        if self.optimizer_offload is None:
             return f"paral_zero{self.stage}"
-        return f"paral_zero{self.stage}_" + ("offload" if self.offload_optimizer.device == "cpu" else "nvme")
+        return f"paral_zero{self.stage}_" + ("offload" if self.optimizer_offload.device == "cpu" else "nvme")
 
-    def deepspeed_config(
-        self, precision: str, device: torch.device, nvme_folders: Mapping[str, Path]
-    ) -> dict[str, Any]:
+    def _check_stage(self) -> None:
+        if self.stage == 3:
+            return
+        optimizer, at_this_stage = self.optimizer_offload, f"needs stage=3, but stage={self.stage}"
+        if self.gather_bucket_numel == 0:
+            raise ConfigurationError(f"gather_bucket_numel=0 {at_this_stage}. Give at least 1.")
+        if self.parameter_offload is not None:
+            raise ConfigurationError(
+                f"offload_parameters {at_this_stage}, at which every rank keeps full parameters on its device. Set "
+                "stage=3, or leave out offload_parameters."
+            )
+        if optimizer is not None and optimizer.device == "nvme":
+            raise ConfigurationError(f"offload_optimizer=Offload('nvme') {at_this_stage}. Use 'cpu'.")
+        if optimizer is not None and optimizer.ratio != 1.0:
+            raise ConfigurationError(
+                f"Offload(ratio={optimizer.ratio}) {at_this_stage}. Leave out ratio, or set stage=3."
+            )
+
+    def engine_config(self, precision: str, device: torch.device, nvme_folders: Mapping[str, Path]) -> dict[str, Any]:
         """Return DeepSpeed's configuration for a run, without sizes that depend on the module.
 
         Args:
@@ -75,7 +147,7 @@ class ZeROOptions:
         zero = self.section(pin_memory=device.type == "cuda")
         for offload, folder in nvme_folders.items():
             zero[offload]["nvme_path"] = str(folder)
-        return settings.complete({"zero_optimization": zero} | settings.precision_section(precision), self.users_config)
+        return complete({"zero_optimization": zero} | precision_section(precision), self.users_config)
 
     def section(self, pin_memory: bool) -> dict[str, Any]:
         """Return the section `zero_optimization` of DeepSpeed's configuration, without paths on NVMe.
@@ -91,21 +163,21 @@ class ZeROOptions:
         if self.gather_bucket_numel is not None:
             bucket = "stage3_prefetch_bucket_size" if self.stage == 3 else "allgather_bucket_size"
             section[bucket] = self.gather_bucket_numel
-        if self.offload_optimizer is not None:
-            section["offload_optimizer"] = _device_section(self.offload_optimizer, pin_memory) | {
-                "ratio": self.offload_optimizer.ratio,
+        if self.optimizer_offload is not None:
+            section["offload_optimizer"] = _device_section(self.optimizer_offload, pin_memory) | {
+                "ratio": self.optimizer_offload.ratio,
             }
-        if self.offload_parameters is not None:
-            section["offload_param"] = _device_section(self.offload_parameters, pin_memory) | {
-                "buffer_size": self.offload_parameters.buffer_numel,
-                "max_in_cpu": self.offload_parameters.max_in_cpu_numel,
+        if self.parameter_offload is not None:
+            section["offload_param"] = _device_section(self.parameter_offload, pin_memory) | {
+                "buffer_size": self.parameter_offload.buffer_numel,
+                "max_in_cpu": self.parameter_offload.max_in_cpu_numel,
             }
         return section
 
     @property
     def on_nvme(self) -> dict[str, Offload]:
         """The offloads to NVMe, by the name of their option."""
-        offloads = {"offload_optimizer": self.offload_optimizer, "offload_parameters": self.offload_parameters}
+        offloads = {"offload_optimizer": self.optimizer_offload, "offload_parameters": self.parameter_offload}
         return {option: offload for option, offload in offloads.items() if offload and offload.device == "nvme"}
 
 
@@ -132,27 +204,6 @@ def _device_section(offload: Offload, pin_memory: bool) -> dict[str, Any]:
         "pin_memory": pin_memory if offload.pin_memory is None else offload.pin_memory,
         "buffer_count": offload.buffer_count,
     }
-
-
-def check_stage(stage: object, offload_optimizer: Offload | None, offload_parameters: Offload | None) -> None:
-    """Raise a `ConfigurationError` if the stage does not exist, or does not support the offload."""
-    if stage not in (1, 2, 3):
-        raise ConfigurationError(
-            f"stage={stage!r} is not a stage of ZeRO. Choose 1 to shard the optimizer state, 2 to shard gradients as "
-            "well, or 3 to shard parameters as well."
-        )
-    if stage != 3 and offload_parameters is not None:
-        raise ConfigurationError(
-            f"offload_parameters needs stage=3, but stage={stage}, at which every rank keeps full parameters on its "
-            "device. Set stage=3, or leave out offload_parameters."
-        )
-    if stage != 3 and offload_optimizer is not None and offload_optimizer.device == "nvme":
-        raise ConfigurationError(f"offload_optimizer=Offload('nvme') needs stage=3, but stage={stage}. Use 'cpu'.")
-    if stage != 3 and offload_optimizer is not None and offload_optimizer.ratio != 1.0:
-        raise ConfigurationError(
-            f"Offload(ratio={offload_optimizer.ratio}) needs stage=3, but stage={stage}. Leave out ratio, or set "
-            "stage=3."
-        )
 
 
 def check_precision(precision: str, device: torch.device) -> None:

@@ -22,15 +22,21 @@ def of_trainer(**options: Any) -> dict[str, Any]:
 
 YAML: list[tuple[dict[str, Any], str]] = [
     (strategy(DDP, all_reduc="ring"), "trainer.strategy.all_reduc: ParalDDPStrategy has no option 'all_reduc'. Did"),
-    (strategy(DDP, all_reduce="rng"), "trainer.strategy.all_reduce: all_reduce='rng' is not known."),
-    (strategy(DDP, timeout="30s"), "trainer.strategy.timeout: ParalDDPStrategy(timeout='30s'): timeout cannot"),
-    (strategy(DDP, bucket_cap_mb=-5), "paral: ParalDDPStrategy(bucket_cap_mb=-5): buckets must be larger than 0 MiB."),
-    (strategy(ZERO, stage=4), "trainer.strategy.stage: stage=4 is not a stage of ZeRO"),
+    (strategy(DDP, all_reduce="rng"), "ParalDDPStrategy(all_reduce='rng'): all_reduce has to be 'auto', 'ring'"),
+    (strategy(DDP, timeout="30s"), "trainer.strategy.timeout: ParalDDPStrategy(timeout='30s'): timeout has to be"),
+    (
+        strategy(DDP, bucket_cap_mb=-5),
+        "paral: ParalDDPStrategy(bucket_cap_mb=-5.0): buckets must be larger than 0 MiB.",
+    ),
+    (strategy(ZERO, stage=4), "trainer.strategy.stage: ParalZeROStrategy(stage=4): stage has to be 1, 2 or 3."),
     (strategy(ZERO, offload_optimiser="cpu"), "has no option 'offload_optimiser'. Did you mean offload_optimizer?"),
-    (strategy(ZERO, offload_optimizer=True), "offload_optimizer cannot be a bool. Give Offload(...), 'cpu', 'nvme'"),
+    (strategy(ZERO, offload_optimizer=True), "offload_optimizer has to be Offload(...), 'cpu', 'nvme' or None."),
     (strategy(ZERO, offload_optimizer={"pth": "/x"}), "offload_optimizer.pth: Offload has no option 'pth'."),
     (strategy(ZERO, deepspeed_config={"gradient_clip": 1}), "Did you mean 'gradient_clipping'?"),
-    (strategy(FSDP, checkpoint={"form": "shard"}), "checkpoint.form: CheckpointOptions(form='shard') is not known."),
+    (
+        strategy(FSDP, checkpoint={"form": "shard"}),
+        "CheckpointOptions(form='shard'): form has to be 'full', 'sharded' or None.",
+    ),
     (strategy(FSDP, activation_checkpointing={"unit": []}), "activation_checkpointing.unit: Activation"),
     (strategy("lightning_paral.ParalFSDPStrateg"), "There is no lightning_paral.ParalFSDPStrateg."),
     (of_trainer(strategy={"class_path": DDP, "all_reduce": "ring"}), "'all_reduce' is next to class_path."),
@@ -40,7 +46,10 @@ YAML: list[tuple[dict[str, Any], str]] = [
     (of_trainer(max_steps="ten"), "trainer.max_steps"),
 ]
 COMMAND_LINE = [
-    (["ParalDDPStrategy", "--trainer.strategy.wire_dtype=fp8"], "strategy.wire_dtype: wire_dtype='fp8' is not known."),
+    (
+        ["ParalDDPStrategy", "--trainer.strategy.wire_dtype=fp8"],
+        "(wire_dtype='fp8'): wire_dtype has to be 'bf16', 'fp16' or None.",
+    ),
     (["ParalFSDPStrategy", "--trainer.strategy.offload=nvme"], "strategy.offload: ParalFSDPStrategy(offload='nvme')"),
     (["paral_ddp", "--model.widht=3"], "model.widht: GPT has no option 'widht'. Did you mean width?"),
 ]

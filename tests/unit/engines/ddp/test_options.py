@@ -6,12 +6,6 @@ from lightning_paral import ConfigurationError, ParalDDPStrategy
 from tests.running import quiet_trainer
 
 
-@pytest.mark.parametrize(("options", "message"), [({"ddp_comm_hook": print, "all_reduce": "ring"}, "one or the other")])
-def test_invalid_option_is_refused_on_construction(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        ParalDDPStrategy(**options)
-
-
 @pytest.mark.parametrize(
     ("backend", "message"),
     [

@@ -33,7 +33,6 @@ from tests.running import quiet_trainer
         ({"stage": 2, "offload_optimizer": Offload(ratio=0.5)}, r"Offload\(ratio=0.5\) needs stage=3"),
         ({"deepspeed_config": {"gradient_accumulation_steps": 4}}, r"gradient_accumulation_steps=4.*accumulate_grad"),
         ({"deepspeed_config": {"gradient_clipping": 1.0}}, r"gradient_clipping=1.0.*gradient_clip_val"),
-        ({"deepspeed_config": {"train_micro_batch_size_per_gpu": 8}}, "train_micro_batch_size_per_gpu=8"),
         ({"deepspeed_config": {"optimizer": {"type": "Adam"}}}, "configure_optimizers"),
         ({"deepspeed_config": {"zero_optimization": {"compute_grad_norm": False}}}, r"compute_grad_norm=False.*clip"),
         ({"stage": 2, "deepspeed_config": {"zero_optimization": {"stage": 3}}}, r"stage=3.*say 2"),
@@ -46,13 +45,6 @@ from tests.running import quiet_trainer
 def test_contradictory_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         ParalZeROStrategy(**options)
-
-
-def test_offload_options_are_checked_on_construction() -> None:
-    with pytest.raises(ConfigurationError, match="PARAL_NVME_PATH"):
-        Offload("nvme")
-    with pytest.raises(ConfigurationError, match="at least 1"):
-        Offload(buffer_count=0)
 
 
 def test_nvme_by_name_needs_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
