@@ -50,9 +50,7 @@ def checked_dataclass(cls: Class) -> Class:
     """Apply `checked_options` to a dataclass. Write this decorator above `@dataclass`."""
     init = vars(cls)["__init__"]
     init.__qualname__ = f"{cls.__name__}.__init__"
-    checked = checked_options(init)
-    checked.__signature__ = _signature(init)
-    cls.__init__ = checked  # type: ignore[misc]
+    cls.__init__ = checked_options(init)  # type: ignore[misc]
     return cls
 
 
@@ -77,10 +75,12 @@ def takes(
             _check(owner, options, args, keywords)
             init(self, options(*args, **keywords))
 
-        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        signature = _signature(options)
-        checked.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
-        documented = [inspect.cleandoc(vars(cls).get("__doc__") or "") for cls in typing.cast(type, options).__mro__]
+        bases = typing.cast(type, options).__mro__
+        inherited = {name for base in bases[1:] for name in vars(base).get("__dataclass_fields__", ())}
+        parameters = sorted(inspect.signature(options).parameters.values(), key=lambda each: each.name in inherited)
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        checked.__signature__ = inspect.Signature([first, *parameters])  # type: ignore[attr-defined]
+        documented = [inspect.cleandoc(vars(cls).get("__doc__") or "") for cls in bases]
         sections = [text.partition("Args:\n")[2].partition("\n\n")[0] for text in documented]
         checked.__doc__ = "\n".join([f"Take the options of `{owner}`.", "", "Args:", *filter(None, sections)])
         return typing.cast(Callable[Concatenate[Any, P], None], checked)
@@ -88,21 +88,10 @@ def takes(
     return decorate
 
 
-def _signature(callee: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a constructor or dataclass without our annotations, for jsonargparse."""
-    signature, types = inspect.signature(callee), typing.get_type_hints(_init_of(callee))
-    parameters = signature.parameters.values()
-    plain = [each.replace(annotation=types.get(each.name, each.annotation)) for each in parameters]
-    return signature.replace(parameters=plain, return_annotation=None)
-
-
 @cache
 def _types(callee: Callable[..., Any]) -> dict[str, Any]:
-    return typing.get_type_hints(_init_of(callee), include_extras=True)
-
-
-def _init_of(callee: Any) -> Any:
-    return vars(callee)["__init__"] if isinstance(callee, type) else callee
+    init = vars(callee)["__init__"] if isinstance(callee, type) else callee
+    return typing.get_type_hints(init, include_extras=True)
 
 
 def _check(owner: str, callee: Callable[..., Any], args: Collection[Any], keywords: Mapping[str, Any]) -> None:

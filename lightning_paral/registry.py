@@ -48,99 +48,74 @@ class RegisteredStrategy:
         return self.strategy(**arguments)
 
 
-_DDP = "ddp.ParalDDPStrategy"
-_FSDP = "fsdp.ParalFSDPStrategy"
-_ZERO = "zero.ParalZeROStrategy"
-_TABLE: tuple[tuple[str, str, dict[str, Any], str], ...] = (
-    (
-        "paral_auto",
-        "auto.ParalAutoStrategy",
-        {},
-        "Plans the memory of a fit, and becomes the cheapest strategy below that fits",
-    ),
-    (
-        "paral_dp",
-        "dp.ParalDPStrategy",
-        {},
-        "One process with a thread per device, for debugging; paral_ddp is faster",
-    ),
-    (
-        "paral_ddp",
-        _DDP,
-        {},
-        "A full model per rank; the backend's all-reduce averages gradients during the backward pass",
-    ),
-    (
-        "paral_ddp_ring",
-        _DDP,
-        {"all_reduce": "ring"},
-        "paral_ddp with our point-to-point ring all-reduce, for any backend",
-    ),
-    ("paral_fsdp", _FSDP, {}, "FSDP2: parameters, gradients and optimizer state are sharded"),
-    (
-        "paral_fsdp_offload",
-        _FSDP,
-        {"offload": True},
-        "paral_fsdp with parameters, gradients and optimizer state in host memory",
-    ),
-    ("paral_zero1", _ZERO, {"stage": 1}, "ZeRO-1: the optimizer state is sharded"),
-    ("paral_zero2", _ZERO, {"stage": 2}, "ZeRO-2: optimizer state and gradients are sharded"),
-    ("paral_zero3", _ZERO, {"stage": 3}, "ZeRO-3: optimizer state, gradients and parameters are sharded"),
-    (
-        "paral_zero1_offload",
-        _ZERO,
-        {"stage": 1, "offload_optimizer": "cpu"},
-        "paral_zero1 with the optimizer in host memory",
-    ),
-    (
-        "paral_zero2_offload",
-        _ZERO,
-        {"stage": 2, "offload_optimizer": "cpu"},
-        "paral_zero2 with the optimizer in host memory",
-    ),
-    (
-        "paral_zero3_offload",
-        _ZERO,
-        {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
-        "paral_zero3 with optimizer and parameters in host memory",
-    ),
-    (
-        "paral_zero3_nvme",
-        _ZERO,
-        {"stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme"},
-        "paral_zero3 with optimizer and parameters on NVMe, in the folder PARAL_NVME_PATH",
-    ),
-    (
-        "paral_tp",
-        _FSDP,
-        {"tensor_parallel": "node"},
-        "Tensor parallel: all ranks of a node compute each layer together, each some of its features",
-    ),
-    (
-        "paral_fsdp_tp",
-        _FSDP,
-        {"tensor_parallel": 2},
-        "paral_tp over pairs of ranks, and paral_fsdp over the pairs",
-    ),
-    (
-        "paral_pp",
-        "pipeline.ParalPipelineStrategy",
-        {},
-        "Pipeline parallel: each rank has some of the layers, and micro-batches pass from rank to rank",
-    ),
-)
-STRATEGIES = tuple(
-    RegisteredStrategy(
+def _ours(name: str, path: str, description: str, **arguments: Any) -> RegisteredStrategy:
+    return RegisteredStrategy(
         name=name,
         class_path=f"lightning_paral.strategies.{path}",
         arguments=MappingProxyType(arguments),
         description=description,
     )
-    for name, path, arguments, description in _TABLE
-)
 
-_START_METHODS = {"notebook": "fork", "fork": "fork", "spawn": "spawn"}
-"""Last parts of names of Lightning's strategies, such as `ddp_notebook`, and the start methods that they select."""
+
+_DDP, _FSDP, _ZERO = "ddp.ParalDDPStrategy", "fsdp.ParalFSDPStrategy", "zero.ParalZeROStrategy"
+STRATEGIES = (
+    _ours(
+        "paral_auto",
+        "auto.ParalAutoStrategy",
+        "Plans the memory of a fit, and becomes the cheapest strategy below that fits",
+    ),
+    _ours("paral_dp", "dp.ParalDPStrategy", "One process with a thread per device, for debugging; paral_ddp is faster"),
+    _ours(
+        "paral_ddp", _DDP, "A full model per rank; the backend's all-reduce averages gradients during the backward pass"
+    ),
+    _ours(
+        "paral_ddp_ring", _DDP, "paral_ddp with our point-to-point ring all-reduce, for any backend", all_reduce="ring"
+    ),
+    _ours("paral_fsdp", _FSDP, "FSDP2: parameters, gradients and optimizer state are sharded"),
+    _ours(
+        "paral_fsdp_offload",
+        _FSDP,
+        "paral_fsdp with parameters, gradients and optimizer state in host memory",
+        offload=True,
+    ),
+    _ours("paral_zero1", _ZERO, "ZeRO-1: the optimizer state is sharded", stage=1),
+    _ours("paral_zero2", _ZERO, "ZeRO-2: optimizer state and gradients are sharded", stage=2),
+    _ours("paral_zero3", _ZERO, "ZeRO-3: optimizer state, gradients and parameters are sharded", stage=3),
+    _ours(
+        "paral_zero1_offload", _ZERO, "paral_zero1 with the optimizer in host memory", stage=1, offload_optimizer="cpu"
+    ),
+    _ours(
+        "paral_zero2_offload", _ZERO, "paral_zero2 with the optimizer in host memory", stage=2, offload_optimizer="cpu"
+    ),
+    _ours(
+        "paral_zero3_offload",
+        _ZERO,
+        "paral_zero3 with optimizer and parameters in host memory",
+        stage=3,
+        offload_optimizer="cpu",
+        offload_parameters="cpu",
+    ),
+    _ours(
+        "paral_zero3_nvme",
+        _ZERO,
+        "paral_zero3 with optimizer and parameters on NVMe, in the folder PARAL_NVME_PATH",
+        stage=3,
+        offload_optimizer="nvme",
+        offload_parameters="nvme",
+    ),
+    _ours(
+        "paral_tp",
+        _FSDP,
+        "Tensor parallel: all ranks of a node compute each layer together, each some of its features",
+        tensor_parallel="node",
+    ),
+    _ours("paral_fsdp_tp", _FSDP, "paral_tp over pairs of ranks, and paral_fsdp over the pairs", tensor_parallel=2),
+    _ours(
+        "paral_pp",
+        "pipeline.ParalPipelineStrategy",
+        "Pipeline parallel: each rank has some of the layers, and micro-batches pass from rank to rank",
+    ),
+)
 
 
 def register_strategies() -> None:
@@ -185,25 +160,14 @@ def _looks_like_ours(name: str) -> bool:
 
 def explain_unknown_name(name: str) -> str:
     """Return a message that `name` is unknown, with the most similar names and how to register them."""
-    classes = {entry.name: entry.class_name for entry in STRATEGIES}
-    lowered = {class_name.lower(): class_name for class_name in classes.values()}
-    stem, _, method = name.rpartition("_")
-    if stem in classes and method in _START_METHODS:
-        hint = (
-            f"Use {stem!r}, which forks the ranks in a notebook. To choose how ranks are started, pass "
-            f"strategy=lightning_paral.{classes[stem]}(start_method={_START_METHODS[method]!r})."
-        )
-        return f"There is no strategy named {name!r}. {hint}"
-    is_short = f"paral_{name}" in classes
-    near = [f"paral_{name}"] if is_short else nearest_names(name.replace("-", "_"), [*classes, *lowered])
-    if near and near[0] in lowered:
-        class_name = lowered[near[0]]
-        return (
-            f"There is no strategy named {name!r}. {class_name} is a class: write "
-            f"strategy=lightning_paral.{class_name}() in Python, or class_path: lightning_paral.{class_name} in YAML."
-        )
-    hint = did_you_mean(near, quoted=True) if near else f"The names are {', '.join(classes)}."
-    return (
-        f"There is no strategy named {name!r}. {hint} `paral strategies` lists all names. `import lightning_paral` "
-        "registers them."
-    )
+    names = [entry.name for entry in STRATEGIES]
+    classes = {entry.class_name.lower(): entry.class_name for entry in STRATEGIES}
+    known = [*names, *classes]
+    near = [f"paral_{name}"] if f"paral_{name}" in names else nearest_names(name.replace("-", "_"), known)
+    if near and near[0] in classes:
+        path = f"lightning_paral.{classes[near[0]]}"
+        hint = f"It is a class: write strategy={path}() in Python, or class_path: {path} in YAML."
+    else:
+        hint = did_you_mean(near, quoted=True) if near else f"The names are {', '.join(names)}."
+        hint += " `paral strategies` lists all names. `import lightning_paral` registers them."
+    return f"There is no strategy named {name!r}. {hint}"

@@ -201,29 +201,24 @@ class ParallelDims:
         return _new_group(f"{purpose}, ranks {self.pipeline_ranks}", self.pipeline_ranks)
 
 
+def check_divides(given: str, count: int, total: int, of: str, hint: str) -> None:
+    """Raise a `ConfigurationError` if `count` does not divide `total`.
+
+    Args:
+        given: the option and its value, such as `replicate=3`.
+        count: the number of equal groups, or of the members of each.
+        total: the number to divide.
+        of: what is divided, such as `ranks`.
+        hint: what to say after the numbers that would do.
+    """
+    if count < 1 or total % count:
+        fitting = ", ".join(str(number) for number in range(1, total + 1) if total % number == 0)
+        raise ConfigurationError(f"{given} does not divide the {total} {of}. Choose one of {fitting}; {hint}.")
+
+
 def check_replicate(replicate: int, world_size: int) -> None:
     """Raise a `ConfigurationError` if `world_size` ranks cannot be divided into `replicate` equal shard groups."""
-    if replicate < 1 or world_size % replicate:
-        fitting = [str(count) for count in range(1, world_size + 1) if world_size % count == 0]
-        arithmetic = (
-            f": {world_size} / {replicate} = {world_size / replicate:.2f} ranks per shard group" if replicate else ""
-        )
-        raise ConfigurationError(
-            f"replicate={replicate} does not divide the {world_size} ranks{arithmetic}. "
-            f"Choose one of {', '.join(fitting)}; 1 shards over all ranks."
-        )
-
-
-def check_reshard(reshard_after_forward: bool | int | None, num_shards: int) -> None:
-    """Raise a `ConfigurationError` if `reshard_after_forward` is a number that does not divide `num_shards`."""
-    if isinstance(reshard_after_forward, bool) or reshard_after_forward is None:
-        return
-    if num_shards % reshard_after_forward:
-        fitting = [str(count) for count in range(1, num_shards + 1) if num_shards % count == 0]
-        raise ConfigurationError(
-            f"reshard_after_forward={reshard_after_forward} does not divide the {num_shards} ranks over which a "
-            f"replica is sharded. Choose one of {', '.join(fitting)}, or True (over all) or False (not at all)."
-        )
+    check_divides(f"replicate={replicate}", replicate, world_size, "ranks", "1 shards over all ranks")
 
 
 def make_mesh(device: torch.device, dims: ParallelDims) -> DeviceMesh:

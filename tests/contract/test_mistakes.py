@@ -40,8 +40,6 @@ NAMES = [
     ("ddp_ring", "Did you mean 'paral_ddp_ring'?"),
     ("parallel", "There is no strategy named 'parallel'. The names are paral_auto, paral_dp,"),
     ("ParalDDPStrategy", "strategy=lightning_paral.ParalDDPStrategy()"),
-    ("paral_ddp_notebook", "Use 'paral_ddp', which forks the ranks in a notebook"),
-    ("paral_fsdp_spawn", "pass strategy=lightning_paral.ParalFSDPStrategy(start_method='spawn')"),
     (ParalDDPStrategy, "Trainer(strategy=ParalDDPStrategy): this is the class itself"),
 ]
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from lightning_paral.distributed.mesh import ParallelDims, check_replicate, check_reshard
+from lightning_paral.distributed.mesh import ParallelDims, check_divides
 from lightning_paral.engines.fsdp.precision import ReduceDtype
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.option_types import Positive
@@ -134,19 +134,12 @@ class FSDPOptions(RankOptions):
     def check_world_size(self, world_size: int, ranks_per_node: int) -> None:
         """Raise a `ConfigurationError` if `world_size` ranks cannot be arranged as the options specify."""
         tensor = ranks_per_node if self.tensor_parallel == "node" else self.tensor_parallel
-        if world_size % tensor:
-            fitting = [str(count) for count in range(1, world_size + 1) if world_size % count == 0]
-            raise ConfigurationError(
-                f"tensor_parallel={tensor} does not divide the {world_size} ranks: {world_size} / {tensor} = "
-                f"{world_size / tensor:.2f}. Choose one of {', '.join(fitting)}; 1 splits no layers."
-            )
+        check_divides(f"tensor_parallel={tensor}", tensor, world_size, "ranks", "1 splits no layers")
         if self.tensor_parallel == "node":
             return
-        data_size = world_size // tensor
-        if tensor > 1 and (self.replicate < 1 or data_size % self.replicate):
-            raise ConfigurationError(
-                f"replicate={self.replicate} does not divide the {data_size} groups of tensor_parallel={tensor} ranks. "
-                "Choose a number that does; 1 shards over all groups."
-            )
-        check_replicate(self.replicate, data_size)
-        check_reshard(self.reshard_after_forward, data_size // self.replicate)
+        data_size, replicate, reshard = world_size // tensor, self.replicate, self.reshard_after_forward
+        groups = "ranks" if tensor == 1 else f"groups of tensor_parallel={tensor} ranks"
+        check_divides(f"replicate={replicate}", replicate, data_size, groups, f"1 shards over all {groups}")
+        if not isinstance(reshard, bool | None):
+            of, hint = "ranks over which a replica is sharded", "True means all of them, False not at all"
+            check_divides(f"reshard_after_forward={reshard}", reshard, data_size // replicate, of, hint)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.distributed.mesh import ParallelDims, check_divides
 from lightning_paral.engines.pipeline.schedule import Schedule
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.option_types import Positive
@@ -98,22 +98,16 @@ class PipelineOptions(RankOptions):
         One rank may shard over itself, so that a configuration also works on one device.
         """
         stages = self.num_stages(world_size)
-        if world_size % stages:
-            fitting = [str(count) for count in range(1, world_size + 1) if world_size % count == 0]
-            raise ConfigurationError(
-                f"{'stages' if self.stages else 'balance'} gives {stages} stages, which does not divide the "
-                f"{world_size} ranks: {world_size} / {stages} = {world_size / stages:.2f} ranks per stage. Choose one "
-                f"of {', '.join(fitting)} stages; the ranks of a stage draw different samples."
-            )
+        given = (
+            f"stages={stages}" if isinstance(self.balance, str) else f"balance={list(self.balance)}, {stages} stages,"
+        )
+        check_divides(given, stages, world_size, "ranks", "the ranks of a stage draw different samples")
         per_stage = world_size // stages
         if self.shard is True and per_stage == 1 and world_size > 1:
             raise ConfigurationError(
                 f"shard=True shards each stage over its ranks, but with {stages} stages on {world_size} ranks, each "
                 "stage has one rank. Set stages to a smaller number, or leave shard out."
             )
-        if not isinstance(self.shard, bool) and per_stage % self.shard:
-            fitting = [str(count) for count in range(1, per_stage + 1) if per_stage % count == 0]
-            raise ConfigurationError(
-                f"shard={self.shard} does not divide the {per_stage} rank(s) of each of the {stages} stage(s). Choose "
-                f"one of {', '.join(fitting)}, or True (over all ranks of a stage) or False (not at all)."
-            )
+        if not isinstance(self.shard, bool):
+            of, hint = f"rank(s) of each of the {stages} stage(s)", "True means all of them, False not at all"
+            check_divides(f"shard={self.shard}", self.shard, per_stage, of, hint)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_paral import ConfigurationError, ParalDDPStrategy
 from lightning_paral.distributed.differences.checksum import checksum
 from tests.contract.cases import BY_LABEL, labels
 from tests.distributed.divergence.modules import Differing, fit
@@ -72,11 +71,6 @@ def warns_about_no_replicas(strategy: str) -> bool:
         warnings.simplefilter("always")
         assert fit(strategy, Differing("", 0), {"divergence_check_every": 1}) == ""
     return any("divergence_check_every=1 has no effect" in str(each.message) for each in caught)
-
-
-def test_interval_below_1_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="divergence_check_every=0 has to be at least 1"):
-        ParalDDPStrategy(divergence_check_every=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex128, torch.bool])

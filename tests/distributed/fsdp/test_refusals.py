@@ -72,7 +72,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], list[str]]] = {
     "accumulate": (Tied, {"accumulate": "whole"}, {}, ["'whole'", "'sharded' or 'unsharded'"]),
     "prefetch": (Tied, {"prefetch": 0}, {}, ["prefetch=0"]),
     "reduce_dtype": (Tied, {"reduce_dtype": "fp8"}, {}, ["'fp8'", "'bf16'"]),
-    "two choices": (Tied, {"units": ["Block"], "min_params": 5}, {}, ["min_params=5", "Give units, or"]),
+    "two choices": (Tied, {"units": ["Block"], "min_params": 5}, {}, ["min_params=5", "Give one of"]),
     "early optimizer": (MadeEarly, {}, {}, ["Adagrad", "before MadeEarly was sharded", "configure_optimizers"]),
     "FSDP1": (Wrapped, {}, {}, ["'embedding'", "FSDP1"]),
     "two dtypes": (TwoDtypes, {}, {}, ["blocks.1", "blocks.1.norm.weight (bfloat16)", "(float32)"]),

@@ -154,11 +154,8 @@ def test_what_shows_later_is_refused_then(on_ranks, make: Any, options: dict[str
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "1F1B"}, "schedule='1F1B' is not known"),
-        ({"stages": 0}, "stages"),
-        ({"micro_batches": 0}, "micro_batches"),
-        ({"balance": "flops"}, "balance='flops' is not known"),
-        ({"balance": [0, 4]}, "each at least 1"),
+        ({"balance": [0, 4]}, "each an integer of at least 1"),
+        ({"balance": []}, "balance="),
         ({"stages": 2, "balance": [1, 2, 1]}, "3 stages, but stages=2"),
         ({"units": []}, "units is empty"),
     ],
@@ -172,4 +169,4 @@ def test_options_are_refused(options: dict[str, Any], message: str) -> None:
 def test_stages_that_do_not_divide_the_world_are_refused(on_ranks) -> None:
     messages = on_ranks(2, refusal, Chain, {"stages": 3}, 2, {})
 
-    assert all("stages gives 3 stages, which does not divide the 2 ranks" in each for each in messages)
+    assert all("stages=3 does not divide the 2 ranks" in each for each in messages)

@@ -117,8 +117,6 @@ def test_tensor_ranks_on_different_nodes_are_a_warning(on_ranks) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tensor_parallel": 0}, "tensor_parallel"),
-        ({"tensor_parallel": "all"}, "is not known"),
         ({"tensor_parallel": "node", "replicate": 2}, "one copy of the model on each node"),
         ({"plan": {"up": "colwise"}}, "tensor_parallel=1"),
         ({"tensor_parallel": 2, "offload": True}, "cannot be combined"),

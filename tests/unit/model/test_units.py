@@ -121,7 +121,7 @@ def test_single_unit_is_explained_with_classes_to_choose() -> None:
     [
         ({"units": []}, "units is empty"),
         ({"min_params": 0}, "at least 1"),
-        ({"units": "A", "min_params": 1}, "Give units"),
+        ({"units": "A", "min_params": 1}, "Give one of"),
     ],
 )
 def test_options_of_activation_checkpointing_are_checked_on_construction(options: dict, message: str) -> None:
