@@ -24,7 +24,7 @@ from lightning_paral.model.batchnorm import check_sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.foreign_parameters import check_optimizer_parameters
-from lightning_paral.planning.strategy_layouts import ddp_layout
+from lightning_paral.planning.layout import Layout
 from lightning_paral.strategies.base import ParalStrategy
 
 
@@ -66,8 +66,6 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
             wrapper=own["ddp_comm_wrapper"],
         )
         check_options(options)
-        wire_dtype = self._reduction.wire_dtype
-        self._engine_layout = ddp_layout(all_reduce, None if wire_dtype is None else wire_dtype.itemsize, own)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -81,6 +79,11 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         # Set during a run:
         self._ddp: DDPRun | None = None
         self._undo = ExitStack()
+
+    @property
+    def layout(self) -> Layout:
+        """How a plan counts the strategy."""
+        return Layout(strategy=self.strategy_name, engine="ddp", recomputes=self.activation_checkpointing is not None)
 
     # Process group: `ParalStrategy`.
 
