@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_paral.callbacks.monitoring.measured_steps import MeasuredSteps
 from lightning_paral.callbacks.monitoring.memory import HostBeforeFit
 from lightning_paral.callbacks.monitoring.options import MonitorOptions
-from lightning_paral.callbacks.monitoring.planned import PlannedCosts, costs_per_batch
+from lightning_paral.callbacks.monitoring.planned import PlannedCosts
 from lightning_paral.callbacks.monitoring.progress_text import show_in_progress_bar
 from lightning_paral.callbacks.monitoring.rank_report import RankReport
 from lightning_paral.callbacks.monitoring.setup_hooks import call_after_setup_hooks
@@ -22,7 +22,7 @@ from lightning_paral.compat.lightning.training_steps import step_of_loggers
 from lightning_paral.distributed.latest_values import LatestValues
 from lightning_paral.errors import ParalError
 from lightning_paral.option_types import checked_options
-from lightning_paral.planning.fit import plan_fit, settings_of
+from lightning_paral.planning.plan import plan_fit
 from lightning_paral.tables import make_console
 
 _PATIENCE = timedelta(seconds=2)
@@ -115,10 +115,10 @@ class ParalMonitor(Callback):
         self._num_ranks = self._num_data_ranks = 1
         self._num_batches = 0
 
-    def expect(self, planned: PlannedCosts) -> None:
-        """Show `planned` beside what is measured, unless the user has given a plan."""
+    def expect(self, planned_bytes: int) -> None:
+        """Show `planned_bytes` beside what is measured, unless the user has given a plan."""
         if self.options.planned_bytes is None:
-            self.planned = planned
+            self.planned = PlannedCosts(peak_bytes=planned_bytes)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remember the memory before a fit, and plan the fit after all hooks `setup` if the option `plan` is set."""
@@ -139,7 +139,7 @@ class ParalMonitor(Callback):
         except (ParalError, OSError) as error:
             rank_zero_warn(f"ParalMonitor(plan=True) has no plan to compare with: {error}")
         else:
-            self.planned = costs_per_batch(made.estimate, settings_of(trainer), made.notes)
+            self.planned = PlannedCosts(peak_bytes=made.peak_bytes)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to measure."""

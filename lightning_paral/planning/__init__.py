@@ -1,1 +1,1 @@
-"""Predict memory, traffic and time of a fit for every strategy, and choose one."""
+"""Predict memory and traffic of a fit for every strategy, and choose one."""

@@ -1,21 +1,21 @@
-"""The layouts that a plan compares: a strategy by name, and options that save memory."""
+"""What a plan knows of a strategy: its engine, and where it keeps which state."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from lightning_paral.distributed.mesh import check_replicate
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.suggestions import did_you_mean, nearest_names
 
-Engine = Literal["dp", "ddp", "fsdp", "zero"]
+Engine = Literal["dp", "ddp", "fsdp", "zero", "pipeline"]
 Place = Literal["device", "host", "nvme"]
-AllReduce = Literal["default", "ring", "reduce_broadcast", "all_to_all"]
+RANKS_PER_NODE = 8
+"""The tensor ranks that `paral_tp` has at most, when it is planned for more ranks than these."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A strategy and where it keeps which state."""
+    """A strategy, and where it keeps which state."""
 
     strategy: str
     """The name for `Trainer(strategy=...)`."""
@@ -26,36 +26,33 @@ class Layout:
     """Where optimizer states and the gradients for them are."""
     parameter_place: Place = "device"
     """Where shards of parameters are between their uses."""
-    all_reduce: AllReduce = "default"
-    recomputes: bool = False
-    """Whether activations are recomputed: `activation_checkpointing=ActivationCheckpointing()`."""
     replicas: int = 1
     """Under FSDP, the number of copies of the model; each is sharded over an equal part of the ranks."""
-    wire_itemsize: int | None = None
-    """Under DDP, bytes per element of gradients on the wire; `None`: those of their dtype."""
-    has_gradient_views: bool = False
-    """Whether gradients are views into DDP's buckets, and take no memory beside them."""
     reshards: bool = True
     """Whether FSDP reshards units between forward and backward."""
-    bucket_numel: int | None = None
-    """Elements of a bucket of ZeRO; `None`: the default."""
+    tensor: int | None = 1
+    """Under FSDP, the number of tensor ranks; `None`: all of a node."""
+    stages: int | None = None
+    """The number of stages of a pipeline; `None`: one per rank."""
+    micro_batches: int | None = None
+    """Into how many parts a pipeline divides a batch; `None`: four per stage."""
+    recomputes: bool = False
+    """Whether activations are recomputed: `activation_checkpointing=ActivationCheckpointing()`."""
     label: str = ""
     """What a plan calls the row of a strategy object; empty for the rows of registered strategies."""
-    uncounted: tuple[str, ...] = ()
-    """Options of the strategy object that a plan cannot count, such as `prefetch=2`."""
 
     @property
     def options(self) -> tuple[str, ...]:
         """The options of a strategy object that a plan counts, besides those in the name of the strategy."""
+        is_zero = self.engine == "zero"
         counted = {
             "replicate": self.replicas if self.replicas > 1 else None,
             "reshard_after_forward": None if self.reshards else False,
-            "all_reduce": None if self.all_reduce in ("default", "ring") else self.all_reduce,
-            "wire_dtype": None if self.wire_itemsize is None else f"{8 * self.wire_itemsize} bits",
-            "gradient_as_bucket_view": self.has_gradient_views or None,
-            "reduce_bucket_numel": self.bucket_numel,
-            "offload_optimizer": self.optimizer_place if self.engine == "zero" and self.is_offloaded else None,
-            "offload_parameters": self.parameter_place if self.engine == "zero" and self.is_offloaded else None,
+            "tensor_parallel": None if self.tensor == 1 else self.tensor or "node",
+            "stages": self.stages,
+            "micro_batches": self.micro_batches,
+            "offload_optimizer": self.optimizer_place if is_zero and self.is_offloaded else None,
+            "offload_parameters": self.parameter_place if is_zero and self.is_offloaded else None,
             "activation_checkpointing": self.recomputes or None,
         }
         return tuple(f"{option}={value}" for option, value in counted.items() if value is not None)
@@ -63,24 +60,34 @@ class Layout:
     @property
     def name(self) -> str:
         """The label; without one, the strategy, and `+ recompute` if activations are recomputed."""
-        if self.label:
-            return self.label
-        return f"{self.strategy} + recompute" if self.recomputes else self.strategy
+        return self.label or (f"{self.strategy} + recompute" if self.recomputes else self.strategy)
 
     @property
     def is_offloaded(self) -> bool:
         """Whether some state is outside of the device."""
         return (self.optimizer_place, self.parameter_place) != ("device", "device")
 
-    def recomputing(self) -> "Layout":
-        """Return this layout with activation checkpointing."""
-        return replace(self, recomputes=True)
+    def tensor_ranks(self, num_ranks: int) -> int:
+        """Return over how many of `num_ranks` ranks each layer is split."""
+        if self.tensor is not None:
+            return self.tensor
+        return num_ranks if num_ranks % RANKS_PER_NODE else RANKS_PER_NODE
+
+    def objection(self, num_ranks: int, num_units: int) -> str | None:
+        """Return why `num_ranks` ranks cannot train a module of `num_units` units in this way; `None` if they can."""
+        for option, parts in (("replicate", self.replicas), ("tensor_parallel", self.tensor), ("stages", self.stages)):
+            if parts is not None and num_ranks % parts:
+                return f"{option}={parts} does not divide the {num_ranks} ranks of the plan"
+        stages = self.stages or num_ranks
+        if self.engine == "pipeline" and num_units < stages:
+            return f"{stages} stages need at least as many repeated blocks, but the module has {num_units}"
+        return None
 
 
 LAYOUTS = (
     Layout(strategy="paral_dp", engine="dp"),
     Layout(strategy="paral_ddp", engine="ddp"),
-    Layout(strategy="paral_ddp_ring", engine="ddp", all_reduce="ring"),
+    Layout(strategy="paral_ddp_ring", engine="ddp"),
     Layout(strategy="paral_fsdp", engine="fsdp"),
     Layout(strategy="paral_fsdp_offload", engine="fsdp", optimizer_place="host", parameter_place="host"),
     Layout(strategy="paral_zero1", engine="zero", stage=1),
@@ -90,16 +97,11 @@ LAYOUTS = (
     Layout(strategy="paral_zero2_offload", engine="zero", stage=2, optimizer_place="host"),
     Layout(strategy="paral_zero3_offload", engine="zero", stage=3, optimizer_place="host", parameter_place="host"),
     Layout(strategy="paral_zero3_nvme", engine="zero", stage=3, optimizer_place="nvme", parameter_place="nvme"),
+    Layout(strategy="paral_tp", engine="fsdp", tensor=None),
+    Layout(strategy="paral_fsdp_tp", engine="fsdp", tensor=2),
+    Layout(strategy="paral_pp", engine="pipeline"),
 )
-"""One for each registered strategy that can be planned."""
-
-NOT_PLANNED = {
-    "paral_auto": "it becomes the strategy that a plan recommends",
-    "paral_tp": "`paral plan --tensor-parallel` prints what each of its ranks has instead",
-    "paral_fsdp_tp": "`paral plan --tensor-parallel` prints what each of its ranks has instead",
-    "paral_pp": "its memory depends on how the layers divide among the stages, which a plan does not follow yet",
-}
-"""The other registered strategies, and why they are not planned."""
+"""One for each registered strategy but `paral_auto`, which becomes one of them."""
 
 
 class HasLayout(Protocol):
@@ -123,68 +125,22 @@ def layouts_of(strategies: Iterable[str | HasLayout | Layout] | None) -> tuple[L
         return LAYOUTS
     known = {layout.strategy: layout for layout in LAYOUTS}
     chosen: list[Layout] = []
-    num_objects = 0
     for strategy in strategies:
-        if not isinstance(strategy, str):
-            num_objects += 1
-            label = "configured" if num_objects == 1 else f"configured {num_objects}"
-            chosen.append(replace(_layout_of_object(strategy), label=label))
-        elif strategy in known:
+        if isinstance(strategy, str):
+            if strategy not in known:
+                near = nearest_names(strategy, known)
+                hint = did_you_mean(near, quoted=True) if near else f"The names are {', '.join(known)}."
+                raise ConfigurationError(f"There is no strategy named {strategy!r} to plan for. {hint}")
             chosen.append(known[strategy])
-        else:
-            if strategy in NOT_PLANNED:
-                raise ConfigurationError(f"{strategy!r} cannot be planned: {NOT_PLANNED[strategy]}.")
-            near = nearest_names(strategy, known)
-            hint = did_you_mean(near, quoted=True) if near else f"The names are {', '.join(known)}."
-            raise ConfigurationError(f"There is no strategy named {strategy!r} to plan for. {hint}")
+            continue
+        layout = strategy if isinstance(strategy, Layout) else getattr(strategy, "layout", None)
+        if not isinstance(layout, Layout):
+            raise ConfigurationError(
+                f"{type(strategy).__name__} cannot be planned. Give the name of a strategy, such as 'paral_fsdp', or "
+                "an object of one of lightning_paral's strategies other than ParalAutoStrategy."
+            )
+        number = 1 + sum(bool(each.label) for each in chosen)
+        chosen.append(replace(layout, label="configured" if number == 1 else f"configured {number}"))
     if not chosen:
         raise ConfigurationError("No strategies were given to plan for. Leave the option out to plan for all.")
     return tuple(chosen)
-
-
-def _layout_of_object(strategy: HasLayout | Layout) -> Layout:
-    layout = strategy if isinstance(strategy, Layout) else getattr(strategy, "layout", None)
-    if not isinstance(layout, Layout):
-        raise ConfigurationError(
-            f"{type(strategy).__name__} cannot be planned: it has no layout. Give the name of a strategy, such as "
-            "'paral_fsdp', or an object of one of lightning_paral's strategies other than ParalAutoStrategy and "
-            "ParalPipelineStrategy, without tensor_parallel."
-        )
-    return layout
-
-
-def rows_of(layout: Layout, *, recomputes: bool) -> tuple[Layout, ...]:
-    """Return the rows of a plan for a layout: also one with recomputation, if its strategy has this option.
-
-    The row of a strategy object stands for its own options alone.
-
-    Args:
-        layout: the layout.
-        recomputes: whether the module has repeated blocks whose activations can be recomputed.
-    """
-    return (layout, layout.recomputing()) if recomputes and not layout.label and layout.engine != "dp" else (layout,)
-
-
-def check_replicas(layouts: Iterable[Layout], world_size: int) -> None:
-    """Raise a `ConfigurationError` if the ranks cannot be divided into the replicas of a layout."""
-    for layout in layouts:
-        check_replicate(layout.replicas, world_size)
-
-
-def notes_on_objects(layouts: Iterable[Layout], *, recomputes: bool) -> tuple[str, ...]:
-    """Return what the rows of strategy objects stand for, and which of their options are not counted.
-
-    Args:
-        layouts: the layouts of a plan.
-        recomputes: whether the module has repeated blocks whose activations can be recomputed.
-    """
-    notes = []
-    for layout in layouts:
-        if layout.label:
-            missing = list(layout.uncounted)
-            if layout.recomputes and not recomputes:
-                missing.append("activation_checkpointing, because its recomputation cannot be followed")
-            options = "" if not layout.options else f" with {', '.join(layout.options)}"
-            counted = "" if not missing else f" Not counted: {', '.join(missing)}."
-            notes.append(f"The row {layout.name} is {layout.strategy}{options}.{counted}")
-    return tuple(notes)

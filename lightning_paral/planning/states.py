@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -75,58 +76,33 @@ class ModelStates:
         """Bytes of all optimizer states."""
         return sum(parameter.optimizer_bytes for parameter in self.parameters)
 
-    def numel_by_dtype(self) -> dict[str, int]:
-        """Return the number of elements of the parameters by dtype, for example `{"float32": 1000}`."""
-        numels: dict[str, int] = {}
-        for parameter in self.parameters:
-            name = str(parameter.dtype).removeprefix("torch.")
-            numels[name] = numels.get(name, 0) + parameter.numel
-        return numels
 
-
-def count_states(module: Module, optimizers: Iterable[Optimizer] = ()) -> ModelStates:
+def count_states(module: Module, optimizers: Iterable[Optimizer] = (), *, assume_adam: bool = False) -> ModelStates:
     """Count the states of `module`; its tensors may be on the meta device, or fake.
 
     Args:
         module: the module.
         optimizers: its optimizers after a step, so that their states exist. States are counted as they are.
+        assume_adam: count two optimizer states per element of each trained parameter instead.
     """
     optimizers = list(optimizers)
     states: dict[Tensor, list[Tensor]] = {}
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
-            states.setdefault(parameter, []).extend(_tensors(state))
-    parameters = tuple(
-        ParameterState(
-            name=name,
-            shape=tuple(parameter.shape),
-            dtype=parameter.dtype,
-            is_trained=parameter.requires_grad,
-            optimizer_numel=sum(state.numel() for state in states.get(parameter, ()) if state.dim()),
-            optimizer_bytes=sum(state.numel() * state.element_size() for state in states.get(parameter, ())),
+            apply_to_collection(state, Tensor, states.setdefault(parameter, []).append)
+    parameters = []
+    for name, parameter in module.named_parameters():
+        counted = ParameterState(
+            name=name, shape=tuple(parameter.shape), dtype=parameter.dtype, is_trained=parameter.requires_grad
         )
-        for name, parameter in module.named_parameters()
+        own: Any = states.get(parameter, ())
+        numel = sum(state.numel() for state in own if state.dim())
+        num_bytes = sum(state.numel() * state.element_size() for state in own)
+        if assume_adam:
+            numel, num_bytes = 2 * counted.numel * counted.is_trained, 2 * counted.gradient_bytes
+        parameters.append(replace(counted, optimizer_numel=numel, optimizer_bytes=num_bytes))
+    return ModelStates(
+        parameters=tuple(parameters),
+        buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()),
+        num_optimizers=max(1, len(optimizers)),
     )
-    buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
-    return ModelStates(parameters=parameters, buffer_bytes=buffers, num_optimizers=max(1, len(optimizers)))
-
-
-def assume_adam(states: ModelStates) -> ModelStates:
-    """Return `states` with two optimizer states per element of each trained parameter, in its dtype, as Adam has."""
-    parameters = tuple(
-        replace(parameter, optimizer_numel=2 * parameter.numel, optimizer_bytes=2 * parameter.num_bytes)
-        if parameter.is_trained
-        else parameter
-        for parameter in states.parameters
-    )
-    return replace(states, parameters=parameters)
-
-
-def _tensors(state: Any) -> list[Tensor]:
-    if isinstance(state, Tensor):
-        return [state]
-    if isinstance(state, dict):
-        return [tensor for value in state.values() for tensor in _tensors(value)]
-    if isinstance(state, list | tuple):
-        return [tensor for value in state for tensor in _tensors(value)]
-    return []

@@ -2,32 +2,24 @@
 
 import os
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_paral.callbacks.monitor import ParalMonitor
-from lightning_paral.callbacks.monitoring.planned import costs_per_batch
 from lightning_paral.compat.lightning.replaced_strategy import replace_strategy
 from lightning_paral.engines.zero.runtime.deepspeed import check_installed
 from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.model.host_memory_check import available_bytes
 from lightning_paral.option_types import takes
 from lightning_paral.options import ActivationCheckpointing, RankOptions
-from lightning_paral.planning.advice import Advice, advise, candidates
-from lightning_paral.planning.estimate import estimate
-from lightning_paral.planning.fit import follow_fit, settings_of
-from lightning_paral.planning.following import FollowedSteps
+from lightning_paral.planning.follow import follow_fit, settings_of
 from lightning_paral.planning.layout import LAYOUTS, Layout
-from lightning_paral.planning.settings import StepSettings
+from lightning_paral.planning.plan import make_plan
 from lightning_paral.quantities import parse_bytes
 from lightning_paral.strategies.base import ParalStrategy
-from lightning_paral.strategies.ddp import ParalDDPStrategy
-from lightning_paral.strategies.fsdp import ParalFSDPStrategy
-from lightning_paral.strategies.zero import ParalZeROStrategy
 
 _DDP = next(layout for layout in LAYOUTS if layout.strategy == "paral_ddp")
 
@@ -137,42 +129,30 @@ class ParalAutoStrategy(ParalStrategy, DDPStrategy):
 
     def _choose(self, trainer: Trainer, memory: int) -> Layout | str:
         """Return the layout to use, or why nothing fits. Say the choice in a line."""
-        settings = settings_of(trainer)
+        module = self.lightning_module
+        assert module is not None
         try:
-            followed = self._follow(trainer, settings)
+            followed = follow_fit(trainer, module)
         except (ParalError, OSError) as error:
             rank_zero_warn(f"paral_auto uses paral_ddp, because the fit cannot be planned: {error}")
             return _DDP
-        advice = self._advise(followed, settings, memory)
-        notes = " ".join(followed.plain.notes)
-        if advice.chosen is None:
-            return f"{advice.text} {notes}".rstrip()
-        rank_zero_info(f"paral_auto: {advice.text} {notes}".rstrip())
+        made = make_plan(
+            followed,
+            name=type(module).__name__,
+            layouts=[layout for layout in LAYOUTS if self._is_ready(layout)],
+            world_size=self.world_size,
+            device_memory=memory,
+            settings=settings_of(trainer),
+            on_cpu=self.root_device.type == "cpu",
+        )
+        text = " ".join([made.advice, *made.notes])
+        if made.chosen is None:
+            return text
+        rank_zero_info(f"paral_auto: {text}")
         for callback in vars(trainer)["callbacks"]:
             if isinstance(callback, ParalMonitor):
-                callback.expect(costs_per_batch(advice.chosen, settings))
-        return advice.chosen.layout
-
-    def _follow(self, trainer: Trainer, settings: StepSettings) -> FollowedSteps:
-        module = self.lightning_module
-        assert module is not None
-        num_parts = self.dims.data_size if self.sampling.split == "global" else 1
-        given = self._activation_checkpointing
-        return follow_fit(trainer, module, settings, num_parts=num_parts, checkpointing=given)
-
-    def _advise(self, followed: FollowedSteps, settings: StepSettings, memory: int) -> Advice:
-        on_cpu = self.root_device.type == "cpu"
-        layouts = candidates(
-            on_cpu=on_cpu,
-            several_optimizers=followed.states.num_optimizers > 1,
-            recomputes=followed.recomputed is not None,
-        )
-        estimates = [
-            estimate(layout, followed.timeline(layout), followed.states, self.world_size, settings, on_cpu=on_cpu)
-            for layout in layouts
-            if self._is_ready(layout)
-        ]
-        return advise(estimates, memory)
+                callback.expect(made.chosen.peak_bytes)
+        return made.chosen.layout
 
     def _is_ready(self, layout: Layout) -> bool:
         """Return whether what the layout needs is installed and configured."""
@@ -188,16 +168,8 @@ class ParalAutoStrategy(ParalStrategy, DDPStrategy):
         options = {**self._rank_options, "split": self.sampling.split}
         if layout.recomputes:
             options["activation_checkpointing"] = ActivationCheckpointing()
-        if layout.engine == "ddp":
-            return ParalDDPStrategy(**options)
-        if layout.engine == "fsdp":
-            return ParalFSDPStrategy(offload=layout.parameter_place == "host", **options)
-        places: Any = {"device": None, "host": "cpu", "nvme": "nvme"}
-        return ParalZeROStrategy(
-            stage=layout.stage,  # type: ignore[arg-type]  # 1, 2 or 3
-            offload_optimizer=places[layout.optimizer_place],
-            offload_parameters=places[layout.parameter_place],
-            **options,
-        )
+        registered = StrategyRegistry[layout.strategy]
+        strategy: ParalStrategy = registered["strategy"](**registered["init_params"], **options)
+        return strategy
 
     # Sampler injection and checkpoint: those of the chosen strategy.

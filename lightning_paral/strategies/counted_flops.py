@@ -1,6 +1,5 @@
 """Count the operations by which `balance="time"` divides the units of a pipeline."""
 
-from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -9,9 +8,7 @@ from lightning_paral.distributed.agreement import explain
 from lightning_paral.engines.pipeline.division import check_number_of_units
 from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.model.units import Units
-from lightning_paral.planning.unit_flops import count_unit_flops
-
-_PATIENCE = timedelta(minutes=5)
+from lightning_paral.planning.follow import count_unit_flops
 
 
 class CountedFlops:
@@ -41,10 +38,8 @@ class CountedFlops:
         module = strategy.lightning_module
         if strategy.global_rank == 0 and outcome is None:
             names = [unit.name for unit in units.inner]
-            patience = min(_PATIENCE, strategy.timeout / 2).total_seconds()
-            given = strategy.activation_checkpointing
             try:
-                outcome = count_unit_flops(trainer, module, names, checkpointing=given, timeout=patience)
+                outcome = count_unit_flops(trainer, module, names)
             except (ParalError, OSError) as error:
                 outcome = explain(error)
         outcome = strategy.broadcast(outcome)

@@ -20,7 +20,7 @@ from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.foreign_parameters import check_optimizer_parameters
 from lightning_paral.option_types import takes
-from lightning_paral.planning.strategy_layouts import ddp_layout
+from lightning_paral.planning.layout import Layout
 from lightning_paral.strategies.base import ParalStrategy
 
 
@@ -49,10 +49,6 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
             state=options.ddp_comm_state,
             wrapper=options.ddp_comm_wrapper,
         )
-        wire_dtype = self._reduction.wire_dtype
-        self._engine_layout = ddp_layout(
-            options.all_reduce, None if wire_dtype is None else wire_dtype.itemsize, vars(options)
-        )
         super().__init__(
             options,
             ddp_comm_state=options.ddp_comm_state,
@@ -66,6 +62,11 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         # Set during a run:
         self._ddp: DDPRun | None = None
         self._undo = ExitStack()
+
+    @property
+    def layout(self) -> Layout:
+        """How a plan counts the strategy."""
+        return Layout(strategy=self.strategy_name, engine="ddp", recomputes=self.activation_checkpointing is not None)
 
     # Process group: `ParalStrategy`.
 

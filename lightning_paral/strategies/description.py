@@ -10,7 +10,6 @@ from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.options import ActivationCheckpointing, Form, UnitChoice
 from lightning_paral.planning.layout import Layout
-from lightning_paral.planning.strategy_layouts import with_recomputation
 
 
 class StrategyDescription(ParallelStrategy):
@@ -50,15 +49,10 @@ class StrategyDescription(ParallelStrategy):
     _activation_checkpointing: ActivationCheckpointing | None = None
     """The option `activation_checkpointing`; `None`: no unit recomputes its activations."""
 
-    _engine_layout: Layout | None = None
-    """How a plan counts the options of the engine; `None` if the strategy cannot be planned."""
-
     @property
     def layout(self) -> Layout | None:
         """How a plan counts the strategy with its options; `None` if it cannot be planned."""
-        if self._engine_layout is None:
-            return None
-        return with_recomputation(self._engine_layout, self._activation_checkpointing)
+        return None
 
     @property
     def activation_checkpointing(self) -> ActivationCheckpointing | None:

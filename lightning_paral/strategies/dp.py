@@ -62,7 +62,6 @@ class ParalDPStrategy(OneProcess, CheckpointMixin, ParallelStrategy):
     """
 
     strategy_name = "paral_dp"
-    _engine_layout = Layout(strategy="paral_dp", engine="dp")
 
     @takes(DPOptions)
     def __init__(self, options: DPOptions) -> None:
@@ -70,6 +69,11 @@ class ParalDPStrategy(OneProcess, CheckpointMixin, ParallelStrategy):
         self._checkpoint_options = options.checkpoint_options
         self.num_nodes = 1
         self._dp: DPRun | None = None  # set during a run
+
+    @property
+    def layout(self) -> Layout:
+        """How a plan counts the strategy."""
+        return Layout(strategy=self.strategy_name, engine="dp")
 
     # Process group: none, because there is one process.
 

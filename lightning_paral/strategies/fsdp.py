@@ -26,7 +26,7 @@ from lightning_paral.model.batchnorm import sync_batchnorm
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.deferred.recording import has_mapped_weights, recording
 from lightning_paral.option_types import takes
-from lightning_paral.planning.strategy_layouts import fsdp_layout
+from lightning_paral.planning.layout import Layout, Place
 from lightning_paral.strategies.base import ParalStrategy
 from lightning_paral.strategies.tensor_parallel import TensorParallel, gather_split
 
@@ -58,7 +58,6 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         super().__init__(options)
         self.strategy_name = self._options.strategy_name
         self.shares_buffers = self._options.broadcast_buffers
-        self._engine_layout = fsdp_layout(self._options) if self._options.tensor_parallel == 1 else None
         self._units, self._min_params = self._options.units, self._options.min_params
         self._has_printed_units = False
         # Set during a run:
@@ -74,6 +73,22 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         ParallelStrategy.precision_plugin.fset(self, None if plugin is None else sharded_precision(plugin))  # type: ignore[attr-defined]
+
+    @property
+    def layout(self) -> Layout:
+        """How a plan counts the strategy."""
+        options = self._options
+        place: Place = "host" if options.offload else "device"
+        return Layout(
+            strategy=self.strategy_name,
+            engine="fsdp",
+            optimizer_place=place,
+            parameter_place=place,
+            replicas=options.replicate,
+            reshards=options.reshard_after_forward is not False,
+            tensor=None if options.tensor_parallel == "node" else options.tensor_parallel,
+            recomputes=self.activation_checkpointing is not None,
+        )
 
     # Process group
 

@@ -36,6 +36,7 @@ from lightning_paral.engines.pipeline.state import PipelineState
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.deferred.recording import has_mapped_weights, recording
 from lightning_paral.option_types import takes
+from lightning_paral.planning.layout import Layout
 from lightning_paral.strategies.base import ParalStrategy
 from lightning_paral.strategies.counted_flops import CountedFlops
 from lightning_paral.strategies.stage_shards import make_stage_shards
@@ -81,6 +82,17 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         ParallelStrategy.precision_plugin.fset(self, None if plugin is None else stage_precision(plugin))  # type: ignore[attr-defined]
+
+    @property
+    def layout(self) -> Layout:
+        """How a plan counts the strategy."""
+        return Layout(
+            strategy=self.strategy_name,
+            engine="pipeline",
+            stages=self._options.stages,
+            micro_batches=self._options.micro_batches,
+            recomputes=self.activation_checkpointing is not None,
+        )
 
     # Process group
 

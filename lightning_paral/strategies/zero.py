@@ -32,7 +32,8 @@ from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.explain_errors import explain, explain_errors
 from lightning_paral.model.foreign_parameters import check_optimizer_parameters
 from lightning_paral.option_types import takes
-from lightning_paral.planning.strategy_layouts import zero_layout
+from lightning_paral.options import Offload
+from lightning_paral.planning.layout import Layout, Place
 from lightning_paral.strategies.base import ParalStrategy
 
 
@@ -65,7 +66,6 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         self.forward_has_collectives = options.stage == 3
         self.shares_buffers = options.broadcast_buffers
         self._averaging_obstacle = averaging_obstacle(options)
-        self._engine_layout = zero_layout(options)
         # Skips DeepSpeedStrategy's constructor, which imports deepspeed before the accelerator is known.
         self._construct_base(partial(DDPStrategy.__init__, self), options, {})
         # DeepSpeedStrategy reads these two.
@@ -92,6 +92,22 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
             self.precision_plugin = ZeROPrecision("32-true")
         assert isinstance(self.precision_plugin, ZeROPrecision)
         return self.precision_plugin
+
+    @property
+    def layout(self) -> Layout:
+        """How a plan counts the strategy."""
+
+        def place(offload: Offload | None) -> Place:
+            return "device" if offload is None else "host" if offload.device == "cpu" else "nvme"
+
+        return Layout(
+            strategy=self.strategy_name,
+            engine="zero",
+            stage=self.stage,
+            optimizer_place=place(self._options.optimizer_offload),
+            parameter_place=place(self._options.parameter_offload),
+            recomputes=self.activation_checkpointing is not None,
+        )
 
     # Process group
 

@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_paral.callbacks.monitoring.rank_report import RankReport
-from lightning_paral.planning.estimate import Estimate
-from lightning_paral.planning.settings import StepSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,16 +18,6 @@ class PlannedCosts:
     """What was planned, such as `paral_fsdp`; empty if the user gave the bytes."""
     notes: tuple[str, ...] = ()
     """What was assumed, and what is not in the figures."""
-
-
-def costs_per_batch(estimate: Estimate, settings: StepSettings, notes: tuple[str, ...] = ()) -> PlannedCosts:
-    """Return the costs of an estimate, whose traffic is that of an optimizer step, for a training batch."""
-    return PlannedCosts(
-        peak_bytes=estimate.memory.peak_bytes,
-        sent_bytes=estimate.wire_bytes / settings.accumulate,
-        strategy=estimate.layout.name,
-        notes=notes,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

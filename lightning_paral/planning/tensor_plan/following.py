@@ -1,26 +1,19 @@
 """Follow the steps of a module on tensors without memory, to learn which layers need no collectives between them."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_paral.compat.lightning.evaluation_sources import evaluation_loaders
 from lightning_paral.compat.lightning.replaced_strategy import training_loaders
 from lightning_paral.compat.torch.compiled import is_compiled
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.planning.batch import batch_of_loaders
-from lightning_paral.planning.fake_module import fake_of
-from lightning_paral.planning.fake_step import StepFollower
-from lightning_paral.planning.fake_trainer import use_optimizers
-from lightning_paral.planning.fit import settings_of
-from lightning_paral.planning.isolated import IsolatedError, run_isolated
-from lightning_paral.planning.settings import StepSettings
+from lightning_paral.planning.fake import FakeModule, StepSettings, call_step
+from lightning_paral.planning.follow import IsolatedError, batch_of_loaders, run_isolated, settings_of
 from lightning_paral.planning.tensor_plan.observations import Observations
 from lightning_paral.planning.tensor_plan.trace import DataflowTrace, reason_of
 
@@ -66,7 +59,7 @@ def observe(
             return Observations(reason=f"{name or type(module).__name__} is compiled")
 
     def follow() -> Observations:
-        follower = StepFollower(module, settings, datamodule, is_set_up=is_set_up)
+        follower = FakeModule(module, settings, datamodule, is_set_up=is_set_up)
         if not module.automatic_optimization and batch is not None:
             follower.configure_optimizers()
         return _follow(follower, batch, evaluations or {}, num_ranks)
@@ -152,7 +145,7 @@ def first_batches(loaders: Any) -> list[Any]:
     return [batch_of_loaders(loader) for loader in (loaders if isinstance(loaders, list | tuple) else [loaders])]
 
 
-def _follow(follower: StepFollower, batch: Any, evaluations: Batches, num_ranks: int) -> Observations:
+def _follow(follower: FakeModule, batch: Any, evaluations: Batches, num_ranks: int) -> Observations:
     module: Any = follower.module
     # Batches are drawn before tensors lose their values, which samplers need.
     first = batch() if callable(batch) else batch
@@ -168,12 +161,12 @@ def _follow(follower: StepFollower, batch: Any, evaluations: Batches, num_ranks:
             torch.autograd.backward(loss, *args, **kwargs)
 
     with follower.mode, trace.following():
-        use_optimizers(module, follower.optimizers, follower.schedulers, backward)
+        follower.use_optimizers(backward)
         if first is not None:
-            converted = _converted(follower, first)
+            converted = follower.converted(first)
             try:
                 with follower.trainer.precision_plugin.forward_context():
-                    trace.run("training_step", lambda: _call(module.training_step, converted))
+                    trace.run("training_step", lambda: call_step(module.training_step, converted))
             except Exception as error:
                 return trace.observations(f"training_step cannot be followed: {reason_of(error)}")
         module.eval()
@@ -182,31 +175,13 @@ def _follow(follower: StepFollower, batch: Any, evaluations: Batches, num_ranks:
     return trace.observations()
 
 
-def _evaluate(follower: StepFollower, trace: DataflowTrace, name: str, batches: list[Any]) -> None:
+def _evaluate(follower: FakeModule, trace: DataflowTrace, name: str, batches: list[Any]) -> None:
     step = getattr(follower.module, name)
     for number, each in enumerate(batches):
         loader = number if len(batches) > 1 else None
 
         def call(batch: Any = each, loader: int | None = loader) -> Any:
-            return _call(step, _converted(follower, batch), loader)
+            return call_step(step, follower.converted(batch), loader)
 
         with torch.no_grad(), follower.trainer.precision_plugin.forward_context():
             trace.run_until_error(name, call)
-
-
-def _converted(follower: StepFollower, batch: Any) -> Any:
-    """Return the batch as the step gets it, without values."""
-    batch = apply_to_collection(batch, Tensor, lambda tensor: fake_of(tensor.detach(), follower.mode))
-    batch = follower.module.on_before_batch_transfer(batch, 0)
-    batch = follower.module.on_after_batch_transfer(batch, 0)
-    return follower.trainer.precision_plugin.convert_input(batch)
-
-
-def _call(step: Any, batch: Any, loader: int | None = None) -> Any:
-    """Call a step, which may or may not take the numbers of the batch and of the loader."""
-    parameters = list(inspect.signature(step).parameters.values())
-    takes_all = any(each.kind is each.VAR_POSITIONAL for each in parameters)
-    takes = sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
-    arguments = (batch, 0) if takes_all or takes > 1 else (batch,)
-    takes_loader = "dataloader_idx" in inspect.signature(step).parameters
-    return step(*arguments, **({"dataloader_idx": loader} if takes_loader and loader is not None else {}))

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-
 from lightning_paral.diagnostics.bench.transformer import SmallTransformer
 
 CONFIG = {

@@ -9,24 +9,11 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_paral import STRATEGIES, ActivationCheckpointing
+from tests.distributed.planning.models import MODELS, Drawn
 from tests.running import quiet_trainer
-from tests.unit.planning.models import gpt
-
-LENGTH = 64
-WIDTH, NUM_LAYERS = 192, 4
-
-
-class Bytes(Dataset[tuple[Tensor, Tensor]]):
-    def __len__(self) -> int:
-        return 256
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        drawn = torch.randint(0, 256, (LENGTH + 1,), generator=torch.Generator().manual_seed(index))
-        return drawn[:-1], drawn[1:]
-
 
 PAIRS = ((3, 4), (5, 6), (7, 8))
 """Pairs of steps whose peaks are measured."""
@@ -62,30 +49,27 @@ def _bytes_of_tensors() -> dict[int, int]:
             try:
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
+                if tensor.is_leaf and tensor.grad is not None:  # it has no Python object until somebody asks for it
+                    storage = tensor.grad.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
             except (NotImplementedError, RuntimeError):  # it has no storage
                 continue
     return storages
 
 
-def fit(
-    strategy: Any, batch_size: int, precision: Any = "32-true", devices: int | None = None
-) -> tuple[Any, MarkSteps, Any]:
-    """Fit for nine steps; return the Trainer, the marks and the profiler."""
+def fit(strategy: Any, model: str, batch_size: int, devices: int | None = None, **options: Any) -> Any:
+    """Fit for nine steps of a batch; return the Trainer, the marks and the profiler."""
     if devices is None:
         devices = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     mark = MarkSteps()
+    make, draw = MODELS[model]
     gc.collect()  # memory of an earlier fit must not be freed while the profiler runs
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         torch.manual_seed(0)
         trainer = quiet_trainer(
-            max_steps=9,
-            max_epochs=1,
-            devices=devices,
-            strategy=strategy,
-            precision=precision,
-            callbacks=[mark],
+            max_steps=9, max_epochs=1, devices=devices, strategy=strategy, callbacks=[mark], **options
         )
-        trainer.fit(gpt(WIDTH, NUM_LAYERS), DataLoader(Bytes(), batch_size=batch_size))
+        trainer.fit(make(), DataLoader(Drawn(draw), batch_size=batch_size))
     return trainer, mark, profiled
 
 
@@ -127,9 +111,10 @@ def _nodes(roots: list[Any]) -> Iterator[Any]:
         waiting += node.children
 
 
-def peak_in_fit(name: str, batch_size: int, precision: str, recomputes: bool) -> int:
+def peak_in_fit(name: str, model: str, batch_size: int, recomputes: bool, options: dict[str, Any]) -> int:
     """Return the peak of this rank in a step under a registered strategy. *Collective*."""
     (entry,) = [entry for entry in STRATEGIES if entry.name == name]
-    options = {"activation_checkpointing": ActivationCheckpointing()} if recomputes else {}
-    _, mark, profiled = fit(entry.strategy(**entry.arguments, **options), batch_size, precision)
+    recomputing = {"activation_checkpointing": ActivationCheckpointing()} if recomputes else {}
+    strategy = entry.strategy(**entry.arguments, **recomputing)
+    _, mark, profiled = fit(strategy, model, batch_size, **options)
     return peak_of(mark, profiled)

@@ -9,55 +9,71 @@ from torch.utils.data import DataLoader
 
 from lightning_paral import ConfigurationError, ParalAutoStrategy, Plan, plan
 from lightning_paral.diagnostics.rank_pool import RankPool
-from tests.distributed.planning.measured import LENGTH, NUM_LAYERS, WIDTH, Bytes, fit, peak_in_fit, peak_of
+from tests.distributed.planning.measured import fit, peak_in_fit, peak_of
+from tests.distributed.planning.models import MODELS, Drawn
 from tests.running import quiet_trainer
 from tests.unit.planning.models import DependsOnValues, gpt
 
 
-def planned(batch_size: int, num_ranks: int, precision: str = "32-true") -> Plan:
-    batch = torch.zeros((), dtype=torch.long).expand(batch_size, LENGTH)
-    return plan(gpt(WIDTH, NUM_LAYERS), (batch, batch), num_ranks, precision=precision, device_type="cpu")
+def planned(model: str, batch_size: int, num_ranks: int, precision: str = "32-true") -> Plan:
+    make, draw = MODELS[model]
+    batch = next(iter(DataLoader(Drawn(draw), batch_size=batch_size)))
+    return plan(make, batch, num_ranks, precision=precision, device_type="cpu")
 
 
 NAMES = ("paral_ddp", "paral_fsdp", "paral_zero1", "paral_zero2", "paral_zero3")
-CASES = [
-    *((name, 2, 8, "32-true", False) for name in NAMES),
-    *((name, 4, 2, "32-true", False) for name in ("paral_fsdp", "paral_zero1")),
-    *((name, 2, 8, "bf16-true", False) for name in ("paral_ddp", "paral_zero2")),
-    *((name, 2, 8, "bf16-mixed", False) for name in ("paral_ddp", "paral_fsdp")),
-    *((name, 2, 8, "32-true", True) for name in ("paral_ddp", "paral_fsdp")),
+BATCHES = {"gpt": 8, "llama": 8, "bert": 8, "conv": 32}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_peak_of_a_rank_is_predicted_within_a_fifth(fresh_ranks: RankPool, model: str) -> None:
+    rows = planned(model, BATCHES[model], 2)
+    for name in NAMES:
+        measured = max(fresh_ranks.run(2, peak_in_fit, name, model, BATCHES[model], False, {}))
+        # The profiler does not see DDP's buckets.
+        predicted = rows.of(name).peak_bytes - (rows.states.gradient_bytes if name == "paral_ddp" else 0)
+
+        assert 0.9 * measured < predicted < 1.2 * measured, name
+
+
+OPTIONS = [
+    ("paral_zero1", 4, "32-true", False),
+    ("paral_fsdp", 4, "32-true", False),
+    ("paral_ddp", 2, "bf16-true", False),
+    ("paral_zero2", 2, "bf16-true", False),
+    ("paral_fsdp", 2, "bf16-mixed", False),
+    ("paral_fsdp", 2, "32-true", True),
+    ("paral_pp", 2, "32-true", False),
 ]
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.lane("all"))])
-def test_peak_of_a_rank_is_predicted_within_a_tenth(fresh_ranks: RankPool, num_ranks: int) -> None:
-    for name, ranks, batch_size, precision, recomputes in CASES:
-        if ranks != num_ranks:
-            continue
-        expected = max(fresh_ranks.run(ranks, peak_in_fit, name, batch_size, precision, recomputes))
-        row = f"{name} + recompute" if recomputes else name
-        rows = planned(batch_size, ranks, precision)
-        found = rows.of(row).memory.peak_bytes
-        if name == "paral_ddp":
-            found -= rows.states.gradient_bytes  # the buckets
+@pytest.mark.parametrize(("name", "num_ranks", "precision", "recomputes"), OPTIONS)
+def test_peaks_of_options_are_predicted_within_a_fifth(
+    fresh_ranks: RankPool, name: str, num_ranks: int, precision: str, recomputes: bool
+) -> None:
+    options = {"precision": precision}
+    measured = max(fresh_ranks.run(num_ranks, peak_in_fit, name, "gpt", 4, recomputes, options))
+    rows = planned("gpt", 4, num_ranks, precision)
+    predicted = rows.of(f"{name} + recompute" if recomputes else name).peak_bytes
+    predicted -= rows.states.gradient_bytes if name == "paral_ddp" else 0
 
-        assert found == pytest.approx(expected, rel=0.10), (row, ranks, batch_size, precision)
+    assert 0.9 * measured < predicted < 1.2 * measured
 
 
 def fit_within(limit: int, batch_size: int) -> tuple[str, bool, int]:
-    trainer, mark, profiled = fit(ParalAutoStrategy(device_memory=limit), batch_size)
+    trainer, mark, profiled = fit(ParalAutoStrategy(device_memory=limit), "gpt", batch_size)
     strategy = trainer.strategy
-    recomputes = strategy._activation_checkpointing is not None
+    recomputes = strategy.activation_checkpointing is not None
     name = strategy.strategy_name + (" + recompute" if recomputes else "")
     return name, recomputes, peak_of(mark, profiled)
 
 
 def test_what_auto_chooses_trains_within_the_limit(fresh_ranks: RankPool) -> None:
-    rows = planned(2, 2)
+    rows = planned("gpt", 2, 2)
     sequence = ("paral_ddp", "paral_zero1", "paral_fsdp", "paral_fsdp + recompute")
 
     for expected in sequence:
-        limit = int(rows.of(expected).memory.peak_bytes / 0.9) + 1000
+        limit = int(rows.of(expected).peak_bytes / 0.9) + 1000
         for name, _, peak in fresh_ranks.run(2, fit_within, limit, 2):
             assert name == expected
             assert peak <= limit, name
@@ -65,7 +81,7 @@ def test_what_auto_chooses_trains_within_the_limit(fresh_ranks: RankPool) -> Non
 
 def fit_too_large() -> str:
     try:
-        fit(ParalAutoStrategy(device_memory="1MiB"), 2)
+        fit(ParalAutoStrategy(device_memory="1MiB"), "gpt", 2)
     except ConfigurationError as error:
         return str(error)
     return "no error"
@@ -80,16 +96,16 @@ def evaluate_then_fit() -> tuple[list[Any], float, str]:
     torch.manual_seed(0)
     module = gpt()
     trainer = quiet_trainer(max_steps=2, max_epochs=1, devices=2, strategy=ParalAutoStrategy(device_memory="6MiB"))
-    validated = trainer.validate(module, DataLoader(Bytes(), batch_size=5), verbose=False)
+    validated = trainer.validate(module, DataLoader(Drawn(MODELS["gpt"][1]), batch_size=5), verbose=False)
     before = type(trainer.strategy).__name__
-    trainer.fit(module, DataLoader(Bytes(), batch_size=1))
-    after = trainer.validate(module, DataLoader(Bytes(), batch_size=5), verbose=False)
+    trainer.fit(module, DataLoader(Drawn(MODELS["gpt"][1]), batch_size=1))
+    after = trainer.validate(module, DataLoader(Drawn(MODELS["gpt"][1]), batch_size=5), verbose=False)
     return [before, type(trainer.strategy).__name__], validated[0]["val_loss"], str(after)
 
 
 def test_a_fit_after_an_evaluation_is_planned(on_ranks: Callable[..., list[Any]]) -> None:
     torch.manual_seed(0)
-    alone = quiet_trainer(devices=1).validate(gpt(), DataLoader(Bytes(), batch_size=5), verbose=False)
+    alone = quiet_trainer(devices=1).validate(gpt(), DataLoader(Drawn(MODELS["gpt"][1]), batch_size=5), verbose=False)
 
     first, second = on_ranks(2, evaluate_then_fit)
 

@@ -11,22 +11,44 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch import LightningModule
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor, nn
 
 import lightning_paral
-from lightning_paral import ConfigurationError, Plan, plan
-from lightning_paral.planning.advice import advise, candidates
-from lightning_paral.planning.batch import batch_of_shape
-from lightning_paral.planning.following import follow_steps
-from lightning_paral.planning.isolated import IsolatedError, run_isolated
-from lightning_paral.planning.layout import LAYOUTS
-from lightning_paral.planning.plan import make_plan
-from lightning_paral.planning.settings import StepSettings
-from tests.unit.planning.models import ConvNet, DependsOnValues, bytes_of_text, gpt, images
+from lightning_paral import (
+    STRATEGIES,
+    ActivationCheckpointing,
+    ConfigurationError,
+    ParalAutoStrategy,
+    ParalDDPStrategy,
+    ParalFSDPStrategy,
+    ParalZeROStrategy,
+    Plan,
+    plan,
+)
+from lightning_paral.cli.plan import plan_command
+from lightning_paral.planning.costs import Estimate, costs_of
+from lightning_paral.planning.fake import FakeModule, StepSettings
+from lightning_paral.planning.follow import IsolatedError, batch_of_shape, run_isolated
+from lightning_paral.planning.layout import LAYOUTS, layouts_of
+from lightning_paral.planning.plan import advise, candidates
+from lightning_paral.planning.states import ModelStates, ParameterState, count_states
+from lightning_paral.planning.trace import ROOT, PlannedUnit, Point, Step, follow_step
+from tests.models.hugging_face import made, tokens
+from tests.unit.planning.measured import peak_of_step
+from tests.unit.planning.models import (
+    Adversarial,
+    ConvNet,
+    DependsOnValues,
+    Language,
+    bytes_of_text,
+    gpt,
+    images,
+)
 
-ROOT = Path(lightning_paral.__file__).parents[1]
+PROJECT = Path(lightning_paral.__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -40,47 +62,39 @@ def test_rows_cover_every_strategy_with_and_without_recomputation(planned: Plan)
     recomputed = [f"{layout.name} + recompute" for layout in LAYOUTS if layout.engine != "dp"]
     assert [name for name in names if "recompute" not in name] == [layout.name for layout in LAYOUTS]
     assert [name for name in names if "recompute" in name] == recomputed  # paral_dp has no such option
-    for each in planned.estimates:
-        assert each.memory.peak_bytes == sum(each.memory.by_item.values()) > 0
+    assert {layout.strategy for layout in LAYOUTS} == {entry.name for entry in STRATEGIES} - {"paral_auto"}
 
 
 def test_sharding_and_recomputation_save_memory(planned: Plan) -> None:
     def peak(name: str) -> int:
-        return planned.of(name).memory.peak_bytes
+        return planned.of(name).peak_bytes
 
     assert peak("paral_fsdp") < peak("paral_zero2") < peak("paral_ddp")
     assert peak("paral_fsdp + recompute") < 0.5 * peak("paral_fsdp")
     assert peak("paral_fsdp_offload") < peak("paral_fsdp")
-    assert planned.of("paral_fsdp_offload").memory.host_bytes > 0
-    assert planned.of("paral_zero3_nvme").memory.nvme_bytes > 0
+    assert planned.of("paral_fsdp_offload").host_bytes > 0
+    assert planned.of("paral_zero3_nvme").nvme_bytes > 0
+    size = planned.states.parameter_bytes  # of an fp32 copy of the parameters, which Adam has twice
+    assert planned.of("paral_zero2_offload").host_bytes == pytest.approx(4 * size / 4, rel=0.01)
 
 
 @pytest.mark.parametrize(
     ("on_cpu", "sequence"),
     [
-        (True, "paral_ddp, paral_zero1, paral_fsdp, paral_fsdp+, paral_zero3_nvme, paral_zero3_nvme+, nothing"),
-        (False, "paral_ddp, paral_fsdp, paral_fsdp+, paral_fsdp_offload, paral_fsdp_offload+, nothing"),
+        (True, "ddp, zero1, zero2, fsdp, fsdp+, zero3_nvme, zero3_nvme+, nothing"),
+        (False, "ddp, fsdp, fsdp+, fsdp_offload, fsdp_offload+, nothing"),
     ],
     ids=["cpu", "cuda"],
 )
 def test_choice_becomes_more_expensive_as_memory_shrinks(on_cpu: bool, sequence: str) -> None:
-    settings = StepSettings()
-    followed = follow_steps(gpt(512, 6) if on_cpu else gpt(256, 6), bytes_of_text(1), settings)
-
-    made = make_plan(
-        followed,
-        name="GPT",
-        layouts=LAYOUTS,
-        world_size=2 if on_cpu else 4,
-        device_memory=None,
-        settings=settings,
-        on_cpu=on_cpu,
-    )
+    device = "cpu" if on_cpu else "cuda"
+    module = gpt(512, 6) if on_cpu else gpt(256, 6)
+    rows = plan(module, bytes_of_text(1), 2 if on_cpu else 4, device_type=device).estimates  # type: ignore[arg-type]
     considered = candidates(on_cpu=on_cpu)
-    rows = [each for each in made.estimates if each.layout in considered]
+    rated = [each for each in rows if each.layout in considered]
 
-    choices = [advise(rows, mebibytes * 2**20).chosen for mebibytes in range(600, 1, -1)]
-    names = ["nothing" if each is None else each.layout.name.replace(" + recompute", "+") for each in choices]
+    choices = [advise(rated, mebibytes * 2**20)[0] for mebibytes in range(600, 1, -1)]
+    names = ["nothing" if each is None else each.layout.name[6:].replace(" + recompute", "+") for each in choices]
     assert ", ".join(name for name, _ in itertools.groupby(names)) == sequence
 
 
@@ -91,15 +105,15 @@ def test_batches_that_fit_are_larger_where_less_memory_is_used(planned: Plan) ->
     again = plan(gpt(256, 6), bytes_of_text(largest["paral_ddp"]), 4, "16GiB", strategies=["paral_ddp"])
     one_more = plan(gpt(256, 6), bytes_of_text(largest["paral_ddp"] + 8), 4, "16GiB", strategies=["paral_ddp"])
     limit = 0.9 * 16 * 2**30
-    assert again.of("paral_ddp").memory.peak_bytes <= limit < one_more.of("paral_ddp").memory.peak_bytes
+    assert again.of("paral_ddp").peak_bytes <= limit < one_more.of("paral_ddp").peak_bytes
 
 
 def test_nothing_fits_is_said_with_what_would_help() -> None:
-    made = plan(gpt(256, 6), bytes_of_text(64), 4, "80MiB", max_batch=True)
+    made = plan(gpt(256, 6), bytes_of_text(64), 4, "30MiB", max_batch=True)
 
     assert made.chosen is None
-    assert "Nothing fits into 72.0 MiB" in made.advice.text
-    assert "per rank and batch" in made.advice.text
+    assert "Nothing fits into 27.0 MiB" in made.advice
+    assert "per rank and batch" in made.advice
 
 
 def test_plan_is_json_and_text(planned: Plan) -> None:
@@ -117,7 +131,78 @@ def test_step_that_depends_on_values_is_planned_from_states_alone() -> None:
 
     assert "activations are not counted" in made.notes[0]
     assert made.chosen is not None
-    assert made.of("paral_ddp").memory.peak_bytes >= 5 * made.states.parameter_bytes
+    assert made.of("paral_ddp").peak_bytes >= 5 * made.states.parameter_bytes
+
+
+CASES: dict[str, tuple[Any, Any]] = {
+    "gpt": (gpt, bytes_of_text),
+    "llama": (lambda: Language(made("LlamaForCausalLM")), tokens),
+    "bert": (lambda: Language(made("BertForSequenceClassification")), tokens),
+    "t5": (lambda: Language(made("T5ForConditionalGeneration")), tokens),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_peak_of_a_step_equals_the_allocators(name: str) -> None:
+    make, batch = CASES[name]
+
+    rows = plan(make, batch(), strategies=["paral_dp"])
+
+    assert rows.of("paral_dp").peak_bytes == pytest.approx(peak_of_step(make(), batch()), rel=0.05)
+
+
+def test_peaks_with_recomputation_and_autocast_equal_the_allocators() -> None:
+    rows = plan(gpt, bytes_of_text(16), strategies=["paral_ddp"])
+    peak = rows.of("paral_ddp + recompute").peak_bytes - rows.states.gradient_bytes  # the buckets
+    assert peak == pytest.approx(peak_of_step(gpt(), bytes_of_text(16), recomputes=True), rel=0.05)
+
+    mixed = plan(gpt, bytes_of_text(), precision="bf16-mixed", strategies=["paral_dp"])
+    measured = peak_of_step(gpt(), bytes_of_text(), precision="bf16-mixed")
+    assert mixed.of("paral_dp").peak_bytes == pytest.approx(measured, rel=0.05)
+
+
+def test_states_of_several_optimizers_are_counted() -> None:
+    def follow() -> ModelStates:
+        fake = FakeModule(Adversarial(), StepSettings())
+        fake.configure_optimizers()
+        follow_step(fake, torch.zeros(4, 8))
+        return count_states(fake.module, fake.optimizers)
+
+    states = run_isolated(follow)
+
+    numels = {state.name: (state.numel, state.optimizer_numel) for state in states.parameters}
+    assert numels == {
+        "generator.weight": (64, 64),  # SGD with momentum
+        "generator.bias": (8, 8),
+        "critic.weight": (8, 16),  # Adam
+        "critic.bias": (1, 2),
+    }
+    assert states.num_optimizers == 2
+
+
+@pytest.mark.parametrize(
+    ("stage", "num_ranks", "gigabytes"), [(1, 1, 120.0), (1, 64, 31.4), (2, 64, 16.6), (3, 64, 1.9)]
+)
+def test_states_are_those_of_figure_1_of_the_zero_paper(stage: int, num_ranks: int, gigabytes: float) -> None:
+    parameter = ParameterState(
+        name="weight",
+        shape=(7_500, 1000),
+        dtype=torch.bfloat16,
+        is_trained=True,
+        optimizer_numel=15_000_000,
+        optimizer_bytes=30_000_000,
+    )
+    states = ModelStates(parameters=(parameter,) * 1000, buffer_bytes=0)
+    (layout,) = layouts_of([f"paral_zero{stage}"])
+    settings = StepSettings(precision="bf16-true")
+
+    units = (PlannedUnit(name="", parameters=tuple(range(1000))),)
+    step = Step(points=tuple(Point(ROOT, True, 0, 0, 0, ready=number) for number in range(1000)), units=units)
+
+    costs = costs_of(layout, step, states, num_ranks, settings, on_cpu=True)
+    memory = max(costs.moments(), key=lambda each: (each.communication, each.gradients))  # when the backward pass ends
+
+    assert (memory.parameters + memory.gradients + memory.optimizer) / 1e9 == pytest.approx(gigabytes, abs=0.07)
 
 
 class Ordinary(LightningModule):
@@ -154,7 +239,7 @@ def test_loggers_schedules_and_clipping_do_not_hinder_a_plan(device: str) -> Non
     made = plan(module, torch.zeros(4, 8), 2, "1GiB")
 
     assert made.notes == ()
-    assert made.of("paral_ddp").memory.peak_bytes > 5 * made.states.parameter_bytes
+    assert made.of("paral_ddp").peak_bytes > 5 * made.states.parameter_bytes
 
 
 def test_lazy_layers_are_named() -> None:
@@ -187,7 +272,7 @@ def test_70_billion_parameters_are_planned_without_allocating_them() -> None:
         "peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))\n"
         "print(made.states.num_params, peak * 1024, made.chosen.layout.name)\n"
     )
-    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    run = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True, timeout=600)
 
     assert run.returncode == 0, run.stderr
     numel, peak, name = run.stdout.split(maxsplit=2)
@@ -241,11 +326,81 @@ def test_a_crash_of_the_fork_is_an_error_here() -> None:
         run_isolated(lambda: 1 / 0)
 
 
-def test_offload_leaves_neither_gradients_nor_optimizer_on_the_device() -> None:
-    planned = plan(gpt(256, 6), bytes_of_text(16), world_size=1, device_memory="16GiB", precision="bf16-true")
-    size = planned.states.parameter_bytes
+def row_of(strategy: Any, **options: Any) -> Estimate:
+    return plan(gpt(), bytes_of_text(4), 4, strategies=[strategy], **options).estimates[0]
 
-    kept, offloaded = (planned.of(name).memory for name in ("paral_zero2", "paral_zero2_offload"))
 
-    assert offloaded.peak_bytes < kept.peak_bytes - 3 * size  # gradients, and Adam's states and masters in fp32
-    assert offloaded.host_bytes == pytest.approx(8 * size, rel=0.01)  # 16 bytes for each parameter
+def test_objects_of_registered_strategies_have_their_layouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PARAL_NVME_PATH", str(tmp_path))
+    layouts = [entry.strategy(**entry.arguments).layout for entry in STRATEGIES]  # type: ignore[attr-defined]
+
+    assert layouts == [None, *LAYOUTS]
+
+
+def test_options_of_objects_count() -> None:
+    fsdp, two_replicas = row_of("paral_fsdp"), row_of(ParalFSDPStrategy(replicate=2))
+    kept = row_of(ParalFSDPStrategy(reshard_after_forward=False))
+    assert two_replicas.wire_bytes < fsdp.wire_bytes
+    assert kept.peak_bytes > fsdp.peak_bytes
+    assert kept.wire_bytes == pytest.approx(fsdp.wire_bytes * 2 / 3, rel=0.01)
+
+    on_host = row_of(ParalZeROStrategy(stage=3, offload_optimizer="cpu"), device_type="cuda")
+    assert on_host.host_bytes > 0
+    assert on_host.layout.parameter_place == "device"
+    recomputed = ParalDDPStrategy(activation_checkpointing=ActivationCheckpointing())
+    assert row_of(recomputed).peak_bytes < row_of("paral_ddp").peak_bytes
+
+
+def test_rows_of_objects_are_labelled_and_not_recommended_by_a_name_that_lacks_options() -> None:
+    made = plan(gpt(), bytes_of_text(4), 4, "1GiB", strategies=[ParalFSDPStrategy(), ParalFSDPStrategy(replicate=4)])
+
+    assert [each.layout.name for each in made.estimates] == ["configured", "configured 2"]
+    assert "Use the configured" in made.advice
+    assert "The row configured 2 is paral_fsdp with replicate=4. Its other options are not counted." in made.notes
+    assert all(row["is_configured"] for row in made.as_dict()["strategies"])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (ParalAutoStrategy(), "ParalAutoStrategy cannot be planned"),
+        (ParalFSDPStrategy(replicate=3), "replicate=3 does not divide the 4 ranks"),
+    ],
+)
+def test_objects_that_cannot_be_planned_are_refused(strategy: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        row_of(strategy)
+
+
+ZERO3 = {"class_path": "lightning_paral.ParalZeROStrategy", "init_args": {"stage": 3, "offload_optimizer": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "first", "said"),
+    [
+        (ZERO3, ("configured", "paral_zero3_offload"), ""),
+        ("paral_zero2", ("configured", "paral_zero2"), ""),
+        ("ddp", ("paral_ddp", "paral_ddp"), "the configured strategy, ddp, has no row"),
+        ({"class_path": "lightning_paral.ParalAutoStrategy"}, ("paral_ddp", "paral_ddp"), ""),
+        (None, ("paral_ddp", "paral_ddp"), ""),
+    ],
+    ids=["object", "name", "of_lightning", "auto", "none"],
+)
+def test_command_plans_the_configured_strategy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], strategy: Any, first: tuple[str, str], said: str
+) -> None:
+    config = {
+        "model": {"class_path": "lightning.pytorch.demos.boring_classes.BoringModel"},
+        "data": {"class_path": "lightning.pytorch.demos.boring_classes.BoringDataModule"},
+        "trainer": {"devices": 4, **({} if strategy is None else {"strategy": strategy})},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+
+    plan_command(["--config", str(tmp_path / "config.yaml"), "--strategies", "paral_ddp,paral_fsdp", "--json"])
+
+    printed = capsys.readouterr()
+    rows = json.loads(printed.out)["strategies"]
+    assert (rows[0]["name"], rows[0]["strategy"]) == first
+    assert [row["name"] for row in rows][-2:] == ["paral_ddp", "paral_fsdp"]
+    assert said in printed.err
+    assert bool(said) == ("has no row" in printed.err)

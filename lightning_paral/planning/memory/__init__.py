@@ -1,1 +1,0 @@
-"""What each engine allocates on a rank during a step."""
