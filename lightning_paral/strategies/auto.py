@@ -12,7 +12,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_paral.callbacks.monitor import ParalMonitor
-from lightning_paral.callbacks.monitoring.planned import costs_per_batch
 from lightning_paral.compat.lightning.replaced_strategy import replace_strategy
 from lightning_paral.engines.zero.runtime.deepspeed import check_installed
 from lightning_paral.errors import ConfigurationError, ParalError
@@ -168,7 +167,7 @@ class ParalAutoStrategy(ParalStrategy, DDPStrategy):
         rank_zero_info(f"paral_auto: {advice.text} {notes}".rstrip())
         for callback in vars(trainer)["callbacks"]:
             if isinstance(callback, ParalMonitor):
-                callback.expect(costs_per_batch(advice.chosen, settings))
+                callback.expect(advice.chosen.memory.peak_bytes)
         return advice.chosen.layout
 
     def _follow(self, trainer: Trainer, settings: StepSettings) -> FollowedSteps:

@@ -15,13 +15,13 @@ import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_paral.callbacks.progress_note import FILE_NAME, ProgressNote, read_progress
 
 from lightning_paral import (
     AutoResume,
     CheckpointError,
     ConfigurationError,
 )
-from lightning_paral.callbacks.progress_note import FILE_NAME, ProgressNote, read_progress
 from lightning_paral.checkpoint.candidates import find_candidates
 from tests.contract.cases import strategy_of
 from tests.models.witnessed import Witnessed, numbered_loader

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning_paral.callbacks.monitoring.slow_rank import find_slow_rank
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_paral import ParalMonitor
-from lightning_paral.callbacks.monitoring.slow_rank import find_slow_rank
 from tests.models.regression import FEATURES, Regression, fit_regression, regression_data
 from tests.running import quiet_trainer
 

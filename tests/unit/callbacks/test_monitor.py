@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-
-from lightning_paral import ConfigurationError, ParalMonitor
 from lightning_paral.callbacks.monitoring import measured_steps
 from lightning_paral.callbacks.monitoring.memory import HostBeforeFit, read_memory
+
+from lightning_paral import ConfigurationError, ParalMonitor
 from lightning_paral.planning.isolated import run_isolated
 from tests.host_syncs import HostSyncs
 from tests.models.regression import GLOBAL_BATCH_SIZE, fit_regression
