@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import shutil
-import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -15,13 +14,13 @@ import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_paral.callbacks.progress_note import FILE_NAME, ProgressNote, read_progress
 
 from lightning_paral import (
     AutoResume,
     CheckpointError,
     ConfigurationError,
 )
+from lightning_paral.callbacks.auto_resume import NOTE
 from lightning_paral.checkpoint.candidates import find_candidates
 from tests.contract.cases import strategy_of
 from tests.models.witnessed import Witnessed, numbered_loader
@@ -126,7 +125,7 @@ def folder(interrupted: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(interrupted, tmp_path / "checkpoints", ignore=shutil.ignore_patterns("last.ckpt")))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
 def test_run_continues_as_if_it_had_not_ended(on_ranks, rank_pool, tmp_path, undisturbed, strategy: str) -> None:
     first = on_ranks(2, train, str(tmp_path), strategy, 10)
     rank_pool.renew_world()
@@ -147,24 +146,22 @@ def test_run_that_was_resumed_at_the_end_of_an_epoch_can_be_resumed_again(tmp_pa
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_run_continues_on_another_number_of_ranks(on_ranks, folder: Path, undisturbed, world_size: int) -> None:
+def test_run_continues_on_another_number_of_ranks_and_says_what_is_repeated(
+    on_ranks, folder: Path, undisturbed, world_size: int
+) -> None:
+    saved_at = (folder / "step=8.ckpt").stat().st_mtime
+    assert json.loads((folder / NOTE).read_text())["global_step"] == 10
+    (folder / NOTE).write_text(json.dumps({"global_step": 10, "time": saved_at + 42}))
+
     ranks = on_ranks(world_size, train, str(folder))
 
     assert_same_run(ranks, undisturbed, first_step=8)
-    assert f"The number of ranks has changed from 2 to {world_size}." in ranks[0]["messages"][0]
-
-
-def test_message_says_what_is_repeated(on_ranks, folder: Path) -> None:
-    saved_at = (folder / "step=8.ckpt").stat().st_mtime
-    (folder / FILE_NAME).write_text(json.dumps({"global_step": 10, "time": saved_at + 42}))
-
-    (rank, other) = on_ranks(2, train, str(folder))
-
-    (message,) = rank["messages"]
+    (message,) = ranks[0]["messages"]
     assert f"resuming from {folder}/step=8.ckpt: step 8, saved " in message
     assert "was last seen at step 10, 42 s after this save: at least 2 steps are trained again." in message
-    assert other["messages"] == []
-    assert json.loads((folder / FILE_NAME).read_text())["global_step"] == NUM_STEPS
+    assert f"The number of ranks has changed from 2 to {world_size}." in message
+    assert not any(rank["messages"] for rank in ranks[1:])
+    assert json.loads((folder / NOTE).read_text())["global_step"] == NUM_STEPS
 
 
 def damage(path: Path) -> None:
@@ -181,11 +178,8 @@ def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-@pytest.mark.parametrize("spoil", [damage, truncate])
-def test_damaged_checkpoint_is_named_and_the_one_before_is_taken(
-    on_ranks, folder: Path, undisturbed, spoil: Callable[[Path], None]
-) -> None:
-    spoil(folder / "step=8.ckpt")
+def test_damaged_checkpoint_is_named_and_the_one_before_is_taken(on_ranks, folder: Path, undisturbed) -> None:
+    damage(folder / "step=8.ckpt")
 
     ranks = on_ranks(2, train, str(folder))
 
@@ -230,17 +224,11 @@ def test_explicit_path_has_priority(folder: Path, undisturbed) -> None:
     assert outcome["messages"] == []
 
 
-def save_with_lightning(folder: str) -> None:
-    """Save checkpoints of steps 4 and 8 with Lightning's own strategy, and fail in step 10."""
-    train(folder, None, fail_at=10)
-
-
-@pytest.mark.parametrize("spoil", [damage, truncate])
-@pytest.mark.parametrize("strategy", [None, "ddp"])
+@pytest.mark.parametrize(("strategy", "spoil"), [(None, damage), ("ddp", truncate)])
 def test_damaged_checkpoint_of_lightning_is_skipped(
     tmp_path: Path, strategy: str | None, spoil: Callable[[Path], None]
 ) -> None:
-    save_with_lightning(str(tmp_path))
+    train(str(tmp_path), None, fail_at=10)  # saves steps 4 and 8
     spoil(tmp_path / "step=8.ckpt")
 
     outcome = train(str(tmp_path), strategy)
@@ -264,17 +252,3 @@ def test_candidates_are_listed_once_and_newest_first(folder: Path) -> None:
 
     assert names == ["step=8.ckpt", "step=4.ckpt", "broken.ckpt"]
     assert find_candidates(folder / "missing") == []
-
-
-def test_two_runs_that_save_to_the_same_folder_are_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    steps = iter(range(100))
-    first = ProgressNote(tmp_path, lambda: next(steps))
-    deadline = time.monotonic() + 30
-    while read_progress(tmp_path) is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-    ProgressNote(tmp_path, lambda: 7).end()
-    first.end()
-
-    assert f"Another start of this run saves to {tmp_path} at the same time, at step 7." in caplog.text
-    assert read_progress(tmp_path).global_step == 7
