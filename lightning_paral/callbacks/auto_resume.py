@@ -61,7 +61,7 @@ class AutoResume(Callback):
         """Prepare to resume, and warn if no callback saves to the folder."""
         if stage != "fit" or trainer.global_step > 0 or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        folders = [getattr(callback, "dirpath", None) for callback in _callbacks(trainer) if callback is not self]
+        folders = [getattr(each, "dirpath", None) for each in vars(trainer)["callbacks"] if each is not self]
         if os.path.realpath(self._folder) not in [os.path.realpath(each) for each in folders if each]:
             rank_zero_warn(
                 f"AutoResume({self.dirpath!r}) resumes from {self._folder}, but no callback saves checkpoints there. "
@@ -116,7 +116,8 @@ class AutoResume(Callback):
         for candidate in (each for each in candidates if not each.fault):
             fault = next(filter(None, ranks.gather(_try(load, candidate, ranks))), "")
             if not fault:
-                _warn_of_faults(faults, f"resuming from {candidate.path} instead")
+                if faults:
+                    rank_zero_warn("\n".join(["AutoResume:", *faults, f"resuming from {candidate.path} instead."]))
                 rank_zero_info(f"AutoResume: {_describe(candidate, note, trainer)}")
                 return
             faults.append(f"{candidate.path}: {fault}")
@@ -127,11 +128,6 @@ class AutoResume(Callback):
                 + "\nTo start from the beginning, move them to another folder."
             )
         rank_zero_info(f"AutoResume: there is no checkpoint in {self._folder}, so the run starts from the beginning.")
-
-
-def _callbacks(trainer: Trainer) -> list[Callback]:
-    found: list[Callback] = vars(trainer)["callbacks"]  # Trainer's annotations lack it
-    return found
 
 
 def _try(load: Callable[[str], None], candidate: Candidate, ranks: RankGroup) -> str:
@@ -146,11 +142,6 @@ def _try(load: Callable[[str], None], candidate: Candidate, ranks: RankGroup) ->
     except (CheckpointError, FileNotFoundError) as error:
         return explain(error)
     return ""
-
-
-def _warn_of_faults(faults: list[str], what: str) -> None:
-    if faults:
-        rank_zero_warn("AutoResume: " + "\n".join(faults) + f"\n{what}.")
 
 
 def _read_note(folder: Path) -> tuple[int, float] | None:

@@ -55,7 +55,8 @@ class Preemption(Callback):
             requeueing, `hpc_ckpt_N.ckpt` in `default_root_dir`, from which Lightning resumes a requeued job.
         max_time: how long the job may take, from the beginning of the fit, as `"DD:HH:MM:SS"` or a timedelta. In a job
             of SLURM, its end time is known from `SLURM_JOB_END_TIME`.
-        margin: the number of seconds before the deadline at which to stop. `None` ignores `SLURM_JOB_END_TIME`.
+        margin: the number of seconds before the deadline at which to stop. `None` ignores `SLURM_JOB_END_TIME`. A
+            deadline that is nearer when the fit begins is ignored, with a warning.
         grace: the run ends if no batch ends and nothing is saved for so many seconds after SIGTERM, because it hangs.
             With several ranks, the error says where they are. The default is 10 seconds less than torchrun and SLURM
             wait before they kill. `None`: the scheduler ends it.
@@ -84,11 +85,6 @@ class Preemption(Callback):
         self.dirpath, self.margin, self.grace = dirpath, margin, grace
         self.exit_status, self.requeue = exit_status, requeue
         self.max_seconds = Timer(max_time).time_remaining()  # which parses it
-        if self.max_seconds is not None and self.max_seconds <= (margin or 0.0):
-            raise ConfigurationError(
-                f"Preemption(max_time={max_time!r}) is not longer than margin={margin} seconds. Give a longer time, or "
-                "a shorter margin."
-            )
         self.was_preempted = False
         """Whether the last fit was stopped before its end."""
         self.checkpoint_path: str | None = None
@@ -108,6 +104,7 @@ class Preemption(Callback):
         requeue_signal = (environment and environment.requeue_signal) or signal.SIGUSR1
         signums = (signal.SIGTERM, requeue_signal) if self._saves else (signal.SIGTERM,)
         self._handlers = {signum: signal.getsignal(signum) or signal.SIG_DFL for signum in signums}
+        self._is_listening = False
         if stage != "fit":
             return
         if trainer.world_size > 1 and not hasattr(trainer.strategy, "end_hung_run"):
@@ -118,7 +115,7 @@ class Preemption(Callback):
             )
         self.was_preempted, self.checkpoint_path = False, None
         self._signum, self._signaled_at, self._cause = 0, 0.0, 0
-        self._is_saving = self._is_requeueing = self._is_listening = False
+        self._is_saving = self._is_requeueing = False
         self._num_batches, self._next_exchange = 0, 1
         self._deadline = self._find_deadline()
 
@@ -152,15 +149,12 @@ class Preemption(Callback):
 
     def _take_signals(self, trainer: Trainer) -> None:
         """Replace the handlers that Lightning has set after the hooks `setup`; it restores the earlier ones itself."""
-        if threading.current_thread() is not threading.main_thread():
+        if self._is_listening or threading.current_thread() is not threading.main_thread():
             return
-        if trainer.state.fn != "fit":
-            for signum, handler in self._handlers.items():
-                signal.signal(signum, handler)
-        elif not self._is_listening:
-            self._is_listening = True
-            for signum, handler in self._handlers.items():
-                signal.signal(signum, handler)
+        self._is_listening = trainer.state.fn == "fit"
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, handler)
+            if self._is_listening:
                 self._undo.callback(call_on_signal(signum, partial(self._on_signal, trainer, signum)))
 
     def _is_stop(self, trainer: Trainer) -> bool:
@@ -180,18 +174,15 @@ class Preemption(Callback):
     def _save(self, trainer: Trainer) -> None:
         """Save a checkpoint, and requeue a job of SLURM. *Collective* over the world."""
         self._is_saving = True
-        reason = _reason(self._cause)
+        what = "Saving and stopping" if self._saves else "Stopping"
+        rank_zero_info(f"{_reason(self._cause)}. {what} after optimizer step {trainer.global_step}.")
         if not self._saves:
-            rank_zero_info(f"{reason}. Stopping after optimizer step {trainer.global_step}.")
             raise SIGTERMException  # as Lightning's loop does
-        rank_zero_info(f"{reason}. Saving and stopping after optimizer step {trainer.global_step}.")
         path = trainer.strategy.broadcast(self._path(trainer))
         trainer.save_checkpoint(path)
-        finish = getattr(trainer.strategy, "finish_saving", None)
-        if finish is not None:
-            finish()
-        is_cancelled = self._cause == signal.SIGTERM  # by `scancel`, or SLURM requeues the job itself
-        if self.requeue and _requeues(trainer) and not is_cancelled:
+        getattr(trainer.strategy, "finish_saving", lambda: None)()
+        # After SIGTERM, the job was cancelled, or SLURM requeues it itself.
+        if self.requeue and _requeues(trainer) and self._cause != signal.SIGTERM:
             self._is_requeueing = True  # before SLURM signals the ranks of the job that it requeues
             # Now, while the other ranks wait: when the first of them exits, srun may end the job.
             self._is_requeueing = trainer.strategy.broadcast(trainer.is_global_zero and _requeue_job())
@@ -216,18 +207,18 @@ class Preemption(Callback):
 
     def _find_deadline(self) -> float | None:
         """Return when to stop, in seconds since 1970; `None` without a deadline."""
-        now, margin = time.time(), self.margin or 0.0
-        end = os.environ.get("SLURM_JOB_END_TIME", "")
-        left_of_job = int(end) - now if end.isdigit() and self.margin is not None else None
-        if left_of_job is not None and left_of_job <= margin:
+        end, margin = os.environ.get("SLURM_JOB_END_TIME", ""), self.margin or 0.0
+        left = [] if self.max_seconds is None else [self.max_seconds]
+        if end.isdigit() and self.margin is not None:
+            left.append(int(end) - time.time())
+        if left and min(left) <= margin:
             rank_zero_warn(
-                f"The job ends in {left_of_job:.0f} s (SLURM_JOB_END_TIME), which is less than "
+                f"The job ends in {min(left):.0f} s (max_time or SLURM_JOB_END_TIME), which is not longer than "
                 f"Preemption(margin={margin:g}), so this deadline is ignored. Give the job more time, or decrease the "
                 "margin."
             )
-            left_of_job = None
-        left = [seconds for seconds in (self.max_seconds, left_of_job) if seconds is not None]
-        return now + min(left) - margin if left else None
+            return None
+        return time.time() + min(left) - margin if left else None
 
     # Called in other threads, because the main one may wait in a collective
 

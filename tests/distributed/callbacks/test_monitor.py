@@ -13,11 +13,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_paral import ParalMonitor, plan
-from tests.distributed.planning.measured import LENGTH, Bytes
+from lightning_paral import ParalMonitor
 from tests.models.regression import FEATURES, Regression, fit_regression, regression_data
 from tests.running import quiet_trainer
-from tests.unit.planning.models import gpt
 
 SLOW = 0.05
 """Seconds by which a rank is slower in each step."""
@@ -114,20 +112,3 @@ def test_values_reach_loggers_in_a_resumed_fit_too(on_ranks, tmp_path: Path, str
 
     checkpoint = str(tmp_path / "epoch=0.ckpt")
     assert on_ranks(2, logged_fit, str(tmp_path), strategy, 2, checkpoint)[0] == ["7", "9", "11"]
-
-
-def planned_fit(strategy: str) -> dict[str, float]:
-    monitor = ParalMonitor(every_n_steps=2, plan=True)
-    trainer = quiet_trainer(strategy=strategy, devices=2, max_steps=4, max_epochs=1, callbacks=[monitor])
-    trainer.fit(gpt(64, 2), DataLoader(Bytes(), batch_size=4))
-    return monitor.values
-
-
-@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp"])
-def test_plan_is_that_of_the_strategy_in_use(on_ranks, strategy: str) -> None:
-    batch = torch.zeros((), dtype=torch.long).expand(4, LENGTH)
-    expected = plan(gpt(64, 2), (batch, batch), 2, strategies=[strategy], device_type="cpu").estimates[0]
-
-    values = on_ranks(2, planned_fit, strategy)[0]
-
-    assert values["paral/planned_bytes"] == expected.memory.peak_bytes
