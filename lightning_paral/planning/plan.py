@@ -163,7 +163,7 @@ def plan(
         flops: the floating-point operations per second that a rank achieves, or text such as `"400T"`. It is less than
             the peak of the datasheet.
         machine: more than `link` and `flops`, and instead of them.
-        tokens_per_sample: for tokens per second, as in `ParalMonitor`.
+        tokens_per_sample: the number of tokens of each sample, for tokens per second.
 
     Raises:
         ConfigurationError: an argument is wrong, the module cannot be built, or it does not take the batch.
