@@ -1,21 +1,26 @@
 """Resume from the newest checkpoint in a folder that is complete and undamaged."""
 
+import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_paral.callbacks.progress_note import Progress, ProgressNote, read_progress
 from lightning_paral.checkpoint.candidates import Candidate, find_candidates
 from lightning_paral.checkpoint.io.urls import is_remote, without_scheme
 from lightning_paral.checkpoint.record_checksums import verify_records
 from lightning_paral.compat.lightning.resuming import choose_checkpoint
 from lightning_paral.distributed.agreement import RankGroup, all_ranks, explain
 from lightning_paral.errors import CheckpointError, ConfigurationError
+
+NOTE = ".auto_resume.json"
+"""A small file in the folder, with the step that the run has reached, and the time in seconds since 1970."""
+_NOTE_SECONDS = 10.0
 
 
 class AutoResume(Callback):
@@ -46,7 +51,7 @@ class AutoResume(Callback):
             )
         self.dirpath = str(dirpath)
         self._undo: Callable[[], None] | None = None
-        self._note: ProgressNote | None = None
+        self._noted_at: float | None = None
 
     @property
     def _folder(self) -> Path:
@@ -56,7 +61,7 @@ class AutoResume(Callback):
         """Prepare to resume, and warn if no callback saves to the folder."""
         if stage != "fit" or trainer.global_step > 0 or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        folders = [getattr(callback, "dirpath", None) for callback in _callbacks(trainer) if callback is not self]
+        folders = [getattr(each, "dirpath", None) for each in vars(trainer)["callbacks"] if each is not self]
         if os.path.realpath(self._folder) not in [os.path.realpath(each) for each in folders if each]:
             rank_zero_warn(
                 f"AutoResume({self.dirpath!r}) resumes from {self._folder}, but no callback saves checkpoints there. "
@@ -64,26 +69,37 @@ class AutoResume(Callback):
             )
         self._undo = choose_checkpoint(trainer, lambda load: self._resume(trainer, load))
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to note the progress of the run."""
-        if trainer.is_global_zero and self._note is None:
-            self._note = ProgressNote(self._folder, lambda: trainer.global_step)
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Note the progress of the run for the next start, every ten seconds."""
+        if self._noted_at is None or time.monotonic() - self._noted_at >= _NOTE_SECONDS:
+            self._write_note(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """End what `setup` and `on_train_start` began."""
-        self._end()
+        """End what `setup` began, and note the progress."""
+        self._end(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """End what `setup` and `on_train_start` began, because `teardown` is not called after an exception."""
-        self._end()
+        """End what `setup` began, because `teardown` is not called after an exception, and note the progress."""
+        self._end(trainer)
 
-    def _end(self) -> None:
+    def _end(self, trainer: Trainer) -> None:
         if self._undo is not None:
             self._undo()
             self._undo = None
-        if self._note is not None:
-            self._note.end()
-            self._note = None
+        if self._noted_at is not None:
+            self._write_note(trainer)
+            self._noted_at = None
+
+    def _write_note(self, trainer: Trainer) -> None:
+        self._noted_at = time.monotonic()
+        if trainer.is_global_zero:
+            draft = self._folder / f"{NOTE}.{os.getpid()}"
+            with suppress(OSError):  # saving checkpoints reports a full disk
+                self._folder.mkdir(parents=True, exist_ok=True)
+                draft.write_text(json.dumps({"global_step": trainer.global_step, "time": time.time()}))
+                os.replace(draft, self._folder / NOTE)
 
     def _resume(self, trainer: Trainer, load: Callable[[str], None]) -> None:
         """Load the newest checkpoint that can be loaded. *Collective* over all ranks.
@@ -93,15 +109,16 @@ class AutoResume(Callback):
                 work in them.
         """
         ranks = all_ranks()
-        candidates, progress = ranks.run_on_rank_0(
-            f"Searching {self._folder}", lambda: (find_candidates(self._folder), read_progress(self._folder))
+        candidates, note = ranks.run_on_rank_0(
+            f"Searching {self._folder}", lambda: (find_candidates(self._folder), _read_note(self._folder))
         )
         faults = [f"{each.path}: {each.fault}" for each in candidates if each.fault]
         for candidate in (each for each in candidates if not each.fault):
             fault = next(filter(None, ranks.gather(_try(load, candidate, ranks))), "")
             if not fault:
-                _warn_of_faults(faults, f"resuming from {candidate.path} instead")
-                rank_zero_info(f"AutoResume: {describe(candidate, progress, trainer)}")
+                if faults:
+                    rank_zero_warn("\n".join(["AutoResume:", *faults, f"resuming from {candidate.path} instead."]))
+                rank_zero_info(f"AutoResume: {_describe(candidate, note, trainer)}")
                 return
             faults.append(f"{candidate.path}: {fault}")
         if faults:
@@ -111,11 +128,6 @@ class AutoResume(Callback):
                 + "\nTo start from the beginning, move them to another folder."
             )
         rank_zero_info(f"AutoResume: there is no checkpoint in {self._folder}, so the run starts from the beginning.")
-
-
-def _callbacks(trainer: Trainer) -> list[Callback]:
-    found: list[Callback] = vars(trainer)["callbacks"]  # Trainer's annotations lack it
-    return found
 
 
 def _try(load: Callable[[str], None], candidate: Candidate, ranks: RankGroup) -> str:
@@ -132,29 +144,25 @@ def _try(load: Callable[[str], None], candidate: Candidate, ranks: RankGroup) ->
     return ""
 
 
-def _warn_of_faults(faults: list[str], what: str) -> None:
-    if faults:
-        rank_zero_warn("AutoResume: " + "\n".join(faults) + f"\n{what}.")
+def _read_note(folder: Path) -> tuple[int, float] | None:
+    """Return the step that the previous run was last seen at, and when; `None` if that is unknown."""
+    try:
+        note = json.loads((folder / NOTE).read_text())
+        return int(note["global_step"]), float(note["time"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
-def describe(candidate: Candidate, progress: Progress | None, trainer: Trainer) -> str:
-    """Return the message about a checkpoint from which a run resumes, and about the work that is repeated.
-
-    Args:
-        candidate: the checkpoint.
-        progress: the progress of the previous run, if it is known.
-        trainer: the Trainer of this run.
-    """
+def _describe(candidate: Candidate, note: tuple[int, float] | None, trainer: Trainer) -> str:
+    """Return the message about a checkpoint from which a run resumes, and about the work that is repeated."""
     age = _duration(time.time() - candidate.saved_at)
     parts = [f"resuming from {candidate.path}: step {candidate.global_step}, saved {age} ago."]
-    if progress is not None and progress.global_step >= candidate.global_step:
-        count = progress.global_step - candidate.global_step
-        later = _duration(max(0.0, progress.time - candidate.saved_at))
+    step, seen_at = note or (-1, 0.0)
+    if step > candidate.global_step:
+        count, later = step - candidate.global_step, _duration(max(0.0, seen_at - candidate.saved_at))
         parts.append(
-            f"The previous run was last seen at step {progress.global_step}, {later} after this save: at least {count} "
+            f"The previous run was last seen at step {step}, {later} after this save: at least {count} "
             f"{'step is' if count == 1 else 'steps are'} trained again."
-            if count
-            else "The previous run was last seen at this step."
         )
     if candidate.world_size not in (None, trainer.world_size):
         split: Any = getattr(getattr(trainer.strategy, "sampling", None), "split", "global")

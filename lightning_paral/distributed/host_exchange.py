@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_paral.distributed.process_group import host_group
-from lightning_paral.distributed.waits import waiting
 
 T = TypeVar("T")
 
@@ -25,8 +24,7 @@ def every_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
 def _reduce(flag: bool, op: Any, group: dist.ProcessGroup | None) -> bool:
     # On CPU, because reading the result from a GPU would wait for all work queued on it.
     tensor = torch.tensor(int(flag), device="cpu")
-    with waiting():
-        dist.all_reduce(tensor, op=op, group=group or host_group())
+    dist.all_reduce(tensor, op=op, group=group or host_group())
     return bool(tensor)
 
 
@@ -42,8 +40,7 @@ def gather_int_lists(numbers: Sequence[int], group: dist.ProcessGroup | None = N
     """
     local = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     gathered = [torch.zeros_like(local) for _ in range(dist.get_world_size(group))]
-    with waiting():
-        dist.all_gather(gathered, local, group=group or host_group())
+    dist.all_gather(gathered, local, group=group or host_group())
     return [each.tolist() for each in gathered]
 
 

@@ -99,6 +99,8 @@ class _Routes:
     def add(self, signum: int, call: Callable[[], None], previous: Handler) -> Callable[[], None]:
         """Call `call` on `signum`; return a function that undoes it."""
         self._start()
+        while isinstance(previous, _Handler) and not previous.calls:  # undone, and then restored by Lightning
+            previous = previous.previous
         known, current = self._handlers.get(signum), signal.getsignal(signum)
         handler = known if known is not None else _Handler(signum, previous)
         if current != handler:  # a new handler, or someone has replaced ours

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_paral.averaging.callbacks import forget_ended
 from lightning_paral.averaging.run import RunAverages
-from lightning_paral.callbacks.preemption import handle_signals
+from lightning_paral.callbacks.preemption import Preemption, handle_signals
 from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.data.distribute import draws_as_one_process
 from lightning_paral.distributed.host_allocator import RETURNED_WHILE_BUILDING, FreedInPieces, return_large_tensors
@@ -60,6 +60,8 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, Ch
     _freed: FreedInPieces | None = None
     """On CPU with sharded states."""
     _ignored_warnings: IgnoredWarnings | None = None
+    _stop_on_sigterm: Preemption | None = None
+    """With several ranks, unless the user's `Preemption` handles signals."""
     _undo_recomputation: Callable[[], None] | None = None
 
     def __init__(self, options: RankOptions, **keywords: Any) -> None:
@@ -109,7 +111,7 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, Ch
         join_process_group(self.cluster_environment, self.root_device, self.process_group_backend, self.timeout)
         self._begin_run()
         self._check_same_settings(trainer)
-        handle_signals(trainer)
+        self._stop_on_sigterm = handle_signals(trainer)
         seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
         self._data.begin(trainer, self.dims, self.sampling, seed, forward_has_collectives=self.forward_has_collectives)
         self._begin_agreement(trainer)
@@ -161,6 +163,27 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, Ch
         if self._data.resume(self._own_devices) and self._ignored_warnings is not None:
             self._ignored_warnings.add(RESUMED_INSIDE_EPOCH)
         self._keep_random_states()
+        if self._stop_on_sigterm is not None and self.lightning_module is not None:
+            self._stop_on_sigterm.on_train_start(self.lightning_module.trainer, self.lightning_module)
+
+    def on_validation_start(self) -> None:
+        """Take the signals from Lightning, with several ranks."""
+        super().on_validation_start()
+        self._take_signals()
+
+    def on_test_start(self) -> None:
+        """Take the signals from Lightning, with several ranks."""
+        super().on_test_start()
+        self._take_signals()
+
+    def on_predict_start(self) -> None:
+        """Take the signals from Lightning, with several ranks."""
+        super().on_predict_start()
+        self._take_signals()
+
+    def _take_signals(self) -> None:
+        if self._stop_on_sigterm is not None and self.lightning_module is not None:
+            self._stop_on_sigterm.on_validation_start(self.lightning_module.trainer, self.lightning_module)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Return freed host memory to the system before the first steps, if states are sharded on CPU."""
@@ -230,6 +253,9 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, Ch
                 at_end.callback(self._undo_recomputation)
                 self._undo_recomputation = None
             at_end.callback(super().teardown)
+            if self._stop_on_sigterm is not None:
+                at_end.callback(self._stop_on_sigterm.end)
+                self._stop_on_sigterm = None
             at_end.callback(self._data.end)
             if self._averages is not None:
                 at_end.callback(self._averages.end)

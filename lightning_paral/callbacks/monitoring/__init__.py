@@ -1,1 +1,0 @@
-"""What `ParalMonitor` consists of: clocks, phases of a step, the exchange between ranks, values and tables."""
