@@ -24,8 +24,7 @@ usage: paral COMMAND [options]
   consolidate                    convert a checkpoint to one Lightning file, safetensors or a Hugging Face folder
   verify                         check that a checkpoint is complete and undamaged
   inspect                        print the contents of a checkpoint
-  doctor                         print what this machine has, and test communication between ranks
-  bench                          measure collectives, training steps, memory, checkpoints and optimizers
+  doctor                         print what this machine has, what strategies lack, and test communication
 
   --version                      print the versions of this package, Python, Lightning, torch and DeepSpeed
 """
@@ -43,16 +42,9 @@ def _check(arguments: list[str]) -> None:
     check_command(arguments)
 
 
-def _bench(arguments: list[str]) -> None:
-    from lightning_paral.cli.bench import bench  # imports the benchmarks, which no other command needs
-
-    bench(arguments)
-
-
 _COMMANDS = {
     "plan": plan_command,
     "check": _check,
-    "bench": _bench,
     "strategies": print_strategies,
     "consolidate": consolidate,
     "verify": verify,

@@ -2,12 +2,12 @@
 
 import pytest
 
-from lightning_paral.diagnostics.bench.transformer import SmallTransformer
 from lightning_paral.planning.following import follow_steps
 from lightning_paral.planning.layout import layouts_of
 from lightning_paral.planning.memory.construction import construction_memory
 from lightning_paral.planning.settings import StepSettings
 from lightning_paral.planning.states import ModelStates
+from tests.models.transformer import SmallTransformer
 from tests.unit.planning.models import gpt
 
 

@@ -1,4 +1,4 @@
-"""The small Transformer that `paral bench` trains if no configuration is given."""
+"""A small Transformer that is built in `configure_model`, and random tokens to train it on."""
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
