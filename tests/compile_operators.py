@@ -15,11 +15,8 @@ from tests.contract.cases import BY_LABEL
 
 MARK = "deepspeed_operators"
 """The marker of tests that wait for operators. Its arguments are their names; without arguments all are needed."""
-NEEDS = {
-    "cpu_adam": ("compiler", "Python headers", "ninja"),
-    "async_io": ("compiler", "Python headers", "ninja", "libaio"),
-}
-"""The operators in the order in which they are compiled, with the facts of `paral doctor` that they depend on."""
+NEEDS = {"cpu_adam": ("offload",), "async_io": ("offload", "nvme")}
+"""The operators in the order in which they are compiled, with the strategies of `paral doctor` that need them."""
 HOUR = 3600
 
 
@@ -89,12 +86,10 @@ def compile_or_say_what_is_missing(names: Iterable[str]) -> None:
 
 def what_is_missing_for(operator: str) -> str:
     """Return a sentence on what this machine lacks to compile an operator, and what to do. Empty if it can."""
-    from lightning_paral.diagnostics.doctor.operators import operator_facts
-    from lightning_paral.diagnostics.doctor.readiness import join_commands
+    from lightning_paral.diagnostics.doctor import operator_facts
 
-    lacking = [fact for fact in operator_facts() if fact.name in NEEDS[operator] and not fact.is_ok]
-    advice = ", ".join(join_commands(fact.advice or fact.found for fact in lacking))
-    return f"DeepSpeed's operator {operator!r} cannot be compiled here. To run the test: {advice}" if lacking else ""
+    advice = ", ".join(fact.advice for fact in operator_facts() if fact.stops in NEEDS[operator])
+    return f"DeepSpeed's operator {operator!r} cannot be compiled here. To run the test: {advice}" if advice else ""
 
 
 def skip_unless_compilable(operator: str) -> None:

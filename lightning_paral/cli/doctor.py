@@ -2,30 +2,34 @@
 
 import argparse
 import json
+import os
 import sys
 from contextlib import redirect_stdout
 
 from rich.console import Console
 
-from lightning_paral.diagnostics.doctor.report import examine, render
+from lightning_paral.diagnostics.doctor import examine
+from lightning_paral.engines.zero.options import PATH_VARIABLE
 from lightning_paral.tables import make_console
 
 
 def doctor(arguments: list[str]) -> None:
-    """Print versions, devices, network, limits, compiler, disk and ready strategies, and run every collective.
+    """Print versions, devices, network, compiler, disk and ready strategies, and all-reduce over ranks started here.
 
     The exit status is 1 if something is broken.
     """
     parser = argparse.ArgumentParser(prog="paral doctor", description=(doctor.__doc__ or "").replace("\n\n    ", " "))
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks to start on this machine (default: 2)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    path = os.environ.get(PATH_VARIABLE)
+    parser.add_argument("--nvme-path", default=path, help=f"folder for offload to NVMe (default: {PATH_VARIABLE})")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
     # Libraries print to stdout when they are imported, and the output has to stay readable JSON.
     with redirect_stdout(sys.stderr), Console(stderr=True).status("paral doctor") as status:
-        report = examine(options.ranks, lambda what: status.update(f"paral doctor: {what}"))
+        report = examine(options.ranks, options.nvme_path, lambda what: status.update(f"paral doctor: {what}"))
     if options.json:
         print(json.dumps(report.as_json(), indent=2))
     else:
-        make_console().print(render(report))
+        make_console().print(report)
     if report.broken:
         sys.exit(1)

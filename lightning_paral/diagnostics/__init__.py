@@ -1,1 +1,1 @@
-"""Checks of a machine, and benchmarks."""
+"""`paral check` and `paral doctor`: prove equality on a project, and look at a machine."""

@@ -1,14 +1,8 @@
 """Resident memory of this process, as Linux tells it in `/proc/self/status` (proc_pid_status(5))."""
 
 from pathlib import Path
-from typing import Final
 
-STATUS: Final = Path("/proc/self/status")
-
-
-def resident_bytes() -> int:
-    """Return the resident memory of this process in bytes; 0 where the system does not tell it."""
-    return _read("VmRSS")
+_STATUS = Path("/proc/self/status")
 
 
 def peak_resident_bytes() -> int:
@@ -17,12 +11,8 @@ def peak_resident_bytes() -> int:
     0 where the system does not tell it.
     """
     # Not `getrusage`: its peak includes that of the process from which this one was started.
-    return _read("VmHWM")
-
-
-def _read(field: str) -> int:
     try:
-        lines = STATUS.read_text().splitlines()
+        lines = _STATUS.read_text().splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)

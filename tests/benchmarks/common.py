@@ -1,11 +1,11 @@
 """What benchmarks share: silence, ranks, the times of steps, and the table that they print."""
 
+import json
 import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,9 +40,10 @@ def _silently(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
-def differences(times: Sequence[float], num_skipped: int) -> list[float]:
-    """Return the seconds between neighbors, without the first ones."""
-    return [later - earlier for earlier, later in pairwise(times)][num_skipped:]
+def show(rows: list[dict[str, Any]], as_json: bool, **about: Any) -> None:
+    """Print rows as a table, or as JSON with `about`. Only rank 0 of the ranks of torchrun prints."""
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps({"rows": rows} | about) if as_json else tabulate(rows, headers="keys"))
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], floatfmt: str | Sequence[str]) -> None:

@@ -22,34 +22,37 @@ from typing import Any
 from tests.tables import write_json
 
 RESULTS = Path(__file__).with_name("results.json")
-PROGRAMS = {"paral": [sys.executable, "-m", "lightning_paral"], "python": [sys.executable]}
-COMM_SIZES = "--sizes 4MiB,25MiB"
-"""Sizes between nodes: a layer, and a bucket of DDP."""
+PYTHON = sys.executable
+PROGRAMS = {
+    "paral": [PYTHON, "-m", "lightning_paral"],
+    "python": [PYTHON],
+    "torchrun": [PYTHON, "-m", "torch.distributed.run"],
+}
 
 
-def _step(*strategies: str) -> tuple[str, ...]:
-    return (f"paral bench step --config configs/gpt.yaml --strategies {','.join(strategies)}",)
+def _step(name: str, loop: str = "") -> tuple[str, ...]:
+    return (f"torchrun --nproc-per-node 2 -m tests.benchmarks.steps {name}{loop}",)
 
 
 WITH_JSON = {
-    "all_reduce": tuple(f"python -m tests.benchmarks.all_reduce --nodes {n} {COMM_SIZES} --seconds 60" for n in (2, 4)),
+    "all_reduce": tuple(f"python -m tests.benchmarks.all_reduce --nodes {n}" for n in (2, 4)),
     "all_reduce_loopback": tuple(
-        f"paral bench comm --ranks {n} {COMM_SIZES} --algorithms ring,native --wire fp32" for n in (2, 4)
+        f"torchrun --nproc-per-node {n} -m tests.benchmarks.all_reduce --algorithms ring,native --wire fp32"
+        for n in (2, 4)
     ),
-    "ddp_step": _step("paral_ddp", "raw_ddp"),
-    "fsdp_step": _step("paral_fsdp", "raw_fsdp"),
-    "fsdp_step_direct": _step("paral_fsdp", "raw_fsdp_direct"),
-    **{f"zero{stage}_step": _step(f"paral_zero{stage}", f"raw_zero{stage}") for stage in (1, 2, 3)},
-    "checkpoint": ("paral bench checkpoint --config configs/gpt-200m.yaml --strategies paral_fsdp --rounds 3 --cold",),
-    "memory": ("paral bench memory --model.width 1024 --model.num_layers 12 --data.batch_size 1 --data.context 64",),
-    "adam": ("paral bench adam --sizes 1M,10M,50M,200M --threads 1,2",),
+    "ddp_step": _step("paral_ddp"),
+    "fsdp_step": _step("paral_fsdp"),
+    "fsdp_step_direct": _step("paral_fsdp", " --loop 'torch fully_shard direct'"),
+    **{f"zero{stage}_step": _step(f"paral_zero{stage}") for stage in (1, 2, 3)},
+    "checkpoint": ("python -m tests.benchmarks.checkpoint",),
+    "memory": ("python -m tests.benchmarks.memory",),
     "plan_13b": tuple(
         f"paral plan --config configs/gpt-13b.yaml --world-size 1 --device-memory {memory}GiB --strategies "
         "paral_zero2_offload,paral_zero3_offload"
         for memory in (32, 80, 139)
     ),
 }
-"""Commands of `paral`, or of programs that call it, by benchmark. With `--json`, each prints one JSON object."""
+"""Commands by benchmark. With `--json`, each prints one JSON object."""
 PRINTING = ("fsdp_memory", "zero_memory", "activation_memory", "fsdp_traffic", "zero_traffic", "import_time")
 """Modules of this folder that print what is shown."""
 BENCHMARKS = WITH_JSON | {name: (f"python -m tests.benchmarks.{name}",) for name in PRINTING}

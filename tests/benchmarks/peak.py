@@ -18,7 +18,11 @@ class Watch:
         """Return the peaks of anonymous memory, looked at every millisecond, and of all resident memory."""
         self._done.set()
         self._thread.join()
-        return self._own - self._own_before, _status("VmHWM") - self._resident_before
+        return self._own - self._own_before, self.resident()
+
+    def resident(self) -> int:
+        """Return the peak of all resident memory so far."""
+        return _status("VmHWM") - self._resident_before
 
     def _look(self) -> None:
         while not self._done.wait(0.001):

@@ -1,4 +1,4 @@
-"""The JSON of `paral bench`, as tables of Markdown."""
+"""The JSON of `tests/benchmarks`, as tables of Markdown."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,8 +26,8 @@ def step_table(results: list[dict[str, Any]]) -> str:
     rows = []
     for found in results:
         for row in found["rows"]:
-            ratio = "" if row["ratio_to_raw"] is None else f"{row['ratio_to_raw']:.3f}"
-            rows.append([f"`{row['strategy']}`", f"{row['seconds'] * 1e3:.0f}", ratio])
+            ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
+            rows.append([f"`{row['name']}`", f"{row['seconds'] * 1e3:.0f}", ratio])
     return markdown(["", "ms", "ratio"], rows)
 
 
@@ -68,32 +68,16 @@ def loopback_table(results: list[dict[str, Any]]) -> str:
 
 
 def checkpoint_table(results: list[dict[str, Any]]) -> str:
-    """Return the times of checkpoints, each beside what it is compared with."""
-    rows = []
-    for row in (row for found in results for row in found["rows"]):
-        whole = "one process writing the whole"
-        for name, beside, what, other in (
-            ("save", "full", f"save of {row['size_bytes'] / 1e9:.1f} GB", '`form="full"`: gathering on rank 0'),
-            ("stall", "save", "`async_save=True`, until training goes on", "the same save, synchronous"),
-            ("save", "write", "save", whole),
-            ("load", "read", "load, checksums included", "one process reading the whole, and keeping none"),
-            ("consolidate", "write", "`paral consolidate`", whole),
-        ):
-            rows.append([what, f"{row[name]:.2f}", other, f"{row[beside]:.2f}", f"{row[name] / row[beside]:.2f}"])
-    return markdown(["", "s", "against", "s", "ratio"], rows)
-
-
-def adam_table(results: list[dict[str, Any]]) -> str:
-    """Return the time of a step, and of torch's implementations as multiples."""
-    (found,) = results
-    names, rows = _values(found, "optimizer"), []
-    for threads, size in _values(found, "num_threads", "num_params"):
-        cases = [row_of(found, optimizer=name, num_threads=threads, num_params=size) for name in names]
-        cells = [
-            f"{row['seconds'] * 1e3:.1f}" + ("" if row["ratio"] == 1 else f" ({row['ratio']:.2f})") for row in cases
-        ]
-        rows.append([f"{size / 1e6:g} M", threads, *cells])
-    return markdown(["parameters", "threads", *(f"`{name}`" for name in names)], rows)
+    """Return the times of saving and loading."""
+    ((row,),) = (found["rows"] for found in results)
+    rows = [
+        (f"save of {row['size_bytes'] / 1e9:.1f} GB, sharded", row["save"]),
+        ("save with `async_save=True`, until training goes on", row["stall"]),
+        ('save with `form="full"`, gathered on rank 0', row["full"]),
+        ("load, checksums included", row["load"]),
+        ("`paral consolidate`", row["consolidate"]),
+    ]
+    return markdown(["", "s"], [(what, f"{seconds:.2f}") for what, seconds in rows])
 
 
 def plan_table(results: list[dict[str, Any]]) -> str:
@@ -108,16 +92,13 @@ def plan_table(results: list[dict[str, Any]]) -> str:
 
 
 def memory_table(results: list[dict[str, Any]]) -> str:
-    """Return peak memory beside the limit, the formula and the plan, and the time to the first step."""
+    """Return peak memory beside the formula, and the time to the first step."""
     (found,) = results
     rows = []
     for row in found["rows"]:
-        sizes = [f"{row[f'{kind}_bytes'] / 1e6:.0f}" for kind in ("formula", "peak", "planned", "start")]
-        # The limit holds for what shards states; the others are compared with DDP.
-        ratio = f"{row['peak_bytes'] / row['limit_bytes']:.2f}" if row["is_sharded"] else ""
-        rows.append([row["num_ranks"], f"`{row['strategy']}`", *sizes, ratio, f"{row['start_seconds']:.1f}"])
-    sizes = ("formula", "peak", "planned", "before the first step")
-    return markdown(["ranks", "", *sizes, "peak / limit", "s to the first step"], rows)
+        sizes = [f"{row[f'{kind}_bytes'] / 1e6:.0f}" for kind in ("formula", "peak", "start")]
+        rows.append([row["num_ranks"], f"`{row['name']}`", *sizes, f"{row['start_seconds']:.1f}"])
+    return markdown(["ranks", "", "formula", "peak", "before the first step", "s to the first step"], rows)
 
 
 TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
@@ -125,7 +106,6 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "all_reduce_loopback": loopback_table,
     "checkpoint": checkpoint_table,
     "memory": memory_table,
-    "adam": adam_table,
     "plan_13b": plan_table,
 }
 """The function that makes the table of a result; `step_table` for those that are not listed."""

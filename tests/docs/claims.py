@@ -6,7 +6,6 @@ from typing import Any
 from tests.benchmarks.measure import BENCHMARKS, load
 from tests.docs.bench_tables import MIB, limit_seconds, row_of
 
-DEEPSPEED = "DeepSpeedCPUAdam"
 NO_GPU = "Not run on a GPU."
 HOLDS, FAILS, PARTLY = "**Holds.**", "**Does not hold here.**", "**Holds in part.**"
 
@@ -97,24 +96,6 @@ def offload(found: Found) -> str:
     )
 
 
-def adam(found: Found) -> str:
-    (result,) = found["json"]
-    cases = dict.fromkeys((row["num_threads"], row["num_params"]) for row in result["rows"])
-
-    spans = {}
-    for name in ("loop", "foreach", "fused"):
-        rows = [row_of(result, optimizer=name, num_threads=threads, num_params=size) for threads, size in cases]
-        spans[name] = (min(row["ratio"] for row in rows), max(row["ratio"] for row in rows))
-    within = [low >= 5 for low, _ in spans.values()]
-    said = HOLDS if all(within) else FAILS if max(high for _, high in spans.values()) < 5 else PARTLY
-    shown = ", ".join(f"`{name}` {low:.1f} to {high:.1f}" for name, (low, high) in spans.items())
-    sizes = [f"{size / 1e6:g} M" for size in (min(c[1] for c in cases), max(c[1] for c in cases))]
-    return (
-        f"{said} With {sizes[0]} to {sizes[1]} parameters and 1 and 2 threads, torch's AdamW takes as many times as "
-        f"long as `{DEEPSPEED}`: {shown}."
-    )
-
-
 def activations(found: Found) -> str:
     rows = table_of(found)
     best = max(row[3] for row in rows)
@@ -142,7 +123,6 @@ FIGURES: dict[str, tuple[str, Callable[[Found], str]]] = {
     "zero_memory": ("zero_memory", zero_memory),
     "zero_traffic": ("zero_traffic", zero_traffic),
     "offload": ("plan_13b", offload),
-    "adam": ("adam", adam),
     "activations": ("activation_memory", activations),
     "all_gather": ("all_reduce", all_gather),
 }

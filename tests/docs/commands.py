@@ -11,8 +11,7 @@ from lightning_paral.cli import main
 from lightning_paral.cli.train import TRAINER_COMMANDS
 from tests.tables import markdown
 
-COMMANDS = ("strategies", "consolidate", "verify", "inspect", "plan", "check", "doctor", "bench")
-BENCHES = ("bench comm", "bench step", "bench memory", "bench checkpoint", "bench adam")
+COMMANDS = ("strategies", "consolidate", "verify", "inspect", "plan", "check", "doctor")
 INTRODUCTION = """\
 # Commands
 
@@ -48,7 +47,7 @@ def render_commands() -> str:
     """Return the page."""
     assert set(TRAINER_COMMANDS) == {"fit", "validate", "test", "predict"}
     parts = [INTRODUCTION, _block(printed_by("--help")), TRAINER_COMMANDS_SECTION]
-    for command in (*COMMANDS, *BENCHES):
+    for command in COMMANDS:
         parts += [f"## paral {command}\n", _block(printed_by(*command.split(), "--help"))]
         if command == "strategies":
             rows = [(f"`{entry.name}`", entry.description) for entry in STRATEGIES]

@@ -29,7 +29,7 @@ TOPICS = {
     "Tensor parallelism": "engines/tensor strategies/tensor_parallel",
     "Checkpoints": "checkpoint strategies/checkpoint_mixin strategies/checkpoint_saving",
     "Plans": "planning",
-    "Checks of a machine and benchmarks": "diagnostics",
+    "Checks of a project and a machine": "diagnostics",
     "Versions": "compat tested_versions _version",
 }
 """Paths of modules and folders by heading. The longest path that contains a module decides."""

@@ -69,7 +69,7 @@ def measured_with(record: dict[str, Any], lines: tuple[str, ...]) -> str:
 
 def step_ratios() -> dict[str, float]:
     """Return the time of a step divided by that of the hand-written loop, by strategy."""
-    return {name: load()[benchmark]["json"][0]["rows"][0]["ratio_to_raw"] for name, benchmark in STEPS.items()}
+    return {name: load()[benchmark]["json"][0]["rows"][0]["ratio"] for name, benchmark in STEPS.items()}
 
 
 def measured_plot() -> Plot:
@@ -123,7 +123,7 @@ def _rows_of_readme() -> list[tuple[str, str, str]]:
         "ddp_step": ("training step, relative to a hand-written loop", steps),
         "fsdp_step": (
             "training step under `paral_fsdp`",
-            f"{fsdp:.2f}; {direct['ratio_to_raw']:.2f} if the loop has our reduce-scatter instead of gloo's own",
+            f"{fsdp:.2f}; {direct['ratio']:.2f} if the loop has our reduce-scatter instead of gloo's own",
         ),
         "all_reduce": (
             f"all-reduce of 25 MiB, {four['num_ranks']} nodes at 1 Gbit/s",

@@ -53,8 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"\n{len(wheels)} wheels, {total / 1e6:.1f} MB. Carry {folder} to the machine, and there, in the repository:\n"
     )
     print(f"  sh {folder}/install.sh gpu-site && export PYTHONPATH=$PWD/gpu-site:$PWD OMP_NUM_THREADS=4")
-    for program in ("tests.gpu.all", "tests.gpu.two_on_one", "tests.benchmarks.gpu steps"):
+    for program in ("tests.gpu.all", "tests.gpu.two_on_one"):
         print(f"  python -m {program}")
+    print("  torchrun --nproc-per-node 1 -m tests.benchmarks.steps --device cuda --size 124M")
     return 0
 
 

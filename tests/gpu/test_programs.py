@@ -2,13 +2,12 @@
 
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.benchmarks import gpu
 from tests.gpu import all as one_rank
 from tests.gpu import two_on_one
 from tests.gpu.crew import Crew, Skipped, alone
@@ -57,23 +56,15 @@ def test_two_ranks_on_one_device(tmp_path: Path) -> None:
     assert found["failing:ddp"]["facts"]["code of rank 1"] == 1
 
 
-def test_benchmarks_resume_where_they_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    common = ["--device", "cpu", "--sizes", "tiny", "--out", str(tmp_path)]
-    only = "torch,torch fully_shard,paral_ddp,paral_fsdp"
+def test_steps_are_measured_beside_loops() -> None:
+    command = "-m torch.distributed.run --nproc-per-node 1 -m tests.benchmarks.steps --rounds 1 --steps 2"
+    names = ["paral_ddp", "paral_zero2"]
+    done = subprocess.run([sys.executable, *command.split(), *names, "--json"], capture_output=True, text=True)
 
-    assert gpu.main(["steps", "--only", only, "--budget", "-1", *common]) == 0
-    assert "no time left" in capsys.readouterr().out
-    assert gpu.main(["steps", "--only", only, *common]) == 0
-    found = json.loads((tmp_path / "benchmarks.json").read_text())
-    began = capsys.readouterr().out
-    assert gpu.main(["table", *common]) == 0
-
-    after = json.loads((tmp_path / "benchmarks.json").read_text())
-    assert after["steps"] == found["steps"]
-    assert {name: len(blocks) for name, blocks in found["steps"]["tiny"].items()} == dict.fromkeys(only.split(","), 2)
-    assert "paral_fsdp" in began
-    table = capsys.readouterr().out
-    assert "tokens/s" in table
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout[done.stdout.index("{") :])["rows"]
+    assert [row["name"] for row in rows] == [*names, "torch DDP", "deepspeed 2"]
+    assert [row["ratio"] is None for row in rows] == [False, False, True, True]
 
 
 def one() -> dict[str, Any]:

@@ -1,81 +1,69 @@
 """`paral doctor` on real ranks."""
 
 import json
+import os
+import re
 import signal
 import time
-from contextlib import suppress
+from typing import Any
 
-import psutil
 import pytest
+import torch.distributed as dist
 
-from lightning_paral import STRATEGIES
-from lightning_paral.diagnostics.doctor.collectives import COLLECTIVES
-from lightning_paral.diagnostics.doctor.processes import CollectiveRow, run_collectives
+from lightning_paral.diagnostics import doctor
 from tests.launching import outputs
 
-RANK = "lightning_paral.diagnostics.doctor.rank"
-INTERRUPTED = "from lightning_paral.diagnostics.doctor.processes import run_collectives; run_collectives(1)"
 
-
-def ranks_of(parent: psutil.Process) -> list[psutil.Process]:
-    """Return the processes of the ranks that `parent` has started."""
-    found = []
-    for child in parent.children():
-        with suppress(psutil.ZombieProcess):  # of another test
-            if RANK in child.cmdline():
-                found.append(child)
-    return found
-
-
-def assert_ended(ranks: list[psutil.Process]) -> None:
-    _, running = psutil.wait_procs(ranks, timeout=60)
-    assert not running
-
-
-def test_every_collective_answers(launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PARAL_NVME_PATH", raising=False)
+def printed_by_doctor(launch: Any) -> tuple[int, dict[str, Any], dict[str, dict[str, Any]]]:
     process = launch("-m", "lightning_paral", "doctor", "--ranks", "2", "--json")
     (printed,) = outputs(process)
-    assert process.returncode == 0, printed
-    found, _ = json.JSONDecoder().raw_decode(printed, printed.index("{"))
-    rows = {row["name"]: row for row in found["collectives"]["rows"]}
-    assert list(rows) == ["start", *COLLECTIVES]
-    assert {row["state"] for row in rows.values()} == {"ok"}
-    assert all(row["latency"] > 0 for row in rows.values())
-    assert all(rows[name]["bandwidth"] > 0 for name in COLLECTIVES if name != "barrier")
-    assert [entry["name"] for entry in found["strategies"]] == [entry.name for entry in STRATEGIES]
-    assert found["broken"] == []
+    report, _ = json.JSONDecoder().raw_decode(printed, printed.index("{"))
+    return process.returncode, report, {fact["name"]: fact for fact in report["facts"]}
 
 
-def test_a_rank_that_is_stopped_or_killed_is_named_and_none_is_left() -> None:
-    started: list[psutil.Process] = []
-    signals = iter((signal.SIGSTOP, signal.SIGKILL))
+def test_ranks_answer_and_nothing_is_broken(launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PARAL_NVME_PATH", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
-    def end_rank_1(row: CollectiveRow) -> None:
-        if row.name in ("start", "all-reduce"):
-            ranks = ranks_of(psutil.Process())
-            started.extend(ranks)
-            next(rank for rank in ranks if '"rank": 1' in rank.cmdline()[-1]).send_signal(next(signals))
+    status, report, facts = printed_by_doctor(launch)
 
-    results = run_collectives(2, names=("broadcast", "all-reduce", "barrier"), seconds=5.0, on_row=end_rank_1)
-
-    start, stopped, sound, killed = results.rows
-    assert (start.state, stopped.state, sound.state, killed.state) == ("ok", "failed", "ok", "failed")
-    assert stopped.reason == "no answer in 5 s: the process of rank 1 is stopped"
-    assert killed.reason.startswith("rank 1 died: its process was killed by SIGKILL")
-    assert len({rank.pid for rank in started}) == 4  # new ones ran what remained after the first failure
-    assert_ended(started)
+    assert (status, report["broken"]) == (0, []), report
+    assert report["environment"]["torch_version"]
+    assert facts["gloo"]["found"].startswith("uses lo")
+    assert facts["all-reduce"]["numbers"]["latency"] > 0
+    assert facts["all-reduce"]["numbers"]["bandwidth"] > 0
 
 
-def test_nothing_is_left_after_ctrl_c(launch) -> None:
-    process = launch("-c", INTERRUPTED)
-    deadline = time.monotonic() + 120
-    while len(ranks := ranks_of(psutil.Process(process.pid))) < 1:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "no rank was started"
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    (printed,) = outputs(process)
+def test_an_interface_that_does_not_exist_is_broken(launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere")
 
-    assert printed.strip().endswith("KeyboardInterrupt")
-    assert_ended(ranks)  # one that was starting ends when it finds its input closed
+    status, report, facts = printed_by_doctor(launch)
+
+    assert (status, report["broken"]) == (1, ["all-reduce"])
+    assert facts["all-reduce"]["found"].endswith("Unable to find address for: nowhere")
+    assert [entry["name"] for entry in report["strategies"] if not entry["lacks"]] == ["paral_dp"]
+
+
+def hang(is_cuda: bool) -> None:
+    time.sleep(100 * dist.get_rank())
+
+
+def die(is_cuda: bool) -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("instead", "said"),
+    [(hang, r"rank 1: no answer in time, in hang, .*test_doctor.py:\d+"), (die, "rank 1: the process died")],
+)
+def test_a_rank_that_hangs_or_dies_is_a_line(
+    on_ranks, monkeypatch: pytest.MonkeyPatch, instead: Any, said: str
+) -> None:
+    on_ranks(1, os.getpid)  # the fork server of the tests starts with their modules
+    monkeypatch.setattr(doctor, "_all_reduce", instead)
+
+    fact = doctor.network_facts(2, seconds=3.0)[-1]
+
+    assert (fact.name, fact.state, fact.stops) == ("all-reduce", "broken", "ranks")
+    assert re.fullmatch(f"2 ranks, gloo on CPU: {said}", fact.found)

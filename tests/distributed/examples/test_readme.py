@@ -75,7 +75,7 @@ def test_table_has_every_strategy() -> None:
 
 
 def test_measurements_name_commands_that_are_measured() -> None:
-    commands = re.findall(r"^\|.*\|.*\| `(p(?:aral|ython) .*)` \|$", README, flags=re.MULTILINE)
+    commands = re.findall(r"^\|.*\|.*\| `((?:paral|python|torchrun) .*)` \|$", README, flags=re.MULTILINE)
     measured = {line for lines in BENCHMARKS.values() for line in lines}
 
     assert commands
