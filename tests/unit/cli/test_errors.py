@@ -45,7 +45,7 @@ COMMAND_LINE = [
     ("fit --model=examples.gtp.GPT", "gtp", "Did you mean gpt?"),
     ("consolidate x y --max-shard-sise=1GB", "max-shard-sise", "Did you mean max-shard-size?"),
     ("consolidate x y --dtype=fp8", "--dtype", "bf16"),
-    ("verfy x", "verfy", "Did you mean verify?"),
+    ("doktor", "doktor", "Did you mean doctor?"),
 ]
 
 
