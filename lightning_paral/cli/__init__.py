@@ -1,93 +1,94 @@
-"""The command-line tool `paral`, with one module per subcommand."""
+"""The command-line tool `paral`, with one module per command."""
 
+import importlib
+import os
+import platform
+import signal
 import sys
+from importlib.metadata import version
 
-from lightning_paral.cli.closed_stdout import exiting_if_stdout_is_closed, flush_or_discard_stdout
-from lightning_paral.cli.consolidate import consolidate
-from lightning_paral.cli.inspect import inspect
-from lightning_paral.cli.plan import plan_command
-from lightning_paral.cli.strategies import print_strategies
-from lightning_paral.cli.train import TRAINER_COMMANDS, run_trainer_command
-from lightning_paral.cli.verify import verify
-from lightning_paral.cli.version import print_version
+from lightning_paral._version import __version__
 from lightning_paral.distributed.process_group import is_first_to_report
 from lightning_paral.error_report import has_user_cause
 from lightning_paral.errors import CheckpointError, ConfigurationError
+from lightning_paral.suggestions import did_you_mean, nearest_names
 
-_USAGE = """\
-usage: paral COMMAND [options]
-
-  fit, validate, test, predict   run Lightning's Trainer from YAML and options (`paral fit --help`)
-  plan                           predict memory, traffic and time of a fit for every strategy, and recommend one
-  check                          train a few steps under each strategy, and compare them with one process
-  strategies                     list the strategies this package registers
-  consolidate                    convert a checkpoint to one Lightning file, safetensors or a Hugging Face folder
-  verify                         check that a checkpoint is complete and undamaged
-  inspect                        print the contents of a checkpoint
-  doctor                         print what this machine has, and test communication between ranks
-
-  --version                      print the versions of this package, Python, Lightning, torch and DeepSpeed
-"""
-
-
-def _doctor(arguments: list[str]) -> None:
-    from lightning_paral.cli.doctor import doctor  # imports much that other commands do not need
-
-    doctor(arguments)
-
-
-def _check(arguments: list[str]) -> None:
-    from lightning_paral.cli.check import check_command  # imports much that other commands do not need
-
-    check_command(arguments)
-
-
+TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 _COMMANDS = {
-    "plan": plan_command,
-    "check": _check,
-    "strategies": print_strategies,
-    "consolidate": consolidate,
-    "verify": verify,
-    "inspect": inspect,
-    "doctor": _doctor,
+    "plan": ("plan_command", "predict the costs of a fit under each strategy, and choose one"),
+    "check": ("check_command", "compare a few steps under each strategy with one process"),
+    "strategies": ("strategies", "list the strategies this package registers"),
+    "consolidate": ("consolidate", "convert a checkpoint to one file, or a Hugging Face folder"),
+    "verify": ("verify", "check that a checkpoint is complete and undamaged"),
+    "inspect": ("inspect", "print the contents of a checkpoint"),
+    "doctor": ("doctor", "print what this machine has, and test communication between ranks"),
 }
+"""The function in the module of each command, and one line about it. Modules are imported when they are used."""
 
 
 def main() -> None:
-    """Run the subcommand that the first argument names."""
+    """Run the command that the first argument names."""
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    is_trainer_command = command in TRAINER_COMMANDS
     try:
-        if command in TRAINER_COMMANDS:
-            _run_trainer_command()
-        else:
-            with exiting_if_stdout_is_closed():
-                _run(command)
+        _run(command)
+    except KeyboardInterrupt:
+        if is_trainer_command:
+            raise
+        sys.exit(130)  # as in shells: 128 + SIGINT
+    except BrokenPipeError:
+        # The traceback of a fit stays: it says why the training ended.
+        if is_trainer_command or not _is_stdout_closed():
+            raise
+        sys.exit(128 + signal.SIGPIPE)
     except (ConfigurationError, CheckpointError) as error:
-        if command in TRAINER_COMMANDS and has_user_cause(error):
+        if is_trainer_command and has_user_cause(error):
             raise
         sys.exit(f"paral: {error}" if is_first_to_report(str(error)) else 1)
+    finally:
+        _is_stdout_closed()
 
 
 def _run(command: str) -> None:
     if command in ("-h", "--help"):
-        print(_USAGE, end="")
+        _print_help()
     elif command == "--version":
-        print_version()
+        others = ", ".join(f"{name} {version(name)}" for name in ("lightning", "torch", "deepspeed"))
+        print(f"lightning_paral {__version__} (Python {platform.python_version()}, {others})")
+    elif command in TRAINER_COMMANDS:
+        from lightning_paral.cli.train import AnyModelCLI
+
+        AnyModelCLI(save_config_kwargs={"overwrite": True})
     elif command in _COMMANDS:
-        try:
-            _COMMANDS[command](sys.argv[2:])
-        except KeyboardInterrupt:
-            sys.exit(130)  # as in shells: 128 + SIGINT
+        function, _ = _COMMANDS[command]
+        getattr(importlib.import_module(f"lightning_paral.cli.{command}"), function)(sys.argv[2:])
     else:
-        sys.exit(f"paral: there is no command {command!r}.\n\n{_USAGE}")
+        near = did_you_mean(nearest_names(command, (*TRAINER_COMMANDS, *_COMMANDS)))
+        print(f"paral: There is no command {command!r}. {near or '`paral --help` lists all.'}", file=sys.stderr)
+        sys.exit(2)
 
 
-def _run_trainer_command() -> None:
+def _print_help() -> None:
+    print("usage: paral COMMAND [options]\n")
+    print("  fit, validate, test, predict\n               run Lightning's Trainer from YAML and options")
+    for name, (_, about) in _COMMANDS.items():
+        print(f"  {name:<11}  {about}")
+    print("\n  --version    print the versions to include in a bug report")
+    print("\n`paral COMMAND --help` lists the options of a command.")
+
+
+def _is_stdout_closed() -> bool:
+    """Flush stdout, and return whether its reader has closed it, as in `| head`. Then its output is discarded.
+
+    SIGPIPE stays ignored, as https://docs.python.org/3/library/signal.html#note-on-sigpipe recommends: with its default
+    action, a broken network connection would end the process as well.
+    """
     try:
-        run_trainer_command()
-    finally:
-        # If a fit fails because its output cannot be written, the traceback stays: it says why the training ended.
-        flush_or_discard_stdout()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
-__all__ = ["main"]
+__all__ = ["TRAINER_COMMANDS", "main"]

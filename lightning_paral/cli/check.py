@@ -1,6 +1,5 @@
 """`paral check`: prove on a LightningCLI configuration that training under a strategy equals one process."""
 
-import argparse
 import json
 import logging
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 from lightning.pytorch.strategies import Strategy
 from rich.console import Console
 
+from lightning_paral.cli.parser import CommandParser
 from lightning_paral.cli.train import ConfiguredCLI
 from lightning_paral.diagnostics.check import DEFAULT, by_name, check_project
 from lightning_paral.diagnostics.check_run import Fit
@@ -30,9 +30,7 @@ def check_command(arguments: list[str]) -> None:
     --config, --model and --trainer.precision. The exit status is 0 if all strategies are equal or refused, 1 if one
     differs, and 2 if the run in one process fails.
     """
-    parser = argparse.ArgumentParser(
-        prog="paral check", description=check_command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(prog="paral check", description=check_command.__doc__)
     default = f"default: that of the configuration, and {','.join(DEFAULT)}"
     parser.add_argument("--strategies", help=f"names with commas between them, or all ({default})")
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks to start on this machine (default: 2)")

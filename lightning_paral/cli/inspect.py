@@ -1,6 +1,5 @@
 """`paral inspect`: print the contents of a checkpoint."""
 
-import argparse
 import json
 import sys
 from contextlib import redirect_stdout
@@ -9,27 +8,21 @@ from tabulate import tabulate
 
 from lightning_paral.checkpoint.integrity import named_tensors
 from lightning_paral.checkpoint.load import peek
+from lightning_paral.cli.parser import CommandParser
 
 
 def inspect(arguments: list[str]) -> None:
     """Print which strategy saved a checkpoint, at which step, and its tensors with their sizes."""
-    parser = argparse.ArgumentParser(prog="paral inspect", description=inspect.__doc__)
+    parser = CommandParser(prog="paral inspect", description=inspect.__doc__)
     parser.add_argument("checkpoint", help="path or URL of a checkpoint of this package, Lightning or DeepSpeed")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument(
-        "--trust", action="store_true", help="create objects of any type, which may run code in the checkpoint"
-    )
+    parser.add_argument("--trust", action="store_true", help="create objects of any type; may run code in it")
     options = parser.parse_args(arguments)
     with redirect_stdout(sys.stderr):  # loading a DeepSpeed checkpoint imports deepspeed, which prints to stdout
         manifest, found = peek(options.checkpoint, weights_only=not options.trust)
-    tensors = [
-        {
-            "name": name,
-            "shape": list(tensor.shape),
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "bytes": tensor.numel() * tensor.dtype.itemsize,
-        }
-        for name, tensor in named_tensors(found)
+    rows = [
+        (name, list(each.shape), str(each.dtype).removeprefix("torch."), each.numel() * each.dtype.itemsize)
+        for name, each in named_tensors(found)
     ]
     about = {
         "form": manifest.form if manifest else "of another tool",
@@ -37,11 +30,12 @@ def inspect(arguments: list[str]) -> None:
         "world_size": manifest.world_size if manifest else None,
         "epoch": found.get("epoch"),
         "global_step": found.get("global_step"),
-        "bytes": sum(int(str(tensor["bytes"])) for tensor in tensors),
+        "bytes": sum(nbytes for *_, nbytes in rows),
     }
     if options.json:
+        tensors = [dict(zip(("name", "shape", "dtype", "bytes"), row, strict=True)) for row in rows]
         print(json.dumps(about | {"tensors": tensors}, indent=2))
         return
     print(tabulate(about.items(), tablefmt="plain"), end="\n\n")
-    rows = [(t["name"], "x".join(map(str, t["shape"])) or "()", t["dtype"], f"{t['bytes']:,}") for t in tensors]  # type: ignore[call-overload]
-    print(tabulate(rows, headers=("tensor", "shape", "dtype", "bytes"), colalign=("left", "left", "left", "right")))
+    table = [(name, "x".join(map(str, shape)) or "()", dtype, f"{nbytes:,}") for name, shape, dtype, nbytes in rows]
+    print(tabulate(table, headers=("tensor", "shape", "dtype", "bytes"), colalign=("left", "left", "left", "right")))

@@ -1,11 +1,10 @@
-"""Short error messages for the command line: which option, what was given, what to do."""
+"""Parsers whose errors are short, and name the option that an unknown one resembles."""
 
-import ast
-import importlib
+import argparse
 import inspect
+import pkgutil
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+import textwrap
 from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
@@ -13,164 +12,79 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.suggestions import did_you_mean, nearest_names
 
-_MAX_LINES = 12
-_KEY = re.compile(r'Parser key "(?P<key>[^"]+)":')
-_CLASS = re.compile(r"Problem with given class_path '(?P<path>[^']+)'")
-_NOT_ACCEPTED = re.compile(r"Option '(?P<option>[^']+)' is not accepted")
-_NO_ATTRIBUTE = re.compile(r"module '(?P<module>[^']+)' has no attribute '(?P<name>[^']+)'")
-_GIVEN = re.compile(r"(?:Given|Got) value: (?P<value>.*)")
-_UNKNOWN_KEY = re.compile(r"(?:does not accept option '|[Uu]nrecognized arguments: --)(?P<key>[\w.]+)")
-_NOISE = ("Does not validate against any", "Subtypes:", "Errors:", "Given value type:", "Expected a <class 'NoneType'>")
+_UNKNOWN = re.compile(r"(?:[Oo]ption|attribute) '([\w.]+)'|arguments: -*([\w.-]+)")
+_OWNER = re.compile(r"(?:given class_path|module) '([\w.]+)'")
+_NOISE = re.compile(
+    r"[\s-]*(Does not validate against any|Subtypes:|Errors:|Given value type:|Expected a <class 'NoneType'>|"
+    r"Subclass types expect|a class path \(str\)|a dict with)"
+)
+"""Lines in which jsonargparse describes what it tried."""
+_MAX_LINES, _MAX_WIDTH = 8, 130
 
 
-class BriefParser(LightningArgumentParser):
-    """LightningCLI's parser, with short error messages: `LightningCLI(..., parser_class=BriefParser)`."""
+class CommandParser(argparse.ArgumentParser):
+    """The parser of a command that LightningCLI does not run."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong, and exit with status 2."""
+        _exit(self, message)
+
+
+class TrainerParser(LightningArgumentParser):
+    """The parser of LightningCLI."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print what is wrong with the configuration and exit with status 2, or raise if `exit_on_error` is off."""
+        """Print what is wrong, and exit with status 2, or raise if `exit_on_error` is off."""
         if not self.exit_on_error:
             super().error(message, ex)
-        command = self.prog.replace(" [options]", "")
-        keys = _option_names(getattr(ex, "subcommand_parser", None) or self)
-        self.exit(2, f"{command.split()[0]}: {shorten(message, keys)}\n`{command} --help` lists all options.\n")
+        _exit(getattr(ex, "subcommand_parser", None) or self, message)
 
 
-def shorten(message: str, known_keys: list[str]) -> str:
-    """Shorten an error message of jsonargparse to its cause.
+def _exit(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    lines = [line for line in message.splitlines() if line and not _NOISE.match(line)]
+    outer_values = [line for line in lines if line.strip().startswith("Given value:")][1:]
+    shown = [
+        textwrap.shorten(line, _MAX_WIDTH, initial_indent=line[: -len(line.lstrip())])
+        for line in lines[:_MAX_LINES]
+        if line not in outer_values
+    ]
+    hint = _hint(message, re.findall(r"--([\w.-]+)", parser.format_help()))
+    command = parser.prog.replace(" [options]", "")
+    text = "\n".join([*shown, *filter(None, [hint]), f"`{command} --help` lists all options."])
+    parser.exit(2, f"paral: {text}\n")
+
+
+def _hint(message: str, options: list[str]) -> str:
+    """Return what to write instead of the unknown name in an error message; an empty string if nothing is similar.
 
     Args:
-        message: the message, an indented tree of the types that jsonargparse tried.
-        known_keys: dotted names of all options; the nearest are suggested for an unknown one.
+        message: the message of argparse or jsonargparse.
+        options: the options of the parser.
     """
-    unknown = _UNKNOWN_KEY.search(message)
-    if unknown:
-        return _explain_key(unknown["key"], known_keys)
-    causes = sorted(_find_causes(message), key=lambda cause: (cause.is_name, len(cause.path)), reverse=True)
-    for cause in causes:
-        text = cause.explain()
-        if text is not None:
-            return f"{cause.path}: {text}"
-    lines = [line for line in message.splitlines() if line.strip() and not line.strip(" -").startswith(_NOISE)]
-    return "\n".join([*lines[:_MAX_LINES], *(["..."] if len(lines) > _MAX_LINES else [])])
+    if "is abstract" in message:
+        return "The options of a class belong under init_args."
+    unknown = _UNKNOWN.search(message)
+    if unknown is None:
+        return ""
+    name = unknown[1] or unknown[2]
+    owners = _OWNER.findall(message[: unknown.start()])
+    if owners:
+        return _hint_of_owner(pkgutil.resolve_name(owners[-1]), name)
+    known = {part for option in options for part in option.split(".")}
+    return next((_nearest(part, known) for part in name.split(".") if part not in known), "")
 
 
-@dataclass(frozen=True)
-class _Cause:
-    """An option whose name or value jsonargparse rejected."""
-
-    path: str
-    """The dotted path of the option in the configuration."""
-    class_path: str | None
-    """The import path of the class that takes the option."""
-    option: str
-    value: str
-    """The given value as jsonargparse prints it, or the option's name if the name is wrong."""
-    is_name: bool
-    """Whether the name is wrong, not the value."""
-
-    def explain(self) -> str | None:
-        """Return what is wrong and what to do; `None` if jsonargparse's own message is more helpful."""
-        cls = _import_class(self.class_path)
-        if self.is_name:
-            return _explain_name(cls, self.class_path, self.option)
-        value = _parse_value(self.value)
-        if isinstance(value, dict) and "class_path" in value:
-            strays = sorted(set(value) - {"class_path", "init_args", "dict_kwargs"})
-            if strays:
-                return f"{strays[0]!r} is next to class_path. Put the options of a class under init_args."
-        return _error_of(cls, self.option, value)
+def _hint_of_owner(owner: Any, name: str) -> str:
+    """Return the hint for an unknown name in a module, or for an unknown option of a class."""
+    if not isinstance(owner, type):
+        return _nearest(name, set(dir(owner)))
+    if owner.__module__.startswith("lightning_paral."):
+        try:
+            owner(**{name: None})
+        except ConfigurationError as error:  # knows options of other strategies as well
+            return str(error)
+    return _nearest(name, set(inspect.signature(owner).parameters))
 
 
-def _find_causes(message: str) -> Iterator[_Cause]:
-    keys: list[tuple[int, str]] = []
-    classes: list[tuple[int, str]] = []
-    for line in message.splitlines():
-        indent = len(line) - len(line.lstrip(" -"))
-        for stack in (keys, classes):
-            while stack and stack[-1][0] >= indent and line.strip():
-                stack.pop()
-        key, owner = _KEY.search(line), _CLASS.search(line)
-        if key:
-            keys.append((indent, key["key"]))
-        elif owner:
-            classes.append((indent, owner["path"]))
-        path, current = ".".join(name for _, name in keys), classes[-1][1] if classes else None
-        not_accepted, given, missing = _NOT_ACCEPTED.search(line), _GIVEN.search(line), _NO_ATTRIBUTE.search(line)
-        if not_accepted:
-            option = not_accepted["option"]
-            yield _Cause(f"{path}.{option}", current, option, option, is_name=True)
-        elif missing:
-            yield _Cause(path, missing["module"], missing["name"], missing["name"], is_name=True)
-        elif given and keys:
-            yield _Cause(path, current, keys[-1][1], given["value"], is_name=False)
-
-
-def _explain_name(cls: type | None, class_path: str | None, name: str) -> str | None:
-    if cls is None:
-        if class_path is None:
-            return None
-        known = [name for name in dir(importlib.import_module(class_path)) if name[0].isupper()]
-        return f"There is no {class_path}.{name}.{_nearest(name, known)}"
-    return (
-        _error_of(cls, name, None)
-        or f"{cls.__name__} has no option {name!r}.{_nearest(name, list(inspect.signature(cls).parameters))}"
-    )
-
-
-def _error_of(cls: type | None, option: str, value: object) -> str | None:
-    """Return what a class of this package says about an option; `None` if it is another class, or accepts it."""
-    if cls is None or not any(base.__module__.startswith("lightning_paral.") for base in cls.__mro__):
-        return None
-    try:
-        cls(**{option: value})  # the constructor raises the most helpful message
-    except ConfigurationError as error:
-        return str(error)
-    except Exception:
-        return None
-    return None
-
-
-def _explain_key(key: str, known_keys: list[str]) -> str:
-    known = {name for full in known_keys for name in (full, *_prefixes(full))}
-    # Name the first wrong part: `trainr` of `trainr.strategy`.
-    for part in (*_prefixes(key), key):
-        if part not in known:
-            depth = part.count(".")
-            return f"There is no option {part!r}.{_nearest(part, [name for name in known if name.count('.') == depth])}"
-    return f"There is no option {key!r}."
-
-
-def _prefixes(key: str) -> list[str]:
-    parts = key.split(".")
-    return [".".join(parts[:length]) for length in range(1, len(parts))]
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    near = nearest_names(name, known, 2, 0.6)
-    return f" {did_you_mean(near)}" if near else ""
-
-
-def _option_names(parser: LightningArgumentParser) -> list[str]:
-    try:
-        return list(parser.get_defaults(skip_validation=True).keys(branches=True))
-    except Exception:  # report the first error, not this one
-        return []
-
-
-def _import_class(class_path: str | None) -> type | None:
-    module, _, name = (class_path or "").rpartition(".")
-    try:
-        found: Any = getattr(importlib.import_module(module), name)
-    except (ImportError, ValueError, AttributeError):
-        return None
-    return found if isinstance(found, type) else None
-
-
-def _parse_value(text: str) -> object:
-    nested = re.fullmatch(r"NestedArg\(key='[^']*', val=(?P<value>.*)\)", text)
-    text = nested["value"] if nested else text
-    try:
-        value = ast.literal_eval({"true": "True", "false": "False", "null": "None"}.get(text, text))
-    except (ValueError, SyntaxError):
-        return text
-    return _parse_value(value) if nested and isinstance(value, str) else value
+def _nearest(name: str, known: set[str]) -> str:
+    return did_you_mean(nearest_names(name, known, 2, 0.6))

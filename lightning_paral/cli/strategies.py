@@ -1,22 +1,16 @@
 """`paral strategies`: print a table of the strategies."""
 
-import argparse
-from collections.abc import Mapping
-
 from tabulate import tabulate
 
+from lightning_paral.cli.parser import CommandParser
 from lightning_paral.registry import STRATEGIES
 
 
-def print_strategies(arguments: list[str]) -> None:
+def strategies(arguments: list[str]) -> None:
     """Print the name, class, arguments and description of every strategy that this package registers."""
-    argparse.ArgumentParser(prog="paral strategies", description=print_strategies.__doc__).parse_args(arguments)
-    rows = [
-        (entry.name, f"{entry.strategy.__name__}({_format_arguments(entry.arguments)})", entry.description)
-        for entry in STRATEGIES
-    ]
+    CommandParser(prog="paral strategies", description=strategies.__doc__).parse_args(arguments)
+    rows = []
+    for entry in STRATEGIES:
+        given = ", ".join(f"{option}={value!r}" for option, value in entry.arguments.items())
+        rows.append((entry.name, f"{entry.strategy.__name__}({given})", entry.description))
     print(tabulate(rows, headers=("name", "class", "what it does"), maxcolwidths=[None, 35, 41]))
-
-
-def _format_arguments(arguments: Mapping[str, object]) -> str:
-    return ", ".join(f"{option}={value!r}" for option, value in arguments.items())

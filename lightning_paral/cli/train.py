@@ -5,6 +5,7 @@ import pickle
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,13 +13,11 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy
 
-from lightning_paral.cli.parser import BriefParser
-from lightning_paral.cli.resume import checkpoint_or_callback
-from lightning_paral.compat.lightning.command_line import CheckpointChoiceCLI
+from lightning_paral.callbacks.auto_resume import AutoResume
+from lightning_paral.checkpoint.candidates import is_checkpoint
+from lightning_paral.cli.parser import TrainerParser
 from lightning_paral.error_report import unwrap_parser_error
-from lightning_paral.errors import ConfigurationError
-
-TRAINER_COMMANDS = tuple(LightningCLI.subcommands())
+from lightning_paral.errors import ConfigurationError, MissingCheckpointError
 
 
 class StrategyFirstTrainer(Trainer):
@@ -30,8 +29,27 @@ class StrategyFirstTrainer(Trainer):
         super().__init__(*args, strategy=strategy, **kwargs)
 
 
-class AnyModelCLI(CheckpointChoiceCLI):
-    """LightningCLI for any model, which also resumes from checkpoints that were saved without LightningCLI."""
+class AnyModelCLI(LightningCLI):
+    """LightningCLI for any model, which also resumes from checkpoints that were saved without LightningCLI.
+
+    Modules in the current folder can be named in a `class_path`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        self._plain_checkpoint: str | None = None
+        super().__init__(
+            LightningModule,
+            LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            trainer_class=StrategyFirstTrainer,
+            auto_configure_optimizers=False,
+            parser_class=TrainerParser,
+            parser_kwargs={"prog": "paral"},
+            **options,
+        )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the option `--resume`."""
@@ -42,19 +60,17 @@ class AnyModelCLI(CheckpointChoiceCLI):
             help="continue from the newest sound checkpoint in a folder: `auto` for that of ModelCheckpoint, or a path",
         )
 
-    def takes_hyper_parameters(self, path: str) -> bool:
-        """Return whether the hyper-parameters in the checkpoint at `path` name a class, or if the path is not a file.
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse the arguments, and set aside a checkpoint that names no class.
 
-        A checkpoint that was saved without LightningCLI names no class, and Lightning's parser would fail on it. In
-        this case, the model is built from the configuration alone.
+        LightningCLI replaces the configured model by the hyper-parameters of the checkpoint, and would fail on those of
+        a checkpoint that was saved without it.
         """
-        if not Path(path).is_file():
-            return True
-        try:
-            checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError):
-            return False  # the strategy accepts more types, or reports the problem
-        return "_class_path" in checkpoint.get("hyper_parameters", {})
+        super().parse_arguments(parser, args)
+        options = self.config[self.config.subcommand]
+        path = options.get("ckpt_path")
+        if path and Path(path).is_file() and not _names_class(path):
+            self._plain_checkpoint, options["ckpt_path"] = path, None
 
     def instantiate_classes(self) -> None:
         """Create the objects that the configuration describes.
@@ -62,55 +78,48 @@ class AnyModelCLI(CheckpointChoiceCLI):
         Raises:
             ConfigurationError: an option of a strategy is wrong. The parser's own error would list all possible types.
         """
+        if self._plain_checkpoint is not None:
+            self.config[self.subcommand]["ckpt_path"] = self._plain_checkpoint
         try:
             super().instantiate_classes()
         except ValueError as error:
             raise unwrap_parser_error(error) or error from None
-        self._resume()
 
-    def _resume(self) -> None:
-        """Apply the option `--resume`.
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Create the Trainer, and apply the option `--resume`.
 
         Raises:
-            ConfigurationError: it does not fit the command, the other options, or the callbacks of the Trainer.
+            ConfigurationError: `--resume` does not fit the command, the other options, or the callbacks.
         """
+        trainer = super().instantiate_trainer(**kwargs)
         options = self.config_init[self.subcommand]
         resume = options.get("resume")
         if resume is None:
-            return
+            return trainer
         if self.subcommand != "fit" or options.get("ckpt_path"):
-            raise ConfigurationError(
-                f"--resume {resume} is an option of `paral fit` without --ckpt_path. Leave one of them out."
-                if self.subcommand == "fit"
-                else f"--resume {resume} continues a fit, but the command is {self.subcommand}. Use --ckpt_path."
-            )
-        callbacks = vars(self.trainer)["callbacks"]
-        found = checkpoint_or_callback(resume, callbacks)
-        if isinstance(found, str):
-            options["ckpt_path"] = found
+            raise ConfigurationError(f"--resume {resume} is for `paral fit` without --ckpt_path. Leave one out.")
+        if "://" in resume or is_checkpoint(Path(resume)):
+            if "://" not in resume and not Path(resume).exists():
+                raise MissingCheckpointError(f"--resume {resume}: there is no checkpoint at this path.")
+            options["ckpt_path"] = resume
         else:
-            callbacks.insert(0, found)
+            folder = getattr(trainer.checkpoint_callback, "dirpath", None) if resume == "auto" else resume
+            if not folder:
+                raise ConfigurationError(
+                    "--resume auto takes the folder of ModelCheckpoint, which has none. Give it a dirpath, as in "
+                    "ModelCheckpoint(dirpath='checkpoints'). Without it, each start of a run saves to another folder."
+                )
+            vars(trainer)["callbacks"].insert(0, AutoResume(folder))
+        return trainer
 
 
-def import_from_current_folder() -> None:
-    """Let `class_path` name modules in the current folder."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-
-
-def run_trainer_command() -> None:
-    """Run LightningCLI with the arguments of the process."""
-    import_from_current_folder()
-    AnyModelCLI(
-        LightningModule,
-        LightningDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        trainer_class=StrategyFirstTrainer,
-        save_config_kwargs={"overwrite": True},
-        auto_configure_optimizers=False,
-        parser_class=BriefParser,
-    )
+def _names_class(path: str) -> bool:
+    """Return whether the hyper-parameters in the checkpoint at `path` name a class."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError):
+        return False  # the strategy accepts more types, or reports the problem
+    return "_class_path" in checkpoint.get("hyper_parameters", {})
 
 
 class ConfiguredCLI(AnyModelCLI):
@@ -119,20 +128,9 @@ class ConfiguredCLI(AnyModelCLI):
     def __init__(self, arguments: list[str]) -> None:
         self.trainer_options: dict[str, Any] = {}
         """The options of the Trainer, with their objects."""
-        import_from_current_folder()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # another command reads the command line
-            super().__init__(
-                LightningModule,
-                LightningDataModule,
-                subclass_mode_model=True,
-                subclass_mode_data=True,
-                trainer_class=StrategyFirstTrainer,
-                save_config_callback=None,
-                auto_configure_optimizers=False,
-                parser_class=BriefParser,
-                args=["fit", *arguments],
-            )
+            super().__init__(save_config_callback=None, args=["fit", *arguments])
 
     @property
     def seed(self) -> int:
@@ -140,17 +138,7 @@ class ConfiguredCLI(AnyModelCLI):
         seed = self.config[self.subcommand].get("seed_everything")
         return seed if isinstance(seed, int) and not isinstance(seed, bool) else 0
 
-    def _resume(self) -> None:
-        """Do nothing, because nothing is trained."""
-
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """Keep the options, and return an object that does nothing."""
         self.trainer_options = self.config_init[self.subcommand].trainer.as_dict()
-        return _NoTrainer()
-
-
-class _NoTrainer:
-    """Takes the place of the Trainer that LightningCLI calls."""
-
-    def fit(self, *_: Any, **__: Any) -> None:
-        """Do nothing."""
+        return SimpleNamespace(fit=lambda **_: None)

@@ -1,18 +1,16 @@
 """`paral verify`: check that a checkpoint is complete and undamaged."""
 
-import argparse
 import sys
 
 from lightning_paral.checkpoint.integrity import DamagedError, check
+from lightning_paral.cli.parser import CommandParser
 
 
 def verify(arguments: list[str]) -> None:
     """Check the sizes and checksums of a checkpoint's files, and that its chunks cover each tensor exactly once."""
-    parser = argparse.ArgumentParser(prog="paral verify", description=verify.__doc__)
+    parser = CommandParser(prog="paral verify", description=verify.__doc__)
     parser.add_argument("checkpoint", help="path or URL")
-    parser.add_argument(
-        "--trust", action="store_true", help="create objects of any type, which may run code in the checkpoint"
-    )
+    parser.add_argument("--trust", action="store_true", help="create objects of any type; may run code in it")
     options = parser.parse_args(arguments)
     path = options.checkpoint
     try:

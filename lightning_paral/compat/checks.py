@@ -11,9 +11,9 @@ from typing import Any
 
 from lightning_paral.compat.private_name import PrivateName, is_named_by
 
-# Slow to import, and not needed by every run. They import their private names directly, so that a missing one raises an
+# Slow to import, and not needed by every run. It imports its private names directly, so that a missing one raises an
 # ImportError at once.
-_NOT_CHECKED = {"lightning_paral.compat.lightning.command_line", "lightning_paral.compat.torch.distributed_checkpoint"}
+_NOT_CHECKED = {"lightning_paral.compat.torch.distributed_checkpoint"}
 
 
 @cache

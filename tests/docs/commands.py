@@ -7,8 +7,7 @@ from contextlib import redirect_stdout, suppress
 from unittest.mock import patch
 
 from lightning_paral import STRATEGIES
-from lightning_paral.cli import main
-from lightning_paral.cli.train import TRAINER_COMMANDS
+from lightning_paral.cli import TRAINER_COMMANDS, main
 from tests.tables import markdown
 
 COMMANDS = ("strategies", "consolidate", "verify", "inspect", "plan", "check", "doctor")

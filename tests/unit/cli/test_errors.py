@@ -1,5 +1,6 @@
-"""Mistakes on the command line and in YAML are errors of a few lines that name the option."""
+"""Mistakes on the command line and in YAML are errors of a few lines that name the option and what to do."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,64 +21,74 @@ def of_trainer(**options: Any) -> dict[str, Any]:
     return {"trainer": options}
 
 
-YAML: list[tuple[dict[str, Any], str]] = [
-    (strategy(DDP, all_reduc="ring"), "trainer.strategy.all_reduc: ParalDDPStrategy has no option 'all_reduc'. Did"),
-    (strategy(DDP, all_reduce="rng"), "ParalDDPStrategy(all_reduce='rng'): all_reduce has to be 'auto', 'ring'"),
-    (strategy(DDP, timeout="30s"), "trainer.strategy.timeout: ParalDDPStrategy(timeout='30s'): timeout has to be"),
-    (
-        strategy(DDP, bucket_cap_mb=-5),
-        "paral: ParalDDPStrategy(bucket_cap_mb=-5.0): buckets must be larger than 0 MiB.",
-    ),
-    (strategy(ZERO, stage=4), "trainer.strategy.stage: ParalZeROStrategy(stage=4): stage has to be 1, 2 or 3."),
-    (strategy(ZERO, offload_optimiser="cpu"), "has no option 'offload_optimiser'. Did you mean offload_optimizer?"),
-    (strategy(ZERO, offload_optimizer=True), "offload_optimizer has to be Offload(...), 'cpu', 'nvme' or None."),
-    (strategy(ZERO, offload_optimizer={"pth": "/x"}), "offload_optimizer.pth: Offload has no option 'pth'."),
-    (strategy(ZERO, deepspeed_config={"gradient_clip": 1}), "Did you mean 'gradient_clipping'?"),
-    (
-        strategy(FSDP, checkpoint={"form": "shard"}),
-        "CheckpointOptions(form='shard'): form has to be 'full', 'sharded' or None.",
-    ),
-    (strategy(FSDP, activation_checkpointing={"unit": []}), "activation_checkpointing.unit: Activation"),
-    (strategy("lightning_paral.ParalFSDPStrateg"), "There is no lightning_paral.ParalFSDPStrateg."),
-    (of_trainer(strategy={"class_path": DDP, "all_reduce": "ring"}), "'all_reduce' is next to class_path."),
-    (of_trainer(strategy="paral_zero4"), "paral: There is no strategy named 'paral_zero4'. Did you mean"),
-    (of_trainer(stratgy="paral_ddp"), "There is no option 'trainer.stratgy'. Did you mean trainer.strategy"),
-    ({"trainr": {"strategy": "paral_ddp"}}, "There is no option 'trainr'. Did you mean trainer?"),
-    (of_trainer(max_steps="ten"), "trainer.max_steps"),
+YAML: list[tuple[dict[str, Any], str, str]] = [
+    (strategy(DDP, all_reduc="ring"), "all_reduc", "Did you mean all_reduce?"),
+    (strategy(DDP, all_reduce="rng"), "all_reduce", "'reduce_broadcast'"),
+    (strategy(DDP, timeout="30s"), "timeout", "h:m:s"),
+    (strategy(DDP, bucket_cap_mb=-5), "bucket_cap_mb=-5", ""),
+    (strategy(ZERO, offload_optimizer=True), "offload_optimizer", "['cpu', 'nvme']"),
+    (strategy(ZERO, offload_optimizer={"pth": "/x"}), "offload_optimizer", "Did you mean path?"),
+    (strategy(ZERO, deepspeed_config={"gradient_clip": 1}), "deepspeed_config", "Did you mean 'gradient_clipping'?"),
+    (strategy(FSDP, auto_wrap_policy=[]), "auto_wrap_policy", "units="),
+    (strategy(FSDP, checkpoint={"form": "shard"}), "form", "['full', 'sharded']"),
+    (strategy("lightning_paral.ParalFSDPStrateg"), "ParalFSDPStrateg", "Did you mean ParalFSDPStrategy"),
+    (of_trainer(strategy={"class_path": DDP, "all_reduce": "ring"}), "all_reduce", "init_args"),
+    (of_trainer(strategy="paral_zero4"), "paral_zero4", "Did you mean"),
+    (of_trainer(stratgy="paral_ddp"), "trainer.stratgy", "Did you mean strategy?"),
+    ({"trainr": {"strategy": "paral_ddp"}}, "trainr", "Did you mean trainer?"),
+    (of_trainer(max_steps="ten"), "trainer.max_steps", "int"),
 ]
 COMMAND_LINE = [
-    (
-        ["ParalDDPStrategy", "--trainer.strategy.wire_dtype=fp8"],
-        "(wire_dtype='fp8'): wire_dtype has to be 'bf16', 'fp16' or None.",
-    ),
-    (["ParalFSDPStrategy", "--trainer.strategy.offload=nvme"], "strategy.offload: ParalFSDPStrategy(offload='nvme')"),
-    (["paral_ddp", "--model.widht=3"], "model.widht: GPT has no option 'widht'. Did you mean width?"),
+    ("fit --trainer.strategy=ParalDDPStrategy --trainer.strategy.wire_dtype=fp8", "wire_dtype", "['bf16', 'fp16']"),
+    ("fit --trainer.stratgy=paral_ddp", "trainer.stratgy", "Did you mean strategy?"),
+    ("fit --model.widht=3", "widht", "Did you mean width?"),
+    ("fit --model=examples.gtp.GPT", "gtp", "Did you mean gpt?"),
+    ("consolidate x y --max-shard-sise=1GB", "max-shard-sise", "Did you mean max-shard-size?"),
+    ("consolidate x y --dtype=fp8", "--dtype", "bf16"),
+    ("doktor", "doktor", "Did you mean doctor?"),
 ]
 
 
-def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def check_is_short(text: str, option: str, remedy: str) -> None:
+    """Assert that an error names the option and the remedy in at most 15 lines of a terminal of 80 columns."""
+    assert text.removeprefix("Seed set to 1\n").startswith("paral: ")
+    assert option in text
+    assert remedy in text
+    assert sum(max(1, -(-len(line) // 80)) for line in text.splitlines()) <= 15
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """A function that runs a command in the repository, and returns what it prints about its error."""
     monkeypatch.chdir(ROOT)
-    fixed = ["--config", "configs/gpt.yaml", "--trainer.accelerator=cpu", "--trainer.logger=false"]
-    code = run_paral("fit", *fixed, *arguments)
-    return (code if isinstance(code, str) else "") + capsys.readouterr().err
+
+    def run(command: str, *arguments: str) -> str:
+        fixed = ["--config", "configs/gpt.yaml", "--trainer.accelerator=cpu", "--trainer.logger=false"]
+        ended = run_paral(command, *(fixed if command == "fit" else []), *arguments)
+        assert ended == 2 or isinstance(ended, str)
+        return (ended if isinstance(ended, str) else "") + capsys.readouterr().err
+
+    return run
 
 
-@pytest.mark.parametrize(("config", "message"), YAML, ids=lambda value: str(value)[:60])
-def test_mistake_in_yaml_names_the_option(
-    monkeypatch, capsys, tmp_path: Path, config: dict[str, Any], message: str
-) -> None:
+@pytest.mark.parametrize(("config", "option", "remedy"), YAML, ids=lambda value: str(value)[:60])
+def test_mistake_in_yaml(said, tmp_path: Path, config: dict[str, Any], option: str, remedy: str) -> None:
     (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(config))
 
-    text = said(monkeypatch, capsys, "--config", str(tmp_path / "wrong.yaml"))
-
-    assert message in text
-    assert "paral: " in text
-    assert len(text.splitlines()) <= 15
+    check_is_short(said("fit", "--config", str(tmp_path / "wrong.yaml")), option, remedy)
 
 
-@pytest.mark.parametrize(("arguments", "message"), COMMAND_LINE, ids=lambda value: str(value)[:60])
-def test_mistake_on_the_command_line_names_the_option(monkeypatch, capsys, arguments: list[str], message: str) -> None:
-    text = said(monkeypatch, capsys, f"--trainer.strategy={arguments[0]}", *arguments[1:])
+@pytest.mark.parametrize(("arguments", "option", "remedy"), COMMAND_LINE)
+def test_mistake_on_the_command_line(said, arguments: str, option: str, remedy: str) -> None:
+    check_is_short(said(*arguments.split()), option, remedy)
 
-    assert message in text
-    assert len(text.splitlines()) <= 15
+
+@pytest.mark.parametrize("command", ["", "consolidate", "verify", "inspect", "strategies", "check", "doctor"])
+def test_help_is_short(monkeypatch, capsys, command: str) -> None:
+    monkeypatch.setitem(os.environ, "COLUMNS", "80")
+
+    assert run_paral(*command.split(), "--help") in (None, 0)
+
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 80
