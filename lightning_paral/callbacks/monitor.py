@@ -94,7 +94,8 @@ class ParalMonitor(Callback):
             get_metrics = bar.get_metrics
 
             def with_text(*args: Any, **kwargs: Any) -> dict[str, Any]:
-                return get_metrics(*args, **kwargs) | ({"paral": self._text} if self._text else {})
+                metrics: dict[str, Any] = get_metrics(*args, **kwargs)
+                return metrics | ({"paral": self._text} if self._text else {})
 
             shadow_method(bar, "get_metrics", with_text, self._undo)
 
@@ -200,7 +201,7 @@ def _now(trainer: Trainer) -> Any:
     """Return a moment of the device's time on CUDA, without waiting for it; else of the host's."""
     if trainer.strategy.root_device.type != "cuda":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 

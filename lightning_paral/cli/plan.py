@@ -1,6 +1,5 @@
 """`paral plan`: predict memory and traffic of every strategy for a LightningCLI configuration."""
 
-import argparse
 import json
 import sys
 from typing import Any
@@ -10,6 +9,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn import Module
 
+from lightning_paral.cli.parser import CommandParser
 from lightning_paral.cli.train import ConfiguredCLI
 from lightning_paral.engines.zero.runtime.deepspeed import check_installed
 from lightning_paral.errors import ConfigurationError
@@ -37,9 +37,7 @@ def plan_command(arguments: list[str]) -> None:
     All options that are not listed here are those of `paral fit`, such as --config, --model, --data and
     --trainer.precision. Nothing is trained, and no memory is allocated for the model.
     """
-    parser = argparse.ArgumentParser(
-        prog="paral plan", description=plan_command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(prog="paral plan", description=plan_command.__doc__)
     parser.add_argument(
         "--world-size", type=int, help="number of ranks; without it, trainer.devices times trainer.num_nodes"
     )

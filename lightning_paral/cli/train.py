@@ -18,6 +18,7 @@ from lightning_paral.checkpoint.candidates import is_checkpoint
 from lightning_paral.cli.parser import TrainerParser
 from lightning_paral.error_report import unwrap_parser_error
 from lightning_paral.errors import ConfigurationError, MissingCheckpointError
+from lightning_paral.registry import STRATEGIES
 
 
 class StrategyFirstTrainer(Trainer):
@@ -39,6 +40,8 @@ class AnyModelCLI(LightningCLI):
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
         self._plain_checkpoint: str | None = None
+        for entry in STRATEGIES:  # jsonargparse finds a class by its name alone if it is imported
+            _ = entry.strategy
         super().__init__(
             LightningModule,
             LightningDataModule,

@@ -32,7 +32,8 @@ from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.host_memory_check import available_bytes
 from lightning_paral.quantities import format_bytes, format_seconds
 from lightning_paral.registry import STRATEGIES, RegisteredStrategy
-from lightning_paral.strategies import ParalDPStrategy, ParalZeROStrategy
+from lightning_paral.strategies.dp import ParalDPStrategy
+from lightning_paral.strategies.zero import ParalZeROStrategy
 from lightning_paral.tables import make_table
 from lightning_paral.tested_versions import TESTED_VERSIONS, untested
 

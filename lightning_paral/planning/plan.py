@@ -310,7 +310,7 @@ def candidates(*, on_cpu: bool, several_optimizers: bool = False) -> tuple[Layou
         on_cpu: whether the device is the CPU: offloading to host memory saves nothing there.
         several_optimizers: whether the module has several, which cannot be on NVMe nor under a pipeline.
     """
-    chosen = []
+    chosen: list[Layout] = []
     for layout in LAYOUTS:
         if layout.strategy in ("paral_dp", "paral_ddp_ring"):
             continue

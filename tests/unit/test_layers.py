@@ -32,7 +32,6 @@ LAYERS = (
     "compat",
     "tested_versions",
     "tables",
-    "plots",
     "quantities",
     "_version",
     "suggestions",
