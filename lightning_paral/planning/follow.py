@@ -18,6 +18,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_paral.compat.lightning.replaced_strategy import training_loaders
+from lightning_paral.compat.torch.fake_tensors import hide_accelerators
 from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.options import ActivationCheckpointing
 from lightning_paral.planning.fake import FakeModule, StepSettings
@@ -381,6 +382,7 @@ def run_isolated(function: Callable[[], Result], timeout: float = 300.0) -> Resu
 
 def _answer(function: Callable[[], Any], writer: Connection) -> None:
     torch.set_num_threads(1)
+    hide_accelerators()
     try:
         answer = (False, function())
     except ParalError as error:

@@ -37,7 +37,8 @@ def save(form: Form, staged: bool) -> None:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         save.stage(staging)
-        assert torch.cuda.max_memory_allocated() <= before + half.nbytes  # which is transposed
+        extra = torch.cuda.max_memory_allocated() - before
+        assert extra <= half.nbytes + 512, f"{extra} bytes on the GPU"  # it is transposed, and the allocator rounds up
         for value in (weight, half, seen):
             value.fill_(-1.0)
     save.write(RankGroup())

@@ -42,6 +42,15 @@ def fake_tensor_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def hide_accelerators() -> None:
+    """Make torch see no accelerator for the rest of this process, a fork in which asking one raises an error.
+
+    Optimizers ask before each step whether the stream of the device is being captured.
+    """
+    torch.cuda.is_available = lambda: False
+    torch.accelerator.current_accelerator = lambda *_, **__: None
+
+
 def is_value_missing(error: BaseException) -> bool:
     """Return whether `error` says that an operation needs the value of a tensor that has none, as `.item()` does."""
     from torch._subclasses.fake_tensor import DataDependentOutputException

@@ -242,6 +242,18 @@ def test_loggers_schedules_and_clipping_do_not_hinder_a_plan(device: str) -> Non
     assert made.of("paral_ddp").peak_bytes > 5 * made.states.parameter_bytes
 
 
+def test_a_step_is_followed_although_a_fork_cannot_use_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("CUDA error: initialization error")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fail)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", fail)
+
+    assert plan(gpt(), bytes_of_text(), 2, "1GiB").notes == ()
+
+
 def test_lazy_layers_are_named() -> None:
     module = BoringModel()
     module.layer = nn.LazyLinear(2)  # type: ignore[assignment]
