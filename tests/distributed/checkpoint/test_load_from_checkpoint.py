@@ -103,7 +103,7 @@ def test_data_module_is_loaded_from_a_folder(tmp_path: Path) -> None:
 
 def test_patch_is_applied_once_and_finds_its_target() -> None:
     patched = saving.pl_load
-    load_from_checkpoint.install(saving, lambda _: False, dict)
+    load_from_checkpoint.install(lambda _: False, dict)
     assert saving.pl_load is patched
     assert patched.__wrapped__.__module__ == "lightning.fabric.utilities.cloud_io"  # type: ignore[attr-defined]
 

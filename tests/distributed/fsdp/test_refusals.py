@@ -67,7 +67,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], list[str]]] = {
     "predicate": (Tied, {"units": never}, {}, ["never", "returned False for all", "embedding, blocks, blocks.0"]),
     "a list of modules": (Tied, {"units": nn.ModuleList}, {}, ["ModuleList", "Choose the modules in it"]),
     "min_params": (Tied, {"min_params": 10**6}, {}, ["min_params=1,000,000", "5,"]),
-    "replicas": (Tied, {"replicate": 3}, {}, ["replicate=3", "2 / 3 = 0.67", "1, 2"]),
+    "replicas": (Tied, {"replicate": 3}, {}, ["replicate=3", "does not divide the 2 ranks", "1, 2"]),
     "no replicas": (Tied, {"replicate": 0}, {}, ["replicate=0", "1, 2"]),
     "accumulate": (Tied, {"accumulate": "whole"}, {}, ["'whole'", "'sharded' or 'unsharded'"]),
     "prefetch": (Tied, {"prefetch": 0}, {}, ["prefetch=0"]),
