@@ -3,6 +3,7 @@
 import importlib
 import os
 import platform
+import select
 import signal
 import sys
 from importlib.metadata import version
@@ -46,7 +47,7 @@ def main() -> None:
             raise
         sys.exit(f"paral: {error}" if is_first_to_report(str(error)) else 1)
     finally:
-        _is_stdout_closed()
+        _flush_or_discard_stdout()
 
 
 def _run(command: str) -> None:
@@ -78,17 +79,22 @@ def _print_help() -> None:
 
 
 def _is_stdout_closed() -> bool:
-    """Flush stdout, and return whether its reader has closed it, as in `| head`. Then its output is discarded.
+    """Return whether the reader of stdout has closed it, as in `| head`.
 
     SIGPIPE stays ignored, as https://docs.python.org/3/library/signal.html#note-on-sigpipe recommends: with its default
     action, a broken network connection would end the process as well.
     """
+    poll = select.poll()
+    poll.register(sys.stdout, 0)  # errors and hang-ups are always reported
+    return bool(poll.poll(0))
+
+
+def _flush_or_discard_stdout() -> None:
+    """Flush stdout. If its reader has closed it, discard the output, so that Python reports no error at exit."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
 
 
 __all__ = ["TRAINER_COMMANDS", "main"]
