@@ -9,7 +9,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import lightning_paral
 from lightning_paral import STRATEGIES, options
@@ -147,6 +147,8 @@ def _type(annotation: Any) -> str:
         return "None"
     if origin in (typing.Union, types.UnionType):
         return " | ".join(_type(argument) for argument in arguments)
+    if origin is Annotated:
+        return f"{_type(arguments[0])} >= {arguments[1].value}"
     if origin is Literal:
         return " | ".join(_value(argument) for argument in arguments)
     if origin is Callable or origin is typing.get_origin(typing.Callable[[], Any]):
