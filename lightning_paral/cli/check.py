@@ -40,7 +40,7 @@ def check_command(arguments: list[str]) -> None:
     parser.add_argument("--keep-dropout", action="store_true", help="leave dropout on, which differs between ranks")
     parser.add_argument("--hooks", action="store_true", help="also compare parameters after each hook of a step")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    options, rest = parser.parse_known_args(arguments)
+    options, rest = parser.parse_beside_fit(arguments)
     if not rest:
         parser.error("give a configuration, for example --config configs/gpt.yaml")
     given = {name: value for name, value in vars(options).items() if name not in ("strategies", "json")}

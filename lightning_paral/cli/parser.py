@@ -29,6 +29,16 @@ class CommandParser(argparse.ArgumentParser):
         """Print what is wrong, and exit with status 2."""
         _exit(self, message)
 
+    def parse_beside_fit(self, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Return the options of the command, and the arguments of `paral fit`. What resembles the former is an error."""
+        options, rest = self.parse_known_args(arguments)
+        own = re.findall(r"--[\w-]+", self.format_help())
+        for each in rest:
+            name = each.partition("=")[0]
+            if name.startswith("--") and nearest_names(name, own, 1, 0.85):
+                self.error(f"unrecognized arguments: {name}")
+        return options, rest
+
 
 class TrainerParser(LightningArgumentParser):
     """The parser of LightningCLI."""

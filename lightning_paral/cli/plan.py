@@ -52,7 +52,7 @@ def plan_command(arguments: list[str]) -> None:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="kind of device; cuda if left out")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    options, rest = parser.parse_known_args(arguments)
+    options, rest = parser.parse_beside_fit(arguments)
     if not rest:
         parser.error("give a configuration, for example --config configs/gpt.yaml")
     if options.device_memory is not None:

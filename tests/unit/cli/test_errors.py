@@ -43,6 +43,7 @@ COMMAND_LINE = [
     ("fit --trainer.stratgy=paral_ddp", "trainer.stratgy", "Did you mean strategy?"),
     ("fit --model.widht=3", "widht", "Did you mean width?"),
     ("fit --model=examples.gtp.GPT", "gtp", "Did you mean gpt?"),
+    ("plan --config=configs/gpt.yaml --wrld-size=2", "wrld-size", "Did you mean world-size?"),
     ("consolidate x y --max-shard-sise=1GB", "max-shard-sise", "Did you mean max-shard-size?"),
     ("consolidate x y --dtype=fp8", "--dtype", "bf16"),
     ("doktor", "doktor", "Did you mean doctor?"),
