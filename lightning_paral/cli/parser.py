@@ -30,12 +30,13 @@ class CommandParser(argparse.ArgumentParser):
         _exit(self, message)
 
     def parse_beside_fit(self, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Return the options of the command, and the arguments of `paral fit`. What resembles the former is an error."""
+        """Return the options of the command, and the arguments of `paral fit`; refuse what resembles the former."""
         options, rest = self.parse_known_args(arguments)
-        own = re.findall(r"--[\w-]+", self.format_help())
+        known = re.findall(r"--[\w-]+", self.format_help())
         for each in rest:
             name = each.partition("=")[0]
-            if name.startswith("--") and nearest_names(name, own, 1, 0.85):
+            is_of_fit = not name.startswith("--") or "." in name or name in known
+            if not is_of_fit and nearest_names(name, known, 1, 0.85):
                 self.error(f"unrecognized arguments: {name}")
         return options, rest
 
