@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,10 @@ class Fail(Callback):
             raise RuntimeError("the run was interrupted")
 
 
+def fail_to_read(*_: Any, **__: Any) -> None:
+    raise OSError("the disk does not answer")
+
+
 def train(
     folder: str,
     strategy: str | None = "ddp",
@@ -42,6 +47,7 @@ def train(
     resume: bool = True,
     ckpt_path: str | None = None,
     every: int = 4,
+    load_fails: bool = False,
 ) -> dict[str, Any]:
     """Fit with AutoResume, and return what was seen, the weights and the messages."""
     seed_everything(7, verbose=False)
@@ -50,6 +56,8 @@ def train(
     saving = {"every_n_train_steps": every, "save_top_k": -1, "save_last": "link"}
     callbacks += [ModelCheckpoint(folder, filename="{step}", **saving), *([Fail(fail_at)] if fail_at else [])]
     made = "auto" if strategy is None else strategy_of(f"paral_{strategy}", split="global")
+    if load_fails:
+        made.load_checkpoint = fail_to_read
     trainer = quiet_trainer(
         strategy=made,
         devices=int(os.environ.get("WORLD_SIZE", "1")),
@@ -126,6 +134,15 @@ def test_run_continues_as_if_it_had_not_ended(on_ranks, rank_pool, tmp_path, und
     assert_same_run(ranks, undisturbed, first_step=8, tolerance=1e-4 if strategy == "zero2" else 1e-9)
 
 
+def test_run_that_was_resumed_at_the_end_of_an_epoch_can_be_resumed_again(tmp_path: Path, undisturbed) -> None:
+    for fail_at in (7, 9):  # resumes after step 6, which ends the epoch, and then after step 8
+        train(str(tmp_path), fail_at=fail_at, every=2)
+
+    outcome = train(str(tmp_path), every=2)
+
+    assert_same_run([outcome], undisturbed, first_step=8)
+
+
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_run_continues_on_another_number_of_ranks_and_says_what_is_repeated(
     on_ranks, folder: Path, undisturbed, world_size: int
@@ -155,8 +172,13 @@ def damage(path: Path) -> None:
         opened.write(bytes([byte ^ 0xFF]))
 
 
-def test_damaged_checkpoint_is_named_and_the_one_before_is_taken(on_ranks, folder: Path, undisturbed) -> None:
-    damage(folder / "step=8.ckpt")
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("spoil", [damage, truncate])
+def test_damaged_checkpoint_is_named_and_the_one_before_is_taken(on_ranks, folder: Path, undisturbed, spoil) -> None:
+    spoil(folder / "step=8.ckpt")
 
     ranks = on_ranks(2, train, str(folder))
 
@@ -173,6 +195,13 @@ def test_checkpoints_that_are_all_damaged_are_an_error(on_ranks, folder: Path) -
     for rank in on_ranks(2, train, str(folder)):
         assert "none of the checkpoints in the folder can be loaded" in rank["error"]
         assert "step=4.ckpt is damaged" in rank["error"]
+        assert rank["seen"] == []
+
+
+def test_error_that_is_no_damage_is_raised_and_no_older_checkpoint_is_taken(on_ranks, folder: Path) -> None:
+    for rank in on_ranks(2, partial(train, str(folder), load_fails=True)):
+        assert "the disk does not answer" in rank["error"]
+        assert rank["messages"] == []
         assert rank["seen"] == []
 
 

@@ -13,7 +13,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_paral import ParalMonitor
+from lightning_paral import ParalMonitor, plan
+from tests.distributed.planning.models import MODELS, Drawn
 from tests.models.regression import FEATURES, Regression, fit_regression, regression_data
 from tests.running import quiet_trainer
 
@@ -112,3 +113,22 @@ def test_values_reach_loggers_in_a_resumed_fit_too(on_ranks, tmp_path: Path, str
 
     checkpoint = str(tmp_path / "epoch=0.ckpt")
     assert on_ranks(2, logged_fit, str(tmp_path), strategy, 2, checkpoint)[0] == ["7", "9", "11"]
+
+
+def planned_by(strategy: str) -> int:
+    make, draw = MODELS["gpt"]
+    monitor = ParalMonitor(every_n_steps=1, plan=True)
+    trainer = quiet_trainer(max_steps=2, max_epochs=1, devices=2, strategy=strategy, callbacks=[monitor])
+    trainer.fit(make(), DataLoader(Drawn(draw), batch_size=4))
+    return int(monitor.values.get("paral/planned_bytes", 0)) if trainer.is_global_zero else 0
+
+
+@pytest.mark.parametrize("strategy", ["paral_fsdp", "paral_auto"])
+def test_planned_bytes_are_those_of_the_plan(on_ranks, strategy: str) -> None:
+    make, draw = MODELS["gpt"]
+    batch = next(iter(DataLoader(Drawn(draw), batch_size=4)))
+    chosen = "paral_ddp" if strategy == "paral_auto" else strategy
+
+    expected = plan(make, batch, 2, device_type="cpu").of(chosen).peak_bytes
+
+    assert on_ranks(2, planned_by, strategy)[0] == expected
