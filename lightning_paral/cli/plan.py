@@ -11,15 +11,15 @@ from torch.nn import Module
 
 from lightning_paral.cli.parser import CommandParser
 from lightning_paral.cli.train import ConfiguredCLI
+from lightning_paral.engines.tensor.planner.following import Batches, first_batches, observe
+from lightning_paral.engines.tensor.planner.make import make_plan
+from lightning_paral.engines.tensor.planner.report import TensorReport, print_report, report_as_dict, report_of
 from lightning_paral.engines.zero.runtime.deepspeed import check_installed
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.planning.fake import StepSettings
 from lightning_paral.planning.follow import batch_of_shape, first_batch
 from lightning_paral.planning.layout import LAYOUTS
 from lightning_paral.planning.plan import plan
-from lightning_paral.planning.tensor_plan.following import Batches, first_batches, observe
-from lightning_paral.planning.tensor_plan.make import make_plan
-from lightning_paral.planning.tensor_plan.report import TensorReport, print_report, report_as_dict, report_of
 from lightning_paral.quantities import parse_bytes
 from lightning_paral.strategies.auto import ParalAutoStrategy
 from lightning_paral.strategies.zero import ParalZeROStrategy

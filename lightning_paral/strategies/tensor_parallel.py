@@ -21,13 +21,13 @@ from lightning_paral.engines.fsdp.options import FSDPOptions
 from lightning_paral.engines.fsdp.run import FSDPRun
 from lightning_paral.engines.tensor.check import check_split
 from lightning_paral.engines.tensor.plan import TensorPlan
+from lightning_paral.engines.tensor.planner.following import observe_evaluation, observe_fit
+from lightning_paral.engines.tensor.planner.make import make_plan
+from lightning_paral.engines.tensor.planner.observations import Observations
 from lightning_paral.engines.tensor.split import TensorSplit
 from lightning_paral.engines.tensor.split_tensor import SplitTensor
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.host_memory_check import host_memory_shortage
-from lightning_paral.planning.tensor_plan.following import observe_evaluation, observe_fit
-from lightning_paral.planning.tensor_plan.make import make_plan
-from lightning_paral.planning.tensor_plan.observations import Observations
 from lightning_paral.strategies.library_warnings import ignore_sequential_gathers
 
 

@@ -14,7 +14,7 @@ from lightning_paral import (
     ParalPipelineStrategy,
     ParalZeROStrategy,
 )
-from lightning_paral.planning.tensor_plan import make
+from lightning_paral.engines.tensor.planner import make
 from tests.contract.case import StrategyCase
 from tests.contract.cases import CASES, OWN_CASES
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from lightning_paral.compat.lightning.evaluation_sources import evaluation_loaders
 from lightning_paral.compat.lightning.replaced_strategy import training_loaders
 from lightning_paral.compat.torch.compiled import is_compiled
+from lightning_paral.engines.tensor.planner.observations import Observations
+from lightning_paral.engines.tensor.planner.trace import DataflowTrace, reason_of
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.planning.fake import FakeModule, StepSettings, call_step
 from lightning_paral.planning.follow import IsolatedError, batch_of_loaders, run_isolated, settings_of
-from lightning_paral.planning.tensor_plan.observations import Observations
-from lightning_paral.planning.tensor_plan.trace import DataflowTrace, reason_of
 
 Batches = Mapping[str, Callable[[], Any]]
 """For each method of the module, such as `"validation_step"`: a function that returns a batch for each loader."""

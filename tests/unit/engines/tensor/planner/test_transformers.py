@@ -8,10 +8,10 @@ import pytest
 import transformers
 
 from lightning_paral import ConfigurationError
-from lightning_paral.planning.tensor_plan.make import make_plan
-from lightning_paral.planning.tensor_plan.observations import Observations
+from lightning_paral.engines.tensor.planner.make import make_plan
+from lightning_paral.engines.tensor.planner.observations import Observations
+from tests.unit.engines.tensor.planner.models import TOKENS, observed, planned, written
 from tests.unit.planning.models import Language
-from tests.unit.planning.tensor_plan.models import TOKENS, observed, planned, written
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

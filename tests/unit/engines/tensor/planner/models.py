@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_paral.engines.tensor.plan import TensorPlan
+from lightning_paral.engines.tensor.planner.following import observe
+from lightning_paral.engines.tensor.planner.make import make_plan
+from lightning_paral.engines.tensor.planner.observations import Chain, Observations
 from lightning_paral.planning.fake import StepSettings
-from lightning_paral.planning.tensor_plan.following import observe
-from lightning_paral.planning.tensor_plan.make import make_plan
-from lightning_paral.planning.tensor_plan.observations import Chain, Observations
 
 
 class Step(LightningModule):

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch.nn import Module
 
+from lightning_paral.engines.tensor.planner.candidates import Layer
+from lightning_paral.engines.tensor.planner.observations import Chain, Observations
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.planning.tensor_plan.candidates import Layer
-from lightning_paral.planning.tensor_plan.observations import Chain, Observations
 
 _EXPERTS = ("moe_tp_experts", "moe_identity_expert", "local_params")
 

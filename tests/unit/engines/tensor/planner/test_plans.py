@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.utils import parametrizations, spectral_norm
 
 from lightning_paral import ConfigurationError
-from lightning_paral.planning.tensor_plan.make import make_plan
+from lightning_paral.engines.tensor.planner.make import make_plan
+from tests.unit.engines.tensor.planner.models import INPUTS, Classifier, Step, observed, planned, written
 from tests.unit.planning.models import bytes_of_text, gpt
-from tests.unit.planning.tensor_plan.models import INPUTS, Classifier, Step, observed, planned, written
 
 BLOCKS = {f"blocks.{n}.{name}": style for n in range(2) for name, style in (("up", "colwise*"), ("down", "rowwise*"))}
 

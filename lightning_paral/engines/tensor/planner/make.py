@@ -7,12 +7,12 @@ from typing import Any
 from torch.nn import Module
 
 from lightning_paral.engines.tensor.plan import Split, TensorPlan
+from lightning_paral.engines.tensor.planner.candidates import Layer, layers_of, refusals
+from lightning_paral.engines.tensor.planner.observations import NOT_OBSERVED, Chain, Observations
+from lightning_paral.engines.tensor.planner.ties import Tie, find_ties
+from lightning_paral.engines.tensor.planner.transformers_plans import attention_chains, check_heads, library_plan
+from lightning_paral.engines.tensor.planner.user_plan import check_plan, styles_of
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.planning.tensor_plan.candidates import Layer, layers_of, refusals
-from lightning_paral.planning.tensor_plan.observations import NOT_OBSERVED, Chain, Observations
-from lightning_paral.planning.tensor_plan.ties import Tie, find_ties
-from lightning_paral.planning.tensor_plan.transformers_plans import attention_chains, check_heads, library_plan
-from lightning_paral.planning.tensor_plan.user_plan import check_plan, styles_of
 
 MIN_WEIGHT = 4096
 """Elements of a weight. Smaller layers outside of chains stay whole, since a collective costs more than they do."""

@@ -10,9 +10,9 @@ from torch.nn import Module
 
 from lightning_paral.engines.tensor.layers import split_dims
 from lightning_paral.engines.tensor.plan import Split, TensorPlan
-from lightning_paral.planning.tensor_plan.make import why_gathered
-from lightning_paral.planning.tensor_plan.observations import Observations
-from lightning_paral.planning.tensor_plan.user_plan import folded
+from lightning_paral.engines.tensor.planner.make import why_gathered
+from lightning_paral.engines.tensor.planner.observations import Observations
+from lightning_paral.engines.tensor.planner.user_plan import folded
 from lightning_paral.quantities import format_bytes
 from lightning_paral.tables import make_console, make_table
 

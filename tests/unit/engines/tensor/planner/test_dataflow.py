@@ -6,10 +6,10 @@ import pytest
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from lightning_paral.planning.tensor_plan.observations import Observations
-from lightning_paral.planning.tensor_plan.trace import plan_by_dataflow
+from lightning_paral.engines.tensor.planner.observations import Observations
+from lightning_paral.engines.tensor.planner.trace import plan_by_dataflow
+from tests.unit.engines.tensor.planner.models import INPUTS, Step, as_text, observed
 from tests.unit.planning.models import bytes_of_text, gpt
-from tests.unit.planning.tensor_plan.models import INPUTS, Step, as_text, observed
 
 
 def followed(module: Step) -> Observations:

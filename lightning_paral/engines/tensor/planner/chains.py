@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_paral.planning.tensor_plan.candidates import Layer
-from lightning_paral.planning.tensor_plan.observations import Chain
+from lightning_paral.engines.tensor.planner.candidates import Layer
+from lightning_paral.engines.tensor.planner.observations import Chain
 
 Label = frozenset[str]
 """The layers of whose output features a tensor has a part."""

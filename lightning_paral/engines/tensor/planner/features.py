@@ -8,8 +8,8 @@ from torch.autograd.function import BackwardCFunction
 
 from lightning_paral.engines.tensor import proven
 from lightning_paral.engines.tensor.arguments import tensors_in
-from lightning_paral.planning.tensor_plan.candidates import Layer
-from lightning_paral.planning.tensor_plan.chains import Flow, Label
+from lightning_paral.engines.tensor.planner.candidates import Layer
+from lightning_paral.engines.tensor.planner.chains import Flow, Label
 
 _FULL: Label = frozenset()
 

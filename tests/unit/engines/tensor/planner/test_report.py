@@ -9,7 +9,7 @@ import yaml
 
 from lightning_paral.cli.plan import plan_command
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[5]
 
 
 def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch.nn import Module
 
 from lightning_paral.compat.torch.modules import own_parameters
-from lightning_paral.planning.tensor_plan.candidates import Layer
+from lightning_paral.engines.tensor.planner.candidates import Layer
 
 
 @dataclass(frozen=True, kw_only=True)

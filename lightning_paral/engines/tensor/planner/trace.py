@@ -13,13 +13,13 @@ from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.compat.torch.pytree import tree_leaves
 from lightning_paral.engines.tensor import proven
 from lightning_paral.engines.tensor.arguments import tensors_in
-from lightning_paral.planning.tensor_plan.candidates import Layer, has_backward_hooks, layers_of
-from lightning_paral.planning.tensor_plan.chains import Label, find_chains
-from lightning_paral.planning.tensor_plan.features import FeatureTrace
-from lightning_paral.planning.tensor_plan.layouts import LayoutTrace
-from lightning_paral.planning.tensor_plan.modes import Functions, Operations
-from lightning_paral.planning.tensor_plan.observations import Observations
-from lightning_paral.planning.tensor_plan.references import referred
+from lightning_paral.engines.tensor.planner.candidates import Layer, has_backward_hooks, layers_of
+from lightning_paral.engines.tensor.planner.chains import Label, find_chains
+from lightning_paral.engines.tensor.planner.features import FeatureTrace
+from lightning_paral.engines.tensor.planner.layouts import LayoutTrace
+from lightning_paral.engines.tensor.planner.modes import Functions, Operations
+from lightning_paral.engines.tensor.planner.observations import Observations
+from lightning_paral.engines.tensor.planner.references import referred
 
 _FULL: Label = frozenset()
 

@@ -14,10 +14,10 @@ from lightning_paral.engines.tensor.activations import RULES
 from lightning_paral.engines.tensor.arguments import tensors_in
 from lightning_paral.engines.tensor.functions import METADATA, OF_SHAPE
 from lightning_paral.engines.tensor.layout import Layout
+from lightning_paral.engines.tensor.planner.candidates import Layer
+from lightning_paral.engines.tensor.planner.chains import Flow, Label, find_chains
+from lightning_paral.engines.tensor.planner.observations import Chain
 from lightning_paral.engines.tensor.split_calls import Call
-from lightning_paral.planning.tensor_plan.candidates import Layer
-from lightning_paral.planning.tensor_plan.chains import Flow, Label, find_chains
-from lightning_paral.planning.tensor_plan.observations import Chain
 
 Segments = tuple[int, ...]
 Choice = frozenset[tuple[str, Segments]]
