@@ -1,6 +1,5 @@
 """`load_from_checkpoint` accepts folders: verified, and without a second copy of any tensor in memory."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import nn
 from lightning_paral import CheckpointError, MissingCheckpointError
 from lightning_paral.checkpoint import lazy_tensor as stored
 from lightning_paral.compat.lightning import load_from_checkpoint
-from tests.launching import outputs
 from tests.running import SaveAt, quiet_trainer
 
 
@@ -106,22 +104,6 @@ def test_patch_is_applied_once_and_finds_its_target() -> None:
     load_from_checkpoint.install(lambda _: False, dict)
     assert saving.pl_load is patched
     assert patched.__wrapped__.__module__ == "lightning.fabric.utilities.cloud_io"  # type: ignore[attr-defined]
-
-
-OLD_NAME = """
-import pytorch_lightning.core.saving as old
-
-import lightning_paral
-
-print(old.pl_load.__wrapped__.__module__)
-"""
-
-
-def test_pytorch_lightning_is_patched_as_well(launch) -> None:
-    if importlib.util.find_spec("pytorch_lightning") is None:  # importing it here would change Lightning's loggers
-        pytest.skip("pytorch_lightning is not installed")
-    (printed,) = outputs(launch("-c", OLD_NAME))
-    assert "lightning_fabric.utilities.cloud_io" in printed.splitlines(), printed
 
 
 @pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp"])
