@@ -34,7 +34,18 @@ def call_on_signal(signum: int, call: Callable[[], None], previous: Handler = No
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
-    return _ROUTES.add(signum, call, signal.getsignal(signum) if previous is None else previous)
+    return _ROUTES.add(signum, call, _in_use(signal.getsignal(signum) if previous is None else previous))
+
+
+def handler_of(signum: int) -> Handler:
+    """Return the handler of a signal, without one of this module that was undone, and then restored by Lightning."""
+    return _in_use(signal.getsignal(signum))
+
+
+def _in_use(handler: Handler) -> Handler:
+    while isinstance(handler, _Handler) and not handler.calls:
+        handler = handler.previous
+    return handler
 
 
 class _Replacement:
@@ -99,8 +110,6 @@ class _Routes:
     def add(self, signum: int, call: Callable[[], None], previous: Handler) -> Callable[[], None]:
         """Call `call` on `signum`; return a function that undoes it."""
         self._start()
-        while isinstance(previous, _Handler) and not previous.calls:  # undone, and then restored by Lightning
-            previous = previous.previous
         known, current = self._handlers.get(signum), signal.getsignal(signum)
         handler = known if known is not None else _Handler(signum, previous)
         if current != handler:  # a new handler, or someone has replaced ours

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_paral.distributed.signals import call_on_signal
+from lightning_paral.distributed.signals import call_on_signal, handler_of
 
 _SIGNAL: Any = getattr(signal, "SIGUSR2", None)  # Windows has none
 
@@ -18,8 +18,10 @@ def call_on_stack_signal(call: Callable[[], None]) -> Callable[[], None]:
 
 def _is_handled() -> bool:
     """Return whether the process handles or ignores SIGUSR2."""
-    if signal.getsignal(_SIGNAL) != signal.SIG_DFL:
+    if handler_of(_SIGNAL) != signal.SIG_DFL:
         return True
+    if signal.getsignal(_SIGNAL) != signal.SIG_DFL:  # by what an ended run has left
+        return False
     with suppress(OSError):  # `getsignal` does not know handlers that were set outside of Python's `signal`
         for line in Path("/proc/self/status").read_text().splitlines():
             name, _, mask = line.partition(":")
