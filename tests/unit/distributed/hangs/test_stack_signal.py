@@ -30,6 +30,21 @@ def test_signal_is_noticed_while_the_main_thread_is_in_c_code() -> None:
     assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
 
 
+def test_signal_is_noticed_in_a_later_run_although_lightning_restores_the_handler_of_the_one_before() -> None:
+    undo = call_on_stack_signal(lambda: None)
+    kept = signal.getsignal(signal.SIGUSR2)
+    undo()
+    signal.signal(signal.SIGUSR2, kept)  # as Lightning does when a fit has ended
+    arrived = threading.Event()
+
+    undo = call_on_stack_signal(arrived.set)
+    os.kill(os.getpid(), signal.SIGUSR2)
+
+    assert arrived.wait(timeout=60)
+    undo()
+    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+
+
 def test_handler_of_the_user_is_left_alone() -> None:
     arrived: list[int] = []
     signal.signal(signal.SIGUSR2, handler := lambda *_: arrived.append(1))
