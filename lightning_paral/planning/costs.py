@@ -6,7 +6,8 @@ holds besides: unsharded units, buckets, and copies for communication. The share
 collectives on gloo.
 """
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from lightning_paral.comm.reduce_scatter import ARRIVING_BYTES
 from lightning_paral.planning.fake import StepSettings
 from lightning_paral.planning.layout import Layout, Place
 from lightning_paral.planning.states import ModelStates, ParameterState
-from lightning_paral.planning.trace import ROOT, Point, Step
+from lightning_paral.planning.trace import ROOT, PlannedUnit, Step
 
 _CPU_BUCKET, _CUDA_BUCKET = 6_553_600, 50_000_000
 """Elements of a bucket of ZeRO."""
@@ -96,12 +97,12 @@ def costs_of(
     layout: Layout, step: Step, states: ModelStates, num_ranks: int, settings: StepSettings, *, on_cpu: bool
 ) -> "Costs":
     """Return the costs of the engine of a layout; the arguments are those of `estimate`."""
-    engines = {"dp": _DP, "ddp": _DDP, "fsdp": _FSDP, "pipeline": _Pipeline, "zero": _ZeRO3}
+    engines: dict[str, type[Costs]] = {"dp": _DP, "ddp": _DDP, "fsdp": _FSDP, "pipeline": _Pipeline, "zero": _ZeRO3}
     engine = _ZeRO12 if layout.stage in (1, 2) else engines[layout.engine]
     return engine(layout, step, states, num_ranks, settings, on_cpu)
 
 
-class Costs:
+class Costs(ABC):
     """What all engines have in common. Names of amounts are those of bytes."""
 
     def __init__(
@@ -114,17 +115,17 @@ class Costs:
         self.buffers = states.buffer_bytes + step.batch_bytes
         self.elsewhere: dict[Place, float] = {"host": 0.0, "nvme": 0.0}
 
+    @abstractmethod
     def moments(self) -> Iterator[Memory]:
         """Yield the moments that may be the peak."""
-        raise NotImplementedError
 
+    @abstractmethod
     def wire_bytes(self) -> float:
         """Return the bytes that a rank sends in a step, with more than one rank.
 
         An all-reduce of n bytes sends 2 n (N-1)/N, an all-gather or reduce-scatter n (N-1)/N (arXiv:1910.02054,
         section 7).
         """
-        raise NotImplementedError
 
     def place(self, place: Place, num_bytes: float) -> float:
         """Return the bytes of a state that are on the device, and count the others where they are."""
@@ -167,105 +168,85 @@ class _DP(Costs):
         return 0.0
 
 
+class _Unsharded(NamedTuple):
+    """What a unit takes while it is unsharded, with padding."""
+
+    parameters: float
+    gradients: float
+    reduced: float
+    """The input of the reduce-scatter, in the dtype of the shards."""
+
+
 class _FSDP(Costs):
-    """Shards of all states; units are unsharded in turn, and the root for the whole forward and backward pass."""
+    """Shards of all states; the root is unsharded for the whole forward and backward pass, the units in turn."""
 
-    @property
-    def tensor(self) -> int:
-        return self.layout.tensor_ranks(self.num_ranks)
-
-    @property
-    def shards(self) -> int:
-        return self.num_ranks // self.layout.replicas // self.tensor
+    def __init__(
+        self, layout: Layout, step: Step, states: ModelStates, num_ranks: int, settings: StepSettings, on_cpu: bool
+    ) -> None:
+        super().__init__(layout, step, states, num_ranks, settings, on_cpu)
+        self.tensor = layout.tensor_ranks(num_ranks)
+        self.shards = num_ranks // layout.replicas // self.tensor
+        self.numels = [self._shard_numel(state) for state in states.parameters]
 
     def moments(self) -> Iterator[Memory]:
-        tensor = self.tensor
-        split = [
-            (state.numel // tensor if state.numel >= _MIN_SPLIT_NUMEL and len(state.shape) > 1 else state.numel)
-            for state in self.states.parameters
-        ]
-        shards = [_largest_shard(state, self.shards) * part / max(1, state.numel) for state, part in self._with(split)]
-        fractions = [shard / max(1, state.numel) for state, shard in self._with(shards)]
-        parameters = self._state(sum(state.num_bytes * part for state, part in self._with(fractions)))
-        optimizer = self._state(sum(state.optimizer_bytes * part for state, part in self._with(fractions)))
-        self.sharded = [state.gradient_bytes * part for state, part in self._with(fractions)]
-        self._state(sum(self.sharded))  # in host memory if offloaded
-        self.gathered = [self._unsharded(index, shards) for index in range(len(self.step.units))]
-        self.reduced = [
-            sum(self.sharded[number] * self.shards for number in unit.parameters) for unit in self.step.units
-        ]
+        parameters = self._on_rank([state.num_bytes for state in self.states.parameters])
+        optimizer = self._on_rank([state.optimizer_bytes for state in self.states.parameters])
+        gradients = self._on_rank(self.sizes)
+        if self.on_cpu and self.shards > 1:  # what is built before `configure_model` is sharded one by one
+            yield Memory(parameters=self.states.early_bytes * (1 - 1 / self.shards) + parameters)
         states = Memory(parameters, 0, optimizer, self.buffers, 0)
-        yield from self._building(states)
-        yield from self._in_step(states)
-        fraction = sum(shards) / max(1, self.states.num_params)
-        yield _plus(
-            states,
-            gradients=self._on_device(sum(self.sharded)),
-            activations=self._on_device(self.step.temporary_bytes * fraction),
-        )
-
-    def _in_step(self, states: Memory) -> Iterator[Memory]:
-        root, unit_of = len(self.step.units) - 1, self._unit_of()
-        held = [0.0] * (root + 1)  # unsharded gradients by unit
-        waiting = [{number for number in unit.parameters if self.sizes[number]} for unit in self.step.units]
-        last, reducing = root, 0.0
+        *inner, root = [self._unsharded(unit) for unit in self.step.units]
+        kept = 0 if self.layout.reshards else sum(unit.parameters for unit in inner)
+        last = 0.0
         for point in self.step.points:
-            unit = point.unit if point.unit != ROOT else root
-            if unit != root:
-                last = unit
-            if point.in_backward and unit != root:
-                held[unit + 1 : root] = [0.0] * (root - unit - 1)
-            used = point.activations + (0 if self.settings.is_mixed else point.casts)
-            # The shards of gradients: those of the step before, or those that this backward pass has reduced.
-            full = sum(held) * (2 if self.settings.is_mixed else 1)
-            shards = self._on_device(max(0.0, point.gradients - full) / max(1, self.gradients) * sum(self.sharded))
-            communication = self._communication(unit, last, point) + reducing
+            unsharded = root.parameters + kept
+            held = root.gradients if point.in_backward else 0.0
+            if point.unit == ROOT:  # the buffer of the last all-gather is kept until the next one
+                unsharded += last
+            else:
+                unit, last = inner[point.unit], inner[point.unit].parameters * (self.shards > 1)
+                unsharded += last
+                if point.in_backward:  # what its reduce-scatter needs takes the place of its parameters
+                    arriving = min(ARRIVING_BYTES, unit.reduced * (1 - 1 / self.shards))
+                    before = unit.reduced  # on CUDA, the input of the reduce-scatter before is kept until the next one
+                    unsharded += max(unit.parameters, unit.reduced + (arriving if self.on_cpu else before))
+                    held += unit.gradients
+                else:
+                    unsharded += unit.parameters
             yield _plus(
                 states,
-                gradients=shards + sum(held),
-                activations=used,
-                communication=communication,
+                gradients=gradients * point.gradients / max(1, self.gradients) + held,
+                activations=point.activations + (0 if self.settings.is_mixed else point.casts),
+                communication=unsharded,
             )
-            if point.ready == -1:
-                continue
-            of_ready = unit_of[point.ready]
-            held[of_ready] += self._full_gradient(point.ready)
-            waiting[of_ready].discard(point.ready)
-            if not waiting[of_ready] and of_ready != root:
-                reduced = self.reduced[of_ready]
-                arriving = min(ARRIVING_BYTES, reduced * (1 - 1 / self.shards)) if self.on_cpu else 0
-                following = self.gathered[of_ready - 1] if self.shards > 1 and of_ready else 0.0
-                yield _plus(
-                    states,
-                    gradients=shards + sum(held),
-                    activations=used,
-                    communication=self.gathered[root] + following + reduced + arriving,
-                )
-                held[of_ready], reducing = 0.0, 0.0 if self.on_cpu else reduced
-                waiting[of_ready] = {number for number in self.step.units[of_ready].parameters if self.sizes[number]}
-            if not any(waiting[:root]) or of_ready == root:
-                yield _plus(  # the root is reduced when the backward pass has ended
-                    states,
-                    gradients=self._on_device(sum(self.sharded)) + held[root],
-                    communication=self.reduced[root] if not waiting[root] else 0.0,
-                )
+        yield _plus(states, gradients=gradients + root.gradients, communication=root.reduced)
+        is_offloaded = self.layout.parameter_place == "host" and not self.on_cpu
+        share = sum(self.numels) / max(1, self.states.num_params) * (not is_offloaded)
+        yield _plus(states, gradients=gradients, activations=self.step.temporary_bytes * share)
 
-    def _communication(self, unit: int, last: int, point: Point) -> float:
-        """Return the bytes of unsharded parameters, and of the buffer of an all-gather."""
-        root, sizes = len(self.step.units) - 1, self.gathered
-        gathers = 1 if self.shards > 1 else 0
-        kept = 0.0 if self.layout.reshards else sum(sizes[:root]) - (0 if unit == root else sizes[unit])
-        if unit == root:
-            return sizes[root] + kept + gathers * (sizes[last] if root else 0)
-        if point.in_backward:
-            return sizes[root] + kept + sizes[unit] + gathers * (sizes[unit - 1] if unit else 0)
-        return sizes[root] + kept + (1 + gathers) * sizes[unit]
+    def _on_rank(self, sizes: Sequence[int]) -> float:
+        """Return the bytes of the shards of these sizes that are on the device."""
+        parts = zip(sizes, self.numels, self.states.parameters, strict=True)
+        total = sum(size * numel / max(1, state.numel) for size, numel, state in parts)
+        return self.place(self.layout.parameter_place, total)
 
-    def _building(self, states: Memory) -> Iterator[Memory]:
-        """Yield the peak of construction: on CPU, parameters built before `configure_model` are sharded one by one."""
-        if self.on_cpu and self.shards > 1:
-            early = self.states.early_bytes
-            yield Memory(parameters=early + max(0.0, states.parameters - early / self.shards))
+    def _shard_numel(self, state: ParameterState) -> float:
+        """Return the elements of the largest shard: FSDP2 divides the first dimension."""
+        if not state.shape:
+            return 1
+        is_split = self.tensor > 1 and state.numel >= _MIN_SPLIT_NUMEL and len(state.shape) > 1
+        largest = -(-state.shape[0] // self.shards) * (state.numel // max(1, state.shape[0]))
+        return largest / self.tensor if is_split else largest
+
+    def _unsharded(self, unit: PlannedUnit) -> _Unsharded:
+        parameters = gradients = reduced = 0.0
+        for number in unit.parameters:
+            state, numel = self.states.parameters[number], self.numels[number] * self.shards
+            itemsize = 2 if self.settings.is_mixed else state.dtype.itemsize
+            parameters += numel * itemsize
+            gradients += numel * itemsize * state.is_trained
+            reduced += numel * state.dtype.itemsize * state.is_trained
+        return _Unsharded(parameters, gradients, reduced)
 
     def wire_bytes(self) -> float:
         shards, replicas, tensor = self.shards, self.layout.replicas, self.tensor
@@ -275,30 +256,6 @@ class _FSDP(Costs):
         # Two sums of activations in the forward pass of each unit, and two in its backward pass.
         outputs = sum(unit.output_bytes for unit in self.step.units) * self.settings.accumulate
         return sent + 4 * outputs * 2 * (tensor - 1) / tensor
-
-    def _with(self, values: list[float] | list[int]) -> Iterator[tuple[ParameterState, float]]:
-        return zip(self.states.parameters, values, strict=True)
-
-    def _unsharded(self, index: int, shards: list[float]) -> float:
-        """Return the bytes of the parameters of a unit, with padding."""
-        numbers, parameters = self.step.units[index].parameters, self.states.parameters
-        return sum(shards[number] * self.shards * self._itemsize(parameters[number]) for number in numbers)
-
-    def _itemsize(self, state: ParameterState) -> int:
-        return 2 if self.settings.is_mixed else state.dtype.itemsize
-
-    def _full_gradient(self, number: int) -> float:
-        state = self.states.parameters[number]
-        return self.sharded[number] * self.shards * self._itemsize(state) / state.dtype.itemsize
-
-    def _unit_of(self) -> dict[int, int]:
-        return {number: index for index, unit in enumerate(self.step.units) for number in unit.parameters}
-
-    def _state(self, num_bytes: float) -> float:
-        return self.place(self.layout.parameter_place, num_bytes)
-
-    def _on_device(self, num_bytes: float) -> float:
-        return num_bytes if self.layout.parameter_place == "device" or self.on_cpu else 0.0
 
 
 class _ZeRO(Costs):
@@ -481,10 +438,3 @@ class _Pipeline(Costs):
 
 def _plus(memory: Memory, **more: float) -> Memory:
     return memory._replace(**{name: getattr(memory, name) + value for name, value in more.items()})
-
-
-def _largest_shard(state: ParameterState, num_ranks: int) -> int:
-    """Return the elements of the largest shard: FSDP2 divides the first dimension."""
-    if not state.shape:
-        return 1
-    return -(-state.shape[0] // num_ranks) * (state.numel // max(1, state.shape[0]))

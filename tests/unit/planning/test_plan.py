@@ -89,7 +89,7 @@ def test_sharding_and_recomputation_save_memory(planned: Plan) -> None:
 def test_choice_becomes_more_expensive_as_memory_shrinks(on_cpu: bool, sequence: str) -> None:
     device = "cpu" if on_cpu else "cuda"
     module = gpt(512, 6) if on_cpu else gpt(256, 6)
-    rows = plan(module, bytes_of_text(1), 2 if on_cpu else 4, device_type=device).estimates  # type: ignore[arg-type]
+    rows = plan(module, bytes_of_text(2), 2 if on_cpu else 4, device_type=device).estimates  # type: ignore[arg-type]
     considered = candidates(on_cpu=on_cpu)
     rated = [each for each in rows if each.layout in considered]
 
