@@ -216,11 +216,6 @@ def check_divides(given: str, count: int, total: int, of: str, hint: str) -> Non
         raise ConfigurationError(f"{given} does not divide the {total} {of}. Choose one of {fitting}; {hint}.")
 
 
-def check_replicate(replicate: int, world_size: int) -> None:
-    """Raise a `ConfigurationError` if `world_size` ranks cannot be divided into `replicate` equal shard groups."""
-    check_divides(f"replicate={replicate}", replicate, world_size, "ranks", "1 shards over all ranks")
-
-
 def make_mesh(device: torch.device, dims: ParallelDims) -> DeviceMesh:
     """Return the device mesh of the ranks of this rank's pipeline stage. *Collective* over them.
 
