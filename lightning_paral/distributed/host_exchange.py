@@ -41,7 +41,7 @@ def gather_int_lists(numbers: Sequence[int], group: dist.ProcessGroup | None = N
     local = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     gathered = [torch.zeros_like(local) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, local, group=group or host_group())
-    return [each.tolist() for each in gathered]
+    return torch.stack(gathered).tolist()
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

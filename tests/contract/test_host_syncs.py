@@ -19,7 +19,7 @@ from tests.running import quiet_trainer
 
 ON_THE_HOST = {
     "distributed/host_exchange.py: _reduce: __bool__",
-    "distributed/host_exchange.py: <listcomp>: tolist",  # of `gather_int_lists`, once in a second
+    "distributed/host_exchange.py: gather_int_lists: tolist",  # once in a second
     "data/async_scalar.py: read: item",
     "distributed/rng_state.py: digest_of_torch_state: numpy",  # torch returns the states of generators on the host
 }
