@@ -29,6 +29,7 @@ import torch
 import torch.multiprocessing as multiprocessing
 
 from lightning_paral.distributed.hangs.user_frames import library_of
+from lightning_paral.registry import STRATEGIES
 
 START_SECONDS = 300.0
 END_SECONDS = 10.0  # how long `close` waits for workers to end by themselves
@@ -55,7 +56,7 @@ class RankPool:
     def __init__(self, backend: str = "gloo", timeout: float = 40.0) -> None:
         self._backend, self._timeout = backend, timeout
         self._context = multiprocessing.get_context("forkserver")  # imports modules once for all workers
-        self._context.set_forkserver_preload(["lightning.pytorch", "lightning_paral", "deepspeed"])
+        self._context.set_forkserver_preload(["lightning.pytorch", "deepspeed", *{each.module for each in STRATEGIES}])
         self._workers: list[tuple[Any, Any]] = []  # a process, and a connection to it
         self._folder = tempfile.mkdtemp(prefix="rank-pool-")
         self._num_worlds = 0
