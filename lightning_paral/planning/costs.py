@@ -64,7 +64,8 @@ class Estimate:
     @property
     def memory(self) -> Memory:
         """On the device, at the moment at which it needs the most."""
-        return Memory(*map(round, max(self.moments, key=lambda each: each.total)))
+        most: Memory = max(self.moments, key=lambda each: each.total)
+        return Memory(*map(round, most))
 
     @property
     def peak_bytes(self) -> int:

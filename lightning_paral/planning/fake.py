@@ -56,7 +56,7 @@ class StepSettings:
 class PlanningTrainer(Trainer):
     """A Trainer on the CPU without logger, callbacks and data."""
 
-    estimated_stepping_batches = 1000  # type: ignore[assignment]
+    estimated_stepping_batches = 1000
     """A number for learning rate schedules, which do not change what a step allocates."""
 
     def __init__(self, settings: StepSettings) -> None:
