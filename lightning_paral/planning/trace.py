@@ -117,8 +117,6 @@ def follow_step(
         with fake.mode:
             return _Follower(fake, planned, on_cpu).follow(fake.converted(batch))
     finally:
-        for parameter in fake.module.parameters():
-            parameter.grad = None
         if undo is not None:
             undo()
 
@@ -135,7 +133,12 @@ class _Follower:
         hooks = self._mark()
         try:
             with trace:
-                self._step(batch)  # creates the optimizer states and the gradients that exist when a step begins
+                # Optimizer states and gradients exist when a step begins, from the one before.
+                if not any(optimizer.state for optimizer in self._fake.optimizers):
+                    self._step(batch)
+                for parameter in module.parameters():
+                    if parameter.grad is not None:
+                        trace.become(parameter.grad, "gradient")
                 trace.give(tensors_in([list(optimizer.state.values()) for optimizer in self._fake.optimizers]))
                 trace.restart()
                 self._step(batch)
