@@ -179,7 +179,7 @@ def _planned_bytes(trainer: Trainer) -> int | None:
     from lightning_paral.planning.plan import plan_fit  # heavy, and rarely used
 
     try:
-        return plan_fit(trainer, trainer.lightning_module).peak_bytes
+        return plan_fit(trainer, trainer.lightning_module).estimates[0].peak_bytes
     except Exception as error:  # a prediction must never end the fit
         rank_zero_info(f"ParalMonitor(plan=True) has no plan to compare with: {error}")
         return None

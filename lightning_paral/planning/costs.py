@@ -1,22 +1,21 @@
 """What a strategy costs on a rank, by engine: memory at the peak, and bytes on the wire.
 
-A step of one process gives the moments with the most memory. Each engine adds shares of the model states, and what it
-holds besides: unsharded units, buckets, and copies for communication. The shares are those of Rajbhandari et al.,
-"ZeRO", arXiv:1910.02054, figure 1; the rest follows FSDP2 of torch 2.11 to 2.13, DeepSpeed 0.19, and this package's
-collectives on gloo.
+A step of one process gives the moments with the most memory. Each engine adds its shares of the model states, and
+bounds for what it holds besides: unsharded units, buckets, and copies for communication. The shares are those of
+Rajbhandari et al., "ZeRO", arXiv:1910.02054, figure 1; the bounds are those of FSDP2 of torch 2.11 to 2.13, DeepSpeed
+0.19, and this package's collectives on gloo. An all-reduce of n bytes sends 2 n (N-1)/N, an all-gather or
+reduce-scatter n (N-1)/N (section 7).
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from lightning_paral.comm.reduce_scatter import ARRIVING_BYTES
 from lightning_paral.planning.fake import StepSettings
 from lightning_paral.planning.layout import Layout, Place
 from lightning_paral.planning.states import ModelStates, ParameterState
-from lightning_paral.planning.trace import ROOT, PlannedUnit, Step
+from lightning_paral.planning.trace import ROOT, PlannedUnit, Point, Step
 
 _CPU_BUCKET, _CUDA_BUCKET = 6_553_600, 50_000_000
 """Elements of a bucket of ZeRO."""
@@ -54,8 +53,8 @@ class Estimate:
     """The costs of a layout on the rank that needs the most."""
 
     layout: Layout
-    memory: Memory
-    """On the device, at the moment at which it needs the most: in a step, or while the module is built."""
+    moments: tuple[Memory, ...]
+    """What the device needs at the moments that may be the peak: in a step, or while the module is built."""
     host_bytes: int
     """In host memory, if the device is not the CPU."""
     nvme_bytes: int
@@ -63,378 +62,290 @@ class Estimate:
     """Bytes that the rank sends in an optimizer step."""
 
     @property
+    def memory(self) -> Memory:
+        """On the device, at the moment at which it needs the most."""
+        most: Memory = max(self.moments, key=lambda each: each.total)
+        return Memory(*map(round, most))
+
+    @property
     def peak_bytes(self) -> int:
         """The most that the device needs."""
         return self.memory.total
 
 
-def estimate(
-    layout: Layout, step: Step, states: ModelStates, num_ranks: int, settings: StepSettings, *, on_cpu: bool
-) -> Estimate:
-    """Return the costs of a layout.
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What the costs of a layout depend on."""
 
-    Args:
-        layout: the strategy.
-        step: a step with the batch of one rank; for DP, with that of the loader. For a layout that recomputes, with
-            activation checkpointing.
-        states: the states of the module, unsharded.
-        num_ranks: the number of ranks; for DP, of devices.
-        settings: the Trainer's settings.
-        on_cpu: whether the device is the CPU, so that offloading to host memory saves nothing, and gloo communicates.
-    """
-    costs = costs_of(layout, step, states, num_ranks, settings, on_cpu=on_cpu)
-    memory = max(costs.moments(), key=lambda each: each.total)
+    layout: Layout
+    step: Step
+    """With the batch of one rank; for DP, with that of the loader. For a layout that recomputes, with recomputation."""
+    states: ModelStates
+    """Unsharded."""
+    num_ranks: int
+    """For DP, the number of devices."""
+    settings: StepSettings
+    on_cpu: bool
+    """Whether the device is the CPU, so that offloading to host memory saves nothing, and gloo communicates."""
+
+    def is_on_device(self, place: Place) -> bool:
+        """Return whether what is at this place takes memory of the device."""
+        return place == "device" or (place == "host" and self.on_cpu)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Costs:
+    """A row of the table. Amounts are bytes."""
+
+    shares: Sequence[tuple[str, Place, float]]
+    """What the rank keeps: the field of `Memory`, where, and how much."""
+    during: Callable[[Point], Memory]
+    """What is added to the shares at a point of the forward or the backward pass."""
+    afterwards: Sequence[Memory]
+    """What is added to the shares after the backward pass: in communication, and in the optimizer."""
+    wire_bytes: float
+    """What the rank sends in a step, with more than one rank."""
+
+
+def estimate(case: Case) -> Estimate:
+    """Return the costs of a layout."""
+    rows = {"dp": _replicas, "ddp": _replicas, "fsdp": _fsdp, "pipeline": _pipeline, "zero": _zero3}
+    costs = (_zero12 if case.layout.stage in (1, 2) else rows[case.layout.engine])(case)
+    kept = {"activations": float(case.states.buffer_bytes + case.step.batch_bytes)}
+    away: dict[Place, float] = {"host": 0.0, "nvme": 0.0}
+    for state, place, num_bytes in costs.shares:
+        if case.is_on_device(place):
+            kept[state] = kept.get(state, 0.0) + num_bytes
+        else:
+            away[place] += num_bytes
+    added = (*map(costs.during, case.step.points), *costs.afterwards)
+    moments = [Memory(*map(sum, zip(Memory(**kept), each, strict=True))) for each in added]
+    if case.on_cpu:  # the module is built in full first
+        moments.append(Memory(parameters=case.states.early_bytes))
     return Estimate(
-        layout=layout,
-        memory=Memory(*map(round, memory)),
-        host_bytes=round(costs.elsewhere["host"]),
-        nvme_bytes=round(costs.elsewhere["nvme"]),
-        wire_bytes=round(costs.wire_bytes()) if num_ranks > 1 else 0,
+        layout=case.layout,
+        moments=tuple(moments),
+        host_bytes=round(away["host"]),
+        nvme_bytes=round(away["nvme"]),
+        wire_bytes=round(costs.wire_bytes) if case.num_ranks > 1 else 0,
     )
 
 
-def costs_of(
-    layout: Layout, step: Step, states: ModelStates, num_ranks: int, settings: StepSettings, *, on_cpu: bool
-) -> "Costs":
-    """Return the costs of the engine of a layout; the arguments are those of `estimate`."""
-    engines: dict[str, type[Costs]] = {"dp": _DP, "ddp": _DDP, "fsdp": _FSDP, "pipeline": _Pipeline, "zero": _ZeRO3}
-    engine = _ZeRO12 if layout.stage in (1, 2) else engines[layout.engine]
-    return engine(layout, step, states, num_ranks, settings, on_cpu)
+def _replicas(case: Case) -> _Costs:
+    """Each rank, or each device of DP, has a full replica.
+
+    DDP keeps buckets as large as all gradients. Under DP, the first device has the parameters and the others get copies
+    of them; the gradients of all are kept until they are complete, and the devices divide the batch.
+    """
+    states, ranks, is_dp = case.states, case.num_ranks, case.layout.engine == "dp"
+    copies, devices, gradients = states.gradient_bytes * (not is_dp or ranks > 1), 1, 1
+    if is_dp and case.on_cpu:  # all of them are in the same memory
+        copies = (ranks - 1) * (states.parameter_bytes + states.buffer_bytes) + case.step.batch_bytes * (ranks > 1)
+        gradients = ranks
+    elif is_dp:
+        devices = ranks
+    return _Costs(
+        shares=[
+            ("parameters", "device", states.parameter_bytes),
+            ("optimizer", "device", states.optimizer_bytes),
+            ("communication", "device", copies),
+        ],
+        during=lambda point: Memory(
+            gradients=point.gradients * (gradients if point.in_backward else 1), activations=point.used / devices
+        ),
+        afterwards=[Memory(gradients=states.gradient_bytes, activations=case.step.temporary_bytes)],
+        wire_bytes=0.0 if is_dp else 2 * states.gradient_bytes * (ranks - 1) / ranks,
+    )
 
 
-class Costs(ABC):
-    """What all engines have in common. Names of amounts are those of bytes."""
-
-    def __init__(
-        self, layout: Layout, step: Step, states: ModelStates, num_ranks: int, settings: StepSettings, on_cpu: bool
-    ) -> None:
-        self.layout, self.step, self.states, self.settings = layout, step, states, settings
-        self.num_ranks, self.on_cpu = num_ranks, on_cpu
-        self.parameters, self.gradients = states.parameter_bytes, states.gradient_bytes
-        self.sizes = [state.gradient_bytes for state in states.parameters]
-        self.buffers = states.buffer_bytes + step.batch_bytes
-        self.elsewhere: dict[Place, float] = {"host": 0.0, "nvme": 0.0}
-
-    @abstractmethod
-    def moments(self) -> Iterator[Memory]:
-        """Yield the moments that may be the peak."""
-
-    @abstractmethod
-    def wire_bytes(self) -> float:
-        """Return the bytes that a rank sends in a step, with more than one rank.
-
-        An all-reduce of n bytes sends 2 n (N-1)/N, an all-gather or reduce-scatter n (N-1)/N (arXiv:1910.02054,
-        section 7).
-        """
-
-    def place(self, place: Place, num_bytes: float) -> float:
-        """Return the bytes of a state that are on the device, and count the others where they are."""
-        if place == "device" or (place == "host" and self.on_cpu):
-            return num_bytes
-        self.elsewhere[place] += num_bytes
-        return 0.0
-
-
-class _DDP(Costs):
-    """Each rank has a full replica; the reducer keeps buckets as large as all gradients."""
-
-    def moments(self) -> Iterator[Memory]:
-        states = Memory(self.parameters, 0, self.states.optimizer_bytes, self.buffers, self.gradients)
-        for point in self.step.points:
-            yield _plus(states, gradients=point.gradients, activations=point.activations + point.casts)
-        yield _plus(states, gradients=self.gradients, activations=self.step.temporary_bytes)
-
-    def wire_bytes(self) -> float:
-        return 2 * self.gradients * (self.num_ranks - 1) / self.num_ranks
-
-
-class _DP(Costs):
-    """The devices of one process divide the batch; the first has the parameters, the others get copies of them."""
-
-    def moments(self) -> Iterator[Memory]:
-        others = self.num_ranks - 1
-        are_one = self.on_cpu  # the replicas are in the same memory
-        replicas = others * (self.parameters + self.states.buffer_bytes) if are_one else min(1, others) * self.gradients
-        copies = self.step.batch_bytes if are_one and others else 0
-        states = Memory(self.parameters, 0, self.states.optimizer_bytes, self.buffers + copies, replicas)
-        for point in self.step.points:
-            used = (point.activations + point.casts) / (1 if are_one else self.num_ranks)
-            # Gradients of the replicas are kept until all are complete.
-            gradients = point.gradients * (self.num_ranks if are_one and point.in_backward else 1)
-            yield _plus(states, gradients=gradients, activations=used)
-        yield _plus(states, gradients=self.gradients, activations=self.step.temporary_bytes)
-
-    def wire_bytes(self) -> float:
-        return 0.0
-
-
-class _Unsharded(NamedTuple):
-    """What a unit takes while it is unsharded, with padding."""
-
-    parameters: float
-    gradients: float
-    reduced: float
-    """The input of the reduce-scatter, in the dtype of the shards."""
-
-
-class _FSDP(Costs):
+def _fsdp(case: Case) -> _Costs:
     """Shards of all states; the root is unsharded for the whole forward and backward pass, the units in turn."""
+    layout, states, accumulate = case.layout, case.states, case.settings.accumulate
+    tensor, replicas, place = layout.tensor_ranks(case.num_ranks), layout.replicas, layout.parameter_place
+    shards, is_mixed = case.num_ranks // replicas // tensor, case.settings.is_mixed
 
-    def __init__(
-        self, layout: Layout, step: Step, states: ModelStates, num_ranks: int, settings: StepSettings, on_cpu: bool
-    ) -> None:
-        super().__init__(layout, step, states, num_ranks, settings, on_cpu)
-        self.tensor = layout.tensor_ranks(num_ranks)
-        self.shards = num_ranks // layout.replicas // self.tensor
-        self.numels = [self._shard_numel(state) for state in states.parameters]
-
-    def moments(self) -> Iterator[Memory]:
-        parameters = self._on_rank([state.num_bytes for state in self.states.parameters])
-        optimizer = self._on_rank([state.optimizer_bytes for state in self.states.parameters])
-        gradients = self._on_rank(self.sizes)
-        if self.on_cpu and self.shards > 1:  # what is built before `configure_model` is sharded one by one
-            yield Memory(parameters=self.states.early_bytes * (1 - 1 / self.shards) + parameters)
-        states = Memory(parameters, 0, optimizer, self.buffers, 0)
-        *inner, root = [self._unsharded(unit) for unit in self.step.units]
-        kept = 0 if self.layout.reshards else sum(unit.parameters for unit in inner)
-        last = 0.0
-        for point in self.step.points:
-            unsharded = root.parameters + kept
-            held = root.gradients if point.in_backward else 0.0
-            if point.unit == ROOT:  # the buffer of the last all-gather is kept until the next one
-                unsharded += last
-            else:
-                unit, last = inner[point.unit], inner[point.unit].parameters * (self.shards > 1)
-                unsharded += last
-                if point.in_backward:  # what its reduce-scatter needs takes the place of its parameters
-                    arriving = min(ARRIVING_BYTES, unit.reduced * (1 - 1 / self.shards))
-                    before = unit.reduced  # on CUDA, the input of the reduce-scatter before is kept until the next one
-                    unsharded += max(unit.parameters, unit.reduced + (arriving if self.on_cpu else before))
-                    held += unit.gradients
-                else:
-                    unsharded += unit.parameters
-            yield _plus(
-                states,
-                gradients=gradients * point.gradients / max(1, self.gradients) + held,
-                activations=point.activations + (0 if self.settings.is_mixed else point.casts),
-                communication=unsharded,
-            )
-        yield _plus(states, gradients=gradients + root.gradients, communication=root.reduced)
-        is_offloaded = self.layout.parameter_place == "host" and not self.on_cpu
-        share = sum(self.numels) / max(1, self.states.num_params) * (not is_offloaded)
-        yield _plus(states, gradients=gradients, activations=self.step.temporary_bytes * share)
-
-    def _on_rank(self, sizes: Sequence[int]) -> float:
-        """Return the bytes of the shards of these sizes that are on the device."""
-        parts = zip(sizes, self.numels, self.states.parameters, strict=True)
-        total = sum(size * numel / max(1, state.numel) for size, numel, state in parts)
-        return self.place(self.layout.parameter_place, total)
-
-    def _shard_numel(self, state: ParameterState) -> float:
+    def shard(state: ParameterState) -> float:
         """Return the elements of the largest shard: FSDP2 divides the first dimension."""
-        if not state.shape:
-            return 1
-        is_split = self.tensor > 1 and state.numel >= _MIN_SPLIT_NUMEL and len(state.shape) > 1
-        largest = -(-state.shape[0] // self.shards) * (state.numel // max(1, state.shape[0]))
-        return largest / self.tensor if is_split else largest
+        rows = state.shape[0] if state.shape else 1
+        largest = -(-rows // shards) * state.numel / max(1, rows)
+        return largest / (tensor if len(state.shape) > 1 and state.numel >= _MIN_SPLIT_NUMEL else 1)
 
-    def _unsharded(self, unit: PlannedUnit) -> _Unsharded:
-        parameters = gradients = reduced = 0.0
-        for number in unit.parameters:
-            state, numel = self.states.parameters[number], self.numels[number] * self.shards
-            itemsize = 2 if self.settings.is_mixed else state.dtype.itemsize
-            parameters += numel * itemsize
-            gradients += numel * itemsize * state.is_trained
-            reduced += numel * state.dtype.itemsize * state.is_trained
-        return _Unsharded(parameters, gradients, reduced)
+    def unsharded(unit: PlannedUnit) -> tuple[float, float, float]:
+        """Return the bytes of its parameters, its gradients, and the input of their reduce-scatter, with padding."""
+        parts = [(shard(state) * shards, state) for state in map(states.parameters.__getitem__, unit.parameters)]
+        parameters = sum(numel * (2 if is_mixed else state.dtype.itemsize) for numel, state in parts)
+        gradients = sum(numel * (2 if is_mixed else state.dtype.itemsize) for numel, state in parts if state.is_trained)
+        return parameters, gradients, sum(numel * state.dtype.itemsize for numel, state in parts if state.is_trained)
 
-    def wire_bytes(self) -> float:
-        shards, replicas, tensor = self.shards, self.layout.replicas, self.tensor
-        gathered = self.parameters / (2 if self.settings.is_mixed else 1) * (2 if self.layout.reshards else 1)
-        sent = (gathered + self.gradients) / tensor * (shards - 1) / shards * self.settings.accumulate
-        sent += 2 * self.gradients / tensor / shards * (replicas - 1) / replicas
-        # Two sums of activations in the forward pass of each unit, and two in its backward pass.
-        outputs = sum(unit.output_bytes for unit in self.step.units) * self.settings.accumulate
-        return sent + 4 * outputs * 2 * (tensor - 1) / tensor
+    *inner, (root, root_gradients, root_reduced) = [unsharded(unit) for unit in case.step.units]
+    sizes = [size for size, _, _ in inner]
+    # The buffer of the last all-gather is kept until the next one.
+    kept = root + (0 if layout.reshards else sum(sizes)) + max(sizes, default=0) * (shards > 1)
+    gradients = sum(shard(each) * each.dtype.itemsize for each in states.parameters if each.is_trained)
 
-
-class _ZeRO(Costs):
-    """What the stages have in common: the optimizer works on shards, in fp32 if parameters have 16 bits."""
-
-    def __init__(
-        self, layout: Layout, step: Step, states: ModelStates, num_ranks: int, settings: StepSettings, on_cpu: bool
-    ) -> None:
-        super().__init__(layout, step, states, num_ranks, settings, on_cpu)
-        itemsize = self.gradients / max(1, states.num_trained)
-        self.is_low = settings.parameter_dtype is not None and itemsize < 4
-        most = _CPU_BUCKET if on_cpu else _CUDA_BUCKET
-        self.bucket = min(most, states.num_trained) * itemsize
-        numel = sum(state.optimizer_numel for state in states.parameters)
-        self.optimizer = (4 * numel if self.is_low else states.optimizer_bytes) / num_ranks
-        self.masters = 4 * states.num_trained / num_ranks
-        self.shard = self.gradients / num_ranks
-        self.steps_on_device = layout.optimizer_place == "device" or on_cpu
-
-    def _temporaries(self, shard: float) -> float:
-        """Return what Adam allocates on the device while it updates a shard of this size; SGD allocates nothing."""
-        if not self.steps_on_device or self.states.optimizer_bytes < self.gradients:
-            return 0.0
-        return 2 * min(_ADAM_PIECE, shard) if self.on_cpu else shard
-
-
-class _ZeRO12(_ZeRO):
-    """Full parameters; gradients go through a bucket to their owners, at stage 2 while the backward pass runs."""
-
-    def moments(self) -> Iterator[Memory]:
-        place, late = self.layout.optimizer_place, self.layout.stage == 1 and (self.on_cpu or self.num_ranks == 1)
-        optimizer = self.place(place, self.optimizer)
-        if self.is_low or (place == "host" and not self.on_cpu):
-            optimizer += self.place(place, self.masters)
-        on_host = self.place("host", self.masters) if place == "host" else 0.0  # gradients
-        states = Memory(self.parameters, on_host, optimizer, self.buffers, 0)
-        buckets = self.bucket * (1 if self.on_cpu else 2)
-        held = filled = averaged = 0.0
-        has_buckets = False
-        for point in self.step.points:
-            used = point.activations + point.casts
-            if filled and not point.in_backward:  # another micro-batch follows
-                yield from self._reducing(states, held + averaged, used, filled, buckets)
-                held, filled, averaged = 0.0, 0.0, self._part()
-            has_buckets = has_buckets or point.in_backward
-            yield _plus(
-                states,
-                gradients=held + averaged,
-                activations=used,
-                communication=buckets if has_buckets else 0,
-            )
-            if point.ready == -1:
-                continue
-            size = self.sizes[point.ready]
-            if late:
-                held = min(self.gradients, held + size)
-                continue
-            if filled + size > self.bucket:
-                yield from self._reducing(states, held + averaged, used, filled, buckets)
-                held, filled, averaged = 0.0, 0.0, self._part()
-            filled += size
-            yield _plus(states, gradients=held + size + averaged, activations=used, communication=buckets)
-            held += size if self.layout.stage == 1 else 0
-        last = min(self.gradients, self.bucket) if late else filled
-        yield from self._reducing(states, held + averaged, 0, last, buckets)
-        flat = (self.masters if self.is_low else self.shard) if self.steps_on_device else 0
-        stepping = _plus(states, gradients=flat, activations=self._temporaries(self.masters if self.is_low else flat))
-        yield _plus(stepping, gradients=self._part())
-        if self.num_ranks > 1:  # the all-gather of new parameters
-            gathered = min(self.gradients, _GATHERED) if self.on_cpu else self.gradients
-            yield _plus(states, gradients=flat, communication=gathered)
-
-    def _reducing(
-        self, states: Memory, gradients: float, activations: float, filled: float, buckets: float
-    ) -> Iterator[Memory]:
-        """Yield the moments at which a bucket is reduced to the owners of its gradients."""
-        own, others = filled / self.num_ranks, filled * (1 - 1 / self.num_ranks)
-        sent = received = 0.0
-        if self.on_cpu and self.num_ranks > 1:
-            sent = min(self.gradients * (1 - 1 / self.num_ranks), max(others, _IN_FLIGHT))
-            received = own * (self.num_ranks - 1) + (own if self.layout.stage == 2 else 0)
-        yield _plus(states, gradients=gradients, activations=activations, communication=buckets + sent + received)
-        yield _plus(states, gradients=self._part(), activations=activations, communication=buckets + sent)
-
-    def _part(self) -> float:
-        """Return the bytes of reduced gradients: all of each parameter of which the rank owns elements."""
-        if self.layout.optimizer_place != "device":
-            return 0.0
-        ends = list(accumulate(self.sizes, initial=0))
-        part = ends[-1] / self.num_ranks
-        return max(
-            sum(last - first for first, last in pairwise(ends) if first < part * (rank + 1) and last > part * rank)
-            for rank in {0, self.num_ranks - 1}
+    def during(point: Point) -> Memory:
+        size, unit_gradients, reduced = inner[point.unit] if point.unit != ROOT else (0.0, 0.0, 0.0)
+        if point.in_backward:  # what its reduce-scatter needs takes the place of its parameters
+            # On CUDA, the input of the reduce-scatter before is kept until the next one.
+            size = max(size, reduced + (min(ARRIVING_BYTES, reduced) if case.on_cpu else reduced))
+        done = point.gradients / max(1, states.gradient_bytes) * case.is_on_device(place)
+        return Memory(
+            gradients=gradients * done + (root_gradients + unit_gradients) * point.in_backward,
+            activations=point.activations + (0 if is_mixed else point.casts),
+            communication=kept + size,
         )
 
-    def wire_bytes(self) -> float:
-        # DeepSpeed reduces gradients by an all-reduce on NCCL, this package directly to their owners on gloo.
-        reductions = (self.settings.accumulate if self.layout.stage == 2 else 1) * (1 if self.on_cpu else 2)
-        return (self.gradients * reductions + self.gradients) * (self.num_ranks - 1) / self.num_ranks
+    on_device = gradients * case.is_on_device(place)
+    temporary = case.is_on_device(place) * case.step.temporary_bytes / shards / tensor
+    gathered = states.parameter_bytes / (1 + is_mixed) * (1 + layout.reshards)
+    sent = (gathered + states.gradient_bytes) / tensor * (shards - 1) / shards * accumulate
+    sent += 2 * states.gradient_bytes / tensor / shards * (replicas - 1) / replicas
+    # Two sums of activations in the forward pass of each unit, and two in its backward pass.
+    sent += 4 * sum(unit.output_bytes for unit in case.step.units) * accumulate * 2 * (tensor - 1) / tensor
+    return _Costs(
+        shares=[
+            ("parameters", place, sum(shard(each) * each.dtype.itemsize for each in states.parameters)),
+            (
+                "optimizer",
+                place,
+                sum(shard(each) / max(1, each.numel) * each.optimizer_bytes for each in states.parameters),
+            ),
+            ("gradients", place, 0.0 if case.is_on_device(place) else gradients),
+        ],
+        during=during,
+        afterwards=[
+            Memory(gradients=on_device + root_gradients, communication=root_reduced),
+            Memory(gradients=on_device, activations=temporary),
+        ],
+        wire_bytes=sent,
+    )
 
 
-class _ZeRO3(_ZeRO):
+class _ZeRO:
+    """What the stages have in common: the optimizer works on shards, in fp32 if parameters have 16 bits."""
+
+    def __init__(self, case: Case) -> None:
+        states, place, ranks = case.states, case.layout.optimizer_place, case.num_ranks
+        dtype = case.settings.parameter_dtype
+        self.is_low = dtype is not None and dtype.itemsize < 4
+        self.steps_on_device = case.is_on_device(place)
+        part = (_CPU_BUCKET if case.on_cpu else _CUDA_BUCKET) / max(1, states.num_trained)
+        self.bucket = states.gradient_bytes * min(1.0, part)
+        self.is_filled = states.gradient_bytes > self.bucket
+        """Whether gradients are reduced while the backward pass runs, because they take more than one bucket."""
+        self.masters = 4 * states.num_trained / ranks
+        self.shares: list[tuple[str, Place, float]] = [
+            ("optimizer", place, states.optimizer_bytes * (2 if self.is_low else 1) / ranks),
+            ("optimizer", place, self.masters * (self.is_low or not self.steps_on_device)),
+        ]
+        self.shard = self.masters if self.is_low else states.gradient_bytes / ranks
+        self._allocates = self.steps_on_device and states.optimizer_bytes >= states.gradient_bytes
+        self._on_cpu = case.on_cpu
+
+    def temporaries(self, shard: float) -> float:
+        """Return what Adam allocates on the device while it updates a shard of this size; SGD allocates nothing."""
+        return self._allocates * (2 * min(_ADAM_PIECE, shard) if self._on_cpu else shard)
+
+
+def _zero12(case: Case) -> _Costs:
+    """Full parameters; gradients go through a bucket to their owners, at stage 2 while the backward pass runs."""
+    zero, states, ranks, is_first = _ZeRO(case), case.states, case.num_ranks, case.layout.stage == 1
+    is_late, on_device = is_first and (case.on_cpu or ranks == 1), case.layout.optimizer_place == "device"
+    # Reduced gradients: all of each parameter of which the rank owns elements.
+    shared = 2 * states.largest_gradient_bytes * (ranks > 1)
+    reduced = on_device * min(states.gradient_bytes, states.gradient_bytes / ranks + shared)
+    held = states.gradient_bytes if is_late else zero.bucket if is_first else states.largest_gradient_bytes
+    buckets, reducing, others = zero.bucket * (1 if case.on_cpu else 2), 0.0, 1 - 1 / ranks
+    if case.on_cpu and ranks > 1:  # what arrives, and what was sent
+        reducing = zero.bucket * (others if is_first else 1)
+        reducing += others * min(states.gradient_bytes, max(zero.bucket, _IN_FLIGHT))
+    has_reduced, is_part = zero.is_filled and not is_late, case.settings.accumulate > 1
+    # Of earlier micro-batches: their sum is beside the reduced gradients of one, or in the gradients.
+    earlier = (reduced + on_device * states.gradient_bytes / ranks) * (is_part and not is_late)
+
+    def during(point: Point) -> Memory:
+        gradients = min(held, point.gradients) * (point.in_backward or (is_part and is_late))
+        # At stage 1, gradients on gloo move into the bucket at the end.
+        waiting = max(0, buckets - gradients * is_late) + reducing * has_reduced
+        return Memory(
+            gradients=gradients + max(earlier, reduced * (has_reduced and point.in_backward)),
+            activations=point.used,
+            communication=waiting * point.in_backward,
+        )
+
+    flat = zero.shard * zero.steps_on_device
+    gathered = min(states.gradient_bytes, _GATHERED) if case.on_cpu else states.gradient_bytes
+    # DeepSpeed reduces gradients by an all-reduce on NCCL, this package directly to their owners on gloo.
+    reductions = (1 if is_first else case.settings.accumulate) * (1 if case.on_cpu else 2)
+    return _Costs(
+        shares=[
+            *zero.shares,
+            ("parameters", "device", states.parameter_bytes),
+            ("gradients", "host", zero.masters * (case.layout.optimizer_place == "host")),
+        ],
+        during=during,
+        afterwards=[
+            Memory(gradients=max(0, held - zero.bucket), communication=buckets + reducing),
+            Memory(gradients=flat + reduced, activations=zero.temporaries(flat)),
+            Memory(gradients=flat, communication=gathered * (ranks > 1)),
+        ],
+        wire_bytes=states.gradient_bytes * (reductions + 1) * others,
+    )
+
+
+def _zero3(case: Case) -> _Costs:
     """Shards of all states; parameters of a module are gathered while it runs, small ones are never partitioned."""
-
-    def moments(self) -> Iterator[Memory]:
-        layout, states = self.layout, self.states
-        small = [state for state in states.parameters if state.numel < _PERSISTENT_NUMEL]
-        persistent = sum(state.num_bytes for state in small)
-        parameters = self.place(layout.parameter_place, (self.parameters - persistent) / self.num_ranks)
-        parameters += persistent * (1 + 1 / self.num_ranks)
-        optimizer = self.place(layout.optimizer_place, self.optimizer)
-        if self.is_low or layout.optimizer_place != "device":
-            optimizer += self.place(layout.optimizer_place, self.masters)
-        gradients = self.place("device" if layout.optimizer_place == "device" else "host", self.shard)
-        largest = max((state.num_bytes for state in states.parameters if state.numel >= _PERSISTENT_NUMEL), default=0)
-        gathered = 2 * largest  # a module's parameters, and the buffer into which they are gathered
-        base = Memory(parameters, gradients, optimizer, self.buffers, self.bucket)
-        yield from self._building(base)
-        filled = 0.0
-        for point in self.step.points:
-            used = point.activations + point.casts
-            size = self.sizes[point.ready] if point.ready != -1 else 0
-            yield _plus(base, gradients=size, activations=used, communication=gathered)
-            if filled + size > self.bucket or (filled and not point.in_backward):
-                yield _plus(base, gradients=size, activations=used, communication=gathered + self._reducing(filled))
-                filled = 0.0
-            filled += size
-        yield _plus(base, communication=gathered + self._reducing(filled))
-        if self.steps_on_device:
-            shard = self.masters if self.is_low else self.shard
-            group = min(shard, self.bucket * (2 if self.is_low else 1)) if self.on_cpu else shard
-            yield _plus(base, gradients=group, activations=self._temporaries(group))
-
-    def _reducing(self, filled: float) -> float:
-        result = filled / self.num_ranks
-        return filled + (result + min(ARRIVING_BYTES, filled - result) if self.on_cpu else 0)
-
-    def _building(self, base: Memory) -> Iterator[Memory]:
-        """Yield the peak of construction, which copies the shards into one tensor, and allocates one for gradients."""
-        if self.on_cpu and self.layout.parameter_place != "nvme":
-            shard, early = self.parameters / self.num_ranks, self.states.early_bytes
-            yield Memory(parameters=2 * shard, gradients=shard)
-            yield Memory(parameters=early + max(0.0, shard - early / self.num_ranks))
-
-    def wire_bytes(self) -> float:
-        share = (self.num_ranks - 1) / self.num_ranks
-        return (2 * self.parameters + self.gradients) * share * self.settings.accumulate
+    zero, layout, states, ranks = _ZeRO(case), case.layout, case.states, case.num_ranks
+    small = sum(each.num_bytes for each in states.parameters if each.numel < _PERSISTENT_NUMEL)
+    largest = max((each.num_bytes for each in states.parameters if each.numel >= _PERSISTENT_NUMEL), default=0)
+    gathered = 2 * largest  # a module's parameters, and the buffer into which they are gathered
+    own = zero.bucket / ranks
+    reducing = zero.bucket + (own + min(ARRIVING_BYTES, zero.bucket - own)) * case.on_cpu
+    group = min(zero.shard, zero.bucket * (1 + zero.is_low)) if case.on_cpu else zero.shard
+    group *= zero.steps_on_device
+    return _Costs(
+        shares=[
+            *zero.shares,
+            ("parameters", layout.parameter_place, (states.parameter_bytes - small) / ranks),
+            ("parameters", "device", small * (1 + 1 / ranks)),
+            ("gradients", "device" if layout.optimizer_place == "device" else "host", states.gradient_bytes / ranks),
+            ("communication", "device", zero.bucket),
+        ],
+        during=lambda point: Memory(
+            gradients=states.largest_gradient_bytes * point.in_backward,
+            activations=point.used,
+            communication=gathered + reducing * (zero.is_filled and point.in_backward),
+        ),
+        afterwards=[
+            Memory(communication=gathered + reducing),
+            Memory(gradients=group, activations=zero.temporaries(group)),
+        ],
+        wire_bytes=(2 * states.parameter_bytes + states.gradient_bytes)
+        * ((ranks - 1) / ranks * case.settings.accumulate),
+    )
 
 
-class _Pipeline(Costs):
+def _pipeline(case: Case) -> _Costs:
     """Each stage has consecutive units, and the activations of the micro-batches that are under way."""
-
-    def moments(self) -> Iterator[Memory]:
-        stages = self._stages()
-        parameters, units = self.states.parameters, self.step.units
-        *inner, root = [sum(parameters[number].num_bytes for number in unit.parameters) for unit in units]
-        # The first and the last stage also have what is before and after the units; all of the root is an upper bound.
-        largest = -(-len(inner) // stages) * max(inner, default=0) + root
-        share = min(1.0, largest / max(1, self.parameters))
-        micro_batches = self.layout.micro_batches or 4 * stages
-        under_way = min(stages, micro_batches) / micro_batches / stages  # of the activations of all stages
-        # Gradients of the micro-batches are added up beside those of the parameters.
-        added = share * self.gradients
-        states = Memory(share * self.parameters, 0, share * self.states.optimizer_bytes, self.buffers, added)
-        for point in self.step.points:
-            # Outside of the units, of one micro-batch: the loss, for example.
-            part = under_way if point.unit != ROOT else max(under_way, 1 / micro_batches)
-            used = (point.activations + point.casts) * part
-            yield _plus(states, gradients=share * self.gradients, activations=used)
-        yield _plus(states, gradients=share * self.gradients, activations=share * self.step.temporary_bytes)
-
-    def _stages(self) -> int:
-        return self.layout.stages or self.num_ranks
-
-    def wire_bytes(self) -> float:
-        sent = max((unit.output_bytes for unit in self.step.units), default=0) * self.settings.accumulate
-        replicas = self.num_ranks // self._stages()
-        return 2 * sent + 2 * self.gradients / self._stages() * (replicas - 1) / replicas
-
-
-def _plus(memory: Memory, **more: float) -> Memory:
-    return memory._replace(**{name: getattr(memory, name) + value for name, value in more.items()})
+    states, units, stages = case.states, case.step.units, case.layout.stages or case.num_ranks
+    *inner, root = [sum(states.parameters[number].num_bytes for number in unit.parameters) for unit in units]
+    # The first and the last stage also have what is before and after the units; all of the root is an upper bound.
+    largest = -(-len(inner) // stages) * max(inner, default=0) + root
+    share, replicas = min(1.0, largest / max(1, states.parameter_bytes)), case.num_ranks // stages
+    micro_batches = case.layout.micro_batches or 4 * stages
+    under_way = min(stages, micro_batches) / micro_batches / stages  # of the activations of all stages
+    # Outside of the units, the activations of one micro-batch: of the loss, for example.
+    at_root = max(under_way, 1 / micro_batches)
+    sent = 2 * max((unit.output_bytes for unit in units), default=0) * case.settings.accumulate
+    return _Costs(
+        shares=[
+            ("parameters", "device", share * states.parameter_bytes),
+            ("gradients", "device", share * states.gradient_bytes),
+            ("optimizer", "device", share * states.optimizer_bytes),
+            # Gradients of the micro-batches are added up beside those of the parameters.
+            ("communication", "device", share * states.gradient_bytes),
+        ],
+        during=lambda point: Memory(activations=point.used * (at_root if point.unit == ROOT else under_way)),
+        afterwards=[Memory(activations=share * case.step.temporary_bytes)],
+        wire_bytes=sent + 2 * states.gradient_bytes / stages * (replicas - 1) / replicas,
+    )

@@ -1,15 +1,14 @@
 """A module, its optimizers and a Trainer whose tensors have no memory, to follow steps without computing them."""
 
-import inspect
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -22,9 +21,6 @@ from lightning_paral.compat.lightning.strategies import set_module
 from lightning_paral.compat.torch.fake_tensors import fake_tensor_mode
 from lightning_paral.compat.torch.modules import own_buffers, own_parameters
 from lightning_paral.errors import ConfigurationError
-
-Found = TypeVar("Found")
-_STEPS_OF_SCHEDULES = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +56,9 @@ class StepSettings:
 class PlanningTrainer(Trainer):
     """A Trainer on the CPU without logger, callbacks and data."""
 
+    estimated_stepping_batches = 1000
+    """A number for learning rate schedules, which do not change what a step allocates."""
+
     def __init__(self, settings: StepSettings) -> None:
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
         super().__init__(
@@ -71,11 +70,6 @@ class PlanningTrainer(Trainer):
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-
-    @property
-    def estimated_stepping_batches(self) -> int:
-        """A number for learning rate schedules, which do not change what a step allocates."""
-        return _STEPS_OF_SCHEDULES
 
 
 class FakeModule:
@@ -106,10 +100,14 @@ class FakeModule:
         _attach(module, self.trainer, datamodule)
         if not is_set_up:
             module.setup("fit")
-        self.early_bytes = sum(each.numel() * each.element_size() for each in module.parameters() if not is_lazy(each))
+        self.early_bytes = sum(each.nbytes for each in module.parameters() if not is_lazy(each))
         with torch.device("meta"):
             module.configure_model()
-        _check_not_lazy(module)
+        if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
+            raise ConfigurationError(
+                f"The shape of {lazy[0]} is not known before the first forward pass, so its memory cannot be planned. "
+                "Give the layer its number of inputs, for example nn.Linear in place of nn.LazyLinear."
+            )
         self.mode = fake_tensor_mode()
         with self.mode:
             _become_fake(module, self.mode, settings.parameter_dtype)
@@ -119,27 +117,23 @@ class FakeModule:
         self.schedulers: list[LRScheduler] = []
 
     def configure_optimizers(self) -> None:
-        """Create the optimizers of the module.
-
-        Raises:
-            ConfigurationError: `configure_optimizers` failed.
-        """
-        try:
-            with self.mode:
-                configured = self.module.configure_optimizers()
-                self.optimizers = list(_found_in(configured, Optimizer))
-                self.schedulers = list(_found_in(configured, LRScheduler))
-        except Exception as error:
-            raise ConfigurationError(
-                f"{type(self.module).__name__}.configure_optimizers() failed on a module whose tensors have no values: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        """Create the optimizers of the module."""
+        with self.mode:
+            configured = self.module.configure_optimizers()
+        # In a list that holds a list, tuple or dict of them.
+        apply_to_collection(configured, Optimizer, self.optimizers.append)
+        apply_to_collection(configured, LRScheduler, self.schedulers.append)
 
     def use_optimizers(self, backward: Callable[..., Any]) -> None:
         """Make the methods for manual optimization use the optimizers, and `backward` for the backward pass."""
-        self.module.trainer.strategy.optimizers = self.optimizers
-        object.__setattr__(self.module, "optimizers", lambda *_, **__: _one_or_all(self.optimizers))
-        object.__setattr__(self.module, "lr_schedulers", lambda: _one_or_all(self.schedulers))
+
+        def one_or_all(found: list[Any]) -> Any:
+            """Return what Lightning's methods of the same purpose do."""
+            return (found[0] if len(found) == 1 else found) if found else None
+
+        self.trainer.strategy.optimizers = self.optimizers
+        object.__setattr__(self.module, "optimizers", lambda *_, **__: one_or_all(self.optimizers))
+        object.__setattr__(self.module, "lr_schedulers", lambda: one_or_all(self.schedulers))
         object.__setattr__(self.module, "manual_backward", backward)
 
     def converted(self, batch: Any) -> Any:
@@ -160,13 +154,12 @@ def fake_of(tensor: Tensor, mode: Any, dtype: torch.dtype | None = None) -> Tens
 
 
 def call_step(step: Callable[..., Any], batch: Any, loader: int | None = None) -> Any:
-    """Call a step, which may or may not take the numbers of the batch and of the loader."""
-    parameters = inspect.signature(step).parameters
-    kinds = [each.kind for each in parameters.values()]
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    takes_number = inspect.Parameter.VAR_POSITIONAL in kinds or sum(kind in positional for kind in kinds) > 1
-    given = {"dataloader_idx": loader} if loader is not None and "dataloader_idx" in parameters else {}
-    return step(*((batch, 0) if takes_number else (batch,)), **given)
+    """Call a step as Lightning does: it may or may not take the numbers of the batch and of the loader."""
+    numbers = [0] if is_param_in_hook_signature(step, "batch_idx", min_args=2) else []
+    named = (
+        {"dataloader_idx": loader} if loader is not None and is_param_in_hook_signature(step, "dataloader_idx") else {}
+    )
+    return step(batch, *numbers, **named)
 
 
 def _attach(module: LightningModule, trainer: Trainer, datamodule: LightningDataModule | None) -> None:
@@ -181,23 +174,17 @@ def _attach(module: LightningModule, trainer: Trainer, datamodule: LightningData
     object.__setattr__(module, "all_gather", lambda data, *_, **__: data)
 
 
-def _check_not_lazy(module: LightningModule) -> None:
-    lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
-    if lazy:
-        raise ConfigurationError(
-            f"The shape of {lazy[0]} is not known before the first forward pass, so its memory cannot be planned. Give "
-            "the layer its number of inputs, for example nn.Linear in place of nn.LazyLinear."
-        )
-
-
 def _become_fake(module: Module, mode: Any, dtype: torch.dtype | None) -> None:
     """Replace the parameters, buffers and tensor attributes of `module` by fake ones; tied ones stay tied."""
     memo: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, so that no id is used twice
 
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in memo:
-            converted = fake_of(tensor.detach(), mode, dtype)
-            memo[id(tensor)] = tensor, _as_parameter(converted, tensor) if isinstance(tensor, Parameter) else converted
+            made = fake_of(tensor.detach(), mode, dtype)
+            if isinstance(tensor, Parameter):
+                made = Parameter(made, requires_grad=tensor.requires_grad)
+                vars(made).update(vars(tensor))
+            memo[id(tensor)] = tensor, made
         return memo[id(tensor)][1]
 
     for part in module.modules():
@@ -206,25 +193,3 @@ def _become_fake(module: Module, mode: Any, dtype: torch.dtype | None) -> None:
             for name, value in tensors.items():
                 if isinstance(value, Tensor):
                     tensors[name] = fake(value)
-
-
-def _as_parameter(tensor: Tensor, parameter: Parameter) -> Parameter:
-    fake = Parameter(tensor, requires_grad=parameter.requires_grad)
-    for name, value in vars(parameter).items():
-        with suppress(AttributeError):
-            setattr(fake, name, value)
-    return fake
-
-
-def _found_in(configured: Any, kind: type[Found]) -> Iterator[Found]:
-    """Yield the objects of a kind in what `configure_optimizers` returns."""
-    if isinstance(configured, kind):
-        yield configured
-    elif isinstance(configured, dict | list | tuple):
-        for part in configured.values() if isinstance(configured, dict) else configured:
-            yield from _found_in(part, kind)
-
-
-def _one_or_all(found: list[Any]) -> Any:
-    """Return what Lightning's methods of the same purpose do."""
-    return (found[0] if len(found) == 1 else found) if found else None

@@ -1,8 +1,7 @@
 """Follow the training step of a module, without running it, in a fork of this process."""
 
 import multiprocessing
-import pickle
-import re
+import os
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,10 +11,11 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_paral.compat.lightning.replaced_strategy import training_loaders
 from lightning_paral.compat.torch.fake_tensors import hide_accelerators
@@ -23,11 +23,10 @@ from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.options import ActivationCheckpointing
 from lightning_paral.planning.fake import FakeModule, StepSettings
 from lightning_paral.planning.layout import Layout
-from lightning_paral.planning.states import ModelStates, count_states
+from lightning_paral.planning.states import ModelStates, count_states, tensors_in
 from lightning_paral.planning.trace import ROOT, Point, Step, follow_step, planned_units
 
 Result = TypeVar("Result")
-_TENSOR = re.compile(r"\s*(?P<sizes>\d+(x\d+)*)\s*(:\s*(?P<dtype>\w+))?\s*")
 
 
 class IsolatedError(ParalError, RuntimeError):
@@ -44,20 +43,12 @@ class FollowedSteps:
     """`None` if the module has no repeated blocks."""
     batch_size: int | None = None
     """Samples per batch and rank; `None` if it is unknown."""
-    doubled: tuple[Step, Step | None] | None = None
-    """Both with twice the batch, if they were asked for."""
+    doubled: "FollowedSteps | None" = None
+    """The same with twice the batch, if it was asked for."""
 
-    def step(self, layout: Layout, batch_size: int | None = None) -> Step | None:
-        """Return the step of a rank under a layout, with a batch of another size; `None` if that is unknown."""
-        index = int(layout.recomputes and self.recomputed is not None)
-        step = (self.plain, self.recomputed)[index]
-        assert step is not None
-        if batch_size is None:
-            return step
-        doubled = self.doubled[index] if self.doubled is not None else None
-        if doubled is None or self.batch_size is None:
-            return None
-        return step.scaled(doubled, batch_size / self.batch_size - 1)
+    def step(self, layout: Layout) -> Step:
+        """Return the step of a rank under a layout."""
+        return self.recomputed if layout.recomputes and self.recomputed is not None else self.plain
 
 
 def follow_steps(
@@ -74,6 +65,9 @@ def follow_steps(
 ) -> FollowedSteps:
     """Follow a step with and without recomputation, in a fork of this process.
 
+    If the step cannot be followed, for example because it depends on values of tensors, or does not take the batch,
+    only the states are counted, and a note names the error.
+
     Args:
         module: the module or a function that returns it.
         batch: a batch of one rank, or a function that returns it and runs in the fork; `None` for model states alone.
@@ -86,14 +80,26 @@ def follow_steps(
         timeout: seconds after which it is given up.
 
     Raises:
-        ConfigurationError: the module cannot be built or counted, or it does not take the batch.
+        ConfigurationError: the module cannot be built or counted.
     """
 
     def follow() -> FollowedSteps:
         built = module if isinstance(module, LightningModule) else _build(module)
         fake = FakeModule(built, settings, datamodule, is_set_up=is_set_up)
         fake.configure_optimizers()
-        return _follow(fake, batch() if callable(batch) else batch, on_cpu, max_batch, checkpointing)
+        given = batch() if callable(batch) else batch
+        if given is None:
+            return _states_alone(fake, "No batch was given, so activations are not counted.")
+        try:
+            followed = _follow(fake, given, on_cpu, checkpointing)
+        except Exception as error:
+            reason = f"The step cannot be followed ({_described(error)}), so activations are not counted."
+            return replace(_states_alone(fake, reason), batch_size=batch_size_of(given))
+        if max_batch and followed.batch_size is not None:
+            twice = resized(given, 2 * followed.batch_size, followed.batch_size)
+            with suppress(Exception):  # the step takes batches of this size alone
+                return replace(followed, doubled=_follow(fake, twice, on_cpu, checkpointing))
+        return followed
 
     try:
         return run_isolated(follow, timeout)
@@ -109,74 +115,32 @@ def _build(make: Callable[[], LightningModule]) -> LightningModule:
         return make()
 
 
-def _follow(
-    fake: FakeModule, batch: Any, on_cpu: bool, max_batch: bool, checkpointing: ActivationCheckpointing | None
-) -> FollowedSteps:
-    if batch is None:
-        return _states_alone(fake, "No batch was given, so activations are not counted.")
-    size = batch_size_of(batch)
-    try:
-        plain = follow_step(fake, batch, checkpointing, on_cpu=on_cpu)
-    except Exception as error:
-        _refuse_wrong_batch(fake.module, batch, error)
-        reason = f"The step cannot be followed ({_first_line(error)}), so activations are not counted."
-        return replace(_states_alone(fake, reason), batch_size=size)
-    states = replace(count_states(fake.module, fake.optimizers), early_bytes=fake.early_bytes)
+def _follow(fake: FakeModule, batch: Any, on_cpu: bool, checkpointing: ActivationCheckpointing | None) -> FollowedSteps:
+    plain = follow_step(fake, batch, checkpointing, on_cpu=on_cpu)
+    states = count_states(fake.module, fake.optimizers, early_bytes=fake.early_bytes)
     recomputed = None
     if checkpointing is None and len(plain.units) > 1:
         with suppress(Exception):  # a block cannot be computed twice
             recomputed = follow_step(fake, batch, ActivationCheckpointing(), on_cpu=on_cpu)
-    doubled = None
-    if max_batch and size is not None:
-        twice = resized(batch, 2 * size, size)
-        again = None if recomputed is None else follow_step(fake, twice, ActivationCheckpointing(), on_cpu=on_cpu)
-        doubled = follow_step(fake, twice, checkpointing, on_cpu=on_cpu), again
-    return FollowedSteps(states=states, plain=plain, recomputed=recomputed, batch_size=size, doubled=doubled)
+    return FollowedSteps(states=states, plain=plain, recomputed=recomputed, batch_size=batch_size_of(batch))
 
 
 def _states_alone(fake: FakeModule, reason: str) -> FollowedSteps:
-    """Return a step in which only gradients are allocated, unit by unit in reverse order."""
-    states = replace(count_states(fake.module, fake.optimizers, assume_adam=True), early_bytes=fake.early_bytes)
-    units = planned_units(fake.module, children=not fake.module.automatic_optimization)
-    points, full = [Point(ROOT, False, 0, 0, states.gradient_bytes)], 0
-    for index in (*reversed(range(len(units) - 1)), ROOT):
-        for number in reversed(units[index].parameters):
-            full += states.parameters[number].gradient_bytes
-            points.append(Point(index, True, 0, 0, full, ready=number if states.parameters[number].is_trained else -1))
-    largest = max((state.gradient_bytes for state in states.parameters), default=0)
-    step = Step(points=tuple(points), units=units, temporary_bytes=2 * largest, has_activations=False, notes=(reason,))
+    """Return a step without activations, in which each unit computes its gradients while all others exist."""
+    states = count_states(fake.module, fake.optimizers, early_bytes=fake.early_bytes, assume_adam=True)
+    units = planned_units(fake.module)
+    points = tuple(Point(unit, True, 0, 0, states.gradient_bytes) for unit in (*range(len(units) - 1), ROOT))
+    step = Step(points=points, units=units, temporary_bytes=2 * states.largest_gradient_bytes, notes=(reason,))
     return FollowedSteps(states=states, plain=step)
 
 
-def _refuse_wrong_batch(module: LightningModule, batch: Any, error: Exception) -> None:
-    """Raise a `ConfigurationError` if `error` says that the module does not take the batch."""
-    if isinstance(error, AttributeError):
-        is_wrong = isinstance(error.obj, Tensor | dict | list | tuple)
-    elif isinstance(error, RuntimeError):
-        is_wrong = any(word in str(error) for word in ("shape", "size", "dtype", "expected"))
-    else:
-        is_wrong = isinstance(error, TypeError | KeyError | IndexError | ValueError | ConfigurationError)
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    if is_wrong and not any("torch/optim/" in file for file in files):  # such as LBFGS, which needs a closure
-        raise ConfigurationError(
-            f"{type(module).__name__}.training_step does not take the batch, {describe_batch(batch)}: "
-            f"{type(error).__name__}: {_first_line(error)}"
-        ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def describe_batch(batch: Any) -> str:
-    """Return the structure of a batch, for example `(int64 [8, 128], int64 [8, 128])`."""
-    if isinstance(batch, Tensor):
-        return f"{str(batch.dtype).removeprefix('torch.')} {list(batch.shape)}"
-    if isinstance(batch, dict):
-        return "{" + ", ".join(f"{key!r}: {describe_batch(value)}" for key, value in batch.items()) + "}"
-    if isinstance(batch, list | tuple):
-        return "(" + ", ".join(describe_batch(value) for value in batch) + ")"
-    return type(batch).__name__
+def _described(error: BaseException) -> str:
+    """Return the error, and the line of the innermost function that is not in a library."""
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = ("site-packages", os.path.dirname(__file__))
+    own = [frame for frame in frames if not any(path in frame.filename for path in libraries)] or frames
+    text = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {text}, raised in {own[-1].name}, {own[-1].filename}:{own[-1].lineno}"
 
 
 # Batches
@@ -210,12 +174,8 @@ def batch_of_loaders(loaders: Any) -> Any:
     Raises:
         ConfigurationError: a loader has no batch.
     """
-    if isinstance(loaders, dict):
-        return {key: batch_of_loaders(loader) for key, loader in loaders.items()}
-    if isinstance(loaders, list | tuple):
-        return [batch_of_loaders(loader) for loader in loaders]
     try:
-        return next(iter(loaders))
+        return next(iter(CombinedLoader(loaders, "max_size_cycle")))[0]
     except StopIteration:
         raise ConfigurationError("The training loader has no batch, so no step can be planned.") from None
 
@@ -231,28 +191,22 @@ def batch_of_shape(text: str) -> Any:
     """
     tensors = []
     for part in text.split(","):
-        found = _TENSOR.fullmatch(part)
-        dtype = getattr(torch, found["dtype"] or "float32", None) if found else None
-        if found is None or not isinstance(dtype, torch.dtype):
+        sizes, _, dtype = part.strip().partition(":")
+        try:
+            zero = torch.zeros((), dtype=getattr(torch, dtype or "float32"))
+            tensors.append(zero.expand([int(size) for size in sizes.split("x")]))  # takes no memory
+        except (AttributeError, TypeError, ValueError, RuntimeError):
             raise ConfigurationError(
                 f"--batch-shape {text!r}: {part.strip()!r} is not a shape. Write sizes and a dtype, as in "
                 "8x128:int64,8x128:int64; without a dtype, it is float32."
-            )
-        shape = tuple(int(size) for size in found["sizes"].split("x"))
-        tensors.append(torch.zeros((), dtype=dtype).expand(shape))  # takes no memory
+            ) from None
     return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
 def batch_size_of(batch: Any) -> int | None:
     """Return the number of samples of a batch; `None` if its tensors differ in their first dimension."""
-    sizes: set[int] = set()
-    apply_to_collection(batch, Tensor, lambda tensor: sizes.add(tensor.shape[0] if tensor.dim() else 1))
-    if len(sizes) != 1:
-        try:
-            return int(extract_batch_size(batch))
-        except Exception:
-            return None
-    return sizes.pop()
+    sizes = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def resized(batch: Any, size: int, batch_size: int) -> Any:
@@ -332,7 +286,8 @@ def count_unit_flops(trainer: Trainer, module: LightningModule, names: Sequence[
         fake = FakeModule(module, settings_of(trainer), vars(trainer).get("datamodule"), is_set_up=True)
         fake.configure_optimizers()
         batch = batch_of_loaders(training_loaders(trainer))
-        with torch.backends.mkldnn.flags(enabled=False):  # its kernels of LSTMs have no formula
+        # oneDNN's LSTMs and the CPU's fused attention have no formula.
+        with torch.backends.mkldnn.flags(enabled=False), sdpa_kernel(SDPBackend.MATH):
             step = follow_step(fake, batch, strategy.activation_checkpointing, names)
         return [unit.flops for unit in step.units[:-1]]
 
@@ -384,19 +339,14 @@ def _answer(function: Callable[[], Any], writer: Connection) -> None:
     torch.set_num_threads(1)
     hide_accelerators()
     try:
-        answer = (False, function())
+        writer.send((False, function()))
     except ParalError as error:
-        answer = (True, error)
+        writer.send((True, error))
     except BaseException as error:
-        text = f"{type(error).__name__}: {error}"
-        if "Autograd-and-Fork" in text:  # https://github.com/pytorch/pytorch/wiki/Autograd-and-Fork
+        text = _described(error)
+        if "Autograd-and-Fork" in str(error):  # https://github.com/pytorch/pytorch/wiki/Autograd-and-Fork
             text = (
                 "this process has trained before, and with this build of torch, a fork of it cannot compute gradients, "
                 "so it has to be done in a new process"
             )
-        answer = (True, IsolatedError(text))
-    try:
-        pickle.dumps(answer)
-    except Exception as error:
-        answer = (True, IsolatedError(f"{type(error).__name__}: {error}"))
-    writer.send(answer)
+        writer.send((True, IsolatedError(text)))

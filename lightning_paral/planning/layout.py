@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.suggestions import did_you_mean, nearest_names
@@ -15,7 +15,7 @@ RANKS_PER_NODE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A strategy, and where it keeps which state."""
+    """A strategy, and where it keeps which state: its options that a plan counts."""
 
     strategy: str
     """The name for `Trainer(strategy=...)`."""
@@ -42,30 +42,15 @@ class Layout:
     """What a plan calls the row of a strategy object; empty for the rows of registered strategies."""
 
     @property
-    def options(self) -> tuple[str, ...]:
-        """The options of a strategy object that a plan counts, besides those in the name of the strategy."""
-        is_zero = self.engine == "zero"
-        counted = {
-            "replicate": self.replicas if self.replicas > 1 else None,
-            "reshard_after_forward": None if self.reshards else False,
-            "tensor_parallel": None if self.tensor == 1 else self.tensor or "node",
-            "stages": self.stages,
-            "micro_batches": self.micro_batches,
-            "offload_optimizer": self.optimizer_place if is_zero and self.is_offloaded else None,
-            "offload_parameters": self.parameter_place if is_zero and self.is_offloaded else None,
-            "activation_checkpointing": self.recomputes or None,
-        }
-        return tuple(f"{option}={value}" for option, value in counted.items() if value is not None)
-
-    @property
     def name(self) -> str:
         """The label; without one, the strategy, and `+ recompute` if activations are recomputed."""
         return self.label or (f"{self.strategy} + recompute" if self.recomputes else self.strategy)
 
     @property
-    def is_offloaded(self) -> bool:
-        """Whether some state is outside of the device."""
-        return (self.optimizer_place, self.parameter_place) != ("device", "device")
+    def distance(self) -> int:
+        """How far the farthest state is: 0 on the device, 1 in host memory, 2 on NVMe."""
+        places: tuple[Place, ...] = ("device", "host", "nvme")
+        return max(places.index(self.optimizer_place), places.index(self.parameter_place))
 
     def tensor_ranks(self, num_ranks: int) -> int:
         """Return over how many of `num_ranks` ranks each layer is split."""
@@ -104,15 +89,7 @@ LAYOUTS = (
 """One for each registered strategy but `paral_auto`, which becomes one of them."""
 
 
-class HasLayout(Protocol):
-    """A strategy that can be planned with its options."""
-
-    @property
-    def layout(self) -> Layout | None:
-        """How a plan counts the strategy; `None` if it cannot."""
-
-
-def layouts_of(strategies: Iterable[str | HasLayout | Layout] | None) -> tuple[Layout, ...]:
+def layouts_of(strategies: Iterable[Any] | None) -> tuple[Layout, ...]:
     """Return the layouts of strategies.
 
     Args:
@@ -128,13 +105,13 @@ def layouts_of(strategies: Iterable[str | HasLayout | Layout] | None) -> tuple[L
     for strategy in strategies:
         if isinstance(strategy, str):
             if strategy not in known:
-                near = nearest_names(strategy, known)
-                hint = did_you_mean(near, quoted=True) if near else f"The names are {', '.join(known)}."
+                hint = did_you_mean(nearest_names(strategy, known), quoted=True)
+                hint = hint or f"The names are {', '.join(known)}."
                 raise ConfigurationError(f"There is no strategy named {strategy!r} to plan for. {hint}")
             chosen.append(known[strategy])
             continue
         layout = strategy if isinstance(strategy, Layout) else getattr(strategy, "layout", None)
-        if not isinstance(layout, Layout):
+        if layout is None:
             raise ConfigurationError(
                 f"{type(strategy).__name__} cannot be planned. Give the name of a strategy, such as 'paral_fsdp', or "
                 "an object of one of lightning_paral's strategies other than ParalAutoStrategy."

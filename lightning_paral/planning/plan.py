@@ -1,7 +1,8 @@
 """Predict the costs of every strategy for a module, and recommend one."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -10,44 +11,86 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.planning.costs import Estimate, estimate
+from lightning_paral.planning.costs import Case, Estimate, estimate
 from lightning_paral.planning.fake import StepSettings
 from lightning_paral.planning.follow import FollowedSteps, follow_fit, follow_steps, settings_of
-from lightning_paral.planning.layout import LAYOUTS, HasLayout, Layout, layouts_of
-from lightning_paral.planning.states import ModelStates
+from lightning_paral.planning.layout import LAYOUTS, Layout, layouts_of
 from lightning_paral.quantities import format_bytes, parse_bytes
 from lightning_paral.tables import make_console, make_table
 
 DeviceType = Literal["cpu", "cuda"]
 MARGIN = 0.1
 """The fraction of the device's memory that stays free, for what is not planned: libraries, and fragmentation."""
-_DISTANCE = {"device": 0, "host": 1, "nvme": 2}
-_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+_LEGEND = (
+    "per rank at the peak of a step. params, grads, optim: of parameters, gradients and optimizer. acts: activations, "
+    "buffers, batch. comm: unsharded units and buckets. offl: in host memory or on NVMe. wire: sent per step of the "
+    "optimizer. batch: the largest per rank that fits, with --max-batch."
+)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The costs of each strategy, and a recommendation. `print(plan)` shows a table."""
+    """The costs of each strategy, and a recommendation. `print(plan)` shows a table.
 
-    module_name: str
-    states: ModelStates
-    estimates: tuple[Estimate, ...]
-    """In the order of the table."""
-    chosen: Estimate | None
-    """The recommended layout and its costs; `None` if nothing fits, or if the memory is unknown."""
-    advice: str
-    """The recommendation in a sentence."""
-    world_size: int
-    device_memory: int | None
-    """Bytes; `None` if unknown."""
-    device_type: DeviceType
-    settings: StepSettings
-    batch_size: int | None
-    """Samples per batch and rank; `None` if it is unknown, or if no batch was given."""
-    notes: tuple[str, ...] = ()
-    """What was assumed, and what is not in the figures."""
-    max_batches: dict[str, int] = field(default_factory=dict)
-    """The largest batch per rank that fits, by the name of the layout, if it was asked for."""
+    A layout without a label has a second row, with recomputation, if the module has blocks for it. Layouts that the
+    number of ranks or the module excludes are left out, which `notes` says.
+
+    Args:
+        followed: the states of the module, and its step.
+        name: of the module.
+        layouts: what to plan for.
+        world_size: the number of ranks; for DP, of devices.
+        device_memory: bytes; `None` if unknown.
+        settings: the Trainer's settings.
+        on_cpu: whether the device is the CPU.
+
+    Raises:
+        ConfigurationError: no layout is left.
+    """
+
+    def __init__(
+        self,
+        followed: FollowedSteps,
+        *,
+        name: str,
+        layouts: Sequence[Layout],
+        world_size: int,
+        device_memory: int | None,
+        settings: StepSettings,
+        on_cpu: bool,
+    ) -> None:
+        self.module_name, self.states, self.world_size = name, followed.states, world_size
+        self.device_type: DeviceType = "cpu" if on_cpu else "cuda"
+        self.device_memory, self.settings = device_memory, settings
+        self.batch_size = followed.batch_size
+        """Samples per batch and rank; `None` if it is unknown, or if no batch was given."""
+        rows, notes, left_out = list[Layout](), list[str](), list[str]()
+        for layout in layouts:
+            if objection := layout.objection(world_size, len(followed.plain.units) - 1):
+                left_out.append(f"{layout.strategy} cannot be planned: {objection}.")
+                continue
+            rows.append(layout)
+            if layout.label:
+                notes.append(f"The row {layout.label} is {layout.strategy} with the options that change the figures.")
+            elif followed.recomputed is not None and layout.engine != "dp":
+                rows.append(replace(layout, recomputes=True))
+        if not rows:
+            raise ConfigurationError(" ".join(left_out))
+        self.notes = (*notes, *left_out, *followed.plain.notes)
+        """What was assumed, and what is not in the figures."""
+        case = partial(Case, states=self.states, num_ranks=world_size, settings=settings, on_cpu=on_cpu)
+        self.estimates = tuple(estimate(case(layout=row, step=followed.step(row))) for row in rows)
+        """In the order of the table."""
+        self.max_batches: dict[str, int] = {}
+        """The largest batch per rank that fits, by the name of the layout, if it was asked for."""
+        if (twice := followed.doubled) is not None and device_memory is not None and self.batch_size is not None:
+            for each in self.estimates:
+                more = estimate(case(layout=each.layout, step=twice.step(each.layout)))
+                self.max_batches[each.layout.name] = largest_batch(each, more, self.batch_size, device_memory)
+        several = self.states.num_optimizers > 1
+        rated = [each for each in self.estimates if is_candidate(each.layout, on_cpu, several)]
+        self.chosen, self.advice = advise(rated or self.estimates, device_memory, self.max_batches)
+        """The recommended layout and its costs, `None` if nothing fits or if the memory is unknown; and a sentence."""
 
     def of(self, name: str) -> Estimate:
         """Return the estimate of a strategy, such as `paral_fsdp` or `paral_fsdp + recompute`.
@@ -55,32 +98,22 @@ class Plan:
         Raises:
             ConfigurationError: it was not planned.
         """
-        for each in self.estimates:
-            if each.layout.name == name:
-                return each
-        names = ", ".join(each.layout.name for each in self.estimates)
-        raise ConfigurationError(f"The plan has no row {name!r}. It has: {names}.")
+        rows = {each.layout.name: each for each in self.estimates}
+        if name not in rows:
+            raise ConfigurationError(f"The plan has no row {name!r}. It has: {', '.join(rows)}.")
+        return rows[name]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values; sizes are in bytes."""
-        states = self.states
         return {
             "module": self.module_name,
             "world_size": self.world_size,
             "device_type": self.device_type,
             "device_memory": self.device_memory,
             "margin": MARGIN,
-            "precision": self.settings.precision,
-            "accumulate": self.settings.accumulate,
+            **asdict(self.settings),
             "batch_size": self.batch_size,
-            "states": {
-                "parameters": states.num_params,
-                "trained": states.num_trained,
-                "parameter_bytes": states.parameter_bytes,
-                "gradient_bytes": states.gradient_bytes,
-                "optimizer_bytes": states.optimizer_bytes,
-                "buffer_bytes": states.buffer_bytes,
-            },
+            "states": {name: value for name, value in vars(self.states).items() if isinstance(value, int)},
             "strategies": [self._row(each) for each in self.estimates],
             "recommended": None if self.chosen is None else self.chosen.layout.name,
             "advice": self.advice,
@@ -90,10 +123,7 @@ class Plan:
     def _row(self, each: Estimate) -> dict[str, Any]:
         return {
             "name": each.layout.name,
-            "strategy": each.layout.strategy,
-            "is_configured": bool(each.layout.label),
-            "options": list(each.layout.options),
-            "recomputes": each.layout.recomputes,
+            **asdict(each.layout),
             "fits": None if self.device_memory is None else fits(each, self.device_memory),
             "peak_bytes": each.peak_bytes,
             "bytes": each.memory._asdict(),
@@ -111,56 +141,32 @@ class Plan:
 
     def __rich__(self) -> RenderableType:
         most = max(each.peak_bytes for each in self.estimates)
-        unit, divisor = next((pair for pair in _UNITS if most >= pair[1]), _UNITS[-1])
+        unit = next((unit for unit, divisor in _UNITS.items() if most >= divisor), "KiB")
+        fitting = {True: "[green]yes[/]", False: "[red]no[/]", None: "?"}
 
         def size(num_bytes: float) -> str:
-            value = num_bytes / divisor
+            value = num_bytes / _UNITS[unit]
             return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
-        columns: dict[str, Callable[[Estimate], str]] = {
-            "strategy": lambda each: f"[bold]{self._label(each)}[/]" if each is self.chosen else self._label(each)
-        }
-        if (memory := self.device_memory) is not None:
-            columns["fits"] = lambda each: "[green]yes[/]" if fits(each, memory) else "[red]no[/]"
-        columns["peak"] = lambda each: size(each.peak_bytes)
-        for number, header in enumerate(("params", "grads", "optim", "acts", "comm")):
-            columns[header] = lambda each, number=number: size(each.memory[number])  # type: ignore[misc]
-        if any(each.host_bytes + each.nvme_bytes for each in self.estimates):
-            columns["offl"] = lambda each: size(each.host_bytes + each.nvme_bytes)
-        columns["wire"] = lambda each: size(each.wire_bytes)
-        if self.max_batches:
-            columns["batch"] = lambda each: f"{self.max_batches.get(each.layout.name, 0):,}"
-        rows = [[cell(each) for cell in columns.values()] for each in self.estimates]
-        legend = (
-            f"{unit} per rank at the peak of a step. params, grads, optim: of parameters, gradients and optimizer. "
-            "acts: activations, buffers, batch. comm: unsharded units and buckets. "
-            + ("offl: in host memory or on NVMe. " if "offl" in columns else "")
-            + "wire: sent per optimizer step."
-            + (" batch: the largest per rank that fits." if self.max_batches else "")
-        )
+        def cells(each: Estimate) -> list[str]:
+            row, label = self._row(each), each.layout.name.replace(each.layout.strategy + " ", "  ")
+            sizes = (each.peak_bytes, *each.memory, each.host_bytes + each.nvme_bytes, each.wire_bytes)
+            label = f"[bold]{label}[/]" if each is self.chosen else label
+            return [label, fitting[row["fits"]], *map(size, sizes), str(row["max_batch"] or "-")]
+
+        headers = ("strategy", "fits", "peak", "params", "grads", "optim", "acts", "comm", "offl", "wire", "batch")
+        states, dtypes = self.states, {str(state.dtype).removeprefix("torch.") for state in self.states.parameters}
         return Group(
-            Text(self._heading()),
-            make_table(columns, rows, is_narrow=True),
-            Text(legend, style="dim"),
+            Text(
+                f"{self.module_name}: {states.num_params:,} parameters ({states.num_trained:,} trained), "
+                f"{', '.join(sorted(dtypes))}, {self.world_size} ranks, {self.settings.precision}, "
+                f"batch of {self.batch_size or '?'} per rank, {self.settings.accumulate} accumulated"
+            ),
+            make_table(headers, map(cells, self.estimates), is_narrow=True),
+            Text(f"{unit} {_LEGEND}", style="dim"),
             *(Text(f"Note: {note}") for note in self.notes),
             Text(self.advice, style="bold"),
         )
-
-    def _label(self, each: Estimate) -> str:
-        return each.layout.name.replace(each.layout.strategy + " ", "  ")
-
-    def _heading(self) -> str:
-        states = self.states
-        trained = "" if states.num_trained == states.num_params else f" ({states.num_trained:,} trained)"
-        dtypes = sorted({str(state.dtype).removeprefix("torch.") for state in states.parameters})
-        parts = [f"{self.module_name}: {states.num_params:,} parameters{trained}", *dtypes]
-        parts.append("1 rank" if self.world_size == 1 else f"{self.world_size} ranks")
-        parts.append(self.settings.precision)
-        if self.batch_size is not None:
-            parts.append(f"batch of {self.batch_size} per rank")
-        if self.settings.accumulate > 1:
-            parts.append(f"{self.settings.accumulate} accumulated")
-        return ", ".join(parts)
 
 
 def plan(
@@ -172,7 +178,7 @@ def plan(
     precision: str = "32-true",
     accumulate: int = 1,
     clip_value: float | None = None,
-    strategies: Iterable[str | HasLayout | Layout] | None = None,
+    strategies: Iterable[Any] | None = None,
     device_type: DeviceType | None = None,
     datamodule: LightningDataModule | None = None,
     max_batch: bool = False,
@@ -208,7 +214,7 @@ def plan(
     elif torch.cuda.is_available() and device_type != "cpu":
         device_memory = torch.cuda.get_device_properties(0).total_memory
     layouts = layouts_of(strategies)
-    return make_plan(
+    return Plan(
         follow_steps(module, batch, settings, datamodule, on_cpu=device_type == "cpu", max_batch=max_batch),
         name=type(module).__name__ if isinstance(module, LightningModule) else "the module",
         layouts=layouts,
@@ -219,107 +225,45 @@ def plan(
     )
 
 
-def make_plan(
-    followed: FollowedSteps,
-    *,
-    name: str,
-    layouts: Sequence[Layout],
-    world_size: int,
-    device_memory: int | None,
-    settings: StepSettings,
-    on_cpu: bool,
+def plan_fit(
+    trainer: Trainer,
+    module: LightningModule,
+    layouts: Sequence[Layout] | None = None,
+    device_memory: int | None = None,
 ) -> Plan:
-    """Return the plan for a module whose step was followed; the arguments are those of `plan`."""
-    recomputes, num_units = followed.recomputed is not None, len(followed.plain.units) - 1
-    rows: list[Layout] = []
-    for layout in layouts:
-        objection = layout.objection(world_size, num_units)
-        if objection is None:
-            rows += with_recomputation(layout, recomputes=recomputes)
-        elif layout.label or len(layouts) < len(LAYOUTS):  # it was asked for
-            raise ConfigurationError(f"{layout.strategy} cannot be planned: {objection}.")
+    """Plan a fit in which the hooks `setup` have run, as `follow_fit` says.
 
-    def of(row: Layout, batch_size: int | None = None) -> Estimate | None:
-        """Return the costs with a batch of another size; `None` if they are unknown."""
-        step = followed.step(row, batch_size)
-        return None if step is None else estimate(row, step, followed.states, world_size, settings, on_cpu=on_cpu)
-
-    estimates = tuple(each for row in rows if (each := of(row)) is not None)
-    max_batches: dict[str, int] = {}
-    if device_memory is not None and followed.doubled is not None:
-        for row in rows:
-            if of(row, 1) is not None:
-                max_batches[row.name] = _largest(lambda size, row=row: fits(of(row, size), device_memory))  # type: ignore[misc, arg-type]
-    considered = set(candidates(on_cpu=on_cpu, several_optimizers=followed.states.num_optimizers > 1))
-    rated = [each for each in estimates if each.layout in considered] or list(estimates)
-    chosen, advice = advise(rated, device_memory, max_batches)
-    notes = [
-        f"The row {layout.name} is {layout.strategy}{' with ' if layout.options else ''}{', '.join(layout.options)}. "
-        "Its other options are not counted."
-        for layout in layouts
-        if layout.label
-    ]
-    notes += followed.plain.notes
-    return Plan(
-        module_name=name,
-        states=followed.states,
-        estimates=estimates,
-        chosen=chosen,
-        advice=advice,
-        world_size=world_size,
-        device_memory=device_memory,
-        device_type="cpu" if on_cpu else "cuda",
-        settings=settings,
-        batch_size=followed.batch_size,
-        notes=tuple(notes),
-        max_batches=max_batches,
-    )
-
-
-def plan_fit(trainer: Trainer, module: LightningModule) -> Estimate:
-    """Predict the costs of a fit under the strategy of the Trainer, as `follow_fit` does.
+    Args:
+        trainer: the Trainer.
+        module: its module, which has not been wrapped.
+        layouts: what to plan for. `None`: the strategy of the Trainer alone.
+        device_memory: bytes; `None` if unknown.
 
     Raises:
         ConfigurationError: the strategy or the module cannot be planned.
     """
-    strategy: Any = trainer.strategy
-    layout: Layout | None = getattr(strategy, "layout", None)
-    if layout is None:
-        raise ConfigurationError(f"{type(strategy).__name__} is not a strategy that can be planned")
-    followed = follow_fit(trainer, module)
-    num_ranks = trainer.num_devices if layout.engine == "dp" else trainer.world_size
-    on_cpu = strategy.root_device.type == "cpu"
-    return estimate(layout, followed.plain, followed.states, num_ranks, settings_of(trainer), on_cpu=on_cpu)
+    layouts = layouts_of([trainer.strategy]) if layouts is None else layouts
+    is_dp = all(layout.engine == "dp" for layout in layouts)
+    return Plan(
+        follow_fit(trainer, module),
+        name=type(module).__name__,
+        layouts=layouts,
+        world_size=trainer.num_devices if is_dp else trainer.world_size,
+        device_memory=device_memory,
+        settings=settings_of(trainer),
+        on_cpu=trainer.strategy.root_device.type == "cpu",
+    )
 
 
-def with_recomputation(layout: Layout, *, recomputes: bool) -> tuple[Layout, ...]:
-    """Return the rows of a plan for a layout: also one with recomputation, if the module has blocks for it.
+def is_candidate(layout: Layout, on_cpu: bool, several_optimizers: bool = False) -> bool:
+    """Return whether a layout may be recommended.
 
-    The row of a strategy object stands for its own options alone.
+    DP and the ring cost as much memory as DDP. On CPU, offloading to host memory saves nothing. Several optimizers
+    cannot be on NVMe nor under a pipeline.
     """
-    both = recomputes and not layout.label and layout.engine != "dp"
-    return (layout, replace(layout, recomputes=True)) if both else (layout,)
-
-
-def candidates(*, on_cpu: bool, several_optimizers: bool = False) -> tuple[Layout, ...]:
-    """Return the layouts among which a recommendation is made, each with and without recomputation.
-
-    DP and the ring cost as much memory as DDP, so they are left out.
-
-    Args:
-        on_cpu: whether the device is the CPU: offloading to host memory saves nothing there.
-        several_optimizers: whether the module has several, which cannot be on NVMe nor under a pipeline.
-    """
-    chosen: list[Layout] = []
-    for layout in LAYOUTS:
-        if layout.strategy in ("paral_dp", "paral_ddp_ring"):
-            continue
-        if several_optimizers and (layout.optimizer_place == "nvme" or layout.engine == "pipeline"):
-            continue
-        if on_cpu and "host" in (layout.optimizer_place, layout.parameter_place):
-            continue
-        chosen += with_recomputation(layout, recomputes=True)
-    return tuple(chosen)
+    if layout.strategy in ("paral_dp", "paral_ddp_ring") or (on_cpu and layout.distance == 1):
+        return False
+    return not several_optimizers or (layout.distance < 2 and layout.engine != "pipeline")
 
 
 def fits(each: Estimate, device_memory: int) -> bool:
@@ -344,9 +288,8 @@ def advise(
     def cost(each: Estimate) -> tuple[Any, ...]:
         layout = each.layout
         divides = layout.engine == "pipeline" or layout.tensor != 1
-        distance = max(_DISTANCE[layout.optimizer_place], _DISTANCE[layout.parameter_place])
         order = [known.strategy for known in LAYOUTS].index(layout.strategy)
-        return divides, distance, layout.recomputes, each.wire_bytes, order
+        return divides, layout.distance, layout.recomputes, each.wire_bytes, order
 
     least = min(estimates, key=lambda each: each.peak_bytes)
     needs = f"{least.layout.name} needs the least, {format_bytes(least.peak_bytes)}."
@@ -356,7 +299,10 @@ def advise(
     dismissed: list[str] = []
     for each in sorted(estimates, key=cost):
         if fits(each, device_memory):
-            text = f"Use {describe(each.layout)}: it needs {format_bytes(each.peak_bytes)} of {limit}."
+            recomputing = " with activation_checkpointing=ActivationCheckpointing()" if each.layout.recomputes else ""
+            named = f'strategy="{each.layout.strategy}"{recomputing}'
+            named = f"the {each.layout.label} strategy" if each.layout.label else named
+            text = f"Use {named}: it needs {format_bytes(each.peak_bytes)} of {limit}."
             return each, text + (f" Cheaper, but too large: {', '.join(dismissed)}." if dismissed else "")
         dismissed.append(f"{each.layout.name} ({format_bytes(each.peak_bytes)})")
     sizes = {name: size for name, size in (max_batches or {}).items() if size > 0}
@@ -369,20 +315,19 @@ def advise(
     return None, f"Nothing fits into {limit}. {needs} {help_}"
 
 
-def describe(layout: Layout) -> str:
-    """Return how to select a layout in Python."""
-    if layout.label:
-        return f"the {layout.label} strategy"
-    recomputing = " with activation_checkpointing=ActivationCheckpointing()" if layout.recomputes else ""
-    return f'strategy="{layout.strategy}"{recomputing}'
+def largest_batch(one: Estimate, two: Estimate, batch_size: int, device_memory: int) -> int:
+    """Return the largest batch that fits, up to 2^20 samples, as every moment grows linearly with it; 0 if none does.
 
-
-def _largest(holds: Callable[[int], bool]) -> int:
-    """Return the largest number up to 2^20 for which `holds` is true, as it is for all smaller ones; 0 if none is."""
-    low, high = 0, 1
-    while high <= 2**20 and holds(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+    Args:
+        one: the costs with `batch_size` samples.
+        two: the costs with twice as many.
+        batch_size: the number of samples.
+        device_memory: a number of bytes.
+    """
+    largest, limit = 2**20, (1 - MARGIN) * device_memory
+    for first, second in zip(one.moments, two.moments, strict=False):
+        if growth := max(0, second.total - first.total):
+            largest = min(largest, int(batch_size * (1 + (limit - first.total) / growth)))
+        elif first.total > limit:
+            return 0
+    return max(0, largest)

@@ -1,12 +1,12 @@
 """Follow one training step on tensors without memory: what exists at once, by unit, and how much is computed."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import Module
 from torch.utils.flop_counter import flop_registry
@@ -20,18 +20,12 @@ from lightning_paral.model.activation_checkpointing import checkpoint_units
 from lightning_paral.model.units import choose_units
 from lightning_paral.options import ActivationCheckpointing
 from lightning_paral.planning.fake import FakeModule, call_step
+from lightning_paral.planning.states import tensors_in
 
 Kind = Literal["activation", "cast", "gradient", "temporary", "given"]
 """What memory is for. `cast`: a copy of a parameter that autocast keeps; `temporary`: memory of `optimizer.step`;
 `given`: it existed before the step."""
 _MISSING_VALUE = "The module reads values of tensors, for example with .item(). They were taken as 1."
-_OF_CPU = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        torch.ops.aten._scaled_dot_product_flash_attention_backward
-    ),
-}
-"""Kernels of the CPU without a formula in torch's registry, and those with the same operations."""
 _CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
 ROOT = -1
 """The unit of what runs outside of all others."""
@@ -47,8 +41,11 @@ class Point(NamedTuple):
     casts: int
     gradients: int
     """Of all parameters. In a forward pass, those of the step before."""
-    ready: int = -1
-    """The parameter whose gradient is ready when the part ends; -1 if none is."""
+
+    @property
+    def used(self) -> int:
+        """Activations and casts."""
+        return self.activations + self.casts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,29 +76,13 @@ class Step:
     temporary_bytes: int = 0
     """The most that `optimizer.step` allocates at once."""
     batch_bytes: int = 0
-    has_activations: bool = True
-    """Whether the step was followed. If not, only model states are known."""
     notes: tuple[str, ...] = ()
     """What was assumed."""
 
-    def scaled(self, other: "Step", part: float) -> "Step | None":
-        """Return the step in between (`part` from 0 to 1) or beyond; `None` if they differ in more than sizes."""
-        if [(each.unit, each.ready) for each in self.points] != [(each.unit, each.ready) for each in other.points]:
-            return None
 
-        def between(one: int, two: int) -> int:
-            return round(one + part * (two - one))
-
-        points = tuple(
-            one._replace(activations=between(one.activations, two.activations))
-            for one, two in zip(self.points, other.points, strict=True)
-        )
-        return replace(self, points=points, batch_bytes=between(self.batch_bytes, other.batch_bytes))
-
-
-def planned_units(module: Module, *, children: bool = False) -> tuple[PlannedUnit, ...]:
+def planned_units(module: LightningModule) -> tuple[PlannedUnit, ...]:
     """Return the units that FSDP chooses by default, the root last."""
-    units = choose_units(module, children=children)
+    units = choose_units(module, children=not module.automatic_optimization)
     numbers = {parameter: number for number, parameter in enumerate(module.parameters())}
     return tuple(
         PlannedUnit(name=unit.name, parameters=tuple(numbers[parameter] for parameter in unit.parameters))
@@ -129,41 +110,36 @@ def follow_step(
     Raises:
         Exception: whatever the module raises, for example because it needs values of tensors.
     """
-    module = fake.module
-    undo = checkpoint_units(module, checkpointing) if checkpointing is not None else None
-    planned = (
-        tuple(PlannedUnit(name=name, parameters=()) for name in (*units, ""))
-        if units
-        else planned_units(module, children=not module.automatic_optimization)
-    )
+    named = tuple(PlannedUnit(name=name, parameters=()) for name in (*units, ""))
+    planned = named if units else planned_units(fake.module)
+    undo = checkpoint_units(fake.module, checkpointing) if checkpointing is not None else None
     try:
         with fake.mode:
             return _Follower(fake, planned, on_cpu).follow(fake.converted(batch))
     finally:
-        for parameter in module.parameters():
-            parameter.grad = None
         if undo is not None:
             undo()
 
 
 class _Follower:
     def __init__(self, fake: FakeModule, units: tuple[PlannedUnit, ...], on_cpu: bool) -> None:
-        self._fake, self._units, self._trace = fake, units, _Trace(len(units) - 1, on_cpu)
+        self._fake, self._units, self._trace = fake, units, _Trace(len(units), on_cpu)
         self._output_bytes = [0] * len(units)
 
     def follow(self, batch: Any) -> Step:
         module, trace = self._fake.module, self._trace
-        for number, parameter in enumerate(module.parameters()):
-            trace.give(parameter, number)
-        for tensor in (*module.buffers(), *_tensors_in(batch)):
-            trace.give(tensor)
+        trace.give([*module.buffers(), *tensors_in(batch)])
+        trace.give(module.parameters(), are_parameters=True)
         hooks = self._mark()
         try:
             with trace:
-                self._take_step_before(batch)
-                for optimizer in self._fake.optimizers:
-                    for tensor in _tensors_in(list(optimizer.state.values())):
-                        trace.become(tensor, "given")
+                # Optimizer states and gradients exist when a step begins, from the one before.
+                if not any(optimizer.state for optimizer in self._fake.optimizers):
+                    self._step(batch)
+                for parameter in module.parameters():
+                    if parameter.grad is not None:
+                        trace.become(parameter.grad, "gradient")
+                trace.give(tensors_in([list(optimizer.state.values()) for optimizer in self._fake.optimizers]))
                 trace.restart()
                 self._step(batch)
         finally:
@@ -171,24 +147,15 @@ class _Follower:
                 hook.remove()
         units = tuple(
             replace(unit, output_bytes=num_bytes, flops=flops)
-            for unit, num_bytes, flops in zip(self._units, self._output_bytes, (*trace.flops, 0), strict=True)
+            for unit, num_bytes, flops in zip(self._units, self._output_bytes, trace.flops, strict=True)
         )
         return Step(
             points=tuple(trace.points),
             units=units,
             temporary_bytes=trace.temporary_bytes,
-            batch_bytes=sum(_size(tensor) for tensor in _tensors_in(batch)),
+            batch_bytes=sum(tensor.nbytes for tensor in tensors_in(batch)),
             notes=tuple(sorted(trace.notes)),
         )
-
-    def _take_step_before(self, batch: Any) -> None:
-        """Create the optimizer states and the gradients that exist when a step begins."""
-        stepped = {parameter for optimizer in self._fake.optimizers for parameter in optimizer.state}
-        if not stepped or not self._fake.module.automatic_optimization:
-            self._step(batch)
-        for parameter in stepped:  # by the step of an earlier call
-            parameter.grad = torch.empty_like(parameter)
-            self._trace.become(parameter.grad, "gradient")
 
     def _step(self, batch: Any) -> None:
         """Run a step in Lightning's order. With accumulation, two micro-batches stand for all of them."""
@@ -208,17 +175,13 @@ class _Follower:
                 output: Any = call_step(module.training_step, batch)
             loss = output.get("loss") if isinstance(output, dict) else output
             del output
-            if not module.automatic_optimization:
-                del loss
-                continue
-            if number == 0:
-                for optimizer in fake.optimizers:
-                    optimizer.zero_grad()
-            if loss is None:
-                raise ConfigurationError(f"{type(module).__name__}.training_step returned None, not a loss.")
-            if fake.settings.accumulate > 1:
-                loss = loss / fake.settings.accumulate
-            backward(loss)
+            if module.automatic_optimization:
+                if number == 0:
+                    for optimizer in fake.optimizers:
+                        optimizer.zero_grad()
+                if loss is None:
+                    raise ConfigurationError(f"{type(module).__name__}.training_step returned None, not a loss.")
+                backward(loss / fake.settings.accumulate if fake.settings.accumulate > 1 else loss)
             del loss
         if module.automatic_optimization:
             if fake.settings.clip_value:
@@ -229,17 +192,15 @@ class _Follower:
     def _mark(self) -> list[Any]:
         """Mark where the passes of units begin, when gradients are ready, and the steps of the optimizers."""
         module, trace, hooks = self._fake.module, self._trace, list[Any]()
-        parts = dict(module.named_modules())
+
+        def ready(parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                trace.become(parameter.grad, "gradient")
+
         for index, unit in enumerate(self._units[:-1]):
-            hooks += self._mark_unit(parts[unit.name], index)
-        for number, parameter in enumerate(module.parameters()):
+            hooks += self._mark_unit(module.get_submodule(unit.name), index)
+        for parameter in module.parameters():
             if parameter.requires_grad:
-
-                def ready(parameter: Tensor, number: int = number) -> None:
-                    if parameter.grad is not None:
-                        trace.become(parameter.grad, "gradient")
-                        trace.end_part(ready=number)
-
                 hooks.append(parameter.register_post_accumulate_grad_hook(ready))  # type: ignore[no-untyped-call]
         for optimizer in self._fake.optimizers:
             hooks.append(optimizer.register_step_pre_hook(lambda *_: trace.enter_optimizer()))
@@ -250,9 +211,9 @@ class _Follower:
         trace = self._trace
 
         def leave(_module: Module, _args: Any, output: Any) -> None:
-            tensors = _tensors_in(output)
+            tensors = tensors_in(output)
             if not trace.in_backward:  # it is not a recomputation
-                self._output_bytes[index] = sum(map(_size, tensors))
+                self._output_bytes[index] = sum(tensor.nbytes for tensor in tensors)
                 trace.enter(ROOT, in_backward=False)
             for tensor in tensors:
                 if tensor.requires_grad:
@@ -273,21 +234,24 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, num_units: int, on_cpu: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.points: list[Point] = []
         self.notes: set[str] = set()
-        self.flops = [0] * num_units
-        self.temporary_bytes = 0
         self.in_backward = False
-        self._on_cpu = on_cpu
         self.computing = ROOT
         """The unit with which operations are counted."""
-        self._unit = ROOT
+        self._num_units, self._on_cpu, self._unit = num_units, on_cpu, ROOT
         self._kind: Kind = "activation"
         self._now: dict[Kind, int] = dict.fromkeys(("activation", "cast", "gradient", "temporary", "given"), 0)
-        self._most = Point(ROOT, False, 0, 0, 0)
         # By the identity of a storage. It is removed when the storage is freed.
         self._living: dict[int, tuple[Kind, int]] = {}
         self._parameters: set[int] = set()
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the points and operations so far."""
+        self.points: list[Point] = []
+        self.flops = [0] * self._num_units
+        self.temporary_bytes = 0
+        self._most = self._point()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -300,80 +264,63 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             dtype = args[0].dtype
             return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
         packet = packet_of(func)
-        count = flop_registry.get(_OF_CPU.get(packet, packet))
-        if count is not None and self.computing != ROOT:
+        if count := flop_registry.get(packet):
             self.flops[self.computing] += int(count(*args, **kwargs, out_val=out))
         for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._see(leaf)
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.device.type != "meta":
+                self._see(leaf, self._kind)
         if self._on_cpu and packet in _CONVOLUTIONS:
-            sizes = sorted(_size(leaf) for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor))
+            sizes = sorted(leaf.nbytes for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor))
             self._add(self._kind, sum(sizes[-2:]))
             self._now[self._kind] -= sum(sizes[-2:])
         if func is torch.ops.aten._to_copy.default and identity_of(args[0].untyped_storage()) in self._parameters:
             self.become(out, "cast")
         return out
 
-    def give(self, tensor: Tensor, parameter: int | None = None) -> None:
-        """Do not count the memory of this tensor, which exists before the step; recognize copies of parameters."""
-        if parameter is not None:
-            self._parameters.add(identity_of(tensor.untyped_storage()))
-        self._follow(tensor.untyped_storage(), "given")
+    def give(self, tensors: Iterable[Tensor], *, are_parameters: bool = False) -> None:
+        """Do not count the memory of tensors that exist before the step; recognize copies of parameters."""
+        for tensor in tensors:
+            self.become(tensor, "given")
+            if are_parameters:
+                self._parameters.add(identity_of(tensor.untyped_storage()))
 
     def become(self, tensor: Tensor, kind: Kind) -> None:
         """Count the memory of `tensor` as another kind from now on."""
-        self._see(tensor)
+        self._see(tensor, kind)
         address = identity_of(tensor.untyped_storage())
         old, size = self._living[address]
         self._living[address] = kind, size
         self._now[old] -= size
         self._add(kind, size)
 
-    def restart(self) -> None:
-        """Forget the points and operations so far."""
-        self.points.clear()
-        self.flops = [0] * len(self.flops)
-        self.temporary_bytes = 0
-        self._begin_part()
-
     def enter(self, unit: int, *, in_backward: bool) -> None:
         """Count what follows with a unit."""
-        self.end_part()
+        self.points.append(self._most)
         if unit != ROOT:
             self.computing = unit
         self._unit, self.in_backward = unit, in_backward
-        self._begin_part()
-
-    def end_part(self, ready: int = -1) -> None:
-        """End a part of the step. `ready` is the parameter whose gradient is complete."""
-        self.points.append(self._most._replace(ready=ready))
-        self._begin_part()
+        self._most = self._point()
 
     def enter_optimizer(self) -> None:
         """Count what follows as memory of the optimizer."""
-        self.end_part()
+        self.enter(ROOT, in_backward=False)
         self._kind, self.computing = "temporary", ROOT
 
     def leave_optimizer(self) -> None:
         """Count what follows as activations."""
         self._kind = "activation"
 
-    def _begin_part(self) -> None:
+    def _point(self) -> Point:
         now = self._now
-        self._most = Point(self._unit, self.in_backward, now["activation"], now["cast"], now["gradient"])
+        return Point(self._unit, self.in_backward, now["activation"], now["cast"], now["gradient"])
 
     def _add(self, kind: Kind, size: int) -> None:
-        now = self._now
-        now[kind] += size
-        self.temporary_bytes = max(self.temporary_bytes, now["temporary"])
-        if now["activation"] + now["cast"] + now["gradient"] > sum(self._most[2:5]):
-            self._begin_part()
+        self._now[kind] += size
+        self.temporary_bytes = max(self.temporary_bytes, self._now["temporary"])
+        self._most = max(self._most, self._point(), key=lambda point: point.used + point.gradients)
 
-    def _see(self, tensor: Tensor) -> None:
-        if tensor.layout is torch.strided and tensor.device.type != "meta":
-            self._follow(tensor.untyped_storage(), self._kind)
-
-    def _follow(self, storage: Any, kind: Kind) -> None:
+    def _see(self, tensor: Tensor, kind: Kind) -> None:
+        storage = tensor.untyped_storage()
         address = identity_of(storage)
         if address not in self._living:
             self._living[address] = kind, storage.nbytes()
@@ -384,13 +331,3 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget(self, address: int) -> None:
         kind, size = self._living.pop(address)
         self._now[kind] -= size
-
-
-def _tensors_in(data: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    apply_to_collection(data, Tensor, found.append)
-    return found
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -15,9 +15,8 @@ from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.model.host_memory_check import available_bytes
 from lightning_paral.option_types import takes
 from lightning_paral.options import ActivationCheckpointing, RankOptions
-from lightning_paral.planning.follow import follow_fit, settings_of
 from lightning_paral.planning.layout import LAYOUTS, Layout
-from lightning_paral.planning.plan import make_plan
+from lightning_paral.planning.plan import plan_fit
 from lightning_paral.quantities import parse_bytes
 from lightning_paral.strategies.base import ParalStrategy
 
@@ -132,19 +131,10 @@ class ParalAutoStrategy(ParalStrategy, DDPStrategy):
         module = self.lightning_module
         assert module is not None
         try:
-            followed = follow_fit(trainer, module)
+            made = plan_fit(trainer, module, [layout for layout in LAYOUTS if self._is_ready(layout)], memory)
         except (ParalError, OSError) as error:
             rank_zero_warn(f"paral_auto uses paral_ddp, because the fit cannot be planned: {error}")
             return _DDP
-        made = make_plan(
-            followed,
-            name=type(module).__name__,
-            layouts=[layout for layout in LAYOUTS if self._is_ready(layout)],
-            world_size=self.world_size,
-            device_memory=memory,
-            settings=settings_of(trainer),
-            on_cpu=self.root_device.type == "cpu",
-        )
         text = " ".join([made.advice, *made.notes])
         if made.chosen is None:
             return text

@@ -15,10 +15,10 @@ from tests.running import quiet_trainer
 from tests.unit.planning.models import DependsOnValues, gpt
 
 
-def planned(model: str, batch_size: int, num_ranks: int, precision: str = "32-true") -> Plan:
+def planned(model: str, batch_size: int, num_ranks: int, precision: str = "32-true", accumulate: int = 1) -> Plan:
     make, draw = MODELS[model]
     batch = next(iter(DataLoader(Drawn(draw), batch_size=batch_size)))
-    return plan(make, batch, num_ranks, precision=precision, device_type="cpu")
+    return plan(make, batch, num_ranks, precision=precision, accumulate=accumulate, device_type="cpu")
 
 
 NAMES = ("paral_ddp", "paral_fsdp", "paral_zero1", "paral_zero2", "paral_zero3")
@@ -37,25 +37,25 @@ def test_peak_of_a_rank_is_predicted_within_a_fifth(fresh_ranks: RankPool, model
 
 
 OPTIONS = [
-    ("paral_zero1", 4, "32-true", False),
-    ("paral_fsdp", 4, "32-true", False),
-    ("paral_ddp", 2, "bf16-true", False),
-    ("paral_zero2", 2, "bf16-true", False),
-    ("paral_fsdp", 2, "bf16-mixed", False),
-    ("paral_fsdp", 2, "32-true", True),
-    ("paral_pp", 2, "32-true", False),
+    ("paral_fsdp", 4, {}),
+    ("paral_ddp", 2, {"precision": "bf16-true"}),
+    ("paral_zero2", 2, {"precision": "bf16-true"}),
+    ("paral_fsdp", 2, {"precision": "bf16-mixed"}),
+    ("paral_zero1", 2, {"accumulate_grad_batches": 2}),
+    ("paral_zero2", 2, {"accumulate_grad_batches": 2}),
+    ("paral_fsdp + recompute", 2, {}),
+    ("paral_pp", 2, {}),
 ]
 
 
-@pytest.mark.parametrize(("name", "num_ranks", "precision", "recomputes"), OPTIONS)
+@pytest.mark.parametrize(("row", "num_ranks", "options"), OPTIONS)
 def test_peaks_of_options_are_predicted_within_a_fifth(
-    fresh_ranks: RankPool, name: str, num_ranks: int, precision: str, recomputes: bool
+    fresh_ranks: RankPool, row: str, num_ranks: int, options: dict[str, Any]
 ) -> None:
-    options = {"precision": precision}
-    measured = max(fresh_ranks.run(num_ranks, peak_in_fit, name, "gpt", 4, recomputes, options))
-    rows = planned("gpt", 4, num_ranks, precision)
-    predicted = rows.of(f"{name} + recompute" if recomputes else name).peak_bytes
-    predicted -= rows.states.gradient_bytes if name == "paral_ddp" else 0
+    name, _, recomputes = row.partition(" + ")
+    measured = max(fresh_ranks.run(num_ranks, peak_in_fit, name, "gpt", 4, bool(recomputes), options))
+    rows = planned("gpt", 4, num_ranks, options.get("precision", "32-true"), options.get("accumulate_grad_batches", 1))
+    predicted = rows.of(row).peak_bytes - (rows.states.gradient_bytes if name == "paral_ddp" else 0)
 
     assert 0.9 * measured < predicted < 1.2 * measured
 
