@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule
 from rich.console import Group
+from rich.markup import escape
 from rich.text import Text
 
 from lightning_paral.diagnostics.check_compare import CheckRow, Checks, is_in_one_process
@@ -47,23 +48,16 @@ class CheckReport:
         return asdict(self)
 
     def __rich__(self) -> Group:
-        table = make_table(
-            ("strategy", "outcome", "largest", "precision", ""), map(_cells, self.rows), left=(0, 1, 3, 4)
-        )
+        rows = [
+            (
+                *(row.strategy, row.outcome, f"{row.largest:.0e}" if row.precision else "", row.precision),
+                escape(row.sentence or row.resumed),
+            )
+            for row in self.rows
+        ]
+        table = make_table(("strategy", "outcome", "largest", "precision", ""), rows, left=(0, 1, 3, 4))
         causes = dict.fromkeys(cause for row in self.rows for cause in row.causes)
         return Group(*map(Text, self.notes), table, *(Text(f"Possible cause: {cause}.") for cause in causes))
-
-
-def _cells(row: CheckRow) -> tuple[str, ...]:
-    sentence = (row.sentence or row.resumed).replace("[", r"\[")
-    is_compared = row.outcome in ("equal", "differs")
-    return (
-        row.strategy,
-        row.outcome,
-        f"{row.largest:.0e}" if row.outcome == "equal" else "",
-        row.precision * is_compared,
-        sentence,
-    )
 
 
 def check(

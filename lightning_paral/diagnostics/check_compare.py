@@ -45,7 +45,7 @@ class CheckRow:
     sentence: str = ""
     """Why it is refused, what differs, or the error."""
     precision: str = ""
-    """The precision of the runs."""
+    """The precision of the runs that were compared; empty if none was."""
     largest: float = 0.0
     """The largest difference, or the first if it counts, relative to the largest value of its tensor."""
     resumed: str = ""
@@ -91,11 +91,10 @@ class Reference:
 
     Args:
         record: the run.
-        folder: where it has written its tensors.
     """
 
-    def __init__(self, record: Ran, folder: Path) -> None:
-        self.folder, self.precision, self.causes = folder, record.precision, record.causes
+    def __init__(self, record: Ran) -> None:
+        self.precision, self.causes = record.precision, record.causes
         # Within a batch, values are compared in the order of a step, whenever they were recorded.
         order = sorted(record.items, key=lambda item: (item.at, -1 if item.place else _KINDS.index(item.kind)))
         self._values = {item.key: item for item in order}
@@ -281,7 +280,7 @@ class Checks:
             self._unreduced |= reference.unreduced(runs)
             return reference.judged(label, runs)  # type: ignore[no-any-return]
         outcome: Literal["refused", "fails"] = "refused" if runs.is_refusal else "fails"
-        return CheckRow(strategy=label, outcome=outcome, precision=reference.precision, sentence=runs.sentence)
+        return CheckRow(strategy=label, outcome=outcome, sentence=runs.sentence)
 
     def _reference(self, in_float64: bool) -> Reference | Raised:
         if in_float64 not in self._references:
@@ -298,7 +297,7 @@ class Checks:
             return Raised("no step: no optimizer step was taken")
         if record.num_steps < self._task.steps and not self._notes:
             self._notes.append(f"One process ended after {record.num_steps} of {self._task.steps} optimizer steps.")
-        made = Reference(record, self._folder(in_float64))
+        made = Reference(record)
         first = next((each for each in self._references.values() if isinstance(each, Reference)), None)
         if first is not None:
             made.vary, made.causes = first.vary, first.causes

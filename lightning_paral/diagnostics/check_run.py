@@ -100,18 +100,15 @@ def _raised(error: BaseException) -> Raised:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Suppress output, and restore what a run changes in its process."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "lightning_paral")]
-    levels, num_threads = [logger.level for logger in loggers], torch.get_num_threads()
+    num_threads, disabled = torch.get_num_threads(), logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
-            for logger in loggers:
-                logger.setLevel(logging.ERROR)
             yield
     finally:
         torch.set_num_threads(num_threads)
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(disabled)
 
 
 def _run(make: Callable[[], Fit], task: Task) -> Ran:

@@ -81,17 +81,15 @@ def broken(facts: Iterable[Fact]) -> list[str]:
     return [fact.name for fact in facts if fact.state == "broken"]
 
 
-def _lacking(facts: Iterable[Fact], strategy: str) -> list[Fact]:
-    return [fact for fact in facts if fact.stops and re.search(fact.stops, strategy)]
+def lacks(facts: Iterable[Fact]) -> dict[str, list[str]]:
+    """Return by the name of each strategy what keeps it from running on this machine."""
+    stops = {fact.name: fact.stops for fact in facts if fact.stops}
+    return {entry.name: [name for name, each in stops.items() if re.search(each, entry.name)] for entry in STRATEGIES}
 
 
 def as_json(facts: Sequence[Fact]) -> dict[str, Any]:
     """Return facts, and what follows from them, as `json` can write them, with what `collect_env` finds."""
-    strategies = [
-        {"name": entry.name, "lacks": [fact.name for fact in lacking], "advice": [fact.advice for fact in lacking]}
-        for entry in STRATEGIES
-        for lacking in [_lacking(facts, entry.name)]
-    ]
+    strategies = [{"name": name, "lacks": lacking} for name, lacking in lacks(facts).items()]
     get_environment: Callable[[], Any] = collect_env.get_env_info
     environment = _in_time(lambda: dict(get_environment()._asdict()))
     all_facts = [asdict(fact) for fact in facts]
@@ -101,15 +99,12 @@ def as_json(facts: Sequence[Fact]) -> dict[str, Any]:
 def conclusion(facts: Sequence[Fact]) -> Group:
     """Return for the terminal which strategies are ready, what the others lack, and what is broken."""
     alike: dict[str, list[str]] = {}
-    for entry in STRATEGIES:
-        alike.setdefault(", ".join(fact.name for fact in _lacking(facts, entry.name)), []).append(entry.name)
-    ready = [Fact(name="ready", found=", ".join(alike.pop("", [])) or "no strategy")]
-    lack = [
-        Fact(name="not ready", found=f"{', '.join(alike[what])}: for lack of {what}", state="note") for what in alike
-    ]
-    names = broken(facts)
-    end = Text(f"\nBroken: {', '.join(names)}.", "bold red") if names else Text("\nNothing is broken.", "green")
-    return Group(*ready, *lack, end)
+    for name, lacking in lacks(facts).items():
+        alike.setdefault(", ".join(lacking), []).append(name)
+    ready = Fact(name="ready", found=", ".join(alike.pop("", ["no strategy"])))
+    rows = [Fact(name="not ready", found=f"{', '.join(alike[each])} (no {each})", state="note") for each in alike]
+    said = f"Broken: {', '.join(broken(facts))}." if broken(facts) else "Nothing is broken."
+    return Group(ready, *rows, Text(f"\n{said}", "bold red" if broken(facts) else "green"))
 
 
 def examine(num_ranks: int, nvme_path: str | None) -> Iterator[Fact]:
@@ -217,7 +212,9 @@ def operator_fact(operator: str) -> Fact:
         check_compiler("Offload", needs_aio=operator == "async_io")  # before each run, also if it is compiled
     except ConfigurationError as error:
         missing.append(str(error))
-    if not _is_compiled(operator):
+    builders = import_module("deepspeed.ops.op_builder")
+    builder = builders.CPUAdamBuilder() if operator == "cpu_adam" else builders.AsyncIOBuilder()
+    if not (operator_folder(builder) / f"{builder.name}.so").is_file():
         found = "compiled at first use, which takes minutes"
         if not os.path.isfile(os.path.join(sysconfig.get_path("include"), "Python.h")):
             missing.append("Python has no headers: apt-get install python3-dev")
@@ -227,15 +224,6 @@ def operator_fact(operator: str) -> Fact:
         return Fact(name=operator, found=found)
     stops = _OFFLOAD if operator == "cpu_adam" else _NVME
     return Fact(name=operator, found="cannot be compiled", state="warning", advice="\n".join(missing), stops=stops)
-
-
-def _is_compiled(operator: str) -> bool:
-    try:
-        builders = import_module("deepspeed.ops.op_builder")
-    except Exception:  # of several kinds; the fact about DeepSpeed says why
-        return False
-    builder = builders.CPUAdamBuilder() if operator == "cpu_adam" else builders.AsyncIOBuilder()
-    return (operator_folder(builder) / f"{builder.name}.so").is_file()
 
 
 def network_facts(num_ranks: int, seconds: float | None = None) -> list[Fact]:

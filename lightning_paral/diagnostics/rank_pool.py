@@ -8,9 +8,9 @@ import atexit
 import ctypes
 import faulthandler
 import gc
-import io
 import logging
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from lightning_paral.distributed.hangs.user_frames import library_of
@@ -143,7 +144,7 @@ class RankPool:
             for connection in ready:
                 rank = waiting[connection]
                 try:
-                    succeeded, outcome = _received(connection.recv_bytes())
+                    succeeded, outcome = pickle.loads(connection.recv_bytes())
                 except EOFError:
                     succeeded, outcome = False, "the process died"
                 (results if succeeded else failures)[rank] = outcome
@@ -215,24 +216,11 @@ def _serve(connection: Connection, stack: str) -> None:
             if world != (world_size, store):
                 _join(rank, world_size, store, *group)
                 world = (world_size, store)
-            connection.send_bytes(_with_contents((True, _call_and_restore(function, args))))
+            outcome = True, _call_and_restore(function, args)
         except BaseException:
-            connection.send_bytes(_with_contents((False, traceback.format_exc())))
-
-
-def _with_contents(outcome: tuple[bool, Any]) -> bytes:
-    """Return an outcome as bytes, with the contents of its tensors.
-
-    `Connection.send` would put them into shared memory, and each would hold a file open as long as a test keeps it.
-    """
-    file = io.BytesIO()
-    torch.save(outcome, file)
-    return file.getvalue()
-
-
-def _received(contents: bytes) -> tuple[bool, Any]:
-    outcome: tuple[bool, Any] = torch.load(io.BytesIO(contents), weights_only=False)
-    return outcome
+            outcome = False, traceback.format_exc()
+        # `Connection.send` would put tensors into shared memory, and each would hold a file open as long as it is kept.
+        connection.send_bytes(pickle.dumps(outcome))
 
 
 def _call_and_restore(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -248,21 +236,9 @@ def _call_and_restore(function: Callable[..., Any], args: tuple[Any, ...]) -> An
 
 
 def _join(rank: int, world_size: int, store: str, backend: str, timeout: float) -> None:
-    import torch.distributed as dist
-
     if dist.is_initialized():
         dist.destroy_process_group()
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        LOCAL_SIZE=str(world_size),
-    )
-    dist.init_process_group(
-        backend,
-        store=dist.FileStore(store, world_size),  # type: ignore[attr-defined]
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout),
-    )
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(world_size))
+    os.environ.update(sizes, RANK=str(rank), LOCAL_RANK=str(rank))
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=world_size, timeout=limit)
