@@ -45,7 +45,7 @@ _SMALL_BYTES, _LARGE_BYTES = 8, 4 * 2**20
 """Sizes of the fp32 tensors whose all-reduce gives the latency and the bandwidth."""
 _STYLES = {"ok": "green", "note": "dim", "warning": "yellow", "broken": "bold red"}
 
-_ALL, _RANKS, _ZERO, _OFFLOAD, _NVME = "paral_", "paral_(?!dp$)", "zero", r"zero\d_(offload|nvme)", "nvme"
+ALL, RANKS, ZERO, OFFLOAD, NVME = "paral_", "paral_(?!dp$)", "zero", r"zero\d_(offload|nvme)", "nvme"
 """Regular expressions of the names of all strategies, of those of several processes, of those on DeepSpeed, of those
 that offload by it, and of those that offload to NVMe."""
 
@@ -130,7 +130,7 @@ def examine(num_ranks: int, nvme_path: str | None) -> Iterator[Fact]:
         "CUDA": cuda_fact,
         "cpu_adam": partial(operator_fact, "cpu_adam"),
         "async_io": partial(operator_fact, "async_io"),
-        "NVMe": partial(nvme_fact, nvme_path),
+        "NVMe": lambda: nvme_fact(nvme_path),
     }
     for name, look in parts.items():
         found = _in_time(look)
@@ -138,7 +138,7 @@ def examine(num_ranks: int, nvme_path: str | None) -> Iterator[Fact]:
     yield from network_facts(num_ranks)
 
 
-def _in_time(look: Callable[[], Any], seconds: float = PART_SECONDS) -> Any:
+def _in_time(look: Callable[[], Any]) -> Any:
     """Return what `look` returns; a sentence if it raises, as on a machine unlike any that was seen, or hangs."""
     answers: list[Any] = []
 
@@ -150,8 +150,8 @@ def _in_time(look: Callable[[], Any], seconds: float = PART_SECONDS) -> Any:
 
     thread = Thread(target=run, daemon=True)
     thread.start()
-    thread.join(seconds)
-    return answers[0] if answers else f"did not answer within {seconds:.0f} s"
+    thread.join(PART_SECONDS)
+    return answers[0] if answers else f"did not answer within {PART_SECONDS:.0f} s"
 
 
 def _first_line(error: Exception) -> str:
@@ -160,7 +160,7 @@ def _first_line(error: Exception) -> str:
 
 def version_fact(name: str) -> Fact:
     """Return the version of a library, and for DeepSpeed whether it can be imported."""
-    tested, stops = TESTED_VERSIONS[name], _ZERO if name == "deepspeed" else _ALL
+    tested, stops = TESTED_VERSIONS[name], ZERO if name == "deepspeed" else ALL
     install = f"pip install '{name}{tested}'"
     try:
         found = metadata.version(name)
@@ -181,11 +181,11 @@ def nvme_fact(path: str | None) -> Fact:
     """Return whether a folder can be used for offload to NVMe, and how much is free."""
     if path is None:
         advice = f"export {PATH_VARIABLE}=/a/folder/on/a/local/disk"
-        return Fact(name="NVMe", found=f"{PATH_VARIABLE} is not set", state="note", advice=advice, stops=_NVME)
+        return Fact(name="NVMe", found=f"{PATH_VARIABLE} is not set", state="note", advice=advice, stops=NVME)
     try:
         check_folder(path)
     except ConfigurationError as error:
-        return Fact(name="NVMe", found=f"{path} cannot be used", state="broken", advice=str(error), stops=_NVME)
+        return Fact(name="NVMe", found=f"{path} cannot be used", state="broken", advice=str(error), stops=NVME)
     free = shutil.disk_usage(path).free
     return Fact(name="NVMe", found=f"{path}: direct I/O, {format_bytes(free)} free", numbers={"free": free})
 
@@ -222,7 +222,7 @@ def operator_fact(operator: str) -> Fact:
             missing.append("There is no ninja: pip install ninja")
     if not missing:
         return Fact(name=operator, found=found)
-    stops = _OFFLOAD if operator == "cpu_adam" else _NVME
+    stops = OFFLOAD if operator == "cpu_adam" else NVME
     return Fact(name=operator, found="cannot be compiled", state="warning", advice="\n".join(missing), stops=stops)
 
 
@@ -247,7 +247,7 @@ def network_facts(num_ranks: int, seconds: float | None = None) -> list[Fact]:
         lines = str(error).splitlines()
         what += "; ".join(line for line in lines if re.match("rank .*[^:]$", line)) or lines[-1]
         advice = "Look at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. NCCL_DEBUG=INFO prints what NCCL does."
-        return [*facts, Fact(name="all-reduce", found=what, state="broken", advice=advice, stops=_RANKS)]
+        return [*facts, Fact(name="all-reduce", found=what, state="broken", advice=advice, stops=RANKS)]
     finally:
         pool.close()
     latency, bandwidth = (max(rank[key] for _, rank in ranks) for key in (_SMALL_BYTES, _LARGE_BYTES))

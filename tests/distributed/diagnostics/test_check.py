@@ -138,7 +138,7 @@ def test_batch_smaller_than_the_ranks(rank_pool) -> None:
 
 def test_hang_is_bounded_and_named(rank_pool) -> None:
     assert row_of(rank_pool, Sound).outcome == "equal"  # the ranks have started, and imported what a run needs
-    row = row_of(rank_pool, planted.Hangs, timeout=20.0)
+    row = row_of(rank_pool, planted.Hangs, timeout=8.0)
 
     assert row.outcome == "fails"
     assert "rank 1: no answer in time, in training_step, " in row.sentence
