@@ -106,13 +106,11 @@ def check_project(
     *,
     ranks: int = 2,
     steps: int = 8,
-    seed: int = 1,
     accelerator: str = "cpu",
     timeout: float = 300.0,
-    keep_dropout: bool = False,
-    hooks: bool = False,
     progress: Callable[[str], object] = str,
     pool: RankPool | None = None,
+    **task: Any,
 ) -> CheckReport:
     """Check what `make` returns, as `check` does.
 
@@ -121,13 +119,11 @@ def check_project(
         strategies: names, `"all"`, or a mapping from labels to functions that return a strategy.
         ranks: the number of ranks, or of devices of `paral_dp`.
         steps: the number of optimizer steps.
-        seed: the seed of the random generators.
         accelerator: that of the Trainer.
         timeout: seconds after which a run counts as hanging.
-        keep_dropout: whether to leave dropout on.
-        hooks: whether to compare the parameters after each hook of a step.
         progress: is called with what runs next.
         pool: ranks that run already; `None` starts and ends them.
+        **task: `seed`, `keep_dropout` and `hooks`, as in `check`.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ConfigurationError(
@@ -154,8 +150,9 @@ def check_project(
         if pool is None:
             pool = RankPool("gloo" if accelerator == "cpu" else "cuda:nccl,cpu:gloo", timeout + 60)
             stack.callback(pool.close)
-        same: dict[str, Any] = {"accelerator": accelerator, "keep_dropout": keep_dropout, "hooks": hooks}
-        checks = Checks(make, Task(steps=steps, folder=folder, seed=seed, **same), pool, timeout, progress)
+        checks = Checks(
+            make, Task(steps=steps, folder=folder, accelerator=accelerator, **task), pool, timeout, progress
+        )
         rows = {label: checks.row(label, strategy, ranks) for label, strategy in chosen.items()}
         fewer = min(ranks // 2 or 2, available)
         rows |= {label: _resumed(row, rows, chosen, checks, fewer) for label, row in rows.items()}

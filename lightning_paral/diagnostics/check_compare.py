@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from lightning_paral.diagnostics.check_record import Item, Task
@@ -285,7 +284,7 @@ class Checks:
     def _reference(self, in_float64: bool) -> Reference | Raised:
         if in_float64 not in self._references:
             self._progress("one process")
-            self._folder(in_float64).mkdir()
+            replace(self._task, in_float64=in_float64).reference.mkdir()
             self._references[in_float64] = self._made_reference(in_float64)
         return self._references[in_float64]
 
@@ -311,13 +310,9 @@ class Checks:
         runs = self._run(self._task.strategy, 1, in_float64, **how)
         return runs if isinstance(runs, Raised) else runs[0]
 
-    def _folder(self, in_float64: bool) -> Path:
-        return self._task.folder / ("float64" if in_float64 else "given")
-
     def _run(self, strategy: Callable[[], Any], ranks: int, in_float64: bool, **how: Any) -> list[Ran] | Raised:
-        folder = self._folder(in_float64)
-        task = replace(self._task, strategy=strategy, devices=ranks, in_float64=in_float64, reference=folder, **how)
-        for path in folder.glob("raised-*.json"):
+        task = replace(self._task, strategy=strategy, devices=ranks, in_float64=in_float64, **how)
+        for path in task.reference.glob("raised-*.json"):
             path.unlink()
         self._pool.end_crowded_workers()
         try:
@@ -325,7 +320,7 @@ class Checks:
             found = self._pool.run(processes, run, self._make, task, timeout=self._timeout)
         except RankError as error:
             # An error of a rank's own, before the pool ended it, says more than that it was ended.
-            found = [Raised(*json.loads(path.read_text())) for path in sorted(folder.glob("raised-*.json"))]
+            found = [Raised(*json.loads(path.read_text())) for path in sorted(task.reference.glob("raised-*.json"))]
             found.append(Raised(f"no end: {'; '.join(str(error).splitlines())}"))
         raised = [each for each in found if isinstance(each, Raised)]
         if not raised:

@@ -58,8 +58,6 @@ class Task:
     devices: int = 1
     in_float64: bool = True
     """Whether to train in fp64 instead of fp32, so that rounding cannot hide a difference."""
-    reference: Path = Path()
-    """The folder of the record."""
     is_reference: bool = False
     """Whether the run writes the record."""
     is_rounded: bool = False
@@ -70,6 +68,11 @@ class Task:
     keep_dropout: bool = False
     hooks: bool = False
     """Whether to compare parameters after each hook as well."""
+
+    @property
+    def reference(self) -> Path:
+        """The folder of the record."""
+        return self.folder / ("float64" if self.in_float64 else "given")
 
 
 class Item(NamedTuple):
