@@ -266,14 +266,14 @@ class _AfterHooks(PassThroughProfiler):
         self.trainer: Any = None
 
     @contextmanager
-    def profile(self, action_name: str) -> Iterator[str]:  # type: ignore[override]
+    def profile(self, action_name: str) -> Iterator[str]:
         """Look after the action of the Trainer with this name, such as `[Callback]EMA.on_train_batch_end`."""
         yield action_name
         owner_name, _, hook = action_name.rpartition(".")
         if hook not in _HOOKS:
             return
         trainer = self.trainer
-        module = trainer.lightning_module
+        module: Any = trainer.lightning_module
         owners = {f"[Callback]{each.state_key}": each for each in trainer.callbacks if each is not self._recorder}
         owners[f"[LightningModule]{type(module).__name__}"] = module
         owner = owners.get(owner_name)

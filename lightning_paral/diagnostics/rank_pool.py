@@ -78,15 +78,11 @@ class RankPool:
         """
         try:
             self._grow_to(world_size)
-        except BaseException:
-            self._end_workers()
-            raise
-        if self._world is None or self._world[0] != world_size:
-            self._num_worlds += 1
-            self._world = (world_size, f"{self._folder}/store-{self._num_worlds}")
-        for rank in range(world_size):
-            self._workers[rank][1].send((rank, *self._world, (self._backend, self._timeout), function, args))
-        try:
+            if self._world is None or self._world[0] != world_size:
+                self._num_worlds += 1
+                self._world = (world_size, f"{self._folder}/store-{self._num_worlds}")
+            for rank in range(world_size):
+                self._workers[rank][1].send((rank, *self._world, (self._backend, self._timeout), function, args))
             return self._collect(world_size, timeout)
         except BaseException:
             self._end_workers()
@@ -135,26 +131,25 @@ class RankPool:
                 raise RankError("a rank died when it started") from None
 
     def _collect(self, world_size: int, timeout: float) -> list[Any]:
-        results: dict[int, Any] = {}
-        failures: dict[int, str] = {}
+        outcomes: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout
-        while len(results) + len(failures) < world_size and time.monotonic() < deadline:
-            waiting = {self._workers[rank][1]: rank for rank in range(world_size) if rank not in results | failures}
+        while len(outcomes) < world_size and time.monotonic() < deadline:
+            waiting = {self._workers[rank][1]: rank for rank in range(world_size) if rank not in outcomes}
             ready: list[Any] = wait(list(waiting), timeout=max(0.0, min(0.5, deadline - time.monotonic())))
             for connection in ready:
-                rank = waiting[connection]
                 try:
-                    succeeded, outcome = pickle.loads(connection.recv_bytes())
-                except EOFError:
-                    succeeded, outcome = False, "the process died"
-                (results if succeeded else failures)[rank] = outcome
-                if not succeeded:
+                    outcome = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    outcome = False, "the process died"
+                outcomes[waiting[connection]] = outcome
+                if not outcome[0]:
                     deadline = min(deadline, time.monotonic() + LINGER_SECONDS)
-        if failures or len(results) < world_size:
-            for rank in set(range(world_size)) - set(results) - set(failures):
-                failures[rank] = f"no answer in time{self._place_of(rank)}"
-            raise RankError("\n".join(f"rank {rank}: {failures[rank]}" for rank in sorted(failures)))
-        return [results[rank] for rank in range(world_size)]
+        for rank in set(range(world_size)) - set(outcomes):
+            outcomes[rank] = False, f"no answer in time{self._place_of(rank)}"
+        failures = [f"rank {rank}: {outcomes[rank][1]}" for rank in range(world_size) if not outcomes[rank][0]]
+        if failures:
+            raise RankError("\n".join(failures))
+        return [outcomes[rank][1] for rank in range(world_size)]
 
     def _place_of(self, rank: int) -> str:
         """Return where a rank is: the innermost frame that is not of a library, if it has one."""
@@ -216,11 +211,11 @@ def _serve(connection: Connection, stack: str) -> None:
             if world != (world_size, store):
                 _join(rank, world_size, store, *group)
                 world = (world_size, store)
-            outcome = True, _call_and_restore(function, args)
+            # `Connection.send` would put tensors into shared memory, and each would hold a file open while it is kept.
+            outcome = pickle.dumps((True, _call_and_restore(function, args)))
         except BaseException:
-            outcome = False, traceback.format_exc()
-        # `Connection.send` would put tensors into shared memory, and each would hold a file open as long as it is kept.
-        connection.send_bytes(pickle.dumps(outcome))
+            outcome = pickle.dumps((False, traceback.format_exc()))
+        connection.send_bytes(outcome)
 
 
 def _call_and_restore(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
