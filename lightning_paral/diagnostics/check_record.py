@@ -273,7 +273,7 @@ class _AfterHooks(PassThroughProfiler):
         if hook not in _HOOKS:
             return
         trainer = self.trainer
-        module: Any = trainer.lightning_module
+        module = trainer.lightning_module
         owners = {f"[Callback]{each.state_key}": each for each in trainer.callbacks if each is not self._recorder}
         owners[f"[LightningModule]{type(module).__name__}"] = module
         owner = owners.get(owner_name)
@@ -282,7 +282,7 @@ class _AfterHooks(PassThroughProfiler):
             line = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
             self._recorder.look(trainer, module, f"after {hook} of {type(owner).__name__} ({line})")
         if owner is module and hook == "on_train_batch_end":  # the last hook of a batch
-            self._recorder.end_batch(trainer, module)
+            self._recorder.end_batch(trainer, trainer.lightning_module)
 
 
 def _reader(trainer: Trainer, module: LightningModule) -> Any:
