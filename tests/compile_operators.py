@@ -15,8 +15,8 @@ from tests.contract.cases import BY_LABEL
 
 MARK = "deepspeed_operators"
 """The marker of tests that wait for operators. Its arguments are their names; without arguments all are needed."""
-NEEDS = {"cpu_adam": ("offload",), "async_io": ("offload", "nvme")}
-"""The operators in the order in which they are compiled, with the strategies of `paral doctor` that need them."""
+NEEDS = ("cpu_adam", "async_io")
+"""The operators in the order in which they are compiled."""
 HOUR = 3600
 
 
@@ -35,7 +35,7 @@ def mark_by_parameters(item: pytest.Item) -> None:
 
 def operators_of(item: pytest.Item) -> tuple[str, ...]:
     """Return the names of the operators that a test waits for."""
-    marked = [mark.args or tuple(NEEDS) for mark in item.iter_markers(MARK)]
+    marked = [mark.args or NEEDS for mark in item.iter_markers(MARK)]
     return tuple(name for name in NEEDS if any(name in names for names in marked))
 
 
@@ -86,9 +86,9 @@ def compile_or_say_what_is_missing(names: Iterable[str]) -> None:
 
 def what_is_missing_for(operator: str) -> str:
     """Return a sentence on what this machine lacks to compile an operator, and what to do. Empty if it can."""
-    from lightning_paral.diagnostics.doctor import operator_facts
+    from lightning_paral.diagnostics.doctor import operator_fact
 
-    advice = ", ".join(fact.advice for fact in operator_facts() if fact.stops in NEEDS[operator])
+    advice = operator_fact(operator).advice
     return f"DeepSpeed's operator {operator!r} cannot be compiled here. To run the test: {advice}" if advice else ""
 
 

@@ -6,9 +6,7 @@ import os
 import sys
 from contextlib import redirect_stdout
 
-from rich.console import Console
-
-from lightning_paral.diagnostics.doctor import examine
+from lightning_paral.diagnostics.doctor import as_json, broken, conclusion, examine
 from lightning_paral.engines.zero.options import PATH_VARIABLE
 from lightning_paral.tables import make_console
 
@@ -24,12 +22,14 @@ def doctor(arguments: list[str]) -> None:
     parser.add_argument("--nvme-path", default=path, help=f"folder for offload to NVMe (default: {PATH_VARIABLE})")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
+    console, facts = make_console(), []
+    console.file = sys.stdout
     # Libraries print to stdout when they are imported, and the output has to stay readable JSON.
-    with redirect_stdout(sys.stderr), Console(stderr=True).status("paral doctor") as status:
-        report = examine(options.ranks, options.nvme_path, lambda what: status.update(f"paral doctor: {what}"))
-    if options.json:
-        print(json.dumps(report.as_json(), indent=2))
-    else:
-        make_console().print(report)
-    if report.broken:
+    with redirect_stdout(sys.stderr):
+        for fact in examine(options.ranks, options.nvme_path):
+            facts.append(fact)
+            if not options.json:
+                console.print(fact)
+        console.print_json(json.dumps(as_json(facts))) if options.json else console.print(conclusion(facts))
+    if broken(facts):
         sys.exit(1)

@@ -4,7 +4,7 @@ import multiprocessing
 import pickle
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,19 +13,20 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule
 from rich.console import Group
+from rich.markup import escape
 from rich.text import Text
 
-from lightning_paral.diagnostics.check_compare import CheckRow, Checks, Made
+from lightning_paral.diagnostics.check_compare import CheckRow, Checks, is_in_one_process
 from lightning_paral.diagnostics.check_record import Task
 from lightning_paral.diagnostics.check_run import Fit
 from lightning_paral.diagnostics.rank_pool import RankPool
 from lightning_paral.errors import ConfigurationError, DifferenceError
 from lightning_paral.registry import STRATEGIES, explain_unknown_name
-from lightning_paral.strategies.dp import ParalDPStrategy
 from lightning_paral.tables import make_table
 
 DEFAULT = ("paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3")
-Strategies = Literal["all"] | Sequence[str] | Mapping[str, Callable[[], Any]]
+Make = Callable[[], Any]
+Strategies = Literal["all"] | Sequence[str] | Mapping[str, Make]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,23 +48,16 @@ class CheckReport:
         return asdict(self)
 
     def __rich__(self) -> Group:
-        table = make_table(
-            ("strategy", "outcome", "largest", "precision", ""), map(_cells, self.rows), left=(0, 1, 3, 4)
-        )
+        rows = [
+            (
+                *(row.strategy, row.outcome, f"{row.largest:.0e}" if row.precision else "", row.precision),
+                escape(row.sentence or row.resumed),
+            )
+            for row in self.rows
+        ]
+        table = make_table(("strategy", "outcome", "largest", "precision", ""), rows, left=(0, 1, 3, 4))
         causes = dict.fromkeys(cause for row in self.rows for cause in row.causes)
         return Group(*map(Text, self.notes), table, *(Text(f"Possible cause: {cause}.") for cause in causes))
-
-
-def _cells(row: CheckRow) -> tuple[str, ...]:
-    sentence = (row.sentence or row.resumed).replace("[", r"\[")
-    is_compared = row.outcome in ("equal", "differs")
-    return (
-        row.strategy,
-        row.outcome,
-        f"{row.largest:.0e}" if row.outcome == "equal" else "",
-        row.precision * is_compared,
-        sentence,
-    )
 
 
 def check(
@@ -112,13 +106,11 @@ def check_project(
     *,
     ranks: int = 2,
     steps: int = 8,
-    seed: int = 1,
     accelerator: str = "cpu",
     timeout: float = 300.0,
-    keep_dropout: bool = False,
-    hooks: bool = False,
     progress: Callable[[str], object] = str,
     pool: RankPool | None = None,
+    **task: Any,
 ) -> CheckReport:
     """Check what `make` returns, as `check` does.
 
@@ -127,13 +119,11 @@ def check_project(
         strategies: names, `"all"`, or a mapping from labels to functions that return a strategy.
         ranks: the number of ranks, or of devices of `paral_dp`.
         steps: the number of optimizer steps.
-        seed: the seed of the random generators.
         accelerator: that of the Trainer.
         timeout: seconds after which a run counts as hanging.
-        keep_dropout: whether to leave dropout on.
-        hooks: whether to compare the parameters after each hook of a step.
         progress: is called with what runs next.
         pool: ranks that run already; `None` starts and ends them.
+        **task: `seed`, `keep_dropout` and `hooks`, as in `check`.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ConfigurationError(
@@ -145,7 +135,9 @@ def check_project(
     available = torch.cuda.device_count() if accelerator == "cuda" else max(ranks, 2)
     if ranks > available:
         raise ConfigurationError(f"ranks={ranks} was given, and this machine has {available} CUDA devices. Give fewer.")
-    chosen = _made(strategies)
+    if not isinstance(strategies, Mapping):
+        strategies = by_name([entry.name for entry in STRATEGIES] if strategies == "all" else strategies)
+    chosen = dict(strategies)
     try:
         pickle.dumps((make, chosen))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -158,17 +150,17 @@ def check_project(
         if pool is None:
             pool = RankPool("gloo" if accelerator == "cpu" else "cuda:nccl,cpu:gloo", timeout + 60)
             stack.callback(pool.close)
-        same = {"seed": seed, "accelerator": accelerator, "keep_dropout": keep_dropout, "hooks": hooks}
-        task = Task(steps=steps, folder=folder, **same)  # type: ignore[arg-type]
-        checks = Checks(make, task, pool, timeout, progress)
-        rows = {label: checks.row(label, made, ranks) for label, made in chosen.items()}
+        checks = Checks(
+            make, Task(steps=steps, folder=folder, accelerator=accelerator, **task), pool, timeout, progress
+        )
+        rows = {label: checks.row(label, strategy, ranks) for label, strategy in chosen.items()}
         fewer = min(ranks // 2 or 2, available)
         rows |= {label: _resumed(row, rows, chosen, checks, fewer) for label, row in rows.items()}
         return CheckReport(rows=tuple(rows.values()), notes=checks.notes)
 
 
 def _resumed(
-    row: CheckRow, rows: Mapping[str, CheckRow], chosen: Mapping[str, Made], checks: Checks, ranks: int
+    row: CheckRow, rows: Mapping[str, CheckRow], chosen: Mapping[str, Make], checks: Checks, ranks: int
 ) -> CheckRow:
     """Resume from the checkpoint of a row under the next strategy of the same precision, else under `paral_ddp`."""
     if row.outcome != "equal":
@@ -176,15 +168,15 @@ def _resumed(
     labels = list(rows)
     later = [each for each in labels[labels.index(row.strategy) + 1 :] if rows[each].precision == row.precision]
     # `paral_dp` draws the samples of later epochs anew, as Lightning does in one process.
-    loaders = {each: chosen[each] for each in later if not chosen[each].in_one_process}
-    for loader, made in (loaders | _made(["paral_fsdp" if row.strategy == "paral_ddp" else "paral_ddp"])).items():
-        found = checks.resumed(row, loader, made, ranks)
+    loaders = {each: chosen[each] for each in later if not is_in_one_process(chosen[each])}
+    for loader, make in (loaders | by_name(["paral_fsdp" if row.strategy == "paral_ddp" else "paral_ddp"])).items():
+        found = checks.resumed(row, loader, make, ranks)
         if found.outcome != "refused":
             return found
     return replace(row, resumed=f"not resumed: {found.sentence}")
 
 
-def by_name(names: Iterable[str]) -> dict[str, Callable[[], Any]]:
+def by_name(names: Iterable[str]) -> dict[str, Make]:
     """Return functions that make the strategies with the given names.
 
     Raises:
@@ -195,14 +187,3 @@ def by_name(names: Iterable[str]) -> dict[str, Callable[[], Any]]:
         if name not in known:
             raise ConfigurationError(explain_unknown_name(name))
     return {name: known[name] for name in names}
-
-
-def _made(strategies: Strategies) -> dict[str, Made]:
-    if not isinstance(strategies, Mapping):
-        strategies = by_name([entry.name for entry in STRATEGIES] if strategies == "all" else strategies)
-    made = {}
-    for label, make in strategies.items():
-        with suppress(ConfigurationError):  # the run says so
-            made[label] = Made(make, isinstance(make(), ParalDPStrategy))
-        made.setdefault(label, Made(make))
-    return made

@@ -3,22 +3,25 @@
 import logging
 import multiprocessing
 import os
+import platform
 import re
 import shutil
 import socket
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib import import_module, metadata
+from threading import Thread
 from typing import Any, Literal
 
 import psutil
 import torch
 import torch.distributed as dist
-from rich.console import Group, RenderableType
-from rich.markup import escape
+from rich.console import Group
+from rich.table import Table
 from rich.text import Text
 from torch.utils import collect_env
 
@@ -31,23 +34,20 @@ from lightning_paral.engines.zero.runtime.operators import check_compiler, opera
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.host_memory_check import available_bytes
 from lightning_paral.quantities import format_bytes, format_seconds
-from lightning_paral.registry import STRATEGIES, RegisteredStrategy
-from lightning_paral.strategies.dp import ParalDPStrategy
-from lightning_paral.strategies.zero import ParalZeROStrategy
-from lightning_paral.tables import make_table
+from lightning_paral.registry import STRATEGIES
 from lightning_paral.tested_versions import TESTED_VERSIONS, untested
 
+PART_SECONDS = 60.0
+"""How long a part of the machine may take to answer: a driver, a disk, an import on a cold machine."""
 _RANK_BYTES = 2**29
 """The host memory that a rank of the all-reduce needs: 0.3 GiB with torch's build for CPU, 0.41 with that for CUDA."""
 _SMALL_BYTES, _LARGE_BYTES = 8, 4 * 2**20
 """Sizes of the fp32 tensors whose all-reduce gives the latency and the bandwidth."""
-_SHARED_MEMORY, _MIN_SHARED = "/dev/shm", 2**30
 _STYLES = {"ok": "green", "note": "dim", "warning": "yellow", "broken": "bold red"}
 
-
-Stops = Literal["", "all", "ranks", "zero", "offload", "nvme"]
-"""Strategies that cannot run: none, all, those of several processes, those on DeepSpeed, those that offload by it, and
-those that offload to NVMe."""
+ALL, RANKS, ZERO, OFFLOAD, NVME = "paral_", "paral_(?!dp$)", "zero", r"zero\d_(offload|nvme)", "nvme"
+"""Regular expressions of the names of all strategies, of those of several processes, of those on DeepSpeed, of those
+that offload by it, and of those that offload to NVMe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,127 +61,109 @@ class Fact:
     """`note`: missing or limited. `warning`: a strategy lacks it, or it may fail. `broken`: a run would fail."""
     advice: str = ""
     """What to do: a command, or a sentence. Empty if nothing has to be done."""
-    stops: Stops = ""
-    """The strategies that it keeps from running."""
+    stops: str = ""
+    """A regular expression of the names of the strategies that it keeps from running; empty if it stops none."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """The numbers in `found`, for JSON: bytes, seconds, and bytes per second."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """What the doctor found."""
-
-    facts: tuple[Fact, ...]
-    environment: Mapping[str, Any]
-    """What `python -m torch.utils.collect_env` finds, by its names."""
-
-    @property
-    def broken(self) -> list[str]:
-        """The names of what is broken."""
-        return [fact.name for fact in self.facts if fact.state == "broken"]
-
-    def lacking(self, entry: RegisteredStrategy) -> list[Fact]:
-        """Return what keeps a strategy from running on this machine."""
-        kinds = {"all"} if issubclass(entry.strategy, ParalDPStrategy) else {"all", "ranks"}
-        if issubclass(entry.strategy, ParalZeROStrategy):
-            offloads = {entry.arguments.get(option) for option in ("offload_optimizer", "offload_parameters")} - {None}
-            kinds |= {"zero"} | ({"offload"} if offloads else set()) | ({"nvme"} & offloads)
-        return [fact for fact in self.facts if fact.stops in kinds]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the report as values that `json` can write."""
-        strategies = [
-            {"name": entry.name, "lacks": [fact.name for fact in lacking], "advice": [fact.advice for fact in lacking]}
-            for entry in STRATEGIES
-            for lacking in [self.lacking(entry)]
-        ]
-        facts = [asdict(fact) for fact in self.facts]
-        return {"broken": self.broken, "facts": facts, "strategies": strategies, "environment": self.environment}
-
-    def __rich__(self) -> RenderableType:
-        """Return a table for 80 columns and more."""
-        rows = [_row(fact.state, fact.name, fact.found, fact.advice) for fact in self.facts]
-        alike: dict[tuple[str, ...], list[str]] = {}
-        for entry in STRATEGIES:
-            alike.setdefault(tuple(fact.name for fact in self.lacking(entry)), []).append(entry.name)
-        advice = {fact.name: fact.advice for fact in self.facts}
-        for lacks, names in sorted(alike.items()):  # those that lack nothing come first
-            if lacks:
-                lack = f"{', '.join(names)} lack{'s' * (len(names) == 1)} {', '.join(lacks)}"
-                rows.append(_row("note", "not ready", lack, "\n".join(advice[name] for name in lacks)))
-            else:
-                rows.append(_row("ok", "ready", ", ".join(names), ""))
-        said = Text("Nothing is broken.", "green")
-        if self.broken:
-            said = Text(f"Broken: {', '.join(self.broken)}.", "bold red")
-        return Group(make_table(("", "", "found"), rows, left=(0, 1, 2)), said)
+    def __rich__(self) -> Table:
+        """Return a row of a table for 80 columns and more."""
+        table = Table.grid(padding=(0, 2, 0, 0))
+        for width in (7, 16, None):
+            table.add_column(width=width, overflow="fold")
+        found = Text.assemble(self.found, (f"\n{self.advice}" if self.advice else "", "bold"))
+        table.add_row(Text(self.state, _STYLES[self.state]), Text(self.name), found)
+        return table
 
 
-def _row(state: str, name: str, found: str, advice: str) -> tuple[str, str, str]:
-    shown = escape(found) + (f"\n[bold]{escape(advice)}[/bold]" if advice else "")
-    return f"[{_STYLES[state]}]{state}[/]", escape(name), shown
+def broken(facts: Iterable[Fact]) -> list[str]:
+    """Return the names of what is broken."""
+    return [fact.name for fact in facts if fact.state == "broken"]
 
 
-def examine(num_ranks: int, nvme_path: str | None, on_progress: Callable[[str], None] = lambda what: None) -> Report:
-    """Look at this machine, and all-reduce over ranks that are started here.
+def lacks(facts: Iterable[Fact]) -> dict[str, list[str]]:
+    """Return by the name of each strategy what keeps it from running on this machine."""
+    stops = {fact.name: fact.stops for fact in facts if fact.stops}
+    return {entry.name: [name for name, each in stops.items() if re.search(each, entry.name)] for entry in STRATEGIES}
+
+
+def as_json(facts: Sequence[Fact]) -> dict[str, Any]:
+    """Return facts, and what follows from them, as `json` can write them, with what `collect_env` finds."""
+    strategies = [{"name": name, "lacks": lacking} for name, lacking in lacks(facts).items()]
+    get_environment: Callable[[], Any] = collect_env.get_env_info
+    environment = _in_time(lambda: dict(get_environment()._asdict()))
+    all_facts = [asdict(fact) for fact in facts]
+    return {"broken": broken(facts), "facts": all_facts, "strategies": strategies, "environment": environment}
+
+
+def conclusion(facts: Sequence[Fact]) -> Group:
+    """Return for the terminal which strategies are ready, what the others lack, and what is broken."""
+    alike: dict[str, list[str]] = {}
+    for name, lacking in lacks(facts).items():
+        alike.setdefault(", ".join(lacking), []).append(name)
+    ready = Fact(name="ready", found=", ".join(alike.pop("", ["no strategy"])))
+    rows = [Fact(name="not ready", found=f"{', '.join(alike[each])} (no {each})", state="note") for each in alike]
+    said = f"Broken: {', '.join(broken(facts))}." if broken(facts) else "Nothing is broken."
+    return Group(ready, *rows, Text(f"\n{said}", "bold red" if broken(facts) else "green"))
+
+
+def examine(num_ranks: int, nvme_path: str | None) -> Iterator[Fact]:
+    """Look at this machine, and all-reduce over ranks that are started here; yield each fact as soon as it is known.
 
     Args:
         num_ranks: the number of ranks.
         nvme_path: the folder for offload to NVMe, if there is one.
-        on_progress: called with what is looked at next.
 
     Raises:
         ConfigurationError: there are no ranks, or too many for the memory of this machine.
     """
-    if num_ranks < 1:
-        raise ConfigurationError(f"--ranks {num_ranks} is not a number of ranks. Give 1 or more.")
-    free = available_bytes()
-    if free is not None and num_ranks * _RANK_BYTES > free:
+    most = (available_bytes() or sys.maxsize) // _RANK_BYTES
+    if not 1 <= num_ranks <= most:
         raise ConfigurationError(
-            f"--ranks {num_ranks} needs {format_bytes(_RANK_BYTES)} of host memory for each rank, but "
-            f"{format_bytes(free)} are available. Give at most {max(1, free // _RANK_BYTES)}, or end other programs."
+            f"--ranks {num_ranks} was given. Give at least 1, and at most {most}: a rank needs "
+            f"{format_bytes(_RANK_BYTES)} of host memory."
         )
-    environment: dict[str, Any] = {}
-    facts: list[Fact] = []
-    sections: dict[str, Callable[[], list[Fact]]] = {
-        "environment": lambda: environment.update(collect_env.get_env_info()._asdict()) or [],  # type: ignore[no-untyped-call]
-        "versions": lambda: version_facts(environment),
-        "devices": lambda: device_facts(environment),
-        "memory": memory_facts,
-        "operators": operator_facts,
-        "NVMe": lambda: [nvme_fact(nvme_path)],
-        "network": lambda: network_facts(num_ranks),
+    system = f"{platform.python_version()}, {platform.platform()}, {os.cpu_count()} cores"
+    yield from (Fact(name="lightning_paral", found=__version__), Fact(name="Python", found=system))
+    parts: dict[str, Callable[[], Fact]] = {
+        **{name: partial(version_fact, name) for name in TESTED_VERSIONS},
+        "CUDA": cuda_fact,
+        "cpu_adam": partial(operator_fact, "cpu_adam"),
+        "async_io": partial(operator_fact, "async_io"),
+        "NVMe": lambda: nvme_fact(nvme_path),
     }
-    for what, look in sections.items():
-        on_progress(what)
+    for name, look in parts.items():
+        found = _in_time(look)
+        yield found if isinstance(found, Fact) else Fact(name=name, found=found, state="broken")
+    yield from network_facts(num_ranks)
+
+
+def _in_time(look: Callable[[], Any]) -> Any:
+    """Return what `look` returns; a sentence if it raises, as on a machine unlike any that was seen, or hangs."""
+    answers: list[Any] = []
+
+    def run() -> None:
         try:
-            facts += look()
-        except Exception as error:  # of a machine unlike any that was seen; the other facts matter all the more
-            facts.append(Fact(name=what, found=f"could not be examined: {_first_line(error)}", state="warning"))
-    return Report(facts=tuple(facts), environment=environment)
+            answers.append(look())
+        except Exception as error:
+            answers.append(f"could not be examined: {_first_line(error)}")
+
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(PART_SECONDS)
+    return answers[0] if answers else f"did not answer within {PART_SECONDS:.0f} s"
 
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def version_facts(environment: Mapping[str, Any]) -> list[Fact]:
-    """Return the versions of this package, Python and the libraries. Imports DeepSpeed.
-
-    Args:
-        environment: what `collect_env` has found.
-    """
-    python = f"{sys.version.split()[0]}, {environment.get('os')}"
-    ours = [Fact(name="lightning_paral", found=__version__), Fact(name="Python", found=python)]
-    return [*ours, *map(_version_fact, TESTED_VERSIONS)]
-
-
-def _version_fact(name: str) -> Fact:
-    tested = TESTED_VERSIONS[name]
-    stops: Stops = "zero" if name == "deepspeed" else "all"
+def version_fact(name: str) -> Fact:
+    """Return the version of a library, and for DeepSpeed whether it can be imported."""
+    tested, stops = TESTED_VERSIONS[name], ZERO if name == "deepspeed" else ALL
     install = f"pip install '{name}{tested}'"
     try:
-        found = str(metadata.version(name))
+        found = metadata.version(name)
         if name == "deepspeed":
             choose_accelerator(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
             with quiet_deepspeed(logging.ERROR):
@@ -195,42 +177,53 @@ def _version_fact(name: str) -> Fact:
     return Fact(name=name, found=f"{found} (tested: {tested})")
 
 
-def device_facts(environment: Mapping[str, Any]) -> list[Fact]:
-    """Return the processor and the CUDA devices.
+def nvme_fact(path: str | None) -> Fact:
+    """Return whether a folder can be used for offload to NVMe, and how much is free."""
+    if path is None:
+        advice = f"export {PATH_VARIABLE}=/a/folder/on/a/local/disk"
+        return Fact(name="NVMe", found=f"{PATH_VARIABLE} is not set", state="note", advice=advice, stops=NVME)
+    try:
+        check_folder(path)
+    except ConfigurationError as error:
+        return Fact(name="NVMe", found=f"{path} cannot be used", state="broken", advice=str(error), stops=NVME)
+    free = shutil.disk_usage(path).free
+    return Fact(name="NVMe", found=f"{path}: direct I/O, {format_bytes(free)} free", numbers={"free": free})
 
-    Args:
-        environment: what `collect_env` has found.
-    """
-    lines = (line.partition(":") for line in str(environment.get("cpu_info")).splitlines())
-    model = next((value.strip() for name, _, value in lines if name.strip() == "Model name"), "unknown")
-    found = f"{model}, {os.cpu_count()} cores; torch uses {torch.get_num_threads()}"
-    processor = Fact(name="processor", found=found)
-    driver, built = environment.get("nvidia_driver_version"), torch.version.cuda
+
+def cuda_fact() -> Fact:
+    """Return the CUDA devices, or why torch has none."""
+    find_driver: Callable[..., str | None] = collect_env.get_nvidia_driver_version
+    driver, built = find_driver(collect_env.run), torch.version.cuda
     if torch.cuda.is_available():
         devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         shown = ", ".join(f"{device.name} ({format_bytes(device.total_memory)})" for device in devices)
-        return [processor, Fact(name="CUDA", found=f"{built}, driver {driver}: {shown}")]
+        return Fact(name="CUDA", found=f"{built}, driver {driver}: {shown}")
     if driver is None:
-        return [processor, Fact(name="CUDA", found="no device", state="note")]
+        return Fact(name="CUDA", found="no device", state="note")
     found = f"driver {driver}, but torch, built for CUDA {built}, finds no device"
     advice = "Install a build of torch for the CUDA that `nvidia-smi` prints. Look at CUDA_VISIBLE_DEVICES."
-    return [processor, Fact(name="CUDA", found=found, state="warning", advice=advice)]
+    return Fact(name="CUDA", found=found, state="warning", advice=advice)
 
 
-def memory_facts() -> list[Fact]:
-    """Return the memory of the host, of a container if it has less, and the memory that its processes can share."""
-    virtual = psutil.virtual_memory()
-    free = available_bytes() or virtual.available
-    host = Fact(name="host memory", found=f"{format_bytes(free)} available of {format_bytes(virtual.total)}")
-    if not os.path.isdir(_SHARED_MEMORY):
-        return [host]
-    shared = shutil.disk_usage(_SHARED_MEMORY).free
-    found = f"{format_bytes(shared)} free"
-    if shared >= _MIN_SHARED:
-        return [host, Fact(name=_SHARED_MEMORY, found=found)]
-    found += "; workers of a DataLoader and NCCL may need more"
-    advice = "For Docker: docker run --shm-size=8g, or --ipc=host"
-    return [host, Fact(name=_SHARED_MEMORY, found=found, state="warning", advice=advice)]
+def operator_fact(operator: str) -> Fact:
+    """Return whether an operator of DeepSpeed for offload is compiled, or what compiling it lacks."""
+    found, missing = "compiled", []
+    try:
+        check_compiler("Offload", needs_aio=operator == "async_io")  # before each run, also if it is compiled
+    except ConfigurationError as error:
+        missing.append(str(error))
+    builders = import_module("deepspeed.ops.op_builder")
+    builder = builders.CPUAdamBuilder() if operator == "cpu_adam" else builders.AsyncIOBuilder()
+    if not (operator_folder(builder) / f"{builder.name}.so").is_file():
+        found = "compiled at first use, which takes minutes"
+        if not os.path.isfile(os.path.join(sysconfig.get_path("include"), "Python.h")):
+            missing.append("Python has no headers: apt-get install python3-dev")
+        if not (shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable))):
+            missing.append("There is no ninja: pip install ninja")
+    if not missing:
+        return Fact(name=operator, found=found)
+    stops = OFFLOAD if operator == "cpu_adam" else NVME
+    return Fact(name=operator, found="cannot be compiled", state="warning", advice="\n".join(missing), stops=stops)
 
 
 def network_facts(num_ranks: int, seconds: float | None = None) -> list[Fact]:
@@ -240,43 +233,38 @@ def network_facts(num_ranks: int, seconds: float | None = None) -> list[Fact]:
         num_ranks: the number of ranks. They use NCCL if there is a CUDA device for each, else gloo.
         seconds: how long they may take after they have started; by default a minute, and a second more for each.
     """
+    seconds = seconds or 60.0 + num_ranks
     interfaces = _interfaces()
     shown = ", ".join(f"{name} {addresses[0]}" for name, addresses in interfaces.items())
     facts = [Fact(name="interfaces", found=shown or "none is up")]
     is_cuda = torch.cuda.device_count() >= num_ranks and dist.is_nccl_available()
-    what = f"{num_ranks} rank{'s' * (num_ranks != 1)}, {'NCCL on CUDA' if is_cuda else 'gloo on CPU'}"
-    try:
-        addresses, latency, bandwidth = _all_reduce_here(num_ranks, is_cuda, seconds or 60.0 + num_ranks)
-    except RankError as error:
-        lines = str(error).splitlines()
-        what += f": {'; '.join(line for line in lines if re.match('rank .*[^:]$', line)) or lines[-1]}"
-        advice = "Look at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. NCCL_DEBUG=INFO prints what NCCL does."
-        return [*facts, Fact(name="all-reduce", found=what, state="broken", advice=advice, stops="ranks")]
-    what += f": {format_seconds(latency)} for 8 bytes, {format_bytes(bandwidth)}/s for 4 MiB"
-    numbers = {"ranks": num_ranks, "latency": latency, "bandwidth": bandwidth}
-    facts.append(Fact(name="all-reduce", found=what, numbers=numbers))
-    return facts + [_backend_fact(name, used, interfaces) for name, used in addresses.items()]
-
-
-def _all_reduce_here(num_ranks: int, is_cuda: bool, seconds: float) -> tuple[dict[str, set[str]], float, float]:
-    """Return the addresses that rank 0 uses, by backend, and latency and bandwidth on the slowest rank."""
+    what = f"{num_ranks} rank{'s' * (num_ranks != 1)}, {'NCCL on CUDA' if is_cuda else 'gloo on CPU'}: "
     pool = RankPool(timeout=2 * seconds)  # waits longer than this process, which knows better which rank is silent
     multiprocessing.set_forkserver_preload(["torch"])  # not DeepSpeed: if importing it fails, no rank would start
     try:
         ranks = pool.run(num_ranks, _all_reduce, is_cuda, timeout=seconds)
+    except RankError as error:
+        lines = str(error).splitlines()
+        what += "; ".join(line for line in lines if re.match("rank .*[^:]$", line)) or lines[-1]
+        advice = "Look at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. NCCL_DEBUG=INFO prints what NCCL does."
+        return [*facts, Fact(name="all-reduce", found=what, state="broken", advice=advice, stops=RANKS)]
     finally:
         pool.close()
-    small, large = (max(taken[index] for _, taken in ranks) for index in (0, 1))
-    return ranks[0][0], small, _LARGE_BYTES / large
+    latency, bandwidth = (max(rank[key] for _, rank in ranks) for key in (_SMALL_BYTES, _LARGE_BYTES))
+    numbers = {"ranks": num_ranks, "latency": latency, "bandwidth": _LARGE_BYTES / bandwidth}
+    what += f"{format_seconds(latency)} for 8 bytes, {format_bytes(numbers['bandwidth'])}/s for 4 MiB"
+    facts.append(Fact(name="all-reduce", found=what, numbers=numbers))
+    return facts + [_backend_fact(name, used, interfaces) for name, used in ranks[0][0].items()]
 
 
-def _all_reduce(is_cuda: bool) -> tuple[dict[str, set[str]], list[float]]:
+def _all_reduce(is_cuda: bool) -> tuple[dict[str, set[str]], dict[int, float]]:
+    """Return the addresses that this rank uses, by backend, and the seconds of all-reduces by their bytes."""
     addresses, group, device = {"gloo": _own_addresses()}, dist.group.WORLD, torch.device("cpu")
     if is_cuda:
         device = torch.device("cuda", dist.get_rank(group))
         torch.cuda.set_device(device)
         group = dist.new_group(backend="nccl")
-    taken = [_time(size // 4, group, device) for size in (_SMALL_BYTES, _LARGE_BYTES)]
+    taken = {size: _time(size // 4, group, device) for size in (_SMALL_BYTES, _LARGE_BYTES)}
     if is_cuda:
         addresses["NCCL"] = _own_addresses() - addresses["gloo"]
     return addresses, taken
@@ -322,60 +310,3 @@ def _backend_fact(backend: str, used: set[str], interfaces: Mapping[str, list[st
     found += ", which reaches this machine only. Several nodes need another interface."
     advice = f"export {backend.upper()}_SOCKET_IFNAME={others[0]}"
     return Fact(name=backend, found=found, state="note", advice=advice)
-
-
-def operator_facts() -> list[Fact]:
-    """Return what compiles DeepSpeed's operators for offload, and whether they are compiled. May import DeepSpeed."""
-    compiler, install = os.environ.get("CXX", "g++"), "apt-get install g++"
-    if "CXX" in os.environ:
-        install = "Unset CXX, or set it to a compiler."
-    headers = os.path.join(sysconfig.get_path("include"), "Python.h")
-    ninja = shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable))  # as where it is used
-    compiled = {name: _is_compiled(name) for name in ("cpu_adam", "async_io")}
-    stops: Stops = "" if all(compiled.values()) else "nvme" if compiled["cpu_adam"] else "offload"
-    found = {True: "compiled", False: "compiled at first use, which takes minutes"}
-    return [
-        _tool("compiler", shutil.which(compiler), f"{compiler} not found", install, "offload"),
-        _tool("libaio", _libaio(), "no library or header; only NVMe needs it", "apt-get install libaio-dev", "nvme"),
-        _tool(
-            "Python headers", headers * os.path.isfile(headers), f"no {headers}", "apt-get install python3-dev", stops
-        ),
-        _tool("ninja", ninja, "not found", "pip install ninja", stops),
-        *(Fact(name=f"operator {name}", found=found[is_compiled]) for name, is_compiled in compiled.items()),
-    ]
-
-
-def _tool(name: str, found: str | None, missing: str, advice: str, stops: Stops) -> Fact:
-    if found:
-        return Fact(name=name, found=found)
-    return Fact(name=name, found=missing, state="warning", advice=advice, stops=stops)
-
-
-def _libaio() -> str:
-    try:
-        check_compiler("the doctor", needs_aio=True)
-    except ConfigurationError:
-        return ""
-    return "found, with its header"
-
-
-def _is_compiled(name: str) -> bool:
-    try:
-        builders = import_module("deepspeed.ops.op_builder")
-    except Exception:  # of several kinds; the versions say why
-        return False
-    builder = builders.CPUAdamBuilder() if name == "cpu_adam" else builders.AsyncIOBuilder()
-    return (operator_folder(builder) / f"{builder.name}.so").is_file()
-
-
-def nvme_fact(path: str | None) -> Fact:
-    """Return whether a folder can be used for offload to NVMe, and how much is free."""
-    if path is None:
-        advice = f"export {PATH_VARIABLE}=/a/folder/on/a/local/disk"
-        return Fact(name="NVMe", found=f"{PATH_VARIABLE} is not set", state="note", advice=advice, stops="nvme")
-    try:
-        check_folder(path)
-    except ConfigurationError as error:
-        return Fact(name="NVMe", found=f"{path} cannot be used", state="broken", advice=str(error), stops="nvme")
-    free = shutil.disk_usage(path).free
-    return Fact(name="NVMe", found=f"{path}: direct I/O, {format_bytes(free)} free", numbers={"free": free})

@@ -8,9 +8,9 @@ import atexit
 import ctypes
 import faulthandler
 import gc
-import io
 import logging
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from lightning_paral.distributed.hangs.user_frames import library_of
@@ -78,15 +79,11 @@ class RankPool:
         """
         try:
             self._grow_to(world_size)
-        except BaseException:
-            self._end_workers()
-            raise
-        if self._world is None or self._world[0] != world_size:
-            self._num_worlds += 1
-            self._world = (world_size, f"{self._folder}/store-{self._num_worlds}")
-        for rank in range(world_size):
-            self._workers[rank][1].send((rank, *self._world, (self._backend, self._timeout), function, args))
-        try:
+            if self._world is None or self._world[0] != world_size:
+                self._num_worlds += 1
+                self._world = (world_size, f"{self._folder}/store-{self._num_worlds}")
+            for rank in range(world_size):
+                self._workers[rank][1].send((rank, *self._world, (self._backend, self._timeout), function, args))
             return self._collect(world_size, timeout)
         except BaseException:
             self._end_workers()
@@ -135,26 +132,25 @@ class RankPool:
                 raise RankError("a rank died when it started") from None
 
     def _collect(self, world_size: int, timeout: float) -> list[Any]:
-        results: dict[int, Any] = {}
-        failures: dict[int, str] = {}
+        outcomes: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout
-        while len(results) + len(failures) < world_size and time.monotonic() < deadline:
-            waiting = {self._workers[rank][1]: rank for rank in range(world_size) if rank not in results | failures}
+        while len(outcomes) < world_size and time.monotonic() < deadline:
+            waiting = {self._workers[rank][1]: rank for rank in range(world_size) if rank not in outcomes}
             ready: list[Any] = wait(list(waiting), timeout=max(0.0, min(0.5, deadline - time.monotonic())))
             for connection in ready:
-                rank = waiting[connection]
                 try:
-                    succeeded, outcome = _received(connection.recv_bytes())
-                except EOFError:
-                    succeeded, outcome = False, "the process died"
-                (results if succeeded else failures)[rank] = outcome
-                if not succeeded:
+                    outcome = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    outcome = False, "the process died"
+                outcomes[waiting[connection]] = outcome
+                if not outcome[0]:
                     deadline = min(deadline, time.monotonic() + LINGER_SECONDS)
-        if failures or len(results) < world_size:
-            for rank in set(range(world_size)) - set(results) - set(failures):
-                failures[rank] = f"no answer in time{self._place_of(rank)}"
-            raise RankError("\n".join(f"rank {rank}: {failures[rank]}" for rank in sorted(failures)))
-        return [results[rank] for rank in range(world_size)]
+        for rank in set(range(world_size)) - set(outcomes):
+            outcomes[rank] = False, f"no answer in time{self._place_of(rank)}"
+        failures = [f"rank {rank}: {outcomes[rank][1]}" for rank in range(world_size) if not outcomes[rank][0]]
+        if failures:
+            raise RankError("\n".join(failures))
+        return [outcomes[rank][1] for rank in range(world_size)]
 
     def _place_of(self, rank: int) -> str:
         """Return where a rank is: the innermost frame that is not of a library, if it has one."""
@@ -216,24 +212,11 @@ def _serve(connection: Connection, stack: str) -> None:
             if world != (world_size, store):
                 _join(rank, world_size, store, *group)
                 world = (world_size, store)
-            connection.send_bytes(_with_contents((True, _call_and_restore(function, args))))
+            # `Connection.send` would put tensors into shared memory, and each would hold a file open while it is kept.
+            outcome = pickle.dumps((True, _call_and_restore(function, args)))
         except BaseException:
-            connection.send_bytes(_with_contents((False, traceback.format_exc())))
-
-
-def _with_contents(outcome: tuple[bool, Any]) -> bytes:
-    """Return an outcome as bytes, with the contents of its tensors.
-
-    `Connection.send` would put them into shared memory, and each would hold a file open as long as a test keeps it.
-    """
-    file = io.BytesIO()
-    torch.save(outcome, file)
-    return file.getvalue()
-
-
-def _received(contents: bytes) -> tuple[bool, Any]:
-    outcome: tuple[bool, Any] = torch.load(io.BytesIO(contents), weights_only=False)
-    return outcome
+            outcome = pickle.dumps((False, traceback.format_exc()))
+        connection.send_bytes(outcome)
 
 
 def _call_and_restore(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -249,21 +232,9 @@ def _call_and_restore(function: Callable[..., Any], args: tuple[Any, ...]) -> An
 
 
 def _join(rank: int, world_size: int, store: str, backend: str, timeout: float) -> None:
-    import torch.distributed as dist
-
     if dist.is_initialized():
         dist.destroy_process_group()
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        LOCAL_SIZE=str(world_size),
-    )
-    dist.init_process_group(
-        backend,
-        store=dist.FileStore(store, world_size),  # type: ignore[attr-defined]
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout),
-    )
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(world_size))
+    os.environ.update(sizes, RANK=str(rank), LOCAL_RANK=str(rank))
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=world_size, timeout=limit)

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from lightning_paral.diagnostics.check_compare import Checks, Made
+from lightning_paral.diagnostics.check_compare import Checks
 from lightning_paral.diagnostics.check_record import Task
 from lightning_paral.diagnostics.check_run import Fit
 from lightning_paral.diagnostics.rank_pool import RankPool
 from tests.contract.cases import BY_LABEL
 
 
-def made_of(label: str) -> Made:
+def strategy_of(label: str) -> Callable[[], Any]:
     """Return what makes the strategy of a case: an object, of which a check changes how it draws samples."""
-    return Made(partial(BY_LABEL[label].strategy, checkpoint=None), not BY_LABEL[label].has_ranks)
+    return partial(BY_LABEL[label].strategy, checkpoint=None)
 
 
 def checks_of(

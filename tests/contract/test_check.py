@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_paral.diagnostics.check_compare import Checks, Made
+from lightning_paral.diagnostics.check_compare import Checks
 from lightning_paral.diagnostics.check_record import Task
 from lightning_paral.diagnostics.check_run import Fit
 from tests.contract.tables import page
@@ -49,6 +49,6 @@ def project(label: str) -> Fit:
 @pytest.mark.parametrize(("label", "column"), cells())
 def test_check_agrees_with_the_table(rank_pool, tmp_path: Path, label: str, column: str) -> None:
     task = Task(steps=8, folder=tmp_path, seed=3, keep_dropout=True)
-    row = Checks(partial(project, label), task, rank_pool).row(column, Made(COLUMNS[column].strategy), 2, saves=False)
+    row = Checks(partial(project, label), task, rank_pool).row(column, COLUMNS[column].strategy, 2, saves=False)
 
     assert row.outcome in AGREES[SAID[label, column].kind], row

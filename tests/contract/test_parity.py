@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from lightning_paral.diagnostics.check_compare import Checks
 from lightning_paral.diagnostics.check_run import Fit
 from tests.contract.cases import BY_LABEL, CASES
-from tests.contract.checking import checks_of, made_of
+from tests.contract.checking import checks_of, strategy_of
 from tests.models.regression import GLOBAL_BATCH_SIZE, Regression, samples
 
 NUM_STEPS = 8
@@ -33,7 +33,7 @@ def checks(rank_pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int
     ("label", "size"), [(case.label, size) for case in CASES for size in case.sizes if GLOBAL_BATCH_SIZE % size == 0]
 )
 def test_training_equals_one_process(checks, label: str, accumulate: int, size: int) -> None:
-    row = checks(accumulate).row(label, made_of(label), size, saves=False)
+    row = checks(accumulate).row(label, strategy_of(label), size, saves=False)
 
     assert row.outcome == "equal", row
     assert row.precision == ("32-true" if BY_LABEL[label].needs_deepspeed else "64-true")

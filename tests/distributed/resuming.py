@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 
-from lightning_paral.diagnostics.check_compare import CheckRow, Checks, Made
+from lightning_paral.diagnostics.check_compare import CheckRow, Checks
 from lightning_paral.diagnostics.check_record import Task
 from lightning_paral.diagnostics.check_run import Fit
 from lightning_paral.diagnostics.rank_pool import RankPool
@@ -47,7 +47,7 @@ class Resuming:
     def row(self, label: str) -> CheckRow:
         if label not in self._rows:
             num_ranks, make = self.layouts[label]
-            self._rows[label] = self.checks.row(label, Made(make), num_ranks)
+            self._rows[label] = self.checks.row(label, make, num_ranks)
         return self._rows[label]
 
     def path(self, label: str) -> str:
@@ -58,7 +58,7 @@ class Resuming:
         num_ranks, make = self.layouts[target]
         for source in sources:
             assert self.row(source).outcome == "equal", self.row(source)
-            found = self.checks.resumed(self.row(source), target, Made(make), num_ranks)
+            found = self.checks.resumed(self.row(source), target, make, num_ranks)
             assert found.outcome == "equal", found
 
     def content(self, label: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ class Sound(LightningModule):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 1))
         self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("is_seen", torch.ones(2, dtype=torch.bool))
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         inputs, targets = batch

@@ -51,34 +51,27 @@ def mean(values: list[Any]) -> Any:
 def compared(where: str, ours: Any, theirs: Any, tolerance: float) -> Iterator[str]:
     """Yield a line for each value in which two nested containers differ."""
     if isinstance(theirs, OfEach) and isinstance(ours, OfEach):
-        yield from compared(where, ours.value, theirs.value, tolerance)
-    elif isinstance(theirs, dict) and isinstance(ours, dict):
+        ours, theirs = ours.value, theirs.value
+    if isinstance(theirs, list | tuple) and isinstance(ours, list | tuple):
+        if len(ours) != len(theirs):
+            yield f"{where}: {len(ours)} items, expected {len(theirs)}"
+            return
+        ours, theirs = dict(enumerate(ours)), dict(enumerate(theirs))
+    if isinstance(theirs, dict) and isinstance(ours, dict):
         for key in ours.keys() | theirs.keys():
             if key not in ours or key not in theirs:
                 yield f"{where}: {key} is {'missing' if key not in ours else 'extra'}"
             else:
                 yield from compared(f"{where}: {key}", ours[key], theirs[key], tolerance)
-    elif isinstance(theirs, list | tuple) and isinstance(ours, list | tuple):
-        if len(ours) != len(theirs):
-            yield f"{where}: {len(ours)} items, expected {len(theirs)}"
-            return
-        for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-            yield from compared(f"{where}: {index}", mine, other, tolerance)
     elif isinstance(theirs, int | float | Tensor) and isinstance(ours, int | float | Tensor):
-        yield from _numbers(where, torch.as_tensor(ours), torch.as_tensor(theirs), tolerance)
+        # Complex, so that numbers of all types are compared in one way.
+        mine, other = (torch.as_tensor(each).to(torch.complex128) for each in (ours, theirs))
+        if mine.shape != other.shape:
+            yield f"{where}: shape {tuple(mine.shape)}, expected {tuple(other.shape)}"
+            return
+        allowed = tolerance * other.abs().clamp(min=1.0)
+        bad = ~torch.isclose(mine, other, rtol=0.0, atol=0.0, equal_nan=True) & ~((mine - other).abs() <= allowed)
+        if bad.any():
+            yield f"{where}: off by {(mine - other)[bad].abs().max().item():.2g}"
     elif ours != theirs:
         yield f"{where}: {ours!r}, expected {theirs!r}"
-
-
-def _numbers(where: str, ours: Tensor, theirs: Tensor, tolerance: float) -> Iterator[str]:
-    if ours.shape != theirs.shape:
-        yield f"{where}: shape {tuple(ours.shape)}, expected {tuple(theirs.shape)}"
-        return
-    if theirs.is_complex():
-        ours, theirs = torch.view_as_real(ours), torch.view_as_real(theirs)
-    ours, theirs = ours.double(), theirs.double()
-    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
-    off = (ours - theirs).abs()
-    bad = ~same & ~(off <= tolerance * theirs.abs().clamp(min=1.0))
-    if bad.any():
-        yield f"{where}: off by {off[bad].max().item():.2g}"

@@ -13,7 +13,7 @@ from lightning_paral.diagnostics.check_compare import CheckRow, Checks
 from lightning_paral.diagnostics.check_run import Fit
 from tests.contract.case import StrategyCase
 from tests.contract.cases import BY_LABEL, CASES
-from tests.contract.checking import checks_of, made_of
+from tests.contract.checking import checks_of, strategy_of
 from tests.models.resumable import GLOBAL_BATCH_SIZE, NUM_BATCHES, SAVED_AFTER, Resumable, batch
 
 
@@ -64,7 +64,7 @@ def saved(checks: Callable[[bool], Checks]) -> Callable[[str, bool], CheckRow]:
 
     @cache
     def saved_under(label: str, inside_epoch: bool) -> CheckRow:
-        return checks(inside_epoch).row(label, made_of(label), BY_LABEL[label].sizes_among(2, 4, 1)[0])
+        return checks(inside_epoch).row(label, strategy_of(label), BY_LABEL[label].sizes_among(2, 4, 1)[0])
 
     return saved_under
 
@@ -92,5 +92,5 @@ def test_resuming_continues_as_the_uninterrupted_run(checks, saved, sources: str
         inside_epoch = source.has_ranks and BY_LABEL[target].has_ranks
         row = saved(source.label, inside_epoch)
         assert row.outcome == "equal", row
-        found = checks(inside_epoch).resumed(row, target, made_of(target), size)
+        found = checks(inside_epoch).resumed(row, target, strategy_of(target), size)
         assert found.outcome == "equal", found

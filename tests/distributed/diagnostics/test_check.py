@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_paral import (
     STRATEGIES,
@@ -18,6 +19,7 @@ from lightning_paral import (
     ReferenceFailedError,
     check,
 )
+from lightning_paral.cli.check import check_command
 from lightning_paral.diagnostics.check import DEFAULT, CheckReport, CheckRow
 from tests.launching import outputs
 from tests.models import planted
@@ -138,7 +140,7 @@ def test_batch_smaller_than_the_ranks(rank_pool) -> None:
 
 def test_hang_is_bounded_and_named(rank_pool) -> None:
     assert row_of(rank_pool, Sound).outcome == "equal"  # the ranks have started, and imported what a run needs
-    row = row_of(rank_pool, planted.Hangs, timeout=20.0)
+    row = row_of(rank_pool, planted.Hangs, timeout=8.0)
 
     assert row.outcome == "fails"
     assert "rank 1: no answer in time, in training_step, " in row.sentence
@@ -213,14 +215,23 @@ def test_command_checks_the_configured_strategy(launch, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_status_of_the_command(launch, tmp_path: Path, model: str, status: int, said: str) -> None:
+def test_status_of_the_command(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    model: str,
+    status: int,
+    said: str,
+) -> None:
     config = tmp_path / "check.yaml"
     config.write_text(f"model: tests.models.planted.{model}\ndata: tests.models.planted.Samples")
-    process = launch("-m", "lightning_paral", "check", "--config", str(config), "--strategies", "paral_ddp")
-    (printed,) = outputs(process)
 
-    assert process.returncode == status, printed
-    assert said in printed
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # LightningCLI sets it
+    with isolate_rng(), pytest.raises(SystemExit) as ended:
+        check_command(["--config", str(config), "--strategies", "paral_ddp"])
+
+    assert ended.value.code == status
+    assert said in "".join(capfd.readouterr())
 
 
 SCRIPT = """\

@@ -65,5 +65,5 @@ def test_a_rank_that_hangs_or_dies_is_a_line(
 
     fact = doctor.network_facts(2, seconds=3.0)[-1]
 
-    assert (fact.name, fact.state, fact.stops) == ("all-reduce", "broken", "ranks")
+    assert (fact.name, fact.state, fact.stops) == ("all-reduce", "broken", doctor.RANKS)
     assert re.fullmatch(f"2 ranks, gloo on CPU: {said}", fact.found)
