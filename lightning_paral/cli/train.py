@@ -16,8 +16,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning_paral.callbacks.auto_resume import AutoResume
 from lightning_paral.checkpoint.candidates import is_checkpoint
 from lightning_paral.cli.parser import TrainerParser
-from lightning_paral.error_report import unwrap_parser_error
-from lightning_paral.errors import ConfigurationError, MissingCheckpointError
+from lightning_paral.errors import ConfigurationError, MissingCheckpointError, ParalError
 from lightning_paral.registry import STRATEGIES
 
 
@@ -86,7 +85,10 @@ class AnyModelCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except ValueError as error:
-            raise unwrap_parser_error(error) or error from None
+            inner: BaseException | None = error
+            while inner is not None and not isinstance(inner, ParalError):
+                inner = inner.__context__
+            raise inner or error from None
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Create the Trainer, and apply the option `--resume`.
