@@ -3,7 +3,6 @@
 import importlib
 import os
 import platform
-import select
 import signal
 import sys
 from importlib.metadata import version
@@ -39,7 +38,7 @@ def main() -> None:
         sys.exit(130)  # as in shells: 128 + SIGINT
     except BrokenPipeError:
         # The traceback of a fit stays: it says why the training ended.
-        if is_trainer_command or not _is_stdout_closed():
+        if is_trainer_command or _flush_stdout():
             raise
         sys.exit(128 + signal.SIGPIPE)
     except (ConfigurationError, CheckpointError) as error:
@@ -47,7 +46,7 @@ def main() -> None:
             raise
         sys.exit(f"paral: {error}" if is_first_to_report(str(error)) else 1)
     finally:
-        _flush_or_discard_stdout()
+        _flush_stdout()
 
 
 def _run(command: str) -> None:
@@ -78,23 +77,18 @@ def _print_help() -> None:
     print("\n`paral COMMAND --help` lists the options of a command.")
 
 
-def _is_stdout_closed() -> bool:
-    """Return whether the reader of stdout has closed it, as in `| head`.
+def _flush_stdout() -> bool:
+    """Flush stdout. If its reader has closed it, as in `| head`, discard the output, and return False.
 
     SIGPIPE stays ignored, as https://docs.python.org/3/library/signal.html#note-on-sigpipe recommends: with its default
     action, a broken network connection would end the process as well.
     """
-    poll = select.poll()
-    poll.register(sys.stdout, 0)  # errors and hang-ups are always reported
-    return bool(poll.poll(0))
-
-
-def _flush_or_discard_stdout() -> None:
-    """Flush stdout. If its reader has closed it, discard the output, so that Python reports no error at exit."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
 
 
 __all__ = ["TRAINER_COMMANDS", "main"]

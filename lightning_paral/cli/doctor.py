@@ -1,16 +1,12 @@
 """`paral doctor`: what this machine has, which strategies are ready, and whether its ranks can communicate."""
 
-import argparse
-import json
 import os
 import sys
-from contextlib import redirect_stdout
 
-from rich.console import Console
-
+from lightning_paral.cli.output import at_work, show
+from lightning_paral.cli.parser import CommandParser
 from lightning_paral.diagnostics.doctor import examine
 from lightning_paral.engines.zero.options import PATH_VARIABLE
-from lightning_paral.tables import make_console
 
 
 def doctor(arguments: list[str]) -> None:
@@ -18,18 +14,14 @@ def doctor(arguments: list[str]) -> None:
 
     The exit status is 1 if something is broken.
     """
-    parser = argparse.ArgumentParser(prog="paral doctor", description=(doctor.__doc__ or "").replace("\n\n    ", " "))
+    parser = CommandParser(prog="paral doctor", description=doctor.__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks to start on this machine (default: 2)")
     path = os.environ.get(PATH_VARIABLE)
     parser.add_argument("--nvme-path", default=path, help=f"folder for offload to NVMe (default: {PATH_VARIABLE})")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
-    # Libraries print to stdout when they are imported, and the output has to stay readable JSON.
-    with redirect_stdout(sys.stderr), Console(stderr=True).status("paral doctor") as status:
-        report = examine(options.ranks, options.nvme_path, lambda what: status.update(f"paral doctor: {what}"))
-    if options.json:
-        print(json.dumps(report.as_json(), indent=2))
-    else:
-        make_console().print(report)
+    with at_work("paral doctor") as progress:
+        report = examine(options.ranks, options.nvme_path, progress)
+    show(report, options.json)
     if report.broken:
         sys.exit(1)

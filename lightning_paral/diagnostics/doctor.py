@@ -88,7 +88,7 @@ class Report:
             kinds |= {"zero"} | ({"offload"} if offloads else set()) | ({"nvme"} & offloads)
         return [fact for fact in self.facts if fact.stops in kinds]
 
-    def as_json(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the report as values that `json` can write."""
         strategies = [
             {"name": entry.name, "lacks": [fact.name for fact in lacking], "advice": [fact.advice for fact in lacking]}

@@ -81,7 +81,7 @@ def test_table_and_json_say_which_strategies_lack_what(stops: doctor.Stops, lack
     with console.capture() as capture:
         console.print(report)
     printed = capture.get().splitlines()
-    found = json.loads(json.dumps(report.as_json()))
+    found = json.loads(json.dumps(report.as_dict()))
 
     assert max(map(len, printed)) <= 80
     assert set(" ".join(printed).replace(",", " ").split()) >= NAMES
