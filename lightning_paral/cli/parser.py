@@ -15,7 +15,7 @@ from lightning_paral.suggestions import did_you_mean, nearest_names
 _UNKNOWN = re.compile(r"(?:[Oo]ption|attribute) '([\w.]+)'|arguments: -*([\w.-]+)")
 _OWNER = re.compile(r"(?:given class_path|module) '([\w.]+)'")
 _NOISE = re.compile(
-    r"[\s-]*(Does not validate against any|Subtypes:|Errors:|Given value type:|Given value: (Namespace|\{)|"
+    r"[\s-]*(Does not validate against any|Subtypes:|Errors:|Given value type:|"
     r"Expected a <class 'NoneType'>|Subclass types expect|a class path \(str\)|a dict with)"
 )
 """Lines in which jsonargparse describes what it tried."""
@@ -54,7 +54,9 @@ class TrainerParser(LightningArgumentParser):
 
 
 def _exit(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    lines = [line for line in message.splitlines() if line and not _NOISE.match(line)][:_MAX_LINES]
+    lines = [line for line in message.splitlines() if line and not _NOISE.match(line)]
+    given = [line for line in lines if line.strip().startswith("Given value:")]  # the innermost first
+    lines = [line for line in lines[:_MAX_LINES] if line not in given[1:]]
     shown = [textwrap.shorten(line, _MAX_WIDTH, initial_indent=line[: -len(line.lstrip())]) for line in lines]
     hint = _hint(message, re.findall(r"--([\w.-]+)", parser.format_help()))
     command = parser.prog.replace(" [options]", "")
