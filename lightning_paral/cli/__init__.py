@@ -3,6 +3,7 @@
 import importlib
 import os
 import platform
+import select
 import signal
 import sys
 from importlib.metadata import version
@@ -34,7 +35,7 @@ def main() -> None:
         _run(command)
     except (KeyboardInterrupt, BrokenPipeError) as error:
         # The traceback of a fit stays: it says why the training ended.
-        if is_trainer_command or (isinstance(error, BrokenPipeError) and _flush_stdout()):
+        if is_trainer_command or (isinstance(error, BrokenPipeError) and not _is_stdout_closed()):
             raise
         sys.exit(128 + (signal.SIGPIPE if isinstance(error, BrokenPipeError) else signal.SIGINT))  # as in shells
     except (ConfigurationError, CheckpointError) as error:
@@ -42,7 +43,7 @@ def main() -> None:
             raise
         sys.exit(f"paral: {error}" if is_first_to_report(str(error)) else 1)
     finally:
-        _flush_stdout()
+        _flush_or_discard_stdout()
 
 
 def _run(command: str) -> None:
@@ -73,18 +74,23 @@ def _print_help() -> None:
     print("\n`paral COMMAND --help` lists the options of a command.")
 
 
-def _flush_stdout() -> bool:
-    """Flush stdout. If its reader has closed it, as in `| head`, discard the output, and return False.
+def _is_stdout_closed() -> bool:
+    """Return whether the reader of stdout has closed it, as in `| head`.
 
     SIGPIPE stays ignored, as https://docs.python.org/3/library/signal.html#note-on-sigpipe recommends: with its default
     action, a broken network connection would end the process as well.
     """
+    poll = select.poll()
+    poll.register(sys.stdout, 0)  # errors and hang-ups are always reported
+    return bool(poll.poll(0))
+
+
+def _flush_or_discard_stdout() -> None:
+    """Flush stdout. If its reader has closed it, discard the output, so that Python reports no error at exit."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return False
-    return True
 
 
 __all__ = ["TRAINER_COMMANDS", "main"]
