@@ -32,7 +32,6 @@ if TYPE_CHECKING:  # the names of `_IMPORTED_WHEN_USED`, for type checkers and e
     from lightning_paral.callbacks.preemption import Preemption
     from lightning_paral.data import GatherPredictions
     from lightning_paral.diagnostics.check import CheckReport, check
-    from lightning_paral.old_lightning import replace_pytorch_lightning
     from lightning_paral.planning.plan import Plan, plan
     from lightning_paral.strategies.auto import ParalAutoStrategy
     from lightning_paral.strategies.ddp import ParalDDPStrategy
@@ -71,7 +70,6 @@ __all__ = [
     "check",
     "plan",
     "register_strategies",
-    "replace_pytorch_lightning",
 ]
 
 _IMPORTED_WHEN_USED = {
@@ -83,7 +81,6 @@ _IMPORTED_WHEN_USED = {
     "Preemption": "lightning_paral.callbacks.preemption",
     "check": "lightning_paral.diagnostics.check",
     "plan": "lightning_paral.planning.plan",
-    "replace_pytorch_lightning": "lightning_paral.old_lightning",
     **{entry.class_name: entry.module for entry in STRATEGIES},
 }
 """The modules of the names that `import lightning_paral` does not load."""

@@ -7,7 +7,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
@@ -43,13 +42,14 @@ class _BriefExceptHook:
         first = first_failure_of(error)
         if first is None or first.is_own:
             tell_torchrun(error)
-        if first is not None and first.known is not None and not first.is_own:
-            self._print_after_first(first, error)
-            return
-        self._print(error)
-        if first is not None and first.known is not None:
+        if first is None or first.known is None:
+            self._print(error)
+        elif first.is_own:
+            self._print(error)
             sys.stderr.flush()
             first.set_printed()
+        else:
+            self._print_after_first(first, error)
 
     def _print_after_first(self, first: "FirstFailure", error: BaseException) -> None:
         """Print the error of a rank that did not fail first, in one line if it is the same or a consequence."""
@@ -70,37 +70,19 @@ class _BriefExceptHook:
     def _print(self, error: BaseException) -> None:
         from lightning_paral.distributed.process_group import is_first_to_report
 
-        ours = error if isinstance(error, ParalError) else unwrap_parser_error(error)
-        if ours is None or os.environ.get(TRACEBACK_VARIABLE) == "full" or has_user_cause(ours):
+        is_ours = isinstance(error, ParalError) and not has_user_cause(error)
+        if not is_ours or os.environ.get(TRACEBACK_VARIABLE) == "full":
             self._otherwise(type(error), error, error.__traceback__)
-        elif is_first_to_report(str(ours)):
+        elif is_first_to_report(str(error)):
             frames = traceback.StackSummary.extract(_user_frames(error.__traceback__)).format()
             heading = ["Traceback (most recent call last):\n"] if frames else []
-            sys.stderr.write("".join([*heading, *frames, *traceback.format_exception_only(ours)]))
-
-
-def unwrap_parser_error(error: BaseException) -> ParalError | None:
-    """Return the `ParalError` inside an error of jsonargparse, or `None` if there is none."""
-    parser = sys.modules.get("jsonargparse")
-    trace = list(traceback.walk_tb(error.__traceback__))
-    if not isinstance(error, ValueError) or parser is None or not trace:
-        return None
-    if not trace[-1][0].f_code.co_filename.startswith(str(Path(str(parser.__file__)).parent)):
-        return None
-    return next((each for each in (error, *_causes(error, True)) if isinstance(each, ParalError)), None)
+            sys.stderr.write("".join([*heading, *frames, *traceback.format_exception_only(error)]))
 
 
 def has_user_cause(error: BaseException) -> bool:
     """Return whether `error` was caused by an error in user code, such as a training step, or in code called there."""
-    return any(True for cause in _causes(error) for _ in _user_frames(cause.__traceback__))
-
-
-def _causes(error: BaseException, suppressed: bool = False) -> Iterator[BaseException]:
-    """Yield the errors from which `error` was raised, the nearest first; those of `raise ... from None` as asked."""
-    cause = error.__cause__ or (error.__context__ if suppressed or not error.__suppress_context__ else None)
-    if cause is not None:
-        yield cause
-        yield from _causes(cause, suppressed)
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return cause is not None and (any(True for _ in _user_frames(cause.__traceback__)) or has_user_cause(cause))
 
 
 def _user_frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:

@@ -4,17 +4,15 @@ import inspect
 import numbers
 import reprlib
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from types import NoneType, UnionType
 from typing import Annotated, Any, Concatenate, Literal, ParamSpec, TypeVar, Union
 
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.suggestions import did_you_mean, nearest_names
 
-Init = TypeVar("Init", bound=Callable[..., None])
 Class = TypeVar("Class", bound=type)
 Options = TypeVar("Options")
 P = ParamSpec("P")
@@ -30,27 +28,20 @@ class AtLeast:
 Positive = Annotated[int, AtLeast(1)]
 
 
-def checked_options(init: Init) -> Init:
-    """Make a constructor reject unknown keywords, and values that its annotations do not allow.
+def checked(cls: Class) -> Class:
+    """Make the constructor of a class, or of a dataclass, reject unknown keywords and values of other types.
 
     Raises:
         ConfigurationError: raised by the constructor; suggests an option, or says what the option takes.
     """
-    owner = init.__qualname__.split(".")[0]
+    init = vars(cls)["__init__"]
 
     @wraps(init)
-    def checked(self: Any, *args: Any, **keywords: Any) -> None:
-        _check(owner, init, args, keywords)
+    def checked_init(self: Any, *args: Any, **keywords: Any) -> None:
+        _check(cls.__name__, cls, args, keywords)
         init(self, *args, **keywords)
 
-    return typing.cast(Init, checked)
-
-
-def checked_dataclass(cls: Class) -> Class:
-    """Apply `checked_options` to a dataclass. Write this decorator above `@dataclass`."""
-    init = vars(cls)["__init__"]
-    init.__qualname__ = f"{cls.__name__}.__init__"
-    cls.__init__ = checked_options(init)  # type: ignore[misc]
+    cls.__init__ = checked_init  # type: ignore[misc]
     return cls
 
 
@@ -66,128 +57,100 @@ def takes(
         options: the dataclass. Its docstring, and those of its bases, document the fields in a section `Args`. Its
             attribute `advice` may say by the name of an option what to do if it is unknown or has a wrong type.
     """
+    cls = typing.cast(type, options)
 
     def decorate(init: Callable[[Any, Options], None]) -> Callable[Concatenate[Any, P], None]:
         owner = init.__qualname__.split(".")[0]
 
         @wraps(init)
-        def checked(self: Any, *args: P.args, **keywords: P.kwargs) -> None:
-            _check(owner, options, args, keywords)
+        def checked_init(self: Any, *args: P.args, **keywords: P.kwargs) -> None:
+            _check(owner, cls, args, keywords)
             init(self, options(*args, **keywords))
 
-        bases = typing.cast(type, options).__mro__
-        inherited = {name for base in bases[1:] for name in vars(base).get("__dataclass_fields__", ())}
-        parameters = sorted(inspect.signature(options).parameters.values(), key=lambda each: each.name in inherited)
+        inherited = {name for base in cls.__mro__[1:] for name in vars(base).get("__dataclass_fields__", ())}
+        parameters = sorted(inspect.signature(cls).parameters.values(), key=lambda each: each.name in inherited)
         first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        checked.__signature__ = inspect.Signature([first, *parameters])  # type: ignore[attr-defined]
-        documented = [inspect.cleandoc(vars(cls).get("__doc__") or "") for cls in bases]
+        checked_init.__signature__ = inspect.Signature([first, *parameters])  # type: ignore[attr-defined]
+        documented = [inspect.cleandoc(vars(base).get("__doc__") or "") for base in cls.__mro__]
         sections = [text.partition("Args:\n")[2].partition("\n\n")[0] for text in documented]
-        checked.__doc__ = "\n".join([f"Take the options of `{owner}`.", "", "Args:", *filter(None, sections)])
-        return typing.cast(Callable[Concatenate[Any, P], None], checked)
+        checked_init.__doc__ = "\n".join([f"Take the options of `{owner}`.", "", "Args:", *filter(None, sections)])
+        return typing.cast(Callable[Concatenate[Any, P], None], checked_init)
 
     return decorate
 
 
 @cache
-def _types(callee: Callable[..., Any]) -> dict[str, Any]:
-    init = vars(callee)["__init__"] if isinstance(callee, type) else callee
-    return typing.get_type_hints(init, include_extras=True)
+def _types(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(vars(cls)["__init__"], include_extras=True)
 
 
-def _check(owner: str, callee: Callable[..., Any], args: Collection[Any], keywords: Mapping[str, Any]) -> None:
-    """Raise a `ConfigurationError` if a constructor or dataclass does not take these arguments.
-
-    Args:
-        owner: the name of the class that users construct.
-        callee: what will be called.
-        args: the arguments by position, without `self`.
-        keywords: the arguments by keyword.
-    """
-    parameters = [each for each in inspect.signature(callee).parameters.values() if each.name != "self"]
-    known = [each.name for each in parameters]
-    num_positional = sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
-    advice: Mapping[str, str] = getattr(callee, "advice", {})
-    if len(args) > num_positional:
-        raise ConfigurationError(
-            f"{owner} takes {num_positional or 'none'} of its options by position, but got {len(args)}. Name the "
-            f"others, as in {owner}({known[-1]}=...)."
-        )
+def _check(owner: str, cls: type, args: Collection[Any], keywords: Mapping[str, Any]) -> None:
+    """Raise a `ConfigurationError` if `cls` does not take these arguments; `owner` is what users construct."""
+    signature = inspect.signature(cls)
+    advice: Mapping[str, str] = getattr(cls, "advice", {})
     for option in keywords:
-        if option not in known:
-            hint = advice.get(option) or did_you_mean(nearest_names(option, known))
+        if option not in signature.parameters:
+            hint = advice.get(option) or did_you_mean(nearest_names(option, signature.parameters))
             raise ConfigurationError(
                 f"{owner} has no option {option!r}. {hint or f'`help({owner})` describes its options.'}"
             )
-    for option, value in {**dict(zip(known, args, strict=False)), **keywords}.items():
-        kind = _types(callee).get(option, Any)
-        if _allows(kind, value):
-            continue
-        words = sorted(dict.fromkeys(words for words, _ in _alternatives(kind)), key="None".__eq__)
-        near = nearest_names(repr(value), words, 1) if isinstance(value, str) else []
-        hints = [did_you_mean(near), advice.get(option, "")]
-        raise ConfigurationError(
-            f"{owner}({option}={reprlib.repr(value)}): {option} has to be {_join_with_or(words)}."
-            + "".join(f" {hint}" for hint in hints if hint)
-        )
+    try:
+        given = signature.bind(*args, **keywords).arguments
+    except TypeError as error:
+        name = [*signature.parameters][-1]
+        raise ConfigurationError(f"{owner}: {error}. Give options by name, as in {owner}({name}=...).") from None
+    for option, value in given.items():
+        kind = _types(cls).get(option, Any)
+        if not _allows(kind, value):
+            raise ConfigurationError(
+                f"{owner}({option}={reprlib.repr(value)}): {option} has to be {_in_words(kind)}. "
+                f"{advice.get(option, '')}".rstrip()
+            )
 
 
-def _alternatives(kind: Any) -> Iterator[tuple[str, Callable[[Any], bool]]]:
-    """Yield for each member of a union how to describe it, and a function that says whether it allows a value."""
+_WIDER: dict[Any, Any] = {
+    int: numbers.Integral, float: numbers.Real, list: Collection, Sequence: Collection, dict: Mapping, Any: object
+}  # fmt: skip
+"""What is allowed for a type, where that is more than its instances: numbers of numpy, tuples and sets, and so on."""
+_WORDS: dict[Any, str] = {
+    bool: "True or False", int: "an integer", float: "a number", str: "a string", NoneType: "None", type: "a class",
+    list: "a list", Sequence: "a list", dict: "a dict", Mapping: "a dict", Callable: "a function",
+}  # fmt: skip
+
+
+def _members(kind: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Yield the choices of literals, and the types in a union, each with its arguments."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (Union, UnionType):
-        for member in arguments:
-            yield from _alternatives(member)
-    elif origin is Literal:
-        for choice in arguments:
-            yield repr(choice), partial(_is_same, choice)
-    elif origin is Annotated:
-        ((words, allowed),) = _alternatives(arguments[0])
-        least = arguments[1].value
-        yield f"{words} of at least {least}", lambda value: allowed(value) and value >= least
-    elif kind in (Any, object):
-        yield "anything", lambda value: True
-    elif kind in _PLAIN:
-        yield _PLAIN[kind]
-    elif origin is type:
-        yield "a class", lambda value: isinstance(value, type) and issubclass(value, arguments)
-    elif origin is Callable or kind is Callable:
-        yield "a function", callable
-    elif origin is not None and issubclass(origin, Mapping):
-        yield "a dict", lambda value: isinstance(value, Mapping)
-    elif origin is not None and issubclass(origin, Collection):
-        each = _join_with_or([words for words, _ in _alternatives(arguments[0])])
-        yield f"a list (each {each})", lambda value: _is_list(value) and all(_allows(arguments[0], e) for e in value)
+    if origin in (Union, UnionType, Literal):
+        for each in arguments:
+            yield from _members(each)
     else:
-        yield f"{kind.__name__}(...)", lambda value: isinstance(value, origin or kind)
+        yield origin or kind, arguments
 
 
-def _is_same(choice: object, value: object) -> bool:
-    return type(value) is type(choice) and value == choice  # True is not 1
+def _allows(kind: Any, value: Any) -> bool:
+    return any(_is(member, arguments, value) for member, arguments in _members(kind))
 
 
-def _allows(kind: Any, value: object) -> bool:
-    return any(allowed(value) for _, allowed in _alternatives(kind))
+def _is(member: Any, arguments: tuple[Any, ...], value: Any) -> bool:
+    allowed = _WIDER.get(member, member)
+    if isinstance(member, str | int):  # a choice; True is not 1
+        return type(value) is type(member) and value == member
+    if member is Annotated:
+        return _allows(arguments[0], value) and value >= arguments[1].value
+    if isinstance(value, bool | str):  # neither a number nor a list
+        return member in (bool, str, Any, object) and isinstance(value, allowed)
+    return isinstance(value, allowed) and (allowed is not Collection or all(_allows(arguments[0], e) for e in value))
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
-
-
-_PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
-    bool: ("True or False", lambda value: isinstance(value, bool)),
-    float: ("a number", lambda value: isinstance(value, numbers.Real) and not isinstance(value, bool)),
-    int: ("an integer", lambda value: isinstance(value, numbers.Integral) and not isinstance(value, bool)),
-    str: ("a string", lambda value: isinstance(value, str)),
-    timedelta: ("a timedelta", lambda value: isinstance(value, timedelta)),
-    NoneType: ("None", lambda value: value is None),
-}
-
-
-def _join_with_or(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
-
-
-def check_at_least(owner: str, option: str, value: float | None, least: float) -> None:
-    """Raise a `ConfigurationError` if `value` is smaller than `least`, or NaN. `None` is allowed."""
-    if value is not None and not value >= least:
-        raise ConfigurationError(f"{owner}({option}={value!r}): {option} has to be at least {least}.")
+def _in_words(kind: Any) -> str:
+    words: list[str] = []
+    for member, arguments in _members(kind):
+        if member is Annotated:
+            words.append(f"{_in_words(arguments[0])} of at least {arguments[1].value}")
+        else:
+            words.append(
+                repr(member) if isinstance(member, str | int) else _WORDS.get(member) or f"{member.__name__}(...)"
+            )
+    *first, last = sorted(dict.fromkeys(words), key="None".__eq__)
+    return f"{', '.join(first)} or {last}" if first else last

@@ -13,13 +13,13 @@ from lightning.pytorch.plugins import Precision
 from torch.nn import Module
 
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.option_types import AtLeast, Positive, checked_dataclass
+from lightning_paral.option_types import AtLeast, Positive, checked
 
 UnitChoice = str | type[Module] | Sequence[str | type[Module]] | Callable[[str, Module], bool]
 """`"auto"`, a class or its name, a list of these, or a predicate of a submodule's dotted name and the submodule."""
 
 
-@checked_dataclass
+@checked
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointing:
     """Keep only the inputs of each unit for the backward pass, and recompute its activations there.
@@ -52,7 +52,7 @@ def check_unit_choice(units: UnitChoice, min_params: int | None) -> None:
         raise ConfigurationError("units is empty. Leave it out to find repeated blocks, or name classes.")
 
 
-@checked_dataclass
+@checked
 @dataclass(frozen=True)
 class Offload:
     """Where ZeRO keeps offloaded state: `Offload("cpu")` or `Offload("nvme", path="/local/scratch")`.
@@ -94,7 +94,7 @@ class Offload:
             raise ConfigurationError(f"Offload(ratio={self.ratio!r}) is not between 0 (nothing) and 1 (everything).")
 
 
-@checked_dataclass
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How the samples of a loader are distributed over the ranks. Strategies with ranks take these options directly.
@@ -131,7 +131,7 @@ Form = Literal["full", "sharded"]
 """The format of a checkpoint: one ordinary Lightning file, or a folder to which each rank writes a file."""
 
 
-@checked_dataclass
+@checked
 @dataclass(frozen=True)
 class CheckpointOptions:
     """How checkpoints are written and loaded: `CheckpointOptions("sharded", async_save=True)`.

@@ -4,9 +4,7 @@ import re
 
 from lightning_paral.errors import ConfigurationError
 
-_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4, "p": 1000**5}
-_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_SIZE = re.compile(r"\s*(?P<number>\d+(\.\d*)?|\.\d+)\s*(?P<unit>[kmgt]?i?)b?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(?P<number>\d+(\.\d*)?|\.\d+)\s*(?P<unit>[kmgt]?)(?P<binary>i?)b?\s*", re.IGNORECASE)
 
 
 def parse_bytes(text: str | int | float, name: str) -> int:
@@ -20,8 +18,10 @@ def parse_bytes(text: str | int | float, name: str) -> int:
         ConfigurationError: the text is not a size, or the size is not positive.
     """
     match = _SIZE.fullmatch(str(text))
-    factor = {**_UNITS, **_BINARY_UNITS}.get(match["unit"].lower()) if match else None
-    size = int(float(match["number"]) * factor) if match and factor else 0
+    size = 0
+    if match and (match["unit"] or not match["binary"]):
+        factor = (1024 if match["binary"] else 1000) ** " kmgt".index(match["unit"].lower() or " ")
+        size = int(float(match["number"]) * factor)
     if size < 1:
         raise ConfigurationError(f"{name} {text!r} is not a size. Give a size such as 80GiB, 500MB or 64KiB.")
     return size
@@ -29,16 +29,12 @@ def parse_bytes(text: str | int | float, name: str) -> int:
 
 def format_bytes(size: float) -> str:
     """Return a size in bytes as text with a binary unit, for example `31.4 GiB`."""
-    sign, size = ("-" if size < 0 else ""), abs(size)
-    if size < 1024:
-        return f"{sign}{size:.0f} B"
-    units = ["KiB", "MiB", "GiB", "TiB"]
-    size /= 1024
-    while size >= 1024 and len(units) > 1:
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(size) >= 1024 and len(units) > 1:
         size /= 1024
         del units[0]
-    unit = units[0]
-    return f"{sign}{size:.{2 if size < 10 else 1 if size < 100 else 0}f} {unit}"
+    digits = 0 if units[0] == "B" else 2 if abs(size) < 10 else 1 if abs(size) < 100 else 0
+    return f"{size:.{digits}f} {units[0]}"
 
 
 def format_seconds(seconds: float) -> str:

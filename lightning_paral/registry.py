@@ -20,22 +20,13 @@ class RegisteredStrategy:
     """A name for `Trainer(strategy=...)`, and the strategy that it creates."""
 
     name: str
-    class_path: str
-    """The module and the name of the class, which is imported when it is used first."""
+    module: str
+    """The module of the class, which is imported when it is used first."""
+    class_name: str
     arguments: Mapping[str, Any]
     """Keyword arguments for the constructor of the class."""
     description: str
     """One line for users, without a period at the end."""
-
-    @property
-    def module(self) -> str:
-        """The module of the class."""
-        return self.class_path.rpartition(".")[0]
-
-    @property
-    def class_name(self) -> str:
-        """The name of the class."""
-        return self.class_path.rpartition(".")[2]
 
     @property
     def strategy(self) -> type[Strategy]:
@@ -48,73 +39,35 @@ class RegisteredStrategy:
         return self.strategy(**arguments)
 
 
-def _ours(name: str, path: str, description: str, **arguments: Any) -> RegisteredStrategy:
+def _ours(name: str, class_name: str, description: str, **arguments: Any) -> RegisteredStrategy:
+    module = f"lightning_paral.strategies.{class_name.removeprefix('Paral').removesuffix('Strategy').lower()}"
+    arguments = MappingProxyType(arguments)  # type: ignore[assignment]
     return RegisteredStrategy(
-        name=name,
-        class_path=f"lightning_paral.strategies.{path}",
-        arguments=MappingProxyType(arguments),
-        description=description,
+        name=name, module=module, class_name=class_name, arguments=arguments, description=description
     )
 
 
-_DDP, _FSDP, _ZERO = "ddp.ParalDDPStrategy", "fsdp.ParalFSDPStrategy", "zero.ParalZeROStrategy"
+_DDP, _FSDP, _ZERO, _PIPELINE = "ParalDDPStrategy", "ParalFSDPStrategy", "ParalZeROStrategy", "ParalPipelineStrategy"
+_OPTIMIZER = {"offload_optimizer": "cpu"}
+_BOTH = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
+_NVME = {"offload_optimizer": "nvme", "offload_parameters": "nvme"}
 STRATEGIES = (
-    _ours(
-        "paral_auto",
-        "auto.ParalAutoStrategy",
-        "Plans the memory of a fit, and becomes the cheapest strategy below that fits",
-    ),
-    _ours("paral_dp", "dp.ParalDPStrategy", "One process with a thread per device, for debugging; paral_ddp is faster"),
-    _ours(
-        "paral_ddp", _DDP, "A full model per rank; the backend's all-reduce averages gradients during the backward pass"
-    ),
-    _ours(
-        "paral_ddp_ring", _DDP, "paral_ddp with our point-to-point ring all-reduce, for any backend", all_reduce="ring"
-    ),
+    _ours("paral_auto", "ParalAutoStrategy", "Plans a fit, and becomes the cheapest strategy below that fits"),
+    _ours("paral_dp", "ParalDPStrategy", "One process with a thread per device, for debugging; paral_ddp is faster"),
+    _ours("paral_ddp", _DDP, "A full model per rank; an all-reduce averages gradients during the backward pass"),
+    _ours("paral_ddp_ring", _DDP, "paral_ddp with our ring all-reduce, for any backend", all_reduce="ring"),
     _ours("paral_fsdp", _FSDP, "FSDP2: parameters, gradients and optimizer state are sharded"),
-    _ours(
-        "paral_fsdp_offload",
-        _FSDP,
-        "paral_fsdp with parameters, gradients and optimizer state in host memory",
-        offload=True,
-    ),
+    _ours("paral_fsdp_offload", _FSDP, "paral_fsdp with all of these in host memory", offload=True),
     _ours("paral_zero1", _ZERO, "ZeRO-1: the optimizer state is sharded", stage=1),
     _ours("paral_zero2", _ZERO, "ZeRO-2: optimizer state and gradients are sharded", stage=2),
     _ours("paral_zero3", _ZERO, "ZeRO-3: optimizer state, gradients and parameters are sharded", stage=3),
-    _ours(
-        "paral_zero1_offload", _ZERO, "paral_zero1 with the optimizer in host memory", stage=1, offload_optimizer="cpu"
-    ),
-    _ours(
-        "paral_zero2_offload", _ZERO, "paral_zero2 with the optimizer in host memory", stage=2, offload_optimizer="cpu"
-    ),
-    _ours(
-        "paral_zero3_offload",
-        _ZERO,
-        "paral_zero3 with optimizer and parameters in host memory",
-        stage=3,
-        offload_optimizer="cpu",
-        offload_parameters="cpu",
-    ),
-    _ours(
-        "paral_zero3_nvme",
-        _ZERO,
-        "paral_zero3 with optimizer and parameters on NVMe, in the folder PARAL_NVME_PATH",
-        stage=3,
-        offload_optimizer="nvme",
-        offload_parameters="nvme",
-    ),
-    _ours(
-        "paral_tp",
-        _FSDP,
-        "Tensor parallel: all ranks of a node compute each layer together, each some of its features",
-        tensor_parallel="node",
-    ),
+    _ours("paral_zero1_offload", _ZERO, "paral_zero1 with the optimizer in host memory", stage=1, **_OPTIMIZER),
+    _ours("paral_zero2_offload", _ZERO, "paral_zero2 with the optimizer in host memory", stage=2, **_OPTIMIZER),
+    _ours("paral_zero3_offload", _ZERO, "paral_zero3 with optimizer and parameters in host memory", stage=3, **_BOTH),
+    _ours("paral_zero3_nvme", _ZERO, "paral_zero3 with both on NVMe, in PARAL_NVME_PATH", stage=3, **_NVME),
+    _ours("paral_tp", _FSDP, "Tensor parallel: a node's ranks compute each layer together", tensor_parallel="node"),
     _ours("paral_fsdp_tp", _FSDP, "paral_tp over pairs of ranks, and paral_fsdp over the pairs", tensor_parallel=2),
-    _ours(
-        "paral_pp",
-        "pipeline.ParalPipelineStrategy",
-        "Pipeline parallel: each rank has some of the layers, and micro-batches pass from rank to rank",
-    ),
+    _ours("paral_pp", _PIPELINE, "Pipeline parallel: each rank has some of the layers, and passes on micro-batches"),
 )
 
 
@@ -128,7 +81,7 @@ def register_strategies() -> None:
         StrategyRegistry.register(entry.name, entry.create, entry.description, override=True, **arguments)
         refuse = partial(_refuse_in_fabric, entry.name)
         STRATEGY_REGISTRY.register(entry.name, refuse, "Only for lightning.pytorch.Trainer", override=True)
-    check_before_lookup(_reject_unknown)
+    check_before_lookup(_check)
 
 
 def _refuse_in_fabric(name: str) -> NoReturn:
@@ -138,36 +91,32 @@ def _refuse_in_fabric(name: str) -> NoReturn:
     )
 
 
-def _reject_unknown(strategy: Any) -> None:
-    """Raise a `ConfigurationError` if `strategy` is a class or a misspelled `paral_*` name; say what to write."""
+def _check(strategy: Any) -> None:
+    """Raise a `ConfigurationError` if `strategy` is a class or resembles a name of ours; say what to write."""
     if isinstance(strategy, type) and issubclass(strategy, Strategy):
         raise ConfigurationError(
             f"Trainer(strategy={strategy.__name__}): this is the class itself. Pass an instance: "
             f"strategy={strategy.__name__}()."
         )
-    if not isinstance(strategy, str):
-        return
-    name = strategy.lower()  # as Lightning looks it up
-    is_known = name == "auto" or name in StrategyRegistry  # Lightning's own choice is not in the registry
-    if not is_known and _looks_like_ours(name):
-        raise ConfigurationError(explain_unknown_name(name))
+    if isinstance(strategy, str):
+        name = strategy.lower()  # as Lightning looks it up
+        is_known = name == "auto" or name in StrategyRegistry  # Lightning's own choice is not in the registry
+        if not is_known and (name.startswith("paral") or _nearest(name, 0.85)):
+            raise ConfigurationError(explain_unknown_name(strategy))
 
 
-def _looks_like_ours(name: str) -> bool:
-    names = [entry.name for entry in STRATEGIES]
-    return name.startswith("paral") or f"paral_{name}" in names or bool(nearest_names(name, names, 1, 0.85))
+def _nearest(name: str, cutoff: float) -> list[str]:
+    full_name = f"paral_{name.lower().replace('-', '_').removeprefix('paral_')}"
+    return nearest_names(full_name, [entry.name for entry in STRATEGIES], cutoff=cutoff)
 
 
 def explain_unknown_name(name: str) -> str:
-    """Return a message that `name` is unknown, with the most similar names and how to register them."""
-    names = [entry.name for entry in STRATEGIES]
-    classes = {entry.class_name.lower(): entry.class_name for entry in STRATEGIES}
-    known = [*names, *classes]
-    near = [f"paral_{name}"] if f"paral_{name}" in names else nearest_names(name.replace("-", "_"), known)
-    if near and near[0] in classes:
-        path = f"lightning_paral.{classes[near[0]]}"
+    """Return a message that `name` is unknown, with the most similar names."""
+    classes = [entry.class_name for entry in STRATEGIES if entry.class_name.lower() == name.lower()]
+    if classes:
+        path = f"lightning_paral.{classes[0]}"
         hint = f"It is a class: write strategy={path}() in Python, or class_path: {path} in YAML."
     else:
-        hint = did_you_mean(near, quoted=True) if near else f"The names are {', '.join(names)}."
-        hint += " `paral strategies` lists all names. `import lightning_paral` registers them."
+        names = f"The names are {', '.join(entry.name for entry in STRATEGIES)}."
+        hint = f"{did_you_mean(_nearest(name, 0.7), quoted=True) or names} `paral strategies` explains them."
     return f"There is no strategy named {name!r}. {hint}"

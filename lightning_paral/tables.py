@@ -1,5 +1,6 @@
 """Tables for the terminal, made with rich."""
 
+import sys
 from collections.abc import Iterable, Sequence
 
 from rich import box
@@ -9,10 +10,7 @@ from rich.table import Table
 
 def make_console() -> Console:
     """Return a console for stdout, with colour where the terminal has it; 120 columns wide if it is no terminal."""
-    console = Console(highlight=False, soft_wrap=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=120)
-    return console
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 def make_table(

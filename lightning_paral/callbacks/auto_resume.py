@@ -1,10 +1,8 @@
 """Resume from the newest checkpoint in a folder that is complete and undamaged."""
 
-import json
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,6 @@ from lightning_paral.checkpoint.record_checksums import verify_records
 from lightning_paral.compat.lightning.resuming import choose_checkpoint
 from lightning_paral.distributed.agreement import RankGroup, all_ranks, explain
 from lightning_paral.errors import CheckpointError, ConfigurationError
-
-NOTE = ".auto_resume.json"
-"""A small file in the folder, with the step that the run has reached, and the time in seconds since 1970."""
-_NOTE_SECONDS = 10.0
 
 
 class AutoResume(Callback):
@@ -51,7 +45,6 @@ class AutoResume(Callback):
             )
         self.dirpath = str(dirpath)
         self._undo: Callable[[], None] | None = None
-        self._noted_at: float | None = None
 
     @property
     def _folder(self) -> Path:
@@ -69,37 +62,18 @@ class AutoResume(Callback):
             )
         self._undo = choose_checkpoint(trainer, lambda load: self._resume(trainer, load))
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Note the progress of the run for the next start, every ten seconds."""
-        if self._noted_at is None or time.monotonic() - self._noted_at >= _NOTE_SECONDS:
-            self._write_note(trainer)
-
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """End what `setup` began, and note the progress."""
-        self._end(trainer)
+        """End what `setup` began."""
+        self._end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """End what `setup` began, because `teardown` is not called after an exception, and note the progress."""
-        self._end(trainer)
+        """End what `setup` began, because `teardown` is not called after an exception."""
+        self._end()
 
-    def _end(self, trainer: Trainer) -> None:
+    def _end(self) -> None:
         if self._undo is not None:
             self._undo()
             self._undo = None
-        if self._noted_at is not None:
-            self._write_note(trainer)
-            self._noted_at = None
-
-    def _write_note(self, trainer: Trainer) -> None:
-        self._noted_at = time.monotonic()
-        if trainer.is_global_zero:
-            draft = self._folder / f"{NOTE}.{os.getpid()}"
-            with suppress(OSError):  # saving checkpoints reports a full disk
-                self._folder.mkdir(parents=True, exist_ok=True)
-                draft.write_text(json.dumps({"global_step": trainer.global_step, "time": time.time()}))
-                os.replace(draft, self._folder / NOTE)
 
     def _resume(self, trainer: Trainer, load: Callable[[str], None]) -> None:
         """Load the newest checkpoint that can be loaded. *Collective* over all ranks.
@@ -109,16 +83,14 @@ class AutoResume(Callback):
                 work in them.
         """
         ranks = all_ranks()
-        candidates, note = ranks.run_on_rank_0(
-            f"Searching {self._folder}", lambda: (find_candidates(self._folder), _read_note(self._folder))
-        )
+        candidates = ranks.run_on_rank_0(f"Searching {self._folder}", lambda: find_candidates(self._folder))
         faults = [f"{each.path}: {each.fault}" for each in candidates if each.fault]
         for candidate in (each for each in candidates if not each.fault):
             fault = next(filter(None, ranks.gather(_try(load, candidate, ranks))), "")
             if not fault:
                 if faults:
                     rank_zero_warn("\n".join(["AutoResume:", *faults, f"resuming from {candidate.path} instead."]))
-                rank_zero_info(f"AutoResume: {_describe(candidate, note, trainer)}")
+                rank_zero_info(f"AutoResume: {_describe(candidate, trainer)}")
                 return
             faults.append(f"{candidate.path}: {fault}")
         if faults:
@@ -144,26 +116,10 @@ def _try(load: Callable[[str], None], candidate: Candidate, ranks: RankGroup) ->
     return ""
 
 
-def _read_note(folder: Path) -> tuple[int, float] | None:
-    """Return the step that the previous run was last seen at, and when; `None` if that is unknown."""
-    try:
-        note = json.loads((folder / NOTE).read_text())
-        return int(note["global_step"]), float(note["time"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _describe(candidate: Candidate, note: tuple[int, float] | None, trainer: Trainer) -> str:
-    """Return the message about a checkpoint from which a run resumes, and about the work that is repeated."""
+def _describe(candidate: Candidate, trainer: Trainer) -> str:
+    """Return the message about a checkpoint from which a run resumes."""
     age = _duration(time.time() - candidate.saved_at)
     parts = [f"resuming from {candidate.path}: step {candidate.global_step}, saved {age} ago."]
-    step, seen_at = note or (-1, 0.0)
-    if step > candidate.global_step:
-        count, later = step - candidate.global_step, _duration(max(0.0, seen_at - candidate.saved_at))
-        parts.append(
-            f"The previous run was last seen at step {step}, {later} after this save: at least {count} "
-            f"{'step is' if count == 1 else 'steps are'} trained again."
-        )
     if candidate.world_size not in (None, trainer.world_size):
         split: Any = getattr(getattr(trainer.strategy, "sampling", None), "split", "global")
         parts.append(

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.cloud_io import get_filesystem
@@ -26,7 +26,7 @@ from lightning_paral.distributed.failures.departures import agree_on_exit
 from lightning_paral.distributed.host_exchange import gather_int_lists
 from lightning_paral.distributed.signals import call_on_signal
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.option_types import check_at_least, checked_options
+from lightning_paral.option_types import AtLeast, checked
 
 _SAME_SIGNAL_SECONDS = 3.0
 """Signals that follow the first one within this time are copies of it: torchrun and launchers forward signals."""
@@ -36,6 +36,7 @@ _DEADLINE = -1
 """In the place of the number of a signal."""
 
 
+@checked
 class Preemption(Callback):
     """Saves one checkpoint and ends the fit when the scheduler is about to end the job: `Preemption()`.
 
@@ -70,18 +71,15 @@ class Preemption(Callback):
 
     _saves = True
 
-    @checked_options
     def __init__(
         self,
         dirpath: str | Path | None = None,
         max_time: str | timedelta | None = None,
-        margin: float | None = 60.0,
-        grace: float | None = 20.0,
+        margin: Annotated[float, AtLeast(0)] | None = 60.0,
+        grace: Annotated[float, AtLeast(0)] | None = 20.0,
         exit_status: int | Literal["signal", "return"] = "signal",
         requeue: bool = True,
     ) -> None:
-        check_at_least("Preemption", "margin", margin, 0.0)
-        check_at_least("Preemption", "grace", grace, 0.0)
         self.dirpath, self.margin, self.grace = dirpath, margin, grace
         self.exit_status, self.requeue = exit_status, requeue
         self.max_seconds = Timer(max_time).time_remaining()  # which parses it

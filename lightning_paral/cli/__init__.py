@@ -33,15 +33,11 @@ def main() -> None:
     is_trainer_command = command in TRAINER_COMMANDS
     try:
         _run(command)
-    except KeyboardInterrupt:
-        if is_trainer_command:
-            raise
-        sys.exit(130)  # as in shells: 128 + SIGINT
-    except BrokenPipeError:
+    except (KeyboardInterrupt, BrokenPipeError) as error:
         # The traceback of a fit stays: it says why the training ended.
-        if is_trainer_command or not _is_stdout_closed():
+        if is_trainer_command or (isinstance(error, BrokenPipeError) and not _is_stdout_closed()):
             raise
-        sys.exit(128 + signal.SIGPIPE)
+        sys.exit(128 + (signal.SIGPIPE if isinstance(error, BrokenPipeError) else signal.SIGINT))  # as in shells
     except (ConfigurationError, CheckpointError) as error:
         if is_trainer_command and has_user_cause(error):
             raise

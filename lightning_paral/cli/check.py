@@ -1,17 +1,15 @@
 """`paral check`: prove on a LightningCLI configuration that training under a strategy equals one process."""
 
-import json
 import logging
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from lightning.pytorch.strategies import Strategy
-from rich.console import Console
 
+from lightning_paral.cli.output import at_work, show
 from lightning_paral.cli.parser import CommandParser
 from lightning_paral.cli.train import ConfiguredCLI
 from lightning_paral.diagnostics.check import DEFAULT, by_name, check_project
@@ -19,7 +17,6 @@ from lightning_paral.diagnostics.check_run import Fit
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.strategies.base import ParalStrategy
 from lightning_paral.strategies.dp import ParalDPStrategy
-from lightning_paral.tables import make_console
 
 
 def check_command(arguments: list[str]) -> None:
@@ -31,33 +28,28 @@ def check_command(arguments: list[str]) -> None:
     differs, and 2 if the run in one process fails.
     """
     parser = CommandParser(prog="paral check", description=check_command.__doc__)
+    add = parser.add_argument
     default = f"default: that of the configuration, and {','.join(DEFAULT)}"
-    parser.add_argument("--strategies", help=f"names with commas between them, or all ({default})")
-    parser.add_argument("--ranks", type=int, default=2, help="number of ranks to start on this machine (default: 2)")
-    parser.add_argument("--steps", type=int, default=8, help="number of optimizer steps (default: 8)")
-    parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cpu", help="kind of device (default: cpu)")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds after which a run hangs (default: 300)")
-    parser.add_argument("--keep-dropout", action="store_true", help="leave dropout on, which differs between ranks")
-    parser.add_argument("--hooks", action="store_true", help="also compare parameters after each hook of a step")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add("--strategies", help=f"names with commas between them, or all ({default})")
+    add("--ranks", type=int, default=2, help="number of ranks to start on this machine (default: 2)")
+    add("--steps", type=int, default=8, help="number of optimizer steps (default: 8)")
+    add("--accelerator", choices=("cpu", "cuda"), default="cpu", help="kind of device (default: cpu)")
+    add("--timeout", type=float, default=300.0, help="seconds after which a run hangs (default: 300)")
+    add("--keep-dropout", action="store_true", help="leave dropout on, which differs between ranks")
+    add("--hooks", action="store_true", help="also compare parameters after each hook of a step")
+    add("--json", action="store_true", help="print JSON instead of a table")
     options, rest = parser.parse_beside_fit(arguments)
-    if not rest:
-        parser.error("give a configuration, for example --config configs/gpt.yaml")
     given = {name: value for name, value in vars(options).items() if name not in ("strategies", "json")}
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # says each seed
-    # Libraries print to stdout when they are imported, and the output has to stay readable JSON.
-    with redirect_stdout(sys.stderr), Console(stderr=True).status("paral check") as status:
-        try:
-            cli = Configured(tuple(rest)).cli()
+    try:
+        with at_work("paral check") as progress:
+            cli = Configured(rest).cli()
             strategies = _strategies(options.strategies, cli.trainer_options["strategy"])
-            report = check_project(Configured(tuple(rest)), strategies, seed=cli.seed, progress=status.update, **given)
-        except ConfigurationError as error:
-            print(f"paral: {error}", file=sys.stderr)
-            sys.exit(2)
-    if options.json:
-        print(json.dumps(report.as_dict(), indent=2))
-    else:
-        make_console().print(report)
+            report = check_project(Configured(rest), strategies, seed=cli.seed, progress=progress, **given)
+    except ConfigurationError as error:
+        print(f"paral: {error}", file=sys.stderr)
+        sys.exit(2)
+    show(report, options.json)
     if not all(row.is_allowed for row in report.rows):
         sys.exit(1)
 

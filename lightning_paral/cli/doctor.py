@@ -1,11 +1,11 @@
 """`paral doctor`: what this machine has, which strategies are ready, and whether its ranks can communicate."""
 
-import argparse
 import json
 import os
 import sys
 from contextlib import redirect_stdout
 
+from lightning_paral.cli.parser import CommandParser
 from lightning_paral.diagnostics.doctor import as_json, broken, conclusion, examine
 from lightning_paral.engines.zero.options import PATH_VARIABLE
 from lightning_paral.tables import make_console
@@ -16,7 +16,7 @@ def doctor(arguments: list[str]) -> None:
 
     The exit status is 1 if something is broken.
     """
-    parser = argparse.ArgumentParser(prog="paral doctor", description=(doctor.__doc__ or "").replace("\n\n    ", " "))
+    parser = CommandParser(prog="paral doctor", description=doctor.__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks to start on this machine (default: 2)")
     path = os.environ.get(PATH_VARIABLE)
     parser.add_argument("--nvme-path", default=path, help=f"folder for offload to NVMe (default: {PATH_VARIABLE})")

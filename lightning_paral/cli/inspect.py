@@ -20,8 +20,8 @@ def inspect(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     with redirect_stdout(sys.stderr):  # loading a DeepSpeed checkpoint imports deepspeed, which prints to stdout
         manifest, found = peek(options.checkpoint, weights_only=not options.trust)
-    rows = [
-        (name, list(each.shape), str(each.dtype).removeprefix("torch."), each.numel() * each.dtype.itemsize)
+    tensors = [
+        {"name": name, "shape": list(each.shape), "dtype": str(each.dtype).removeprefix("torch."), "bytes": each.nbytes}
         for name, each in named_tensors(found)
     ]
     about = {
@@ -30,12 +30,9 @@ def inspect(arguments: list[str]) -> None:
         "world_size": manifest.world_size if manifest else None,
         "epoch": found.get("epoch"),
         "global_step": found.get("global_step"),
-        "bytes": sum(nbytes for *_, nbytes in rows),
+        "bytes": sum(each["bytes"] for each in tensors),
     }
     if options.json:
-        tensors = [dict(zip(("name", "shape", "dtype", "bytes"), row, strict=True)) for row in rows]
         print(json.dumps(about | {"tensors": tensors}, indent=2))
-        return
-    print(tabulate(about.items(), tablefmt="plain"), end="\n\n")
-    table = [(name, "x".join(map(str, shape)) or "()", dtype, f"{nbytes:,}") for name, shape, dtype, nbytes in rows]
-    print(tabulate(table, headers=("tensor", "shape", "dtype", "bytes"), colalign=("left", "left", "left", "right")))
+    else:
+        print(tabulate(about.items(), tablefmt="plain"), tabulate(tensors, headers="keys", intfmt=","), sep="\n\n")

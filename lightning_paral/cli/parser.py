@@ -15,8 +15,8 @@ from lightning_paral.suggestions import did_you_mean, nearest_names
 _UNKNOWN = re.compile(r"(?:[Oo]ption|attribute) '([\w.]+)'|arguments: -*([\w.-]+)")
 _OWNER = re.compile(r"(?:given class_path|module) '([\w.]+)'")
 _NOISE = re.compile(
-    r"[\s-]*(Does not validate against any|Subtypes:|Errors:|Given value type:|Expected a <class 'NoneType'>|"
-    r"Subclass types expect|a class path \(str\)|a dict with)"
+    r"[\s-]*(Does not validate against any|Subtypes:|Errors:|Given value type:|"
+    r"Expected a <class 'NoneType'>|Subclass types expect|a class path \(str\)|a dict with)"
 )
 """Lines in which jsonargparse describes what it tried."""
 _MAX_LINES, _MAX_WIDTH = 8, 130
@@ -32,6 +32,8 @@ class CommandParser(argparse.ArgumentParser):
     def parse_beside_fit(self, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         """Return the options of the command, and the arguments of `paral fit`; refuse what resembles the former."""
         options, rest = self.parse_known_args(arguments)
+        if not rest:
+            self.error("give a configuration, for example --config configs/gpt.yaml")
         known = re.findall(r"--[\w-]+", self.format_help())
         for each in rest:
             name = each.partition("=")[0]
@@ -53,12 +55,9 @@ class TrainerParser(LightningArgumentParser):
 
 def _exit(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     lines = [line for line in message.splitlines() if line and not _NOISE.match(line)]
-    outer_values = [line for line in lines if line.strip().startswith("Given value:")][1:]
-    shown = [
-        textwrap.shorten(line, _MAX_WIDTH, initial_indent=line[: -len(line.lstrip())])
-        for line in lines[:_MAX_LINES]
-        if line not in outer_values
-    ]
+    given = [line for line in lines if line.strip().startswith("Given value:")]  # the innermost first
+    lines = [line for line in lines[:_MAX_LINES] if line not in given[1:]]
+    shown = [textwrap.shorten(line, _MAX_WIDTH, initial_indent=line[: -len(line.lstrip())]) for line in lines]
     hint = _hint(message, re.findall(r"--([\w.-]+)", parser.format_help()))
     command = parser.prog.replace(" [options]", "")
     text = "\n".join([*shown, *filter(None, [hint]), f"`{command} --help` lists all options."])
@@ -78,24 +77,14 @@ def _hint(message: str, options: list[str]) -> str:
     if unknown is None:
         return ""
     name = unknown[1] or unknown[2]
-    owners = _OWNER.findall(message[: unknown.start()])
-    if owners:
-        return _hint_of_owner(pkgutil.resolve_name(owners[-1]), name)
     known = {part for option in options for part in option.split(".")}
-    return next((_nearest(part, known) for part in name.split(".") if part not in known), "")
-
-
-def _hint_of_owner(owner: Any, name: str) -> str:
-    """Return the hint for an unknown name in a module, or for an unknown option of a class."""
-    if not isinstance(owner, type):
-        return _nearest(name, set(dir(owner)))
-    if owner.__module__.startswith("lightning_paral."):
-        try:
-            owner(**{name: None})
-        except ConfigurationError as error:  # knows options of other strategies as well
-            return str(error)
-    return _nearest(name, set(inspect.signature(owner).parameters))
-
-
-def _nearest(name: str, known: set[str]) -> str:
-    return did_you_mean(nearest_names(name, known, 2, 0.6))
+    if owners := _OWNER.findall(message[: unknown.start()]):
+        owner: Any = pkgutil.resolve_name(owners[-1])  # a class, or the module that should have it
+        known = set(inspect.signature(owner).parameters if isinstance(owner, type) else dir(owner))
+        if getattr(owner, "__module__", "").startswith("lightning_paral."):
+            try:
+                owner(**{name: None})
+            except ConfigurationError as error:  # knows options of other strategies as well
+                return str(error)
+    wrong = [part for part in name.split(".") if part not in known]
+    return did_you_mean(nearest_names(wrong[0], known, 2, 0.6)) if wrong else ""

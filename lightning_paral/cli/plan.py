@@ -9,12 +9,12 @@ from jsonargparse import Namespace
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn import Module
 
+from lightning_paral.cli.output import show
 from lightning_paral.cli.parser import CommandParser
 from lightning_paral.cli.train import ConfiguredCLI
 from lightning_paral.engines.tensor.planner.following import Batches, first_batches, observe
 from lightning_paral.engines.tensor.planner.make import make_plan
 from lightning_paral.engines.tensor.planner.report import TensorReport, print_report, report_as_dict, report_of
-from lightning_paral.engines.zero.runtime.deepspeed import check_installed
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.planning.fake import StepSettings
 from lightning_paral.planning.follow import batch_of_shape, first_batch
@@ -22,8 +22,6 @@ from lightning_paral.planning.layout import LAYOUTS
 from lightning_paral.planning.plan import plan
 from lightning_paral.quantities import parse_bytes
 from lightning_paral.strategies.auto import ParalAutoStrategy
-from lightning_paral.strategies.zero import ParalZeROStrategy
-from lightning_paral.tables import make_console
 
 _NOT_PLANNED = ("logger", "callbacks", "plugins", "profiler")
 """Options of the Trainer whose objects are not created: they would open files or start other programs."""
@@ -38,26 +36,18 @@ def plan_command(arguments: list[str]) -> None:
     --trainer.precision. Nothing is trained, and no memory is allocated for the model.
     """
     parser = CommandParser(prog="paral plan", description=plan_command.__doc__)
-    parser.add_argument(
-        "--world-size", type=int, help="number of ranks; without it, trainer.devices times trainer.num_nodes"
-    )
-    parser.add_argument(
-        "--device-memory", help="memory of a device, such as 80GiB; without it, that of this machine's GPU, if any"
-    )
-    parser.add_argument("--batch-shape", help="instead of the data: shapes and dtypes, such as 8x128:int64,8x128:int64")
-    parser.add_argument("--strategies", help="names with commas between them; without it, all strategies")
-    parser.add_argument("--max-batch", action="store_true", help="also find the largest batch per rank that fits")
-    parser.add_argument(
-        "--tensor-parallel", type=int, metavar="T", help="instead of costs: how each layer is split over T tensor ranks"
-    )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="kind of device; cuda if left out")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add = parser.add_argument
+    add("--world-size", type=int, help="number of ranks; without it, trainer.devices times trainer.num_nodes")
+    add("--device-memory", help="memory of a device, such as 80GiB; without it, that of this machine's GPU, if any")
+    add("--batch-shape", help="instead of the data: shapes and dtypes, such as 8x128:int64,8x128:int64")
+    add("--strategies", help="names with commas between them; without it, all strategies")
+    add("--max-batch", action="store_true", help="also find the largest batch per rank that fits")
+    add("--tensor-parallel", type=int, metavar="T", help="instead of costs: how T tensor ranks split each layer")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="kind of device; cuda if left out")
+    add("--json", action="store_true", help="print JSON")
     options, rest = parser.parse_beside_fit(arguments)
-    if not rest:
-        parser.error("give a configuration, for example --config configs/gpt.yaml")
-    if options.device_memory is not None:
-        options.device_memory = parse_bytes(options.device_memory, "--device-memory")
-    batch = None if options.batch_shape is None else batch_of_shape(options.batch_shape)
+    memory = options.device_memory and parse_bytes(options.device_memory, "--device-memory")
+    batch = options.batch_shape and batch_of_shape(options.batch_shape)
     cli = _PlanningCLI(rest)
     if options.tensor_parallel is not None:
         report = _tensor_report(cli, options.tensor_parallel, batch)
@@ -70,8 +60,8 @@ def plan_command(arguments: list[str]) -> None:
     made = plan(
         cli.model,
         first_batch(cli.model, cli.datamodule) if batch is None else batch,
-        options.world_size if options.world_size is not None else _configured_world_size(given),
-        options.device_memory,
+        _configured_world_size(given) if options.world_size is None else options.world_size,
+        memory,
         precision=str(given.get("precision") or "32-true"),
         accumulate=int(given.get("accumulate_grad_batches") or 1),
         clip_value=given.get("gradient_clip_val"),
@@ -80,10 +70,7 @@ def plan_command(arguments: list[str]) -> None:
         datamodule=cli.datamodule,
         max_batch=options.max_batch,
     )
-    if options.json:
-        print(json.dumps(made.as_dict(), indent=2))
-    else:
-        make_console().print(made)
+    show(made, options.json)
 
 
 def _tensor_report(cli: "_PlanningCLI", num_ranks: int, batch: Any) -> TensorReport:
@@ -128,17 +115,14 @@ def _configured_world_size(given: dict[str, Any]) -> int:
     Raises:
         ConfigurationError: it is not a number there.
     """
-    devices, num_nodes = given.get("devices"), given.get("num_nodes") or 1
-    if isinstance(devices, str) and devices.isdigit():
-        devices = int(devices)
-    if isinstance(devices, list):
-        devices = len(devices)
-    if not isinstance(devices, int) or devices < 1:
+    devices = given.get("devices")
+    number = str(len(devices) if isinstance(devices, list) else devices)
+    if not number.isdigit() or number == "0":
         raise ConfigurationError(
             f"The configuration has devices={devices!r}, which is not a number. Give the number of ranks, for example "
             "--world-size 8."
         )
-    return devices * num_nodes
+    return int(number) * (given.get("num_nodes") or 1)
 
 
 class _PlanningCLI(ConfiguredCLI):
@@ -148,7 +132,6 @@ class _PlanningCLI(ConfiguredCLI):
         """Remove options of the Trainer whose objects are not needed, and create modules without memory."""
         self.config[self.subcommand].trainer.update(Namespace(dict.fromkeys(_NOT_PLANNED)))  # type: ignore[no-untyped-call]
         self.parser.add_instantiator(_make_on_meta, Module, subclasses=True, prepend=True)
-        self.parser.add_instantiator(_make_if_installed, ParalZeROStrategy, subclasses=True, prepend=True)
 
 
 def _make_on_meta(cls: type[Module], *args: Any, **kwargs: Any) -> Module:
@@ -157,12 +140,3 @@ def _make_on_meta(cls: type[Module], *args: Any, **kwargs: Any) -> Module:
             return cls(*args, **kwargs)
     except Exception:  # it needs values of its tensors
         return cls(*args, **kwargs)
-
-
-def _make_if_installed(cls: type[ParalZeROStrategy], *args: Any, **kwargs: Any) -> ParalZeROStrategy | None:
-    try:
-        check_installed()
-    except ConfigurationError as error:
-        print(f"paral plan: the configured strategy has no row. {error}", file=sys.stderr)
-        return None
-    return cls(*args, **kwargs)

@@ -1,14 +1,12 @@
 """`paral fit | validate | test | predict`: LightningCLI for any model, with the strategies of this package."""
 
 import os
-import pickle
 import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy
@@ -16,8 +14,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning_paral.callbacks.auto_resume import AutoResume
 from lightning_paral.checkpoint.candidates import is_checkpoint
 from lightning_paral.cli.parser import TrainerParser
-from lightning_paral.error_report import unwrap_parser_error
-from lightning_paral.errors import ConfigurationError, MissingCheckpointError
+from lightning_paral.errors import ConfigurationError, MissingCheckpointError, ParalError
 from lightning_paral.registry import STRATEGIES
 
 
@@ -31,7 +28,7 @@ class StrategyFirstTrainer(Trainer):
 
 
 class AnyModelCLI(LightningCLI):
-    """LightningCLI for any model, which also resumes from checkpoints that were saved without LightningCLI.
+    """LightningCLI for any model; a checkpoint may come from any program.
 
     Modules in the current folder can be named in a `class_path`.
     """
@@ -39,7 +36,6 @@ class AnyModelCLI(LightningCLI):
     def __init__(self, **options: Any) -> None:
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
-        self._plain_checkpoint: str | None = None
         for entry in STRATEGIES:  # jsonargparse finds a class by its name alone if it is imported
             _ = entry.strategy
         super().__init__(
@@ -64,16 +60,12 @@ class AnyModelCLI(LightningCLI):
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse the arguments, and set aside a checkpoint that names no class.
+        """Parse the arguments, and set the checkpoint aside: the model is what the configuration says.
 
-        LightningCLI replaces the configured model by the hyper-parameters of the checkpoint, and would fail on those of
-        a checkpoint that was saved without it.
+        LightningCLI would replace it by the hyper-parameters in the checkpoint, and fail on those of other programs.
         """
         super().parse_arguments(parser, args)
-        options = self.config[self.config.subcommand]
-        path = options.get("ckpt_path")
-        if path and Path(path).is_file() and not _names_class(path):
-            self._plain_checkpoint, options["ckpt_path"] = path, None
+        self._checkpoint = self.config[self.config.subcommand].pop("ckpt_path", None)
 
     def instantiate_classes(self) -> None:
         """Create the objects that the configuration describes.
@@ -81,12 +73,14 @@ class AnyModelCLI(LightningCLI):
         Raises:
             ConfigurationError: an option of a strategy is wrong. The parser's own error would list all possible types.
         """
-        if self._plain_checkpoint is not None:
-            self.config[self.subcommand]["ckpt_path"] = self._plain_checkpoint
+        self.config[self.subcommand]["ckpt_path"] = self._checkpoint
         try:
             super().instantiate_classes()
         except ValueError as error:
-            raise unwrap_parser_error(error) or error from None
+            inner: BaseException | None = error
+            while inner is not None and not isinstance(inner, ParalError):
+                inner = inner.__cause__ or inner.__context__
+            raise inner or error from None
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Create the Trainer, and apply the option `--resume`.
@@ -114,15 +108,6 @@ class AnyModelCLI(LightningCLI):
                 )
             vars(trainer)["callbacks"].insert(0, AutoResume(folder))
         return trainer
-
-
-def _names_class(path: str) -> bool:
-    """Return whether the hyper-parameters in the checkpoint at `path` name a class."""
-    try:
-        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError):
-        return False  # the strategy accepts more types, or reports the problem
-    return "_class_path" in checkpoint.get("hyper_parameters", {})
 
 
 class ConfiguredCLI(AnyModelCLI):

@@ -15,7 +15,7 @@ from tests.tables import markdown
 
 ROOT = Path(lightning_paral.__file__).parent
 TOPICS = {
-    "Names, options, commands": "options option_types registry old_lightning cli quantities",
+    "Names, options, commands": "options option_types registry cli quantities",
     "Ranks and process groups": "distributed strategies",
     "Data and evaluation": "data",
     "Modules": "model",

@@ -15,7 +15,6 @@ LAYERS = (
     "__init__",
     "diagnostics",
     "error_report",
-    "old_lightning",
     "registry",
     "strategies",
     "callbacks",

@@ -45,6 +45,23 @@ class Noisy(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
 
 
+class Manual(Noisy):
+    """Steps its optimizer itself, after every second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        if batch_idx % 2:
+            optimizer: Any = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
 class Drawn(Dataset[Tensor]):
     """Samples that draw from the global generator."""
 
@@ -88,12 +105,13 @@ def run(
     devices: int = 2,
     signal_at: SignalAt | None = None,
     resume: str | None = None,
+    make: Callable[[], Noisy] = Noisy,
     **options: Any,
 ) -> tuple[Preemption, SEEN]:
     torch.manual_seed(0)
     preemption = Preemption(dirpath=folder, exit_status="return")
     callbacks = [preemption, *([] if signal_at is None else [signal_at])]
-    module = Noisy()
+    module = make()
     defaults = {"max_epochs": 2, "val_check_interval": 0.5, "num_sanity_val_steps": 1}
     trainer = quiet_trainer(
         devices=devices, strategy=strategy_of(strategy), callbacks=callbacks, **(defaults | options)
@@ -136,6 +154,7 @@ TIMES = (
     "options",
     [
         *(pytest.param(WINDOW | {"strategy": each}, id=each) for each in ("paral_fsdp", "paral_zero2", "paral_auto")),
+        pytest.param({"signal_at": SignalAt("batch", 0, 3), "make": Manual}, id="manual optimization"),
         *(pytest.param({"signal_at": each}, id=f"{each.at}-{each.rank}") for each in TIMES),
     ],
 )

@@ -68,7 +68,7 @@ def test_inspect(saved: Path, run, name: str, form: str, strategy: str | None, w
     assert told["bytes"] == sum(tensor["bytes"] for tensor in told["tensors"])
     table = run("inspect", saved / name)
     assert "state_dict.first.weight" in table
-    assert "7x5" in table
+    assert "[7, 5]" in table
 
 
 @pytest.mark.parametrize("name", [name for name, *_ in TABLE])
