@@ -3,6 +3,7 @@
 import json
 import sys
 from contextlib import redirect_stdout
+from typing import Any
 
 from tabulate import tabulate
 
@@ -20,7 +21,7 @@ def inspect(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     with redirect_stdout(sys.stderr):  # loading a DeepSpeed checkpoint imports deepspeed, which prints to stdout
         manifest, found = peek(options.checkpoint, weights_only=not options.trust)
-    tensors = [
+    tensors: list[dict[str, Any]] = [
         {"name": name, "shape": list(each.shape), "dtype": str(each.dtype).removeprefix("torch."), "bytes": each.nbytes}
         for name, each in named_tensors(found)
     ]
