@@ -104,6 +104,6 @@ def _causes(error: BaseException, suppressed: bool = False) -> Iterator[BaseExce
 
 
 def _user_frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    from lightning_paral.distributed.hangs.user_frames import library_of
+    from lightning_paral.distributed.frames import library_of
 
     return (each for each in traceback.walk_tb(trace) if not library_of(each[0].f_code.co_filename))
