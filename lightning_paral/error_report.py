@@ -86,6 +86,6 @@ def has_user_cause(error: BaseException) -> bool:
 
 
 def _user_frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    from lightning_paral.distributed.hangs.user_frames import library_of
+    from lightning_paral.distributed.frames import library_of
 
     return (each for each in traceback.walk_tb(trace) if not library_of(each[0].f_code.co_filename))

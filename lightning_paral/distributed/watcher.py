@@ -1,7 +1,11 @@
 """A thread of each rank that talks to the other ranks while the main thread computes or waits in a collective."""
 
+import faulthandler
 import logging
+import os
+import sys
 import threading
+import traceback
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -10,6 +14,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from lightning_paral.compat.torch.process_groups import default_store
 
 POLL_SECONDS = 0.5
+_SILENT_SECONDS = 10
+"""No process is ended before the store has failed to answer for so many seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +63,17 @@ class RankWatcher:
     Messages between watchers need no collective, so they arrive while the main thread of a rank is in a collective, in
     user code, or stopped, and they cost nothing in a training step.
 
+    A call to the store has no timeout of its own. While the process that serves the store is stopped, or its node
+    cannot be reached, every call blocks, and so does everything that ends a run after a failure. A second thread then
+    ends this process. It counts seconds in which the process runs, so that ranks continue after all were suspended.
+
     Args:
         run: the name of the run, equal on all ranks.
+        patience: for how many seconds the store may be silent, as long as no error has ended the run on this rank.
         poll_seconds: the number of seconds between two polls.
     """
 
-    def __init__(self, run: str, poll_seconds: float = POLL_SECONDS) -> None:
+    def __init__(self, run: str, patience: float, poll_seconds: float = POLL_SECONDS) -> None:
         self.run = run
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.main_thread = threading.get_ident()
@@ -74,11 +85,15 @@ class RankWatcher:
         self.main_store: Store = PrefixStore(f"lightning_paral/run/{run}", default_store())
         """The store in the same namespace, for the main thread."""
         self._poll_seconds = poll_seconds
+        self._patience = patience
+        self._error: BaseException | None = None
+        self._num_polls = 0
         self._topics: list[Topic] = []
-        self._wake = threading.Event()
-        self._is_ended = False
-        self._thread = threading.Thread(target=self._poll, name="lightning_paral_watcher", daemon=True)
-        self._thread.start()
+        self._wake, self._ended = threading.Event(), threading.Event()
+        functions = {"lightning_paral_watcher": self._poll, "lightning_paral_guard": self._guard}
+        self._threads = [threading.Thread(target=each, name=name, daemon=True) for name, each in functions.items()]
+        for thread in self._threads:
+            thread.start()
 
     def add(self, topic: Topic) -> None:
         """Poll `topic` from now on."""
@@ -98,12 +113,18 @@ class RankWatcher:
         self._poll_seconds = min(self._poll_seconds, 0.1)
         self.wake()
 
+    def leave(self, error: BaseException) -> None:
+        """Note that `error` ends the run on this rank, whose main thread needs the store for it."""
+        self._error, self._patience = error, 0.0
+
     def end(self) -> None:
         """Stop polling. If a poll is in progress, wait for it for a second at most."""
-        self._is_ended = True
+        self._ended.set()
         self.wake()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=1.0)
+        for thread in self._threads:
+            if threading.current_thread() is not thread:
+                thread.join(timeout=1.0)
+        self._error = None  # its traceback would keep the run's objects in memory
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle as `None`, because a thread belongs to one process."""
@@ -111,7 +132,7 @@ class RankWatcher:
 
     def _poll(self) -> None:
         seconds = self._poll_seconds / 16  # shorter at first, because ranks meet through the topics
-        while not self._is_ended:
+        while not self._ended.is_set():
             for topic in self._topics:
                 try:
                     topic.poll(self.store)
@@ -120,6 +141,25 @@ class RankWatcher:
                 except Exception:
                     log.exception("%s failed", type(topic).__name__)
                     self.remove(topic)
+            self._num_polls += 1
             self._wake.wait(seconds)
             self._wake.clear()
             seconds = min(2 * seconds, self._poll_seconds)
+
+    def _guard(self) -> None:
+        seen, silent = 0, 0
+        while not self._ended.wait(1.0):
+            silent, seen = (silent + 1 if self._num_polls == seen else 0), self._num_polls
+            if silent > max(_SILENT_SECONDS, self._patience):
+                self._end_process(silent)
+
+    def _end_process(self, silent: int) -> None:
+        cause = "" if self._error is None else "".join(traceback.format_exception(self._error))
+        sys.stderr.write(
+            f"{cause}Rank {self.rank} ends: the process that serves the store, which is rank 0 or torchrun, has not "
+            f"answered for {silent} s. It is stopped, or its node cannot be reached.\n"
+        )
+        sys.stderr.flush()
+        if self._error is None:
+            faulthandler.dump_traceback(sys.__stderr__ or 2)
+        os._exit(1)

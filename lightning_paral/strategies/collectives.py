@@ -18,9 +18,7 @@ from lightning_paral.distributed.failures.failure import as_consequence, remembe
 from lightning_paral.distributed.failures.failure_watch import FailureWatch
 from lightning_paral.distributed.failures.liveness import LivenessOfOthers, LivenessOfRankZero
 from lightning_paral.distributed.failures.reachable import new_run_name
-from lightning_paral.distributed.hangs.stacks import StackRequests
-from lightning_paral.distributed.hangs.summary import DIFFERENT
-from lightning_paral.distributed.hangs.timeout_watch import TimeoutWatch
+from lightning_paral.distributed.hangs import DIFFERENT, Hangs
 from lightning_paral.distributed.launching.launcher import CheckedSubprocessLauncher
 from lightning_paral.distributed.process_group import explain_timeout, group_for, owned_group, release_process_group
 from lightning_paral.distributed.watcher import RankWatcher
@@ -29,7 +27,6 @@ from lightning_paral.errors import ProcessGroupError
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.strategies.after_failure import AfterFailure
 from lightning_paral.strategies.exception_hooks import end_run_if_hooks_fail
-from lightning_paral.strategies.hangs import hang_requests
 from lightning_paral.strategies.position import describe_position
 from lightning_paral.strategies.same_monitor import restore_monitors, share_monitored
 from lightning_paral.strategies.save_on_exception import replace_on_exception, restore_on_exception
@@ -44,11 +41,10 @@ class Collectives(AfterFailure):
     new process group, in which callbacks can save. No rank waits for ranks that died.
     """
 
-    _watch: TimeoutWatch | None = None
     _watcher: RankWatcher | None = None
     """During a run with several ranks, the thread that exchanges messages with the other ranks."""
-    _stacks: StackRequests | None = None
-    """During a run with several ranks, the requests by which ranks tell each other where they are."""
+    _hangs: Hangs | None = None
+    """During a run with several ranks, what asks all ranks where they are."""
     _undo_run: ExitStack | None = None
     """During a run, what undoes what holds for its duration only."""
     _logged_group: dist.ProcessGroup | None = None
@@ -64,8 +60,6 @@ class Collectives(AfterFailure):
         """Agree on a name for the run, by which ranks find each other after an exception. *Collective*."""
         self._reached = None
         self.num_runs += 1
-        if self._watch is None and nccl_backends():
-            self._watch = TimeoutWatch(self.timeout, self._timeout_option, on_timeout=self._name_hang)
         if self._undo_run is None:
             self._undo_run = ExitStack()
             self._undo_run.callback(use_default_timeout(self.timeout))
@@ -98,12 +92,16 @@ class Collectives(AfterFailure):
         launcher = self.launcher
         how = launcher.describe_end if isinstance(launcher, CheckedSubprocessLauncher) else None
         liveness = of_others or LivenessOfRankZero(self.global_rank, address)
-        self._watcher = RankWatcher(self._run)
+        self._watcher = RankWatcher(self._run, self.timeout.total_seconds() + 5.0)
         self._failures = FailureWatch(
             self._watcher, main_port, liveness, how, save_seconds=self.timeout.total_seconds()
         )
         self._watcher.add(self._failures)
-        self._begin_naming_hangs(self._watcher)
+        requeue = getattr(self.cluster_environment, "requeue_signal", None)  # of SLURM
+        takes_signal = getattr(requeue, "name", "") != "SIGUSR2"
+        self._hangs = Hangs(self._watcher, self.timeout, self._timeout_option, takes_signal=takes_signal)
+        self._watcher.add(self._hangs)
+        call_on_mismatch(self._end_after_mismatch)
 
     def report_failure(self, error: BaseException) -> BaseException:
         """Tell the other ranks that `error` ends the run on this one, and return the error to raise.
@@ -115,12 +113,12 @@ class Collectives(AfterFailure):
         if self._failures is None or trainer is None:
             return as_consequence(error, self._why_interrupted)
         self._failures.leave()  # first: this thread must not be interrupted while it reports
-        if self._stacks is not None:
-            self._stacks.freeze()
-        if isinstance(error, Exception) and explain_timeout(error, self.timeout, self._timeout_option):
-            self._name_hang()
-            if self._stacks is not None and self._stacks.summary:
-                error.add_note(self._stacks.summary)
+        timed_out = isinstance(error, Exception) and explain_timeout(error, self.timeout, self._timeout_option)
+        if self._watcher is not None and self._hangs is not None:
+            self._watcher.leave(error)
+            self._hangs.leave(error)
+            if timed_out:
+                error.add_note(self._hangs.where_all_are(f"A collective of rank {self.global_rank} timed out."))
         reported = self._failures.report(error, describe_position(trainer, error))
         if self._undo_guard is None:
             self._undo_guard = end_run_if_hooks_fail(trainer, self._end_after_hook)
@@ -138,7 +136,6 @@ class Collectives(AfterFailure):
         with ExitStack() as at_end:
             at_end.callback(self._forget_run)
             at_end.callback(self._end_watching)
-            self._end_watch()
             self._end_tracking()
             self._wait_for_savers()
 
@@ -162,18 +159,13 @@ class Collectives(AfterFailure):
         if self._watcher is not None:
             self._watcher.end()
             self._watcher = None
-        if self._stacks is not None:
-            self._stacks.end()
-            self._stacks = None
+        if self._hangs is not None:
+            self._hangs.end()
+            self._hangs = None
         if self._failures is not None:
             self._failures.end()
             self._why_interrupted = self._failures.first.why_interrupted()
             self._failures = None
-
-    def _name_hang(self) -> None:
-        """Log where all ranks are, unless they have just done so."""
-        if self._stacks is not None:
-            self._stacks.name_timeout()
 
     def end_hung_run(self, why: str, remedy: str = "") -> None:
         """End the run on all ranks, wherever they wait, with an error that says where. Call this in a thread.
@@ -182,22 +174,15 @@ class Collectives(AfterFailure):
             why: a sentence about why the run ends, which comes before where the ranks are.
             remedy: what to do, which comes after it.
         """
-        stacks, failures, trainer = self._stacks, self._failures, trainer_of(self.lightning_module)
-        if stacks is not None and failures is not None and trainer is not None:
-            where = stacks.where_all_are(why)
+        hangs, failures, trainer = self._hangs, self._failures, trainer_of(self.lightning_module)
+        if hangs is not None and failures is not None and trainer is not None:
+            where = hangs.where_all_are(why)
             error = ProcessGroupError(where if remedy in where else f"{where} {remedy}")
             failures.end_with(error, describe_position(trainer))
 
     def _end_after_mismatch(self) -> None:
         atexit.register(end_with_error)  # otherwise Python would wait for gloo's thread when it exits
         self.end_hung_run("A rank sent more to another one than its collective takes.", DIFFERENT)
-
-    def _begin_naming_hangs(self, watcher: RankWatcher) -> None:
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        self._stacks = hang_requests(trainer, self.timeout, self._timeout_option, self.cluster_environment)
-        watcher.add(self._stacks)
-        call_on_mismatch(self._end_after_mismatch)
 
     @property
     def is_in_run(self) -> bool:
@@ -310,13 +295,7 @@ class Collectives(AfterFailure):
         """Abort NCCL: a rank that failed in a step leaves work on its device that waits for the other ranks."""
         super().on_exception(exception)
         if self._may_hang and owned_group() is not None:
-            self._end_watch()  # it would report the errors of aborted communicators
             abort_nccl()
-
-    def _end_watch(self) -> None:
-        if self._watch is not None:
-            self._watch.end()
-            self._watch = None
 
     @property
     def _timeout_option(self) -> str:

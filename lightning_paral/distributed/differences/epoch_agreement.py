@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_paral.compat.torch.process_groups import default_store
 from lightning_paral.distributed.differences.same_on_ranks import values_by_rank
-from lightning_paral.distributed.hangs.frames import frames_of
+from lightning_paral.distributed.frames import frames_of
 from lightning_paral.distributed.rank_names import name_ranks
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.errors import ConfigurationError

@@ -1,7 +1,9 @@
 """A fit in which one rank sleeps, and what the ranks log of it."""
 
 import logging
+import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,26 +11,32 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_paral.distributed.process_group import release_process_group
 from tests.contract.cases import strategy_of
 from tests.launching import leave_pool
-from tests.models.regression import Regression, regression_data
+from tests.models.regression import Regression, samples
 from tests.running import quiet_trainer
 
 
+def sleep_until(awake: Path) -> None:
+    """Sleep until the file `awake` exists, for a minute at most."""
+    deadline = time.monotonic() + 60.0
+    while not awake.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
 class Sleeper(Regression):
-    """Rank `rank` sleeps at `stage` until the file `awake` exists, for a minute at most."""
+    """Rank `rank` sleeps at `stage` until the file `awake` exists; at "loader", a worker of its loader does."""
 
     def __init__(self, stage: str, rank: int, awake: Path) -> None:
         super().__init__()
         self.stage, self.rank, self.awake = stage, rank, awake
 
     def sleep_at(self, stage: str) -> None:
-        deadline = time.monotonic() + 60.0
         if stage == self.stage and dist.get_rank() == self.rank:
-            while not self.awake.exists() and time.monotonic() < deadline:
-                time.sleep(0.1)
+            sleep_until(self.awake)
 
     def configure_model(self) -> None:
         self.sleep_at("configure_model")
@@ -62,28 +70,38 @@ class Logged(logging.Handler):
 
 def fit_with_own_group(
     label: str,
-    model: Regression,
+    models: list[Sleeper],
     logged: Logged,
     folder: str,
     timeout: float,
     *callbacks: Callback,
     num_batches: int = 3,
 ) -> str:
-    """Fit in a process group that the strategy creates; return the error, or an empty string."""
+    """Fit one model after the other in a process group that the strategies create; return the error, or ""."""
     leave_pool()
     logging.getLogger("lightning_paral").addHandler(logged)
-    trainer = quiet_trainer(
-        devices=2,
-        max_epochs=1,
-        strategy=strategy_of(label, timeout=timeout),
-        callbacks=[ModelCheckpoint(folder), *callbacks],
-        enable_checkpointing=True,
-    )
     try:
-        trainer.fit(model, regression_data(num_batches, 2), regression_data(2, 2))
+        for model in models:
+            trainer = quiet_trainer(
+                devices=2,
+                max_epochs=1,
+                strategy=strategy_of(label, timeout=timeout),
+                callbacks=[ModelCheckpoint(folder), *callbacks],
+                enable_checkpointing=True,
+            )
+            options: dict[str, Any] = {}
+            if model.stage == "loader":
+                is_asleep = model.rank == int(os.environ["RANK"])
+                sleep = partial(_sleep_in_worker, model.awake if is_asleep else Path(folder))
+                options = {"num_workers": 1, "worker_init_fn": sleep}
+            trainer.fit(model, DataLoader(samples(num_batches), 6, **options), DataLoader(samples(2), 6))
         return ""
     except (Exception, SIGTERMException) as error:
-        return str(error) or type(error).__name__
+        return "\n".join([str(error) or type(error).__name__, *getattr(error, "__notes__", ())])
     finally:
         logging.getLogger("lightning_paral").removeHandler(logged)
         release_process_group(after_failure=True)
+
+
+def _sleep_in_worker(awake: Path, worker: int) -> None:
+    sleep_until(awake)

@@ -29,7 +29,7 @@ def main(folder: str) -> None:
     trainer = quiet_trainer(
         devices=2,
         max_epochs=1,
-        strategy=strategy_of("paral_ddp", timeout=5.0),
+        strategy=strategy_of("paral_ddp", timeout=3.0),
         callbacks=[ModelCheckpoint(folder)],
         enable_checkpointing=True,
     )

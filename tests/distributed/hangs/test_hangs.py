@@ -1,7 +1,10 @@
-"""A hang ends at the timeout, which is named, and before it all ranks say where they are."""
+"""A hang ends at the timeout, which is named, and every rank says where it is; on SIGUSR2 the run continues."""
 
 import os
+import re
 import signal
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -9,52 +12,60 @@ import pytest
 from torch import Tensor
 
 from lightning_paral import Preemption
+from tests.distributed.hangs import mismatched
 from tests.distributed.hangs.sleeping import Logged, Sleeper, fit_with_own_group
+from tests.launching import TORCHRUN, outputs
 
-SECONDS = 5.0
-STRATEGIES = (
-    "paral_ddp",
-    "paral_ddp_ring",
-    "paral_fsdp",
-    "paral_zero2",
-    "paral_zero3",
-)
-STAGES = ("configure_model", "training_step", "validation_step", "on_save_checkpoint")
+SECONDS = 3.0
+SECONDS_AT_MOST = 200.0
 
 
 def hang(label: str, stage: str, sleeper: int, folder: str) -> tuple[list[str], str]:
     """Let a rank sleep until the other one has given up. Return what this rank logged, and its error."""
     awake, logged = Path(folder, "awake"), Logged()
-    error = fit_with_own_group(label, Sleeper(stage, sleeper, awake), logged, folder, SECONDS)
+    error = fit_with_own_group(label, [Sleeper(stage, sleeper, awake)], logged, folder, SECONDS)
     awake.touch()
     return logged.messages, error
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("label", STRATEGIES)
+@pytest.mark.parametrize(
+    ("label", "stage"),
+    [
+        ("paral_ddp", "loader"),
+        ("paral_ddp_ring", "training_step"),
+        ("paral_fsdp", "validation_step"),
+        ("paral_zero2", "on_save_checkpoint"),
+        ("paral_zero3", "configure_model"),
+    ],
+)
 def test_hang_ends_at_the_timeout_and_names_the_rank_that_sleeps(in_own_world, tmp_path, label, stage) -> None:
     sleeper = 0 if stage == "on_save_checkpoint" else 1
     waiting = 1 - sleeper
     told = in_own_world(2, hang, label, stage, sleeper, str(tmp_path), timeout=90.0)
 
-    assert "did not finish within timeout=0:00:05, set by `Paral" in told[waiting][1]
-    printed = "\n".join(told[0][0] + told[1][0])
-    assert printed.count(f"Rank {waiting} has waited for") == 1
-    assert f"Rank {sleeper} has been in `sleep_at` (sleeping.py:" in printed
-    assert f"called by `{stage}` (sleeping.py:" in printed
-    assert f"; rank {waiting} has waited " in printed
+    error = told[waiting][1]
+    line = r"`sleep_until` \(sleeping.py:\d+\)"
+    if stage == "loader":
+        line = r"`fit_with_own_group` \(sleeping.py:\d+\), in `_try_get_data` \(torch/utils/data/dataloader.py:\d+\)"
+    assert "did not finish within timeout=0:00:03, set by `Paral" in error
+    where = rf"Rank {sleeper} is in {line}; rank {waiting} is in "
+    assert re.search(rf"A collective of rank {waiting} timed out. {where}", error)
+    logged = "\n".join(told[sleeper][0])
+    assert f"Rank {sleeper} of 2 (process " in logged
+    assert " in fit_with_own_group\n" in logged  # its whole stack
+    assert any(error.endswith(message) for message in told[waiting][0])
 
 
 def ask_by_signal(folder: str) -> tuple[list[str], str]:
     """Let rank 1 sleep until the summary is logged, and send SIGUSR2 to rank 0, which waits in a collective."""
     awake, process = Path(folder, "awake"), Path(folder, "process")
     logged = Logged("SIGUSR2 reached rank 0.", awake)
-    model = Asking(process, awake)
-    return logged.messages, fit_with_own_group("paral_ddp", model, logged, folder, 60.0)
+    models = [Sleeper("", 1, awake), Asking(process, awake)]
+    return logged.messages, fit_with_own_group("paral_ddp", models, logged, folder, 60.0)
 
 
 class Asking(Sleeper):
-    """Rank 1 sends SIGUSR2 to rank 0 two seconds before it sleeps."""
+    """Rank 1 sends SIGUSR2 to rank 0 a second before it sleeps."""
 
     def __init__(self, process: Path, awake: Path) -> None:
         super().__init__("training_step", 1, awake)
@@ -66,30 +77,29 @@ class Asking(Sleeper):
 
     def sleep_at(self, stage: str) -> None:
         if stage == self.stage and self.global_rank == 1:
-            time.sleep(2.0)
+            time.sleep(1.0)
             os.kill(int(self.process.read_text()), signal.SIGUSR2)
         super().sleep_at(stage)
 
 
-def test_signal_shows_where_all_ranks_are_and_the_run_continues(in_own_world, tmp_path) -> None:
+def test_signal_in_a_later_run_shows_where_all_ranks_are_and_the_run_continues(in_own_world, tmp_path) -> None:
     told = in_own_world(2, ask_by_signal, str(tmp_path), timeout=90.0)
 
     assert [error for _, error in told] == ["", ""]
-    stack, summary = told[0][0]
-    assert "Rank 0 of 2 (process" in stack
-    assert "has waited" in stack
-    assert "in the backward pass (Lightning's `backward`, called at sleeping.py:" in stack
-    assert "trainer.fit(model, regression_data(num_batches, 2), regression_data(2, 2))\n  ... " in stack
-    assert summary.startswith("SIGUSR2 reached rank 0. Rank 1 has been in `sleep_at` (")
-    assert "; rank 0 has waited" in summary
-    (stack,) = told[1][0]
-    assert "time.sleep(0.1)" in stack
+    stacks, summary = told[0][0]
+    assert "Rank 0 of 2 (process" in stacks
+    assert " in training_step\n" not in stacks  # it is in the backward pass
+    waits = r"`fit_with_own_group` \(sleeping.py:\d+\), in `_engine_run_backward` \(torch/autograd/graph.py:\d+\)"
+    where = rf"Rank 1 is in `sleep_until` \(sleeping.py:\d+\); rank 0 is in {waits}."
+    assert re.fullmatch(rf"SIGUSR2 reached rank 0. {where}", summary)
+    (stacks,) = told[1][0]
+    assert " in training_step\n" in stacks
 
 
 def terminate(folder: str, label: str, callbacks: list[Preemption], hangs: bool) -> tuple[str, int]:
     """Send SIGTERM to rank 0, from rank 1 in batch 1, and return the error and the number of steps of this rank."""
     logged, model = Logged(), Terminating(Path(folder), hangs)
-    error = fit_with_own_group(label, model, logged, folder, 60.0, *callbacks, num_batches=20_000)
+    error = fit_with_own_group(label, [model], logged, folder, 60.0, *callbacks, num_batches=20_000)
     return error, model.num_steps
 
 
@@ -117,9 +127,9 @@ def test_sigterm_ends_a_run_that_hangs_and_names_where_the_ranks_are(in_own_worl
     told = in_own_world(2, terminate, *arguments, timeout=90.0)
 
     for error, num_steps in told:
-        assert "The job received SIGTERM, but no batch ended for 1 s. Rank 1 has been in `sleep_at` (" in error
-        assert "; rank 0 has waited " in error
-        assert "of the root FSDP unit (" in error
+        assert "The job received SIGTERM, but no batch ended for 1 s. Rank 1 is in `sleep_until` (" in error
+        assert "; rank 0 is in `fit_with_own_group` (sleeping.py:" in error
+        assert re.search(r"\), in `\w+` \((torch|lightning_paral)/", error)
         assert num_steps <= 2
 
 
@@ -128,3 +138,37 @@ def test_sigterm_stops_all_ranks_after_the_same_step_without_a_callback(in_own_w
 
     assert told[0] == told[1]
     assert told[0][0] == "SIGTERMException"
+
+
+@pytest.mark.parametrize(
+    "by", [(sys.executable,), pytest.param(TORCHRUN, marks=pytest.mark.lane("all"))], ids=["python", "torchrun"]
+)
+@pytest.mark.parametrize(("strategy", "function"), [("paral_fsdp", "training_step"), ("paral_zero3", "forward")])
+def test_ranks_that_run_other_units_are_named_with_the_remedy(launch, strategy, function, by) -> None:
+    process = launch("-m", mismatched.__name__, strategy, by=by)
+
+    (printed,) = outputs(process)
+
+    assert process.returncode == 1, printed
+    last = next(line for line in reversed(printed.splitlines()) if "ProcessGroupError" in line)
+    assert "A rank sent more to another one than its collective takes." in last
+    assert f"in `{function}` (mismatched.py:" in last
+    assert re.search(r"Ranks 0, 1 are in |Rank 0 is in .*; rank 1 is in |Rank 1 is in .*; rank 0 is in ", last), last
+    assert "Run a unit without samples on a dummy input" in last
+    assert "terminate called" not in printed
+
+
+def test_other_ranks_end_although_rank_0_is_stopped_and_its_store_does_not_answer(launch, tmp_path: Path) -> None:
+    process = launch("-m", "tests.distributed.hangs.stopped", str(tmp_path))
+    timer, printed = threading.Timer(SECONDS_AT_MOST, process.kill), ""
+    timer.start()
+    while "Rank 1 ends: the process that serves the store" not in printed:
+        line = process.stdout.readline()
+        assert line, printed
+        printed += line
+    timer.cancel()
+    process.send_signal(signal.SIGCONT)
+    outputs(process)  # ends only when every process that holds the pipe has ended
+
+    assert process.returncode != 0
+    assert "set by `ParalDDPStrategy(timeout=...)`" in printed

@@ -16,7 +16,6 @@ from lightning_paral import ConfigurationError, ParalDDPStrategy
 from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.distributed import process_group as groups
 from lightning_paral.distributed.failures import failure_watch
-from lightning_paral.distributed.hangs.timeout_watch import TimeoutWatch
 from lightning_paral.errors import RankFailedError
 from lightning_paral.model.host_memory_check import host_memory_shortage
 from lightning_paral.strategies import collectives
@@ -69,7 +68,7 @@ def fail_alone(label: str) -> tuple[list[str], str]:
         patch.undo()
     assert not dist.is_initialized()
     threads = {thread.name for thread in threading.enumerate()}
-    assert threads.isdisjoint({"lightning_paral_timeout", "lightning_paral_watcher"})
+    assert threads.isdisjoint({"lightning_paral_guard", "lightning_paral_watcher"})
     return happened, repr(error)
 
 
@@ -85,21 +84,6 @@ def test_a_rank_that_fails_alone_aborts_and_wakes_the_others(in_own_world, label
     assert told[1][1] == "KeyError('of rank 1')"
     assert 'RankFailedError("Rank 0 ended because rank 1 (' in told[0][1]
     assert ") failed in training batch 1 of epoch 0 (global step 1): KeyError: 'of rank 1'" in told[0][1]
-
-
-def test_a_timeout_that_ends_the_process_is_named_with_its_option_and_the_stack(caplog) -> None:
-    found: list[list[str]] = [[], ["TIMEOUT"]]
-
-    def errors() -> list[str]:
-        return found.pop(0)
-
-    watch = TimeoutWatch(timedelta(minutes=7), "Strategy(timeout=...)", errors, interval=0.01)
-    watch._thread.join(timeout=60)
-
-    (record,) = caplog.records
-    assert "timeout=0:07:00, set by `Strategy(timeout=...)`" in record.getMessage()
-    assert "test_a_timeout_that_ends_the_process" in record.getMessage()
-    watch.end()
 
 
 def test_backends_are_widened_by_one_for_tensors_on_the_host(monkeypatch) -> None:

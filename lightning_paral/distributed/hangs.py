@@ -1,0 +1,185 @@
+"""Say where all ranks are: on SIGUSR2, and when a collective does not finish within the timeout.
+
+Each rank answers in the watcher's thread, wherever its main thread waits. Answers go through the store.
+"""
+
+import faulthandler
+import json
+import logging
+import os
+import signal
+import socket
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from torch.distributed.distributed_c10d import Store
+
+from lightning_paral.compat.torch.aborting import nccl_errors
+from lightning_paral.distributed.frames import Place, place_of, place_of_thread
+from lightning_paral.distributed.rank_names import name_ranks
+from lightning_paral.distributed.signals import call_on_signal, handler_of
+from lightning_paral.distributed.watcher import RankWatcher
+
+DIFFERENT = (
+    "The collectives of the ranks do not match. Every rank must run the same units equally often, and use the same "
+    "parameters, whatever its samples are. Run a unit without samples on a dummy input, adding 0 * its output to the "
+    "loss, and continue a loop of generation until all ranks are done, as synced_gpus=True does."
+)
+_ANSWER_SECONDS = 1.5
+"""How long a rank waits for the answers of the others. If its collective timed out, they learn of the failure only
+afterwards, and those whose connections it has closed wait for two seconds for the cause."""
+_SAME_HANG_SECONDS = 2.0
+"""For how long answers count: several ranks time out together."""
+_SIGNAL: Any = getattr(signal, "SIGUSR2", None)  # Windows has none
+
+log = logging.getLogger(__name__)
+
+
+class Hangs:
+    """A topic of the watcher: if a rank asks, each rank says where its main thread is, and logs all of its stacks.
+
+    A rank that asked logs where all ranks are.
+
+    Args:
+        watcher: the watcher that polls this topic.
+        timeout: the timeout of collectives.
+        option: the name of the option that sets it.
+        takes_signal: whether to ask when this process receives SIGUSR2. A handler of the user is left alone.
+    """
+
+    def __init__(self, watcher: RankWatcher, timeout: timedelta, option: str, *, takes_signal: bool = True) -> None:
+        self._watcher, self._rank, self._world_size = watcher, watcher.rank, watcher.world_size
+        self._timeout = f"timeout={timeout}, set by `{option}`"
+        self._left_at: Place | None = None
+        self._is_nccl_broken = False
+        self._why, self._if_all_wait = "", ""
+        self._asked_at = 0.0
+        """When this rank began to wait for answers; 0 if it does not."""
+        self._round, self._answered_at = 0, 0.0
+        """The last request that this rank has answered, and when."""
+        self._summary, self._is_summarized = "", threading.Event()
+        takes_signal = takes_signal and _SIGNAL is not None and handler_of(_SIGNAL) == signal.SIG_DFL
+        ask = partial(self._ask, f"SIGUSR2 reached rank {self._rank}.")
+        self._release_signal = call_on_signal(_SIGNAL, ask) if takes_signal else lambda: None
+
+    def where_all_are(self, why: str) -> str:
+        """Ask all ranks where they are, and return `why` with the answer. Do not call this in the watcher's thread.
+
+        Waits for the answers, for two seconds at most.
+        """
+        self._ask(why, DIFFERENT)
+        deadline = time.monotonic() + _ANSWER_SECONDS + 0.5
+        while not self._is_summarized.wait(0.1) and time.monotonic() < deadline:
+            self._watcher.wake()
+        return self._summary or why
+
+    def leave(self, error: BaseException) -> None:
+        """Answer from now on where `error` was raised, which ends the run on this rank. Call this while handling it."""
+        raised = reversed(list(traceback.walk_tb(error.__traceback__)))  # ends at the frame that has caught it
+        self._left_at = place_of([*raised, *traceback.walk_stack(None)])
+
+    def end(self) -> None:
+        """Release the signal."""
+        self._release_signal()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle as `None`, because it belongs to one run in one process."""
+        return type(None), ()
+
+    def _ask(self, why: str, if_all_wait: str = "") -> None:
+        self._is_summarized.clear()
+        self._summary, self._asked_at, self._if_all_wait, self._why = "", 0.0, if_all_wait, why
+        self._watcher.wake()
+
+    # Called by the watcher's thread
+
+    def poll(self, store: Store) -> None:
+        """Ask if there is a reason, answer requests, and say where all ranks are if this one has asked."""
+        self._look_at_nccl()
+        self._exchange(store)
+
+    def _look_at_nccl(self) -> None:
+        """Ask if an NCCL collective has timed out: no exception reaches Python, and NCCL soon ends the process."""
+        errors = [] if self._is_nccl_broken or self._left_at is not None else nccl_errors()
+        if not errors:
+            return
+        self._is_nccl_broken = True
+        if errors[0] == "TIMEOUT":
+            why = (
+                f"A collective of rank {self._rank} did not finish within {self._timeout}. NCCL ends this process soon."
+            )
+            self._ask(why, DIFFERENT)
+        else:
+            log.error(
+                "NCCL reports %s in a collective of rank %d: some rank failed or cannot be reached. Look for the first "
+                "error among all ranks.",
+                errors[0],
+                self._rank,
+            )
+
+    def _exchange(self, store: Any) -> None:
+        now, asked = time.monotonic(), int(store.add("stacks/asked", 0))
+        if self._why and not self._asked_at:
+            self._asked_at = now
+            if asked == self._round and now - self._answered_at > _SAME_HANG_SECONDS:
+                asked = int(store.compare_set("stacks/asked", str(asked), str(asked + 1)))  # once, if several ask
+        if asked > self._round:
+            self._answer(store, asked)
+        if self._asked_at:
+            self._summarize(store)
+
+    def _answer(self, store: Any, asked: int) -> None:
+        self._round, self._answered_at = asked, time.monotonic()
+        place = self._left_at or place_of_thread(self._watcher.main_thread)
+        store.set(f"stacks/{asked}/{self._rank}", json.dumps(place))
+        if self._left_at is None:
+            who = f"Rank {self._rank} of {self._world_size} (process {os.getpid()} on {socket.gethostname()})"
+            log.warning("%s is in %s. Its threads:\n%s", who, place.text, _stacks())
+
+    def _summarize(self, store: Any) -> None:
+        keys = [f"stacks/{self._round}/{rank}" for rank in range(self._world_size)]
+        if not store.check(keys) and time.monotonic() - self._asked_at < _ANSWER_SECONDS:
+            return
+        places = {rank: Place(*json.loads(store.get(key))) for rank, key in enumerate(keys) if store.check([key])}
+        self._summary = f"{self._why} {summarize(places, self._world_size, self._if_all_wait)}"
+        self._why, self._asked_at = "", 0.0
+        own = str(self._rank)
+        if store.compare_set(f"stacks/{self._round}/logged", "", own) == own.encode():
+            log.warning("%s", self._summary)
+        self._is_summarized.set()
+
+
+def summarize(places: Mapping[int, Place], world_size: int, if_all_wait: str = "") -> str:
+    """Return where all ranks are, in one sentence.
+
+    Ranks that wait for others come after the ranks for which they may wait, and ranks that gave no answer come last.
+
+    Args:
+        places: where each rank is that has answered.
+        world_size: the number of ranks.
+        if_all_wait: a sentence to add if all ranks wait for each other, in different places.
+    """
+    groups: dict[Place, list[int]] = {}
+    for rank, place in sorted(places.items()):
+        groups.setdefault(place, []).append(rank)
+    ordered = sorted(groups.items(), key=lambda group: (group[0].waits, group[1]))
+    parts = [f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} in {place.text}" for place, ranks in ordered]
+    absent = [rank for rank in range(world_size) if rank not in places]
+    if absent:
+        parts.append(f"{name_ranks(absent)} {'has' if len(absent) == 1 else 'have'} not answered")
+    text = "; ".join(parts)
+    are_different = len(groups) > 1 and not absent and all(place.waits for place in groups)
+    return f"{text[0].upper()}{text[1:]}." + (f" {if_all_wait}" if if_all_wait and are_different else "")
+
+
+def _stacks() -> str:
+    with tempfile.TemporaryFile("w+") as file:  # then logged in one piece: ranks write at the same time
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        return file.read().rstrip()

@@ -1,1 +1,0 @@
-"""Say where all ranks are when they wait for each other too long."""
