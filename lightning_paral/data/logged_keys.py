@@ -94,7 +94,8 @@ class CheckedReduce:
         """Return `value` reduced over `group`. *Collective*.
 
         Raises:
-            ConfigurationError: another rank reduces a different key. On CUDA, `differs` is set instead.
+            ConfigurationError: another rank reduces a different key. On CUDA, the value is then not a number, and
+                `differs` is set.
         """
         if not isinstance(value, Tensor) or not dist.is_initialized():
             return value
@@ -116,6 +117,7 @@ class CheckedReduce:
         differs = ~((reduced[-2:] - expected).abs() < 0.5).all()
         if not can_be_read_at_once(value):
             self._differs.add(differs)
+            reduced = reduced.masked_fill(differs, torch.nan)  # no logger gets a mean of different keys
         elif differs:
             raise explain(self._history, self._dims, what)
         return reduced[:-2].reshape(value.shape).to(_dtype_of_result(value, reduce_op))
