@@ -70,12 +70,20 @@ class LoggedHistory:
         """A number that changes with each part, and with each value."""
         self.is_reducing = False
         """Whether the main thread is in the reduction of a value."""
+        self._num_steps = 0
         self._number = (0, 0)  # the second counts steps of evaluation, of which ranks have the same number in a loader
         self._parts: deque[tuple[tuple[int, int], str, list[str]]] = deque(maxlen=_NUM_PARTS)
 
+    @property
+    def step(self) -> tuple[int, int]:
+        """The number of the current step, equal on all ranks. Steps that follow each other have different ones."""
+        return self._num_steps, self._number[1]
+
     def begin_part(self, where: str | None = None) -> None:
         """Begin a step, or the next part of it, at a point that every rank reaches."""
-        self.where = where or self.where
+        if where is not None:
+            self.where = where
+            self._num_steps += 1
         self._number = (self._number[0] + 1, 0)
         self.num_events += 1
 
