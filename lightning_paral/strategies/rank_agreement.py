@@ -178,6 +178,16 @@ class RankAgreement(StrategyDescription):
         super().setup_optimizers(trainer)
         self._check_same_optimizers()
 
+    def on_validation_end(self) -> None:
+        """Notice from now on if a rank waits for a value that this rank has not logged in the hooks before."""
+        super().on_validation_end()
+        self._data.logged.begin_part()
+
+    def on_test_end(self) -> None:
+        """Notice from now on if a rank waits for a value that this rank has not logged in the hooks before."""
+        super().on_test_end()
+        self._data.logged.begin_part()
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the training step.
 
