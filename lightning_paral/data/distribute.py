@@ -17,7 +17,7 @@ from lightning_paral.data.exact_evaluation import ExactEvaluationLoops
 from lightning_paral.data.global_order import Seed
 from lightning_paral.data.iterable import distribute_iterable
 from lightning_paral.data.loader import Loader, samplers, seed_workers_by_data_rank, with_iteration
-from lightning_paral.data.logged_steps import LoggedSteps
+from lightning_paral.data.logged_agreement import LoggedHistory
 from lightning_paral.data.map_style import distribute_map_style
 from lightning_paral.data.own_draws import OwnDraws
 from lightning_paral.data.padding import strip_padding
@@ -62,7 +62,7 @@ class LoaderDistributor:
         self._seed = Seed(seed)
         self._run_padding = run_padding
         self.position = DataPosition(trainer, self._seed)
-        self.logged = LoggedSteps()
+        self.logged = LoggedHistory()
         """Which logged values this rank has reduced in which step."""
         self._last_index: dict[RunningStage, tuple[int, int]] = {}  # epoch and index of the last loader prepared
         self._has_warned = False
@@ -73,7 +73,7 @@ class LoaderDistributor:
             self._own_draws = OwnDraws(trainer, dims.data_rank, self._undo, in_steps=sampling.split == "batch")
             ExactEvaluationLoops(trainer, dims, run_padding, self._undo, self.logged)
             self._replace_training_results()
-        gather_over_data_ranks(dims, self._undo)
+        gather_over_data_ranks(dims, self.logged, self._undo)
 
     def end(self) -> None:
         """Restore the trainer's own methods. `position` can still be read."""

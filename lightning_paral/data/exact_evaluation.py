@@ -21,9 +21,9 @@ from lightning_paral.compat.lightning.evaluation import (
     replace_predict_step,
     set_results,
 )
-from lightning_paral.data.logged_steps import LoggedSteps
+from lightning_paral.data.logged_agreement import LoggedHistory
 from lightning_paral.data.padding import MaybeUneven, PaddingBatch, rollback_side_effects
-from lightning_paral.data.uneven_metrics import change_updates, find_metrics, keep_steps_local
+from lightning_paral.data.uneven_metrics import change_updates, keep_steps_local, metrics_of_run
 from lightning_paral.data.uneven_results import UnevenResults
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.errors import ConfigurationError
@@ -37,22 +37,22 @@ class ExactEvaluationLoops:
         dims: the parallel dimensions, which say which ranks evaluate different samples.
         run_padding: whether the step contains collectives and must run for padding batches. Otherwise they are skipped.
         undo: a stack to which functions that undo the changes are pushed.
-        steps: keeps which logged values this rank has reduced.
+        history: remembers which logged values this rank has reduced.
     """
 
     def __init__(
-        self, trainer: Trainer, dims: ParallelDims, run_padding: bool, undo: ExitStack, steps: LoggedSteps
+        self, trainer: Trainer, dims: ParallelDims, run_padding: bool, undo: ExitStack, history: LoggedHistory
     ) -> None:
         self._trainer = trainer
         self._dims = dims
         self._run_padding = run_padding
-        self._steps = steps
+        self._history = history
         for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             self._change_evaluation(loop, undo)
         self._change_prediction(trainer.predict_loop, undo)
 
     def _change_evaluation(self, loop: EvaluationLoop, undo: ExitStack) -> None:
-        results = UnevenResults(self._dims, self._steps)
+        results = UnevenResults(self._dims, self._history)
         set_results(loop, results)
 
         def skip_padding(evaluation_step: Step) -> Step:
@@ -79,7 +79,7 @@ class ExactEvaluationLoops:
 
         def join_results() -> None:
             results.rank_local = False
-            self._steps.end_loader(
+            self._history.begin_part(
                 f"the hooks at the end of {'the test' if self._trainer.testing else 'the validation'}"
             )
             results.exchange(self._trainer.lightning_module)
@@ -90,7 +90,7 @@ class ExactEvaluationLoops:
     def _begin_step(self, loop: EvaluationLoop, batch_idx: int, dataloader_idx: int) -> None:
         stage = "test" if self._trainer.testing else "validation"
         loader = f" of loader {dataloader_idx}" if loop.num_dataloaders > 1 else ""
-        self._steps.begin_evaluation_step(f"{stage} batch {batch_idx}{loader}")
+        self._history.begin_evaluation_step(f"{stage} batch {batch_idx}{loader}")
 
     @contextmanager
     def _changing_metrics(self, results: UnevenResults, weight: float) -> Iterator[None]:
@@ -99,7 +99,7 @@ class ExactEvaluationLoops:
             yield
             return
         if results.found_metrics is None:
-            results.found_metrics = self._find_metrics()
+            results.found_metrics = metrics_of_run(self._trainer)
         with ExitStack() as undo:
             if results.rank_local:
                 keep_steps_local(results.found_metrics, undo)
@@ -108,9 +108,6 @@ class ExactEvaluationLoops:
                 results.weight = weight
                 change_updates(results.found_metrics, weight, undo)
             yield
-
-    def _find_metrics(self) -> list[Any]:
-        return find_metrics((self._trainer.lightning_module, *vars(self._trainer)["callbacks"]))
 
     def _change_prediction(self, loop: PredictionLoop, undo: ExitStack) -> None:
         found: list[Any] | None = None
@@ -121,7 +118,7 @@ class ExactEvaluationLoops:
                 unwrapped = unwrap_batch(batch, combined_loader_of(loop))
                 with ExitStack() as undo_step:
                     if unwrapped.some_have_none or dataloader_iter is not None:
-                        found = self._find_metrics() if found is None else found
+                        found = metrics_of_run(self._trainer) if found is None else found
                         keep_steps_local(found, undo_step)
                     if not unwrapped.is_padding:
                         predict_step(unwrapped.batch, batch_idx, dataloader_idx, dataloader_iter)
@@ -136,7 +133,7 @@ class ExactEvaluationLoops:
         replace_predict_step(loop, skip_padding, undo)
 
     def _discard_padding_step(self, loop: EvaluationLoop, results: UnevenResults, batch: Any, batch_idx: int) -> None:
-        discarded = UnevenResults(self._dims)
+        discarded = UnevenResults(self._dims, LoggedHistory())
         discarded.rank_local = True
         discarded.dataloader_idx = results.dataloader_idx
         set_results(loop, discarded)

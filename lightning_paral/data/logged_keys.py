@@ -1,29 +1,65 @@
-"""Check that all ranks reduce the same key in `self.log(..., sync_dist=True)`."""
+"""Check that all ranks reduce the same keys of `self.log(..., sync_dist=True)`."""
 
-import json
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torchmetrics import Metric
 
-from lightning_paral.compat.lightning.results import ResultCollection, Sync
+from lightning_paral.compat.lightning.results import ResultCollection, ResultMetric
 from lightning_paral.compat.torch.process_groups import default_store
-from lightning_paral.data.logged_steps import EVERY_RANK, LoggedSteps
-from lightning_paral.data.pending_checks import PendingChecks
-from lightning_paral.data.same_keys import check_same_keys, spans_data_ranks
+from lightning_paral.data.logged_agreement import EVERY_RANK, LoggedHistory, Record, error_about, find_difference
 from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.distributed.rank_names import name_ranks
 from lightning_paral.distributed.store_exchange import exchange_in_store
 from lightning_paral.errors import ConfigurationError
 
-_LARGEST_SUM = {torch.float32: 2**23, torch.float64: 2**52}
-"""By dtype, an upper bound for sums of fingerprints, so that they are exact."""
-
+_LARGEST_SUM = 2**52
+"""An upper bound for sums of fingerprints, so that they are exact in float64."""
 _EXCHANGE_TIMEOUT = timedelta(seconds=5)
+_METRIC = "the metric "
+
+
+class DeviceFlag:
+    """Whether any of many checks has failed, read without waiting for the device on which the results are."""
+
+    def __init__(self) -> None:
+        self._raised: Tensor | None = None
+        self._sent: tuple[Tensor, torch.cuda.Event | None] | None = None
+
+    def add(self, failed: Tensor) -> None:
+        """Add the result of a check, a 0-dimensional tensor of booleans."""
+        self._raised = failed if self._raised is None else self._raised | failed
+
+    def read(self, *, wait: bool) -> bool:
+        """Return whether a check has failed whose result has arrived; with `wait=True`, wait for all results."""
+        while self._sent is not None or self._raised is not None:
+            if self._sent is None:
+                assert self._raised is not None
+                self._sent, self._raised = _send_to_host(self._raised), None
+            copy, event = self._sent
+            if event is not None and wait:
+                event.synchronize()
+            if event is not None and not event.query():  # type: ignore[no-untyped-call]
+                return False
+            self._sent = None
+            if copy:
+                return True
+        return False
+
+
+def _send_to_host(flag: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    if flag.device.type != "cuda":
+        return flag, None
+    copy = torch.empty(flag.shape, dtype=flag.dtype, device="cpu", pin_memory=True).copy_(flag, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(flag.device))
+    return copy, event
 
 
 class CheckedReduce:
@@ -38,114 +74,80 @@ class CheckedReduce:
         key: the names of the hook and of the value, as in Lightning's results.
         reduce: the strategy's `reduce`.
         dims: the parallel dimensions. `reduce` reduces over the data ranks unless a group is given.
-        steps: keeps what this rank has reduced over the data ranks.
+        history: remembers what this rank has reduced over the data ranks.
+        differs: set if another rank has reduced a different key, and the result of the comparison is on a device.
     """
 
     def __init__(
-        self, key: str, reduce: Callable[..., Any], dims: ParallelDims, steps: LoggedSteps | None = None
+        self, key: str, reduce: Callable[..., Any], dims: ParallelDims, history: LoggedHistory, differs: DeviceFlag
     ) -> None:
-        self.key = key
-        self._what = f"logged {key!r} with sync_dist=True"
-        self._steps = LoggedSteps() if steps is None else steps
         self.weight = 1.0
         """The weight of this rank's value in means, because ranks may have different numbers of samples in a step. All
         ranks have the weight 1.0, or none has. The mean of the weights of all data ranks is 1."""
-        self._dims = dims
+        self._key = key
         self._reduce = reduce
-        self._pending: PendingChecks[tuple[str, Any]] = PendingChecks()
+        self._dims = dims
+        self._history = history
+        self._differs = differs
 
     def __call__(self, value: Any, *, reduce_op: Any = "mean", group: Any = None) -> Any:
         """Return `value` reduced over `group`. *Collective*.
 
         Raises:
-            ConfigurationError: another rank reduces a different key. On CUDA, a later `check` raises it.
+            ConfigurationError: another rank reduces a different key. On CUDA, the value is then not a number, and
+                `differs` is set.
         """
         if not isinstance(value, Tensor) or not dist.is_initialized():
             return value
         if self.weight != 1.0 and reduce_op == "mean":
             value = self._weighted(value, group)
-        fingerprints = self._fingerprints_of_step(value, reduce_op, group)
-        if spans_data_ranks(group, self._dims):
-            self._steps.begin_reduction(self._what)
+        what = f"logged {self._key!r} with sync_dist=True"
+        what += "" if reduce_op == "mean" else f" and reduce_fx={reduce_op!r}"
+        fingerprints = self._fingerprints(what, value.device, reduce_op, group)
+        together = torch.cat([value.reshape(-1).double(), fingerprints])
         try:
-            together = torch.cat([value.reshape(-1).to(fingerprints.dtype), fingerprints])
-            reduced = self._reduce(together, reduce_op=reduce_op, group=group)
+            with self._history.reducing(what) if spans_data_ranks(group, self._dims) else nullcontext():
+                reduced = self._reduce(together, reduce_op=reduce_op, group=group)
         except RuntimeError as error:
-            if (found := self._find_difference()) is not None:
-                raise found from error
-            error.args = (f"{error}\nThis rank was reducing self.log({self._name!r}, sync_dist=True). {EVERY_RANK}",)
+            name = self._key.split(".", 1)[-1]
+            error.args = (f"{error}\nThis rank was reducing self.log({name!r}, sync_dist=True). {EVERY_RANK}",)
             raise
-        finally:
-            self._steps.end_reduction()
         expected = fingerprints if reduce_op != "sum" else fingerprints * self._num_ranks(group)
         # Fingerprints are integers, but a mean of equal ones may be off by a rounding error.
-        is_same = ((reduced[-2:] - expected).abs() < 0.5).all()
+        differs = ~((reduced[-2:] - expected).abs() < 0.5).all()
         if not can_be_read_at_once(value):
-            self._pending.add(is_same, (self._steps.where, group))
-            if self._pending.are_many:
-                self.check(wait=False)
-        elif not is_same:
-            raise self._error(self._steps.where, group)
+            self._differs.add(differs)
+            reduced = reduced.masked_fill(differs, torch.nan)  # no logger gets a mean of different keys
+        elif differs:
+            raise explain(self._history, self._dims, what)
         return reduced[:-2].reshape(value.shape).to(_dtype_of_result(value, reduce_op))
-
-    def _find_difference(self) -> Exception | None:
-        with suppress(dist.DistError, RuntimeError):  # rank 0, which serves the store, may have ended
-            return None if self._steps.find_difference is None else self._steps.find_difference()
-        return None
 
     def _weighted(self, value: Tensor, group: Any) -> Tensor:
         """Return this rank's part of the weighted mean over `group`. *Collective* if a group is given."""
         if group is None:
             return value * self.weight
-        mean: Tensor = self._reduce(_filled(self.weight, _dtype_of_reduction(value), value.device), group=group)
+        mean: Tensor = self._reduce(_filled(self.weight, value.device), group=group)
         return value * self.weight / mean.reshape(()).to(value.dtype)
-
-    def check(self, *, wait: bool) -> None:
-        """Raise the `ConfigurationError` of earlier calls whose result was still on the device.
-
-        Args:
-            wait: whether to wait for all results. Otherwise check only those that have arrived, because waiting in each
-                step would stall the device.
-        """
-        failed = self._pending.first_failed(wait=wait)
-        if failed is not None:
-            raise self._error(*failed)
 
     def _num_ranks(self, group: Any) -> int:
         return self._dims.data_size if group is None else dist.get_world_size(group)
 
-    @property
-    def _name(self) -> str:
-        return self.key.split(".", 1)[-1]
-
-    def _fingerprints_of_step(self, value: Tensor, reduce_op: Any, group: Any) -> Tensor:
-        dtype = _dtype_of_reduction(value)
-        largest = _LARGEST_SUM[dtype] // self._num_ranks(group)
-        name = f"{self.key} {reduce_op} {self._steps.step}".encode()
+    def _fingerprints(self, what: str, device: torch.device, reduce_op: Any, group: Any) -> Tensor:
+        largest = _LARGEST_SUM // self._num_ranks(group)
+        name = f"{what} in {self._history.step}".encode()
         digests = [zlib.crc32(salt + name) % largest for salt in (b"1", b"2")]
         if reduce_op in ("max", "min"):
             digests = [digests[0], -digests[0]]  # compares both the largest and the smallest digest of all ranks
-        return torch.cat([_filled(digest, dtype, value.device) for digest in digests])
-
-    def _error(self, where: str, group: Any) -> ConfigurationError:
-        ranks = self._dims.data_ranks if group is None else dist.get_process_group_ranks(group)
-        others = _other_keys(self.key, where, ranks)
-        also = "; ".join(f"rank {rank} logged {key!r} in {where}" for rank, (key, where) in others.items())
-        what = "the same key in another step" if _are_of(self.key, others) else "a different key"
-        return ConfigurationError(
-            f"Rank {dist.get_rank()} logged {self.key!r} with sync_dist=True in {where} while "
-            f"another rank logged {what}{f': {also}' if also else ''}. Their values would be averaged with each other. "
-            f"{EVERY_RANK}"
-        )
+        return torch.cat([_filled(digest, device) for digest in digests])
 
 
-def _are_of(key: str, others: dict[int, tuple[str, str]]) -> bool:
-    return bool(others) and all(other == key for other, _ in others.values())
-
-
-def _dtype_of_reduction(value: Tensor) -> torch.dtype:
-    """Return the dtype in which all ranks reduce a key: float64, or float32 on devices that may not have it."""
-    return torch.float64 if value.device.type in ("cpu", "cuda") else torch.float32
+def explain(history: LoggedHistory, dims: ParallelDims, what: str) -> ConfigurationError:
+    """Return the error for values that ranks have reduced with others. Wait a while for ranks that find it as well."""
+    # The number distinguishes this error from one in an earlier fit, whose records may still be in the store.
+    number = default_store().add(f"lightning_paral/logged/{dims.rank}", 1)
+    found = exchange_in_store(f"logged/{number}", history.record().to_json(), _EXCHANGE_TIMEOUT, dims.data_ranks)
+    difference = find_difference({rank: Record.from_json(text) for rank, text in found.items()})
+    return error_about(*(difference or (history.where, f"rank {dims.rank} {what} and another rank did not")))
 
 
 def _dtype_of_result(value: Tensor, reduce_op: Any) -> torch.dtype:
@@ -153,9 +155,9 @@ def _dtype_of_result(value: Tensor, reduce_op: Any) -> torch.dtype:
     return value.dtype if is_float else torch.get_default_dtype()
 
 
-def _filled(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _filled(number: float, device: torch.device) -> Tensor:
     """Return a tensor with one element. This does not wait for a GPU, unlike copying a number to it."""
-    return torch.full((1,), number, dtype=dtype, device=device)
+    return torch.full((1,), number, dtype=torch.float64, device=device)
 
 
 def can_be_read_at_once(value: Tensor) -> bool:
@@ -163,26 +165,15 @@ def can_be_read_at_once(value: Tensor) -> bool:
     return value.device.type == "cpu"
 
 
-@contextmanager
-def weighted(sync: Sync, weight: float) -> Iterator[None]:
-    """Give this rank's values a weight in means that `sync` computes in this context."""
-    reduce = sync.fn
-    assert isinstance(reduce, CheckedReduce)
-    reduce.weight = weight
-    try:
-        yield
-    finally:
-        reduce.weight = 1.0
-
-
 class CheckedResults(ResultCollection):
     """Lightning's results, with each key reduced by its `CheckedReduce`."""
 
-    def __init__(self, dims: ParallelDims, training: bool = True, steps: LoggedSteps | None = None) -> None:
-        super().__init__(training)
+    def __init__(self, dims: ParallelDims, history: LoggedHistory, *, training: bool) -> None:
         self.dims = dims
-        self.steps = LoggedSteps() if steps is None else steps
+        self.history = history
+        self._differs = DeviceFlag()
         self._reduces: dict[tuple[str, Any], CheckedReduce] = {}
+        super().__init__(training)
 
     def log(self, fx: str, name: str, value: Any, *args: Any, sync_dist_fn: Any = None, **options: Any) -> None:
         """Log a value, as in Lightning."""
@@ -196,29 +187,59 @@ class CheckedResults(ResultCollection):
         """Return the function that reduces the values of `key`, the same object each time, as Lightning requires."""
         entry = (key, getattr(reduce, "__self__", reduce))
         if entry not in self._reduces:
-            self._reduces[entry] = CheckedReduce(key, reduce, self.dims, self.steps)
+            self._reduces[entry] = CheckedReduce(key, reduce, self.dims, self.history, self._differs)
         return self._reduces[entry]
 
     def metrics(self, on_step: bool) -> Any:
         """Return the values for callbacks, loggers and the progress bar."""
         values = super().metrics(on_step)
-        for reduce in self._reduces.values():
-            reduce.check(wait=not on_step)
+        if self._differs.read(wait=not on_step):
+            raise explain(self.history, self.dims, "logged a key with sync_dist=True")
         return values
 
     def check_keys(self) -> None:
-        """Check that all data ranks are about to reduce the same keys. *Collective* over the data ranks.
+        """Check that all data ranks are about to reduce the same keys of the epoch. *Collective* over the data ranks.
 
         Raises:
             ConfigurationError: the keys differ. The message names keys and ranks.
         """
-        check_same_keys(self.valid_items(), self.dims)
+        ours = [
+            f"{'' if result.is_tensor else _METRIC}{key!r}"
+            for key, result in self.valid_items()
+            if result.meta.on_epoch and self._is_reduced(result)
+        ]
+        by_rank = dict(zip(self.dims.data_ranks, self.dims.data_rank_group().gather(ours), strict=True))
+        if any(theirs != ours for theirs in by_rank.values()):
+            raise _error(by_rank)
+
+    def _is_reduced(self, result: ResultMetric) -> bool:
+        """Return whether the value of the epoch is computed by all data ranks together."""
+        if not result.is_tensor:
+            return synchronizes(result.value, self.dims)
+        sync = result.meta.sync
+        return sync.should and not sync.rank_zero_only and spans_data_ranks(sync.group, self.dims)
 
 
-def _other_keys(key: str, where: str, ranks: Sequence[int]) -> dict[int, tuple[str, str]]:
-    """Exchange keys and steps with those of `ranks` that find the same error in time. Return those that differ."""
-    # The number distinguishes this error from one in an earlier fit, whose keys may still be in the store.
-    number = default_store().add(f"lightning_paral/logged/{dist.get_rank()}", 1)
-    found = exchange_in_store(f"logged/{number}", json.dumps([key, where]), _EXCHANGE_TIMEOUT, ranks)
-    by_rank = {rank: tuple(json.loads(other)) for rank, other in found.items()}
-    return {rank: other for rank, other in by_rank.items() if other != (key, where)}
+def synchronizes(metric: Metric, dims: ParallelDims) -> bool:
+    """Return whether `compute` of `metric` is collective over the data ranks."""
+    parts = [part for part in metric.modules() if isinstance(part, Metric)]
+    # Wrappers and compositions of metrics gather nothing themselves.
+    with_states = [part for part in parts if part.metric_state] or parts
+    return any(part.sync_on_compute and spans_data_ranks(part.process_group, dims) for part in with_states)
+
+
+def spans_data_ranks(group: Any, dims: ParallelDims) -> bool:
+    """Return whether `group`, a process group or `None`, has the data ranks and no others."""
+    if group is None:
+        return True
+    return dist.get_world_size(group) == dims.data_size and dist.get_process_group_ranks(group) == dims.data_ranks
+
+
+def _error(by_rank: dict[int, list[str]]) -> ConfigurationError:
+    every = dict.fromkeys(key for keys in by_rank.values() for key in keys)
+    ranks_by_key = {key: [rank for rank, keys in by_rank.items() if key in keys] for key in every}
+    partial = [f"{key} only by {name_ranks(r)}" for key, r in ranks_by_key.items() if len(r) < len(by_rank)]
+    orders = dict.fromkeys(f"[{', '.join(keys)}]" for keys in by_rank.values())
+    found = "; ".join(partial[:8]) or f"in another order: {' and '.join(orders)}"
+    how = "" if any(key.startswith(_METRIC) for key in every) else " with sync_dist=True"
+    return ConfigurationError(f"The ranks have not logged the same keys{how} in this epoch: {found}. {EVERY_RANK}")

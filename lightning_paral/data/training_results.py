@@ -4,19 +4,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
-import torch
 from lightning.pytorch import Trainer
 from torch.nn import Module, SyncBatchNorm
 
-from lightning_paral.data.batch_sizes import BatchSizes, are_constant
-from lightning_paral.data.logged_keys import CheckedResults, weighted
-from lightning_paral.data.logged_steps import LoggedSteps
-from lightning_paral.data.uneven_metrics import change_updates, find_metrics
+from lightning_paral.data.logged_agreement import LoggedHistory
+from lightning_paral.data.uneven_metrics import change_updates, metrics_of_run
+from lightning_paral.data.weighted_results import WeightedResults, are_constant
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.errors import ConfigurationError
 
 _OUTSIDE_OF_STEPS = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")
-_NEUTRAL = {"mean": 0.0, "sum": 0.0, "max": -torch.inf, "min": torch.inf}
 
 
 class Division(Protocol):
@@ -35,31 +32,25 @@ class Division(Protocol):
         ...
 
 
-class TrainingResults(CheckedResults):
-    """Lightning's results of training, in which each sample counts once.
-
-    In an *uneven step* the ranks have different numbers of samples. Values that are synchronized are then weighted by
-    these numbers. The repeated sample that a rank runs if it has none of its own counts nowhere. In other steps, and
-    for values that stay local, results are those of `CheckedResults`.
+class TrainingResults(WeightedResults):
+    """Lightning's results of training. The repeated sample of a rank that has none of its own counts nowhere.
 
     Args:
         trainer: the Trainer.
         dims: the parallel dimensions.
         division: how batches are divided among the data ranks.
-        steps: keeps what this rank has reduced.
+        history: remembers what this rank has reduced.
     """
 
-    def __init__(self, trainer: Trainer, dims: ParallelDims, division: Division, steps: LoggedSteps) -> None:
+    def __init__(self, trainer: Trainer, dims: ParallelDims, division: Division, history: LoggedHistory) -> None:
         self._trainer = trainer
         self._division = division
         self._batch: Any = None
         self._step: ExitStack | None = None
         self._num_uneven_steps = 0  # in this epoch
         self._metrics: list[Any] | None = None  # found in this epoch
-        self._batch_sizes: dict[str, BatchSizes] = {}
         self._num_updates: dict[str, int] = {}  # of the logged metrics, while hooks at the end of the epoch run
-        self.steps = steps  # because Lightning's constructor sets `batch`
-        super().__init__(dims, steps=steps)
+        super().__init__(dims, history, training=True)
 
     @property
     def batch(self) -> Any:
@@ -72,10 +63,10 @@ class TrainingResults(CheckedResults):
         if self._step is not None:
             self.end_step()
         if batch is None:
-            self.steps.begin_part()
+            self.history.begin_part()
             return
         loop = self._trainer.fit_loop.epoch_loop
-        self.steps.begin_step(f"training batch {loop.batch_idx} of epoch {self._trainer.current_epoch}")
+        self.history.begin_part(f"training batch {loop.batch_idx} of epoch {self._trainer.current_epoch}")
         if (weight := self._division.loss_weight()) != 1.0:
             self._begin_uneven_step(weight)
 
@@ -85,7 +76,7 @@ class TrainingResults(CheckedResults):
         if self._division.repeats_a_sample():
             _reject_sync_batch_norm(module)
         if self._metrics is None or not weight:
-            self._metrics = find_metrics((module, *vars(self._trainer)["callbacks"]))
+            self._metrics = metrics_of_run(self._trainer)
         self._step = ExitStack()
         change_updates(self._metrics, weight, self._step)
 
@@ -95,23 +86,13 @@ class TrainingResults(CheckedResults):
         if step is not None:
             step.close()
 
-    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        """Add a value to those logged under `key`, weighted in an uneven step."""
-        metric = self[key]
-        sync = metric.meta.sync
-        weight = 1.0 if metric.meta.fx in _OUTSIDE_OF_STEPS else self._division.loss_weight()
-        if weight == 1.0 or not metric.is_tensor or not sync.should or sync.rank_zero_only:
-            super().update_metrics(key, value, batch_size)
-            return
-        if not value.is_floating_point():
-            value = value.to(torch.promote_types(torch.get_default_dtype(), torch.float32))
-        if metric.meta.on_epoch and metric.meta.is_mean_reduction:
-            shows_constants = not self._division.repeats_a_sample() or self._division.had_larger_batches()
-            self._batch_sizes.setdefault(key, BatchSizes()).add(value, batch_size, weight, shows_constants)
-        if not weight:
-            value, batch_size = torch.full_like(value, _NEUTRAL[metric.meta.reduce_fx.__name__]), 0
-        with weighted(sync, weight):
-            super().update_metrics(key, value, batch_size)
+    def weight_of(self, hook: str) -> float:
+        """Return the weight of this rank's samples in the current step; 1.0 in hooks outside of steps."""
+        return 1.0 if hook in _OUTSIDE_OF_STEPS else self._division.loss_weight()
+
+    def step_shows_constants(self) -> bool:
+        """Return whether this or an earlier step had more samples than there are data ranks."""
+        return not self._division.repeats_a_sample() or self._division.had_larger_batches()
 
     def check_keys(self) -> None:
         """Check that all data ranks log the same keys, and complete their means. *Collective* over the data ranks."""
@@ -151,14 +132,14 @@ class TrainingResults(CheckedResults):
 
     def _complete_means(self) -> None:
         """Weight the means of values that were logged with a constant batch size."""
-        ours = {key: sizes.summary(self[key]) for key, sizes in self._batch_sizes.items() if key in self}
+        ours = {key: self.mean_of(key) for key in self._batch_sizes if key in self}
         by_rank = self.dims.data_rank_group().gather(ours)
-        for key in ours:
-            summaries = [summaries[key] for summaries in by_rank if key in summaries]
-            if len(summaries) == len(by_rank) and are_constant(summaries):
-                metric, missing = self[key], self._batch_sizes[key]
-                metric.value = metric.value + missing.value
-                metric.cumulated_batch_size = metric.cumulated_batch_size + missing.size
+        for key, mean in ours.items():
+            means = [theirs[key] for theirs in by_rank if key in theirs]
+            if len(means) == len(by_rank) and are_constant(means):
+                metric = self[key]
+                metric.value = metric.value + mean.missing_value.to(metric.value.device)
+                metric.cumulated_batch_size = metric.cumulated_batch_size + mean.missing_size
         self._batch_sizes.clear()
 
 

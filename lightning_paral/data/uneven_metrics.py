@@ -1,11 +1,12 @@
 """Update and gather torchmetrics as one process would, where ranks have different numbers of samples, or none."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from io import BytesIO
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import Module
@@ -14,6 +15,7 @@ from torchmetrics import MeanMetric, Metric, MetricCollection
 
 from lightning_paral.compat.lightning.methods import replace_methods
 from lightning_paral.compat.lightning.metrics import replace_gathering, set_computed, set_value_of_step
+from lightning_paral.data.logged_agreement import LoggedHistory
 from lightning_paral.data.padding import rollback_side_effects, user_attributes
 from lightning_paral.distributed.mesh import ParallelDims
 
@@ -24,6 +26,11 @@ _MOST_ITEMS = 256  # of a list that may contain metrics; longer ones are collect
 def find_metrics(roots: Iterable[object]) -> list[_Metric]:
     """Return the metrics in modules and callbacks, in their submodules, and in lists and dicts that they have."""
     return list({id(metric): metric for root in roots for metric in _metrics_in(root)}.values())
+
+
+def metrics_of_run(trainer: Trainer) -> list[_Metric]:
+    """Return the metrics of the module and the callbacks."""
+    return find_metrics((trainer.lightning_module, *vars(trainer)["callbacks"]))
 
 
 def change_updates(metrics: Iterable[_Metric], weight: float, undo: ExitStack) -> None:
@@ -50,17 +57,19 @@ def change_updates(metrics: Iterable[_Metric], weight: float, undo: ExitStack) -
             _replace(metric, "forward", _without_effect(metric, metric.forward, running, is_forward=True), undo)
 
 
-def gather_over_data_ranks(dims: ParallelDims, undo: ExitStack) -> None:
+def gather_over_data_ranks(dims: ParallelDims, history: LoggedHistory, undo: ExitStack) -> None:
     """Change how all metrics synchronize, until `undo` is closed.
 
     Metrics that have no process group synchronize over the data ranks. List states become the list that one process
     would have after the samples of each rank in turn, also if ranks have different numbers of items, or none.
     torchmetrics gathers a list item by item, so ranks would wait for items that the others do not have.
+
+    `history` remembers which metrics with `dist_sync_on_step=True` have synchronized, because only some ranks may
+    have called them in a step.
     """
     data_group = dims.data_group()  # on all ranks, because it may have to be created
 
-    def gather(metric: Metric, gather_tensors: Callable[..., None], gather_tensor: Any, process_group: Any) -> None:
-        group = process_group or metric.process_group or data_group
+    def gather_states(metric: Metric, gather_tensors: Callable[..., None], gather_tensor: Any, group: Any) -> None:
         lists = {name: state for name, state in metric.metric_state.items() if isinstance(state, list)}
         by_rank = []
         if lists:
@@ -76,6 +85,13 @@ def gather_over_data_ranks(dims: ParallelDims, undo: ExitStack) -> None:
         gather_tensors(gather_tensor, process_group=group)
         for name in lists:
             setattr(metric, name, [item for states in by_rank for item in states[name]])
+
+    def gather(metric: Metric, gather_tensors: Callable[..., None], gather_tensor: Any, process_group: Any) -> None:
+        group = process_group or metric.process_group or data_group
+        is_recorded = metric.dist_sync_on_step and group is data_group
+        what = f"called or computed the metric {type(metric).__name__} with dist_sync_on_step=True"
+        with history.reducing(what) if is_recorded else nullcontext():
+            gather_states(metric, gather_tensors, gather_tensor, group)
 
     undo.callback(replace_gathering(gather))
 

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from lightning_paral.compat.lightning.metrics import mark_updated, set_computed
 from lightning_paral.compat.lightning.results import Metadata, ResultMetric, make_sync
-from lightning_paral.data.batch_sizes import BatchSizes, Summary, are_constant
-from lightning_paral.data.logged_keys import CheckedResults, weighted
-from lightning_paral.data.logged_steps import LoggedSteps
-from lightning_paral.data.same_keys import synchronizes
+from lightning_paral.data.logged_agreement import LoggedHistory
+from lightning_paral.data.logged_keys import synchronizes
+from lightning_paral.data.weighted_results import MeanOfRank, WeightedResults, are_constant
 from lightning_paral.distributed.mesh import ParallelDims
 
 _META_FIELDS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
@@ -36,66 +35,58 @@ class _Entry:
     """The sum, minimum or maximum of the logged values over this rank's batches, on CPU; `None` for a metric."""
     num_samples: float
     """The sum of the batch sizes."""
-    sizes: Summary | None
+    mean: MeanOfRank | None
     """What the rank knows about the batch sizes of a mean."""
-    missing_value: Tensor
-    """What `value` lacks if the batch size is a constant."""
-    missing_size: float
-    """What `num_samples` lacks if the batch size is a constant."""
 
 
-class UnevenResults(CheckedResults):
+class UnevenResults(WeightedResults):
     """Lightning's results, joined in one exchange at the end of a loader, even if ranks logged different keys.
 
     Lightning reduces key by key. A rank without a batch has no keys, so the other ranks would wait for it.
     """
 
-    def __init__(self, dims: ParallelDims, steps: LoggedSteps | None = None) -> None:
-        super().__init__(dims, training=False, steps=steps)
+    def __init__(self, dims: ParallelDims, history: LoggedHistory) -> None:
+        super().__init__(dims, history, training=False)
         self.weight = 1.0
         """The number of this rank's samples in this step, divided by the mean number of all data ranks."""
         self.shows_constants = False
-        """As in `BatchSizes.add`."""
+        """Whether this or an earlier step had more samples than there are data ranks."""
         self.found_metrics: list[Any] | None = None
         """The metrics found in the module and the callbacks, until the end of the loader."""
-        self._batch_sizes: dict[str, BatchSizes] = {}
-        self.rank_local = False
-        """Whether a rank may have no batch in this step. If so, values that are synchronized per step stay local."""
 
-    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        """Add a value to those logged under `key`."""
-        metric = self[key]
-        meta, sync = metric.meta, metric.meta.sync
-        if self.weight != 1.0 and metric.is_tensor and sync.should and not sync.rank_zero_only:
-            if meta.on_epoch and meta.is_mean_reduction:
-                self._batch_sizes.setdefault(key, BatchSizes()).add(
-                    value, batch_size, self.weight, self.shows_constants
-                )
-            if not self.rank_local:
-                with weighted(sync, self.weight):
-                    super().update_metrics(key, value, batch_size)
-                return
-        if not (self.rank_local and sync.should):
-            super().update_metrics(key, value, batch_size)
-            return
-        sync.should = False
-        try:
-            super().update_metrics(key, value, batch_size)
-        finally:
-            sync.should = True
+    def weight_of(self, hook: str) -> float:
+        """Return `weight`."""
+        return self.weight
+
+    def step_shows_constants(self) -> bool:
+        """Return `shows_constants`."""
+        return self.shows_constants
 
     def exchange(self, module: LightningModule) -> None:
         """Reduce the values logged per epoch over all data ranks. *Collective* over the data ranks."""
-        entries = [
-            _make_entry(key, metric, self._batch_sizes.get(key, BatchSizes()), self.dims)
-            for key, metric in self.valid_items()
-            if metric.meta.on_epoch
-        ]
+        entries = [self._make_entry(key, metric) for key, metric in self.valid_items() if metric.meta.on_epoch]
         self._batch_sizes.clear()
         self.found_metrics = None
         by_rank = [{entry.key: entry for entry in theirs} for theirs in self.dims.data_rank_group().gather(entries)]
         for key in dict.fromkeys(key for by_key in by_rank for key in by_key):
             self._join(key, [by_key.get(key) for by_key in by_rank], module)
+
+    def _make_entry(self, key: str, metric: ResultMetric) -> _Entry:
+        meta = metric.meta
+        is_collective = not metric.is_tensor and synchronizes(metric.value, self.dims)
+        is_mean = metric.is_tensor and meta.is_mean_reduction
+        return _Entry(
+            key=key,
+            logged={name: getattr(meta, name) for name in _META_FIELDS},
+            reduction=meta.reduce_fx.__name__,
+            dataloader_idx=meta.dataloader_idx,
+            metric_attribute=meta.metric_attribute,
+            sync=meta.sync.should,
+            rank_zero_only=meta.sync.rank_zero_only and not is_collective,
+            value=metric.value.detach().cpu() if metric.is_tensor else None,
+            num_samples=float(metric.cumulated_batch_size) if is_mean else 0.0,
+            mean=self.mean_of(key) if is_mean else None,
+        )
 
     def _join(self, key: str, entries: list[_Entry | None], module: LightningModule) -> None:
         present = [entry for entry in entries if entry is not None]
@@ -134,26 +125,6 @@ class UnevenResults(CheckedResults):
         return metric
 
 
-def _make_entry(key: str, metric: ResultMetric, batch_sizes: BatchSizes, dims: ParallelDims) -> _Entry:
-    meta = metric.meta
-    is_collective = not metric.is_tensor and synchronizes(metric.value, dims)
-    is_mean = metric.is_tensor and meta.is_mean_reduction
-    return _Entry(
-        key=key,
-        logged={name: getattr(meta, name) for name in _META_FIELDS},
-        reduction=meta.reduce_fx.__name__,
-        dataloader_idx=meta.dataloader_idx,
-        metric_attribute=meta.metric_attribute,
-        sync=meta.sync.should,
-        rank_zero_only=meta.sync.rank_zero_only and not is_collective,
-        value=metric.value.detach().cpu() if metric.is_tensor else None,
-        num_samples=float(metric.cumulated_batch_size) if is_mean else 0.0,
-        sizes=batch_sizes.summary(metric) if is_mean else None,
-        missing_value=torch.as_tensor(batch_sizes.value).cpu(),
-        missing_size=float(batch_sizes.size),
-    )
-
-
 def _reduce(entries: list[_Entry]) -> Tensor:
     values = torch.stack([entry.value for entry in entries if entry.value is not None])
     reduction = entries[0].reduction
@@ -163,8 +134,9 @@ def _reduce(entries: list[_Entry]) -> Tensor:
     total = values.double().sum()
     if reduction == "mean":
         num_samples = sum(entry.num_samples for entry in entries)
-        if are_constant([entry.sizes for entry in entries if entry.sizes is not None]):
-            total = total + sum(entry.missing_value.double() for entry in entries)
-            num_samples += sum(entry.missing_size for entry in entries)
+        means = [entry.mean for entry in entries if entry.mean is not None]
+        if are_constant(means):
+            total = total + sum(mean.missing_value.double() for mean in means)
+            num_samples += sum(mean.missing_size for mean in means)
         total = total / num_samples
     return total.to(values.dtype)

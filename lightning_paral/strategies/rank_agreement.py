@@ -1,7 +1,6 @@
 """Check that the ranks of a run do not differ: settings, parameters, optimizers, steps, and values of replicas."""
 
 from contextlib import ExitStack, suppress
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -12,7 +11,6 @@ from torch.optim import Optimizer
 
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.data.logged_agreement import LoggedAgreement
-from lightning_paral.data.step_metrics import record_synchronizations
 from lightning_paral.distributed.differences.epoch_agreement import EpochAgreement
 from lightning_paral.distributed.differences.same_on_ranks import check_same
 from lightning_paral.distributed.failures.failure_watch import FailureWatch
@@ -132,19 +130,8 @@ class RankAgreement(StrategyDescription):
         """Compare the ranks until `_end_agreement`. *Collective* over the world."""
         self._undo_agreement = ExitStack()
         if self._watcher is not None and self._failures is not None and self.dims.data_size > 1:
-            assert self.lightning_module is not None
             self._logged_agreement = LoggedAgreement(self._data.logged, self.dims, self._failures.end_with)
-            self._data.logged.find_difference = partial(
-                self._logged_agreement.find_difference, self._watcher.main_store
-            )
             self._watcher.add(self._logged_agreement)
-            record_synchronizations(
-                self.lightning_module,
-                self.dims,
-                self._data.logged,
-                self.timeout,  # type: ignore[attr-defined]
-                self._undo_agreement,
-            )
         if not self._is_fit or self._watcher is None:
             return
         self._steps = EpochAgreement(self._watcher, self.timeout)  # type: ignore[attr-defined]

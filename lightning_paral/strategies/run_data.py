@@ -9,7 +9,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_paral.data import LoaderDistributor
 from lightning_paral.data.distribute import draws_as_one_process
-from lightning_paral.data.logged_steps import LoggedSteps
+from lightning_paral.data.logged_agreement import LoggedHistory
 from lightning_paral.data.resume import DataPosition
 from lightning_paral.distributed.agreement import all_ranks
 from lightning_paral.distributed.mesh import ParallelDims
@@ -33,7 +33,7 @@ class RunData:
         self._has_fit = False
         self._dims = ParallelDims()
         self._sampling = Sampling()
-        self.logged = LoggedSteps()
+        self.logged = LoggedHistory()
         """Which logged values this rank has reduced in which step of the run."""
         self._saved_position: dict[str, Any] | None = None
         self._random_states: Sequence[dict[str, Any]] = ()

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_paral.data import logged_keys as logged
-from lightning_paral.data.async_scalar import AsyncScalar
 from lightning_paral.options import Sampling
 from tests.contract.cases import BY_LABEL
 from tests.host_syncs import HostSyncs
@@ -20,7 +19,7 @@ from tests.running import quiet_trainer
 ON_THE_HOST = {
     "distributed/host_exchange.py: _reduce: __bool__",
     "distributed/host_exchange.py: gather_int_lists: tolist",  # once in a second
-    "data/async_scalar.py: read: item",
+    "data/logged_keys.py: read: __bool__",
     "distributed/rng_state.py: digest_of_torch_state: numpy",  # torch returns the states of generators on the host
 }
 """Reads of tensors that are in host memory even if there is a GPU."""
@@ -127,10 +126,12 @@ def test_reads_are_counted() -> None:
     syncs = HostSyncs()
     with syncs.watched():
         syncs.is_counting = True
-        assert not AsyncScalar(torch.tensor(False)).read()
+        flag = logged.DeviceFlag()
+        flag.add(torch.tensor(False))
+        assert not flag.read(wait=True)
         found = torch.tensor([1.0, 0.0])
         assert (float(found[0]), bool(found.any()), found.to("cpu").tolist(), found.numpy().sum()) == (1, 1, [1, 0], 1)
 
-    assert syncs.found == {"data/async_scalar.py: read: item": 1}
+    assert syncs.found == {"data/logged_keys.py: read: __bool__": 1}
     assert syncs.num_elsewhere == 5
     assert not {"item", "to", "__bool__"} & vars(Tensor).keys()

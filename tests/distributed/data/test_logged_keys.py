@@ -1,5 +1,6 @@
 """Ranks that log different keys with `sync_dist=True` get an error that names the keys."""
 
+import math
 from typing import Any
 
 import pytest
@@ -8,6 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import MeanMetric, Metric
 
+from lightning_paral.data import logged_keys
+from lightning_paral.data.logged_agreement import LoggedHistory
+from lightning_paral.distributed.mesh import ParallelDims
 from tests.models.linear import Linear, ones
 from tests.running import quiet_trainer
 
@@ -66,9 +70,9 @@ def fit(strategy: str, keys: str, reduce_fx: str, on_step: bool) -> dict[str, fl
 def test_differing_key_is_reported_in_the_same_step(on_ranks, keys: str, reduce_fx: str) -> None:
     first, second = on_ranks(2, fit, "paral_ddp", keys, reduce_fx, True)
 
-    assert "Rank 0 logged 'training_step.a'" in first
+    assert "training batch 0 of epoch 0: rank 0 logged 'training_step.a'" in first
     assert "rank 1 logged 'training_step.b'" in first
-    assert "Rank 1 logged 'training_step.b'" in second
+    assert second == first
 
 
 @pytest.mark.parametrize("keys", ["another", "another_order", "fewer", "none"])
@@ -87,6 +91,42 @@ def test_equal_keys_give_the_values_of_lightning(on_ranks, reduce_fx: str, on_st
     expected = on_ranks(2, fit, "ddp", "same", reduce_fx, on_step)
 
     assert on_ranks(2, fit, "paral_ddp", "same", reduce_fx, on_step) == expected
+
+
+def fit_on_device(keys: str, reduce_fx: str) -> dict[str, float] | str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logged_keys, "can_be_read_at_once", lambda value: False)  # as on a GPU
+        return fit("paral_ddp", keys, reduce_fx, True)
+
+
+@pytest.mark.parametrize("reduce_fx", ["mean", "min"])
+def test_differing_key_is_reported_where_the_host_does_not_wait(on_ranks, reduce_fx: str) -> None:
+    for message in on_ranks(2, fit_on_device, "another", reduce_fx):
+        assert "training batch 0 of epoch 0: rank 0 logged 'training_step.a'" in message
+        assert "rank 1 logged 'training_step.b'" in message
+    expected = on_ranks(2, fit, "paral_ddp", "same", reduce_fx, True)
+    assert on_ranks(2, fit_on_device, "same", reduce_fx) == expected
+
+
+def reduce_on_device(keys: list[str], reduce_op: str) -> tuple[float, bool]:
+    def reduce(tensor: Tensor, reduce_op: str, group: Any) -> Tensor:
+        dist.all_reduce(tensor, dist.ReduceOp.MAX if reduce_op == "max" else dist.ReduceOp.SUM)
+        return tensor / 2 if reduce_op == "mean" else tensor
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logged_keys, "can_be_read_at_once", lambda value: False)
+        flag, rank = logged_keys.DeviceFlag(), dist.get_rank()
+        dims = ParallelDims(rank=rank, replicate=2)
+        check = logged_keys.CheckedReduce(keys[rank], reduce, dims, LoggedHistory(), flag)
+        return float(check(torch.tensor(1.0), reduce_op=reduce_op)), flag.read(wait=True)
+
+
+@pytest.mark.parametrize(("reduce_op", "value"), [("mean", 1.0), ("sum", 2.0), ("max", 1.0)])
+def test_values_of_different_keys_are_not_a_number_until_the_error(on_ranks, reduce_op: str, value: float) -> None:
+    assert on_ranks(2, reduce_on_device, ["a", "a"], reduce_op) == [(value, False)] * 2
+    for found, differs in on_ranks(2, reduce_on_device, ["a", "b"], reduce_op):
+        assert math.isnan(found)
+        assert differs
 
 
 class OtherDtypes(Logging):
@@ -132,10 +172,9 @@ def test_values_of_different_steps_are_not_reduced_together(
 ) -> None:
     first, second = on_ranks(2, validate_other_steps, distance, reduce_fx, in_group, timeout=60.0)
 
-    name = "'validation_step.x'"
-    assert f"Rank 0 logged {name} with sync_dist=True in validation batch 1 while another rank logged the same" in first
-    assert f"key in another step: rank 1 logged {name} in validation batch {1 + distance}" in first
-    assert f"Rank 1 logged {name} with sync_dist=True in validation batch {1 + distance} while" in second
+    assert "in validation batch 1: rank 0 logged 'validation_step.x' with sync_dist=True" in first
+    assert "and rank 1 did not" in first
+    assert second == first
 
 
 class LogsMetric(Logging):
@@ -166,7 +205,7 @@ def test_metric_that_is_synchronized_and_that_only_rank_0_logs_is_reported(on_ra
     for message in on_ranks(2, log_metric_on_rank_0, options, timeout=60.0):
         assert message.startswith(
             "The ranks have not logged the same keys in this epoch: the metric 'training_step.acc' only by rank 0. "
-            "If one rank logs a metric that is synchronized, every rank must log it"
+            "Every rank must log the same keys with sync_dist=True, and log and compute the same metrics"
         )
 
 
