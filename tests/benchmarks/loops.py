@@ -113,17 +113,17 @@ class Clock(Callback):
 
     def __init__(self, device: torch.device) -> None:
         self.is_cuda = device.type == "cuda"
-        self._ends: list[Any] = []
+        self.ends: list[Any] = []
 
     def tick(self) -> None:
         """Record the end of a step."""
-        self._ends.append(torch.cuda.Event(enable_timing=True) if self.is_cuda else time.perf_counter())
+        self.ends.append(torch.cuda.Event(enable_timing=True) if self.is_cuda else time.perf_counter())
         if self.is_cuda:
-            self._ends[-1].record()
+            self.ends[-1].record()
 
     def seconds(self) -> list[float]:
         """Return the seconds of each step after the first ones."""
-        pairs = pairwise(self._ends[WARM_UP - 1 :])
+        pairs = pairwise(self.ends[WARM_UP - 1 :])
         if self.is_cuda:
             torch.cuda.synchronize()
             return [before.elapsed_time(after) / 1e3 for before, after in pairs]
@@ -163,7 +163,7 @@ def measure(name: str, size: str, device: torch.device, num_steps: int) -> tuple
         )
         trainer.fit(task.module, task.batches)
     else:
-        step, end = _loop(name, task, device)
+        step, end = make_loop(name, task, device)
         for batch in islice(task.batches, num_batches):
             step(move_data_to_device(batch, device))
             clock.tick()
@@ -182,7 +182,7 @@ class _Step(nn.Module):
         return self.module.training_step(batch, 0)
 
 
-def _loop(name: str, task: Task, device: torch.device) -> tuple[Callable[[Any], None], Callable[[], None]]:
+def make_loop(name: str, task: Task, device: torch.device) -> tuple[Callable[[Any], None], Callable[[], None]]:
     """Return a function that trains with a batch, and one that ends the engine."""
     module: Any = task.module
     with device:
