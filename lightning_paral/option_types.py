@@ -140,7 +140,13 @@ def _is(member: Any, arguments: tuple[Any, ...], value: Any) -> bool:
         return _allows(arguments[0], value) and value >= arguments[1].value
     if isinstance(value, bool | str):  # neither a number nor a list
         return member in (bool, str, Any, object) and isinstance(value, allowed)
-    return isinstance(value, allowed) and (allowed is not Collection or all(_allows(arguments[0], e) for e in value))
+    if allowed is Collection:
+        return (
+            isinstance(value, Collection)
+            and not isinstance(value, Mapping)
+            and all(_allows(arguments[0], each) for each in value)
+        )
+    return isinstance(value, allowed)
 
 
 def _in_words(kind: Any) -> str:
@@ -149,8 +155,8 @@ def _in_words(kind: Any) -> str:
         if member is Annotated:
             words.append(f"{_in_words(arguments[0])} of at least {arguments[1].value}")
         else:
-            words.append(
-                repr(member) if isinstance(member, str | int) else _WORDS.get(member) or f"{member.__name__}(...)"
-            )
+            each = f" (each {_in_words(arguments[0])})" if _WIDER.get(member) is Collection and arguments else ""
+            name = repr(member) if isinstance(member, str | int) else _WORDS.get(member) or f"{member.__name__}(...)"
+            words.append(name + each)
     *first, last = sorted(dict.fromkeys(words), key="None".__eq__)
     return f"{', '.join(first)} or {last}" if first else last

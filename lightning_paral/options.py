@@ -243,7 +243,7 @@ class RankOptions(Sampling, StrategyOptions):
     def longest_wait(self) -> timedelta:
         """The option `timeout`; a number means seconds."""
         try:
-            return self.timeout if isinstance(self.timeout, timedelta) else timedelta(seconds=self.timeout)
+            return self.timeout if isinstance(self.timeout, timedelta) else timedelta(seconds=float(self.timeout))
         except (ValueError, OverflowError):  # NaN or infinite
             return timedelta(0)
 

@@ -30,6 +30,9 @@ def doctor(arguments: list[str]) -> None:
             facts.append(fact)
             if not options.json:
                 console.print(fact)
-        console.print_json(json.dumps(as_json(facts))) if options.json else console.print(conclusion(facts))
+        if options.json:
+            print(json.dumps(as_json(facts), indent=2), file=console.file)
+        else:
+            console.print(conclusion(facts))
     if broken(facts):
         sys.exit(1)

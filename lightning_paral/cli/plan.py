@@ -47,7 +47,7 @@ def plan_command(arguments: list[str]) -> None:
     add("--json", action="store_true", help="print JSON")
     options, rest = parser.parse_beside_fit(arguments)
     memory = options.device_memory and parse_bytes(options.device_memory, "--device-memory")
-    batch = options.batch_shape and batch_of_shape(options.batch_shape)
+    batch = None if options.batch_shape is None else batch_of_shape(options.batch_shape)
     cli = _PlanningCLI(rest)
     if options.tensor_parallel is not None:
         report = _tensor_report(cli, options.tensor_parallel, batch)

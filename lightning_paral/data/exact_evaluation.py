@@ -197,11 +197,12 @@ def unwrap_batch(batch: Any, combined: CombinedLoader) -> UnwrappedBatch:
         is_padding = any(isinstance(item, PaddingBatch) for item in items)
     else:
         is_padding = all(isinstance(item, PaddingBatch) for item in from_longest)
+    some_have_none = any(map(_some_have_none, items))  # equal on all ranks, so before padding becomes `None`
     if mode == "max_size" and not is_padding:
         items = [None if isinstance(item, PaddingBatch) else item for item in items]
     weight, shows_constants = _division_of(items)
     users = batch_of(combined, [_unwrap_item(item) for item in items])
-    return UnwrappedBatch(users, is_padding, any(map(_some_have_none, items)), weight, shows_constants)
+    return UnwrappedBatch(users, is_padding, some_have_none, weight, shows_constants)
 
 
 def _some_have_none(item: Any) -> bool:

@@ -60,7 +60,7 @@ class _BatchSizes:
         self._shows_constants |= shows_constants
         if weight:
             missing = size * weight - size
-            self._missing_value = self._missing_value + value.detach() * missing
+            self._missing_value = self._missing_value + value.detach().double() * missing
             self._missing_size += missing
         else:
             self._num_without_sample += 1

@@ -24,6 +24,8 @@ _OF_EACH_RANK = ("loss", *_LOGGED)
 """Kinds whose values are means over the samples of a rank, unless ranks reduce them. Their mean is compared."""
 _NOISE = 10.0
 """How many times as far from the reference as the run with a rounding error a run may be."""
+_NARROW = ("bf16-true", "16-true")
+"""Here once as far: a rounding error of a parameter of 16 bits is as large as what many steps change."""
 _FLOORS = {"64-true": 1e-9, "32-true": 1e-5}
 """Precision -> the smallest relative difference that counts; 2e-2 if weights or activations have 16 bits."""
 _ZERO = 1e-5
@@ -149,7 +151,8 @@ class Reference:
             elif item.kind == "optimizer state":
                 floor *= 10  # DeepSpeedCPUAdam rounds 1 - beta2 to fp32
             scale = max(abs(item.value) if math.isfinite(item.value) else 0.0, _ZERO * self._largest[item.kind])
-            yield Compared(item, offs, max(_NOISE * self._noise.get(key, 0.0), floor * scale))
+            noise = self._noise.get(key, 0.0) * (1.0 if self.precision in _NARROW else _NOISE)
+            yield Compared(item, offs, max(noise, floor * scale))
 
     def judged(self, label: str, runs: list[Ran]) -> CheckRow:
         """Compare a run under a strategy with the reference."""

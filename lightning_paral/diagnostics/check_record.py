@@ -278,9 +278,9 @@ class _AfterHooks(PassThroughProfiler):
         owners[f"[LightningModule]{type(module).__name__}"] = module
         owner = owners.get(owner_name)
         if owner is not None and is_overridden(hook, owner):
-            code = inspect.unwrap(getattr(owner, hook)).__code__
-            line = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
-            self._recorder.look(trainer, module, f"after {hook} of {type(owner).__name__} ({line})")
+            code = getattr(inspect.unwrap(getattr(owner, hook)), "__code__", None)  # a partial has none
+            line = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
+            self._recorder.look(trainer, module, f"after {hook} of {type(owner).__name__}{line}")
         if owner is module and hook == "on_train_batch_end":  # the last hook of a batch
             self._recorder.end_batch(trainer, trainer.lightning_module)
 

@@ -125,16 +125,16 @@ def examine(num_ranks: int, nvme_path: str | None) -> Iterator[Fact]:
         )
     system = f"{platform.python_version()}, {platform.platform()}, {os.cpu_count()} cores"
     yield from (Fact(name="lightning_paral", found=__version__), Fact(name="Python", found=system))
-    parts: dict[str, Callable[[], Fact]] = {
-        **{name: partial(version_fact, name) for name in TESTED_VERSIONS},
-        "CUDA": cuda_fact,
-        "cpu_adam": partial(operator_fact, "cpu_adam"),
-        "async_io": partial(operator_fact, "async_io"),
-        "NVMe": lambda: nvme_fact(nvme_path),
+    parts: dict[str, tuple[Callable[[], Fact], str]] = {
+        **{name: (partial(version_fact, name), ZERO if name == "deepspeed" else ALL) for name in TESTED_VERSIONS},
+        "CUDA": (cuda_fact, ""),
+        "cpu_adam": (partial(operator_fact, "cpu_adam"), OFFLOAD),
+        "async_io": (partial(operator_fact, "async_io"), NVME),
+        "NVMe": (lambda: nvme_fact(nvme_path), NVME),
     }
-    for name, look in parts.items():
+    for name, (look, stops) in parts.items():
         found = _in_time(look)
-        yield found if isinstance(found, Fact) else Fact(name=name, found=found, state="broken")
+        yield found if isinstance(found, Fact) else Fact(name=name, found=found, state="broken", stops=stops)
     yield from network_facts(num_ranks)
 
 

@@ -179,7 +179,10 @@ def summarize(places: Mapping[int, Place], world_size: int, if_all_wait: str = "
 
 
 def _stacks() -> str:
-    with tempfile.TemporaryFile("w+") as file:  # then logged in one piece: ranks write at the same time
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        return file.read().rstrip()
+    try:
+        with tempfile.TemporaryFile("w+") as file:  # then logged in one piece: ranks write at the same time
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            return file.read().rstrip()
+    except OSError as error:  # a full disk
+        return f"not written: {error}"

@@ -40,6 +40,8 @@ class ReachableStore:
     def __init__(self, store: Any) -> None:
         self._store = store
         self._error: str | None = None
+        self.num_answers = 0
+        """How many calls have ended."""
 
     def __getattr__(self, name: str) -> Any:
         """Return the method `name` of the store, which raises a `DistNetworkError` if the store cannot be reached."""
@@ -53,6 +55,8 @@ class ReachableStore:
             except dist.DistNetworkError as error:
                 self._error = str(error)
                 raise
+            finally:
+                self.num_answers += 1
 
         return call
 
@@ -149,17 +153,20 @@ class RankWatcher:
     def _guard(self) -> None:
         seen, silent = 0, 0
         while not self._ended.wait(1.0):
-            silent, seen = (silent + 1 if self._num_polls == seen else 0), self._num_polls
+            now = self._num_polls + self.store.num_answers
+            silent, seen = (silent + 1 if now == seen else 0), now
             if silent > max(_SILENT_SECONDS, self._patience):
                 self._end_process(silent)
 
     def _end_process(self, silent: int) -> None:
         cause = "" if self._error is None else "".join(traceback.format_exception(self._error))
-        sys.stderr.write(
-            f"{cause}Rank {self.rank} ends: the process that serves the store, which is rank 0 or torchrun, has not "
-            f"answered for {silent} s. It is stopped, or its node cannot be reached.\n"
-        )
-        sys.stderr.flush()
-        if self._error is None:
-            faulthandler.dump_traceback(sys.__stderr__ or 2)
-        os._exit(1)
+        try:
+            sys.stderr.write(
+                f"{cause}Rank {self.rank} ends: the process that serves the store, which is rank 0 or torchrun, has "
+                f"not answered for {silent} s. It is stopped, or its node cannot be reached.\n"
+            )
+            sys.stderr.flush()
+            if self._error is None:
+                faulthandler.dump_traceback(sys.__stderr__ or 2)
+        finally:  # also if nobody reads stderr any more
+            os._exit(1)

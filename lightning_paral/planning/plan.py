@@ -86,6 +86,8 @@ class Plan:
         if (twice := followed.doubled) is not None and device_memory is not None and self.batch_size is not None:
             for each in self.estimates:
                 more = estimate(case(layout=each.layout, step=twice.step(each.layout)))
+                if len(more.moments) != len(each.moments):
+                    continue  # the step is another one with another batch
                 self.max_batches[each.layout.name] = largest_batch(each, more, self.batch_size, device_memory)
         several = self.states.num_optimizers > 1
         rated = [each for each in self.estimates if is_candidate(each.layout, on_cpu, several)]
@@ -204,7 +206,7 @@ def plan(
         max_batch: also find the largest batch per rank that fits; needs `batch` and `device_memory`.
 
     Raises:
-        ConfigurationError: an argument is wrong, the module cannot be built, or it does not take the batch.
+        ConfigurationError: an argument is wrong, or the module cannot be built.
     """
     settings = StepSettings(precision=precision, accumulate=accumulate, clip_value=clip_value)
     if world_size < 1:
@@ -325,7 +327,7 @@ def largest_batch(one: Estimate, two: Estimate, batch_size: int, device_memory: 
         device_memory: a number of bytes.
     """
     largest, limit = 2**20, (1 - MARGIN) * device_memory
-    for first, second in zip(one.moments, two.moments, strict=False):
+    for first, second in zip(one.moments, two.moments, strict=True):
         if growth := max(0, second.total - first.total):
             largest = min(largest, int(batch_size * (1 + (limit - first.total) / growth)))
         elif first.total > limit:

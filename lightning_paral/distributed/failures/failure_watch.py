@@ -283,10 +283,11 @@ class FailureWatch:
             must_print = not told and self.first.wait_until_printed(PRINT_SECONDS)
         if self._is_leaving and not was_leaving:
             return  # the main thread has left the run meanwhile, and may save
-        if must_print and first.traceback:
-            sys.stderr.write(first.traceback)
-        sys.stderr.write(f"{self.first.why_ended()}\n")
-        sys.stderr.flush()
+        with suppress(OSError, ValueError):  # nobody reads stderr any more, or it is closed
+            if must_print and first.traceback:
+                sys.stderr.write(first.traceback)
+            sys.stderr.write(f"{self.first.why_ended()}\n")
+            sys.stderr.flush()
         end_children()
         os._exit(1)
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter, EarlyStopping
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_paral import ConfigurationError, GatherPredictions
@@ -17,6 +18,18 @@ class DrawsItself(Recorder):
         batch, _, _ = next(dataloader_iter)
         self.evaluated.setdefault(0, []).append(batch.tolist())
         self.log("mean", batch.mean(), sync_dist=True, on_step=True, on_epoch=True, batch_size=len(batch))
+
+
+class ReadsTwo(Recorder):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        values, _ = batch
+        self.evaluated.setdefault(0, []).append(values.tolist())
+        self.log("mean", values.mean(), sync_dist=True, on_step=True, on_epoch=True, batch_size=len(values))
+
+
+def longest_of_two() -> Any:
+    """Return 9 batches and 4: in the second of three steps, only one of three ranks has a batch of the shorter one."""
+    return CombinedLoader([DataLoader(Indices(18), 2), DataLoader(Indices(7), 2)], "max_size")
 
 
 EVALUATED: dict[str, tuple[Any, Any, dict[str, Any], dict[str, float], set[Any]]] = {
@@ -43,6 +56,7 @@ EVALUATED: dict[str, tuple[Any, Any, dict[str, Any], dict[str, float], set[Any]]
         {"mean": 3.0},
         set(range(7)),
     ),
+    "longest of two": (longest_of_two, ReadsTwo, {}, {"mean_epoch": 8.5}, set(range(18))),
     "drawn by the step": (lambda: DataLoader(Indices(7), 2), DrawsItself, {}, {"mean_epoch": 3.0}, set(range(7))),
 }
 
