@@ -8,9 +8,9 @@ import atexit
 import ctypes
 import faulthandler
 import gc
+import io
 import logging
 import os
-import pickle
 import re
 import shutil
 import signal
@@ -139,7 +139,7 @@ class RankPool:
             ready: list[Any] = wait(list(waiting), timeout=max(0.0, min(0.5, deadline - time.monotonic())))
             for connection in ready:
                 try:
-                    outcome = pickle.loads(connection.recv_bytes())
+                    outcome = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False)
                 except (EOFError, ConnectionResetError):
                     outcome = False, "the process died"
                 outcomes[waiting[connection]] = outcome
@@ -212,11 +212,17 @@ def _serve(connection: Connection, stack: str) -> None:
             if world != (world_size, store):
                 _join(rank, world_size, store, *group)
                 world = (world_size, store)
-            # `Connection.send` would put tensors into shared memory, and each would hold a file open while it is kept.
-            outcome = pickle.dumps((True, _call_and_restore(function, args)))
+            outcome = _saved((True, _call_and_restore(function, args)))
         except BaseException:
-            outcome = pickle.dumps((False, traceback.format_exc()))
+            outcome = _saved((False, traceback.format_exc()))
         connection.send_bytes(outcome)
+
+
+def _saved(outcome: tuple[bool, Any]) -> bytes:
+    """Return `outcome` as bytes: `Connection.send` would put tensors into shared memory, with a file open for each."""
+    file = io.BytesIO()  # not `pickle`, which does not restore tensors of all dtypes
+    torch.save(outcome, file)
+    return file.getvalue()
 
 
 def _call_and_restore(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
