@@ -72,7 +72,11 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
         {"activation_checkpointing": ActivationCheckpointing},
         "activation_checkpointing has to be ActivationCheckpointing(...) or None.",
     ),
-    (ParalFSDPStrategy, {"units": [3]}, "units has to be a string, a class, a list (each a string or a class) or a function."),
+    (
+        ParalFSDPStrategy,
+        {"units": [3]},
+        "units has to be a string, a class, a list (each a string or a class) or a function.",
+    ),
     (ParalFSDPStrategy, {"offload": "cpu"}, "offload has to be True or False. FSDP offloads to host memory"),
     (ParalFSDPStrategy, {"min_params": 1e6}, "min_params has to be an integer of at least 1 or None."),
     (ParalFSDPStrategy, {"plan": ["up"]}, "(plan=['up']): plan has to be 'auto' or a dict."),
