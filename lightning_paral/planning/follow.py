@@ -43,8 +43,8 @@ class FollowedSteps:
     """`None` if the module has no repeated blocks."""
     batch_size: int | None = None
     """Samples per batch and rank; `None` if it is unknown."""
-    doubled: "FollowedSteps | None" = None
-    """The same with twice the batch, if it was asked for."""
+    by_size: "tuple[FollowedSteps, ...]" = ()
+    """The same with other batches, from the smallest to one that is too large, if they were asked for."""
 
     def step(self, layout: Layout) -> Step:
         """Return the step of a rank under a layout."""
@@ -59,7 +59,7 @@ def follow_steps(
     *,
     is_set_up: bool = False,
     on_cpu: bool = False,
-    max_batch: bool = False,
+    device_memory: int | None = None,
     checkpointing: ActivationCheckpointing | None = None,
     timeout: float = 300.0,
 ) -> FollowedSteps:
@@ -75,7 +75,7 @@ def follow_steps(
         datamodule: what `trainer.datamodule` is in hooks.
         is_set_up: whether `setup("fit")` of the module has been called.
         on_cpu: whether the device is the CPU.
-        max_batch: also follow a step with twice the batch.
+        device_memory: also follow steps with 1, 4, 16, ... samples, until their activations exceed these bytes.
         checkpointing: what the user recomputes anyway; no other recomputation is then considered.
         timeout: seconds after which it is given up.
 
@@ -95,11 +95,16 @@ def follow_steps(
         except Exception as error:
             reason = f"The step cannot be followed ({_described(error)}), so activations are not counted."
             return replace(_states_alone(fake, reason), batch_size=batch_size_of(given))
-        if max_batch and followed.batch_size is not None:
-            twice = resized(given, 2 * followed.batch_size, followed.batch_size)
-            with suppress(Exception):  # the step takes batches of this size alone
-                return replace(followed, doubled=_follow(fake, twice, on_cpu, checkpointing))
-        return followed
+        by_size: list[FollowedSteps] = []
+        if device_memory is not None and followed.batch_size is not None:
+            with suppress(Exception):  # the step does not take batches of other sizes
+                for size in (4**power for power in range(11)):
+                    batch_of_size = resized(given, size, followed.batch_size)
+                    by_size.append(_follow(fake, batch_of_size, on_cpu, checkpointing))
+                    step = by_size[-1].recomputed or by_size[-1].plain
+                    if max(point.used for point in step.points) > device_memory:
+                        break
+        return replace(followed, by_size=tuple(by_size))
 
     try:
         return run_isolated(follow, timeout)

@@ -1,8 +1,9 @@
 """Predict the costs of every strategy for a module, and recommend one."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -83,12 +84,13 @@ class Plan:
         """In the order of the table."""
         self.max_batches: dict[str, int] = {}
         """The largest batch per rank that fits, by the name of the layout, if it was asked for."""
-        if (twice := followed.doubled) is not None and device_memory is not None and self.batch_size is not None:
-            for each in self.estimates:
-                more = estimate(case(layout=each.layout, step=twice.step(each.layout)))
-                if len(more.moments) != len(each.moments):
-                    continue  # the step is another one with another batch
-                self.max_batches[each.layout.name] = largest_batch(each, more, self.batch_size, device_memory)
+        if followed.by_size and device_memory is not None:
+            for row in rows:
+                sized = [
+                    (each.batch_size, estimate(case(layout=row, step=each.step(row)))) for each in followed.by_size
+                ]
+                peaks = {size: each.peak_bytes for size, each in sized if size is not None}
+                self.max_batches[row.name] = largest_batch(peaks, (1 - MARGIN) * device_memory)
         several = self.states.num_optimizers > 1
         rated = [each for each in self.estimates if is_candidate(each.layout, on_cpu, several)]
         self.chosen, self.advice = advise(rated or self.estimates, device_memory, self.max_batches)
@@ -216,8 +218,9 @@ def plan(
     elif torch.cuda.is_available() and device_type != "cpu":
         device_memory = torch.cuda.get_device_properties(0).total_memory
     layouts = layouts_of(strategies)
+    memory = device_memory if max_batch else None
     return Plan(
-        follow_steps(module, batch, settings, datamodule, on_cpu=device_type == "cpu", max_batch=max_batch),
+        follow_steps(module, batch, settings, datamodule, on_cpu=device_type == "cpu", device_memory=memory),
         name=type(module).__name__ if isinstance(module, LightningModule) else "the module",
         layouts=layouts,
         world_size=world_size,
@@ -317,19 +320,16 @@ def advise(
     return None, f"Nothing fits into {limit}. {needs} {help_}"
 
 
-def largest_batch(one: Estimate, two: Estimate, batch_size: int, device_memory: int) -> int:
-    """Return the largest batch that fits, up to 2^20 samples, as every moment grows linearly with it; 0 if none does.
+def largest_batch(peaks: Mapping[int, int], limit: float) -> int:
+    """Return the largest batch that fits, between 0 and the largest one in `peaks`.
+
+    A peak is the largest of moments that grow linearly with the batch, so between two sizes it is at most on the line.
 
     Args:
-        one: the costs with `batch_size` samples.
-        two: the costs with twice as many.
-        batch_size: the number of samples.
-        device_memory: a number of bytes.
+        peaks: bytes by the number of samples, in ascending order.
+        limit: a number of bytes.
     """
-    largest, limit = 2**20, (1 - MARGIN) * device_memory
-    for first, second in zip(one.moments, two.moments, strict=True):
-        if growth := max(0, second.total - first.total):
-            largest = min(largest, int(batch_size * (1 + (limit - first.total) / growth)))
-        elif first.total > limit:
-            return 0
-    return max(0, largest)
+    for (size, peak), (larger, more) in pairwise({0: 0, **peaks}.items()):
+        if more > limit:
+            return size and size + int((larger - size) * (limit - peak) / (more - peak))
+    return max(peaks)

@@ -107,6 +107,16 @@ def test_batches_that_fit_are_larger_where_less_memory_is_used(planned: Plan) ->
     assert again.of("paral_ddp").peak_bytes <= limit < one_more.of("paral_ddp").peak_bytes
 
 
+def test_largest_batch_fits_by_a_plan_of_its_own_also_from_a_batch_without_weight() -> None:
+    """With one sample, gradients need more than activations; with many, they need less."""
+    strategies = ["paral_ddp", "paral_zero3"]
+    largest = plan(gpt(256, 6), bytes_of_text(1), 4, "1GiB", strategies=strategies, max_batch=True).max_batches
+
+    for name in ("paral_ddp", "paral_ddp + recompute", "paral_zero3 + recompute"):
+        again = plan(gpt(256, 6), bytes_of_text(largest[name]), 4, strategies=strategies).of(name)
+        assert 0.8 * 2**30 < again.peak_bytes <= 0.9 * 2**30, name
+
+
 def test_nothing_fits_is_said_with_what_would_help() -> None:
     made = plan(gpt(256, 6), bytes_of_text(64), 4, "30MiB", max_batch=True)
 
