@@ -185,9 +185,11 @@ def _fsdp(case: Case) -> _Costs:
 
     def during(point: Point) -> Memory:
         size, unit_gradients, reduced = inner[point.unit] if point.unit != ROOT else (0.0, 0.0, 0.0)
-        if point.in_backward:  # what its reduce-scatter needs takes the place of its parameters
-            # On CUDA, the input of the reduce-scatter before is kept until the next one.
-            size = max(size, reduced + (min(ARRIVING_BYTES, reduced) if case.on_cpu else reduced))
+        before = 0.0 if case.on_cpu else reduced  # on CUDA, the input of a reduce-scatter is kept until the next one
+        if point.in_backward and point.reduces:  # what it needs takes the place of the parameters
+            size = max(size, reduced + (min(ARRIVING_BYTES, reduced) if case.on_cpu else before))
+        elif point.in_backward:
+            size, unit_gradients = size + before, 0.0
         done = point.gradients / max(1, states.gradient_bytes) * case.is_on_device(place)
         return Memory(
             gradients=gradients * done + (root_gradients + unit_gradients) * point.in_backward,

@@ -41,6 +41,8 @@ class Point(NamedTuple):
     casts: int
     gradients: int
     """Of all parameters. In a forward pass, those of the step before."""
+    reduces: bool = True
+    """Whether the gradients of the unit may be reduced here. They are not yet where activations need the most."""
 
     @property
     def used(self) -> int:
@@ -251,7 +253,7 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.points: list[Point] = []
         self.flops = [0] * self._num_units
         self.temporary_bytes = 0
-        self._most = self._point()
+        self._most = self._most_used = self._point()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -295,11 +297,12 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def enter(self, unit: int, *, in_backward: bool) -> None:
         """Count what follows with a unit."""
-        self.points.append(self._most)
+        # Two, because which of them is the peak depends on the engine, and on the size of the batch.
+        self.points += (self._most, self._most_used._replace(reduces=False))
         if unit != ROOT:
             self.computing = unit
         self._unit, self.in_backward = unit, in_backward
-        self._most = self._point()
+        self._most = self._most_used = self._point()
 
     def enter_optimizer(self) -> None:
         """Count what follows as memory of the optimizer."""
@@ -317,7 +320,9 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _add(self, kind: Kind, size: int) -> None:
         self._now[kind] += size
         self.temporary_bytes = max(self.temporary_bytes, self._now["temporary"])
-        self._most = max(self._most, self._point(), key=lambda point: point.used + point.gradients)
+        point = self._point()
+        self._most = max(self._most, point, key=lambda each: each.used + each.gradients)
+        self._most_used = max(self._most_used, point, key=lambda each: each.used)
 
     def _see(self, tensor: Tensor, kind: Kind) -> None:
         storage = tensor.untyped_storage()
