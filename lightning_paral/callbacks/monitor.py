@@ -3,6 +3,7 @@
 import statistics
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.lightning.training_steps import step_of_loggers
 from lightning_paral.distributed.host_exchange import gather_objects
 from lightning_paral.distributed.process_group import host_group
-from lightning_paral.distributed.resident_memory import peak_resident_bytes
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.quantities import format_bytes, format_seconds
 
@@ -187,7 +187,7 @@ def _planned_bytes(trainer: Trainer) -> int | None:
 
 def _peak_bytes(trainer: Trainer) -> int:
     device = trainer.strategy.root_device
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _peak_resident_bytes()
 
 
 def _forward_waits(trainer: Trainer) -> bool:
@@ -211,3 +211,16 @@ def _mean(intervals: list[tuple[Any, Any]]) -> float:
     on_host = [end - begin for begin, end in intervals if isinstance(begin, float)]
     on_device = [begin.elapsed_time(end) / 1e3 for begin, end in intervals if not on_host and end.query()]
     return statistics.fmean(on_host or on_device or [0.0])
+
+
+def _peak_resident_bytes() -> int:
+    """Return the largest resident memory in bytes since the process started, or since its peak was reset.
+
+    0 where the system does not tell it.
+    """
+    # Not `getrusage`: its peak includes that of the process from which this one was started.
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)

@@ -1,6 +1,7 @@
 """Create, join, reuse and destroy the default process group, and choose its backend."""
 
 import atexit
+import gc
 import hashlib
 import logging
 import os
@@ -9,6 +10,7 @@ import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,6 @@ from torch.distributed.distributed_c10d import Store
 
 from lightning_paral.compat.torch.aborting import abort_all
 from lightning_paral.compat.torch.process_groups import is_alive
-from lightning_paral.distributed.forked import protect_inherited_objects
 from lightning_paral.distributed.rendezvous import connect, meet
 from lightning_paral.errors import ConfigurationError, ProcessGroupError
 
@@ -127,6 +128,17 @@ def backend_for(device: torch.device, requested: str | None = None) -> str:
         return backend if "cpu" in by_device else f"{backend},cpu:gloo"
     supported = dist.Backend.backend_capability.get(backend.lower(), ["cpu"])
     return backend if "cpu" in supported else f"{device.type}:{backend},cpu:gloo"
+
+
+@cache
+def protect_inherited_objects() -> None:
+    """Prevent processes forked from this one from garbage-collecting inherited objects. Later calls have no effect.
+
+    Otherwise the first garbage collection in a worker destroys unreachable process groups of an earlier run. Their
+    destructor waits for threads that exist only in the parent process, so the worker hangs or crashes.
+    """
+    if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+        os.register_at_fork(after_in_child=gc.freeze)
 
 
 def join_process_group(
