@@ -10,9 +10,11 @@ from typing import Any, NoReturn
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.registry import STRATEGIES
 from lightning_paral.suggestions import did_you_mean, nearest_names
 
 _UNKNOWN = re.compile(r"(?:[Oo]ption|attribute) '([\w.]+)'|arguments: -*([\w.-]+)")
+_NAMED = re.compile(r"Expected a dot import path string: (paral_\w+)")
 _OWNER = re.compile(r"(?:given class_path|module) '([\w.]+)'")
 _NOISE = re.compile(
     r"[\s-]*(Does not validate against any|Subtypes:|Errors:|Given value type:|"
@@ -73,6 +75,10 @@ def _hint(message: str, options: list[str]) -> str:
     """
     if "is abstract" in message:
         return "The options of a class belong under init_args."
+    if named := _NAMED.search(message):
+        found = next((each for each in STRATEGIES if each.name == named[1]), None)
+        if found is not None:
+            return f"A name takes no options. Give the class: --trainer.strategy lightning_paral.{found.class_name}."
     unknown = _UNKNOWN.search(message)
     if unknown is None:
         return ""

@@ -40,6 +40,11 @@ YAML: list[tuple[dict[str, Any], str, str]] = [
 ]
 COMMAND_LINE = [
     ("fit --trainer.strategy=ParalDDPStrategy --trainer.strategy.wire_dtype=fp8", "wire_dtype", "['bf16', 'fp16']"),
+    (
+        "fit --trainer.strategy=paral_fsdp --trainer.strategy.offload=true",
+        "paral_fsdp",
+        "lightning_paral.ParalFSDPStrategy",
+    ),
     ("fit --trainer.stratgy=paral_ddp", "trainer.stratgy", "Did you mean strategy?"),
     ("fit --model.widht=3", "widht", "Did you mean width?"),
     ("fit --model=examples.gtp.GPT", "gtp", "Did you mean gpt?"),
