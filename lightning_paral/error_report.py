@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from lightning_paral.errors import ParalError, RankFailedError
 
 if TYPE_CHECKING:
-    from lightning_paral.distributed.failures.failure import FirstFailure
+    from lightning_paral.distributed.failure import FirstFailure
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -36,8 +36,7 @@ class _BriefExceptHook:
         self._otherwise = otherwise
 
     def __call__(self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        from lightning_paral.distributed.failures.failure import first_failure_of
-        from lightning_paral.distributed.failures.torchrun_report import tell_torchrun
+        from lightning_paral.distributed.failure import first_failure_of, tell_torchrun
 
         first = first_failure_of(error)
         if first is None or first.is_own:
@@ -45,15 +44,13 @@ class _BriefExceptHook:
         if first is None or first.known is None:
             self._print(error)
         elif first.is_own:
-            self._print(error)
-            sys.stderr.flush()
-            first.set_printed()
+            first.print_own(lambda: self._print(error))
         else:
             self._print_after_first(first, error)
 
     def _print_after_first(self, first: "FirstFailure", error: BaseException) -> None:
         """Print the error of a rank that did not fail first, in one line if it is the same or a consequence."""
-        from lightning_paral.distributed.failures.failure import PRINT_SECONDS, failure_of
+        from lightning_paral.distributed.failure import failure_of
 
         assert first.known is not None
         if isinstance(error, RankFailedError):
@@ -63,9 +60,7 @@ class _BriefExceptHook:
         else:
             self._print(error)
             line = f"Rank {first.rank} failed after {first.known}"
-        must_print = first.wait_until_printed(PRINT_SECONDS)
-        sys.stderr.write(f"{first.known.traceback if must_print else ''}{line}\n")
-        sys.stderr.flush()
+        first.print_after(line)
 
     def _print(self, error: BaseException) -> None:
         from lightning_paral.distributed.process_group import is_first_to_report

@@ -1,6 +1,6 @@
 """Which chunk of a DTensor each rank holds, and which ranks hold the same one."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 
@@ -100,18 +100,12 @@ def ranks_with_same_chunk(value: DTensor) -> tuple[int, ...]:
     return tuple(sorted(ranks[position] for ranks in slices for position in positions))
 
 
-def writes_chunk(value: DTensor, members: Collection[int] = ()) -> bool:
-    """Return whether this rank is the first of those that hold the same elements of `value`.
-
-    Args:
-        value: a tensor of which this rank may hold a chunk.
-        members: the global ranks that are considered, if these are not all ranks.
-    """
+def writes_chunk(value: DTensor) -> bool:
+    """Return whether this rank is the first of those that hold the same elements of `value`."""
     coordinate = value.device_mesh.get_coordinate()
     if coordinate is None:
         return False
-    first = next(rank for rank in ranks_with_same_chunk(value) if not members or rank in members)
-    return first == int(value.device_mesh.mesh[tuple(coordinate)].item())
+    return ranks_with_same_chunk(value)[0] == int(value.device_mesh.mesh[tuple(coordinate)].item())
 
 
 @lru_cache(maxsize=64)

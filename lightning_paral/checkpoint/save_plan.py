@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from lightning_paral.checkpoint.io.files import checksum
-from lightning_paral.checkpoint.layout import balanced_range, coverage_fault
+from lightning_paral.checkpoint.layout import balanced_range
 from lightning_paral.checkpoint.replicas import Replica, find_differing
 from lightning_paral.checkpoint.shards import NO_SHARD, FlatShard, LocalShard, flat_range, is_sharded, local_shard
 from lightning_paral.checkpoint.tree import WEIGHT_KEYS, TreePath, is_state_key, tensors_in, view_key
 from lightning_paral.compat.torch.pytree import tree_leaves
 from lightning_paral.distributed.agreement import RankGroup
-from lightning_paral.distributed.rank_names import name_ranks
 from lightning_paral.errors import CheckpointError
 
 
@@ -80,7 +79,7 @@ def plan_save(
       that has the tensor writes it. The same applies to tensors of the second group whose replicas turn out to differ.
 
     The cost is two collectives of one number per rank. With several stages, one rank of each stage also broadcasts its
-    list of tensors. If other ranks have died (`RankGroup.members`), the ranks also check that they have all elements.
+    list of tensors.
 
     Args:
         tree: the checkpoint of this rank: nested dicts and lists.
@@ -93,8 +92,7 @@ def plan_save(
 
     Raises:
         CheckpointError: ranks of one stage have different tensors; stages disagree on the shape, dtype or aliases of a
-            tensor; a sharded tensor is in a container other than dicts and lists; or only ranks that died had some of
-            the elements. Raised on all ranks.
+            tensor; or a sharded tensor is in a container other than dicts and lists. Raised on all ranks.
     """
     stages = [0] * ranks.world_size if stages is None else list(stages)
     assert len(stages) == ranks.world_size, "stages must have one number for each rank"
@@ -115,29 +113,7 @@ def plan_save(
         if tensor.record.layout != "per rank" and tensor.value is not None
     ]
     differing = find_differing(replicas, ranks, averages_later, what)
-    items = _divide(planned, differing, stages, ranks)
-    if ranks.members:
-        _check_complete(items, ranks, what)
-    return items
-
-
-def _check_complete(items: list[WriteItem], ranks: RankGroup, what: str) -> None:
-    """Check that `ranks`, which are not all ranks of the world, write all elements. *Collective* over `ranks`.
-
-    Raises:
-        CheckpointError: they do not.
-    """
-    chunks = ranks.gather([item.shard.chunks for item in items])
-    missing = [
-        item
-        for item, of_ranks in zip(items, zip(*chunks, strict=True), strict=True)
-        if coverage_fault(item.shape, [chunk for of_rank in of_ranks for chunk in of_rank]) is not None
-    ]
-    if missing:
-        raise CheckpointError(
-            f"{what} failed: {name_ranks(ranks.members)} only had a part of {len(missing)} of {len(items)} tensors, "
-            f"such as {'.'.join(map(str, missing[0].path))}."
-        )
+    return _divide(planned, differing, stages, ranks)
 
 
 def _tensors_to_write(tree: Mapping[str, Any], replicated: set[int]) -> list[tuple[_Record, Tensor]]:
@@ -256,7 +232,7 @@ def _divide(planned: list[_Planned], differing: set[TreePath], stages: list[int]
         holders = tuple(number for number, stage in enumerate(stages) if stage in tensor.stages)
         if record.layout == "sharded":
             if value is not None and stages[rank] == tensor.stages[0]:
-                item.shard = local_shard(value, ranks.members)
+                item.shard = local_shard(value)
         elif record.layout == "replicated" and item.path not in differing:
             replicated.setdefault(holders, []).append((item, value))
         elif value is not None and rank == holders[0]:

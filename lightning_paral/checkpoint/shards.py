@@ -1,6 +1,6 @@
 """A rank's shard of a tensor: the full tensor, an N-dimensional chunk (DTensor), or a flat range (ZeRO)."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -181,14 +181,13 @@ def _has_dims(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def local_shard(value: Tensor, members: Collection[int] = ()) -> LocalShard:
+def local_shard(value: Tensor) -> LocalShard:
     """Return the shard of `value` that this rank writes; `NO_SHARD` for all but the first replica of a DTensor.
 
     The replicas include those on ranks outside of the mesh of a DTensor: see `ranks_with_same_chunk`.
 
     Args:
         value: a full tensor, or a `DTensor` or `FlatShard`.
-        members: the global ranks that write, if these are not all ranks.
 
     Raises:
         CheckpointError: a DTensor is neither sharded nor replicated, but, for example, a partial sum.
@@ -196,7 +195,7 @@ def local_shard(value: Tensor, members: Collection[int] = ()) -> LocalShard:
     if isinstance(value, FlatShard):
         return LocalShard(value.chunks, value.read)
     if isinstance(value, DTensor):
-        return _local_shard_of_dtensor(value, members)
+        return _local_shard_of_dtensor(value)
     return LocalShard((full_chunk(value.shape),) if value.numel() else (), lambda: flat(value))
 
 
@@ -229,8 +228,8 @@ def is_sharded(value: Tensor) -> bool:
     return isinstance(value, FlatShard | DTensor)
 
 
-def _local_shard_of_dtensor(value: DTensor, members: Collection[int]) -> LocalShard:
+def _local_shard_of_dtensor(value: DTensor) -> LocalShard:
     chunk = chunk_of_dtensor(value)
-    if chunk is None or chunk.numel == 0 or not writes_chunk(value, members):
+    if chunk is None or chunk.numel == 0 or not writes_chunk(value):
         return NO_SHARD
     return LocalShard((chunk,), lambda: flat(value.to_local()))

@@ -27,10 +27,10 @@ class DataPosition:
         self._trainer = trainer
         self._seed = seed
 
-    def state(self, num_not_counted: int = 0) -> dict[str, Any]:
-        """Return the position for a checkpoint, without the last `num_not_counted` batches of the epoch."""
+    def state(self) -> dict[str, Any]:
+        """Return the position for a checkpoint."""
         fit_loop = self._trainer.fit_loop
-        num_steps = num_processed(fit_loop.epoch_loop.batch_progress) - num_not_counted
+        num_steps = num_processed(fit_loop.epoch_loop.batch_progress)
         return {
             "seed": self._seed.value,
             # The epoch that started last. Lightning's counters do not tell: `processed` counts it at its end,

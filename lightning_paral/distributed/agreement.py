@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_paral.distributed.failures.failure import mark_as_told
+from lightning_paral.distributed.failure import mark_as_told
 from lightning_paral.distributed.host_exchange import gather_objects
 from lightning_paral.errors import CheckpointError, MissingCheckpointError, ParalError
 
@@ -21,8 +21,6 @@ class RankGroup:
     world_size: int = 1
     group: Any = None
     """The process group; `None` for the default group, or for a single process without one."""
-    members: tuple[int, ...] = ()
-    """The global ranks, in the order of the group, if the other ranks of the world have died; empty otherwise."""
 
     @property
     def is_rank_0(self) -> bool:

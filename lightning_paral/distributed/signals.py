@@ -14,6 +14,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from lightning_paral.distributed.failure import ignore
+
 Handler = Callable[[int, FrameType | None], Any] | int | None
 log = logging.getLogger(__name__)
 
@@ -59,27 +61,6 @@ class _Replacement:
         current: object = signal.getsignal(self.signum)
         if current is self:
             signal.signal(self.signum, signal.SIG_DFL if self.previous is None else self.previous)
-
-
-class Ignored(_Replacement):
-    """Ignores a signal until `restore` is called. Unlike with `SIG_IGN`, programs started meanwhile do not inherit it.
-
-    Create it, and call `restore`, in the main thread.
-
-    Args:
-        signum: the signal.
-    """
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signum, signal.getsignal(signum))
-        self._process = os.getpid()
-        signal.signal(signum, self)
-
-    def __call__(self, signum: int, frame: FrameType | None) -> None:
-        """Do nothing; in a forked process, handle the signal as before."""
-        if os.getpid() != self._process:
-            self.restore()
-            os.kill(os.getpid(), signum)
 
 
 class _Handler(_Replacement):
@@ -158,7 +139,7 @@ class _Routes:
                 with suppress(OSError):
                     os.write(previous_fd, signums)
             for signum in signums:
-                handler = None if isinstance(signal.getsignal(signum), Ignored) else self._handlers.get(signum)
+                handler = None if signal.getsignal(signum) is ignore else self._handlers.get(signum)
                 for call in [] if handler is None else list(handler.calls):
                     try:
                         call()
@@ -173,7 +154,7 @@ class _Routes:
         with suppress(ValueError):
             signal.set_wakeup_fd(-1)
             for handler in self._handlers.values():
-                handler.calls.clear()  # also if it is not restored now, because `Ignored` has taken its place
+                handler.calls.clear()  # also if it is not restored now, because another one has taken its place
                 handler.restore()
         os.close(self._write_end)
         self._handlers, self._write_end = {}, -1

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -15,7 +16,6 @@ from torch.nn.modules.module import (
 )
 
 from lightning_paral.compat.torch.ddp_ignored import ignored_by_ddp
-from lightning_paral.distributed.failures.reachable import new_run_name
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.store_exchange import exchange_in_store
 from lightning_paral.errors import ConfigurationError
@@ -123,7 +123,7 @@ class TrainingAgreement:
         if epoch_begins:
             digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()
             data_ranks = self._dims.data_rank_group()
-            by_rank = data_ranks.gather((digest, new_run_name()))
+            by_rank = data_ranks.gather((digest, uuid.uuid4().hex))
             self._epoch_name = by_rank[0][1]
             if len({each for each, _ in by_rank}) > 1:
                 _check_same(dict(zip(self._dims.data_ranks, data_ranks.gather(names), strict=True)), where)

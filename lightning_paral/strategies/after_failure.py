@@ -1,35 +1,57 @@
-"""After an exception, find out which ranks can still save a checkpoint, and let callbacks save it."""
+"""Report what ends a run early, and let callbacks save after it if that is possible."""
 
+import os
+import sys
+import traceback
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 
-from lightning_paral.distributed.agreement import RankGroup, all_ranks
-from lightning_paral.distributed.failures.failure_watch import FailureWatch
-from lightning_paral.distributed.failures.reachable import ReachableRanks, wait_for_ranks
-from lightning_paral.distributed.failures.survivors import wait_for_savers
-from lightning_paral.distributed.launching.rank_main import tell_whether_saving
-from lightning_paral.distributed.rank_names import name_ranks
+from lightning_paral.compat.lightning.methods import shadow_method
+from lightning_paral.compat.torch.group_names import new_named_group
+from lightning_paral.distributed.agreement import RankGroup, all_ranks, explain
+from lightning_paral.distributed.failure import FailureWatch, as_consequence, remember_first
+from lightning_paral.distributed.hangs import Hangs
+from lightning_paral.distributed.launching.launcher import agreed_status
+from lightning_paral.distributed.process_group import explain_timeout
+from lightning_paral.distributed.watcher import RankWatcher
+from lightning_paral.errors import CheckpointError
 from lightning_paral.model.trainer_of import trainer_of
-from lightning_paral.strategies.step_boundary import StepBoundary
+from lightning_paral.strategies.description import StrategyDescription
 
 
-class AfterFailure(StepBoundary):
-    """Mixin, placed before the Lightning base: the ranks that live and are at the same step save together."""
+class AfterFailure(StrategyDescription):
+    """Mixin, placed before the Lightning base: all ranks learn of an error, and then wait for no other rank.
 
-    _run: str = ""
-    """The name of the run, equal on all ranks; empty between runs."""
-    _reached: ReachableRanks | None = None
+    If every rank holds all values, rank 0 saves alone. If ranks hold shards, they save if each has raised an error of
+    its own after the same optimizer step.
+    """
+
     timeout: timedelta
     """How long ranks wait for each other when they join, and in every collective."""
+    _run: str = ""
+    """The name of the run, equal on all ranks; empty between runs."""
+    _watcher: RankWatcher | None = None
+    """During a run with several ranks, the thread that exchanges messages with the other ranks."""
+    _hangs: Hangs | None = None
+    """During a run with several ranks, what asks all ranks where they are."""
     _failures: FailureWatch | None = None
     """During a run with several ranks, what ends this rank after another one has failed."""
+    _why_interrupted: str = ""
+    """From the teardown until the next run, names the failure of another rank that ended the run; empty if none did."""
+    _step: str = ""
+    """After an error of this rank's own, the number of optimizer steps; otherwise empty."""
+    _reached: tuple[RankGroup | None] | None = None
+    """After a failure, the ranks that raised together, or `None`, once they are known."""
+    _undo_guard: ExitStack | None = None
+    """After a failure, what removes the guard of the hooks that are called then."""
 
     @property
     def _is_failing(self) -> bool:
@@ -37,107 +59,170 @@ class AfterFailure(StepBoundary):
         trainer = trainer_of(self.lightning_module)
         return trainer is not None and bool(self._run) and trainer.state.status == TrainerStatus.INTERRUPTED
 
-    def _reachable_ranks(self) -> ReachableRanks:
-        """Return which ranks can be reached: all of them, unless an exception ended the run.
+    @property
+    def _timeout_option(self) -> str:
+        return f"{type(self).__name__}(timeout=...)"
 
-        The first call after an exception is *collective*.
+    # Called before Lightning's hooks for exceptions
+
+    def report_failure(self, error: BaseException) -> BaseException:
+        """Tell the other ranks that `error` ends the run on this one, and return the error to raise.
+
+        Call this while `error` is being handled, before anything else. Outside of a run, it only names the failure of
+        another rank that interrupted the teardown of the last run, and changes the status of `sys.exit(0)`.
         """
-        if not self._is_failing or not dist.is_initialized():
-            return ReachableRanks(all_reachable=True)
-        if self._reached is None:
-            self._reached = wait_for_ranks(
-                self._run, self._step_position(), self.dims.shards, self.timeout, dead=self._dead_ranks
+        trainer = trainer_of(self.lightning_module)
+        if trainer is None or not self._run:
+            self._explain_exit_outside_of_run(error)
+            return as_consequence(error, self._why_interrupted)
+        reported = error
+        if self._failures is not None:
+            self._failures.leave()  # first: this thread must not be interrupted while it reports
+            timed_out = isinstance(error, Exception) and explain_timeout(error, self.timeout, self._timeout_option)
+            if self._watcher is not None and self._hangs is not None:
+                self._watcher.leave(error)
+                self._hangs.leave(error)
+                if timed_out:
+                    error.add_note(self._hangs.where_all_are(f"A collective of rank {self.global_rank} timed out."))
+            reported = self._failures.report(error, describe_position(trainer, error))
+        self._step = str(trainer.global_step) if reported is error else ""
+        if self._undo_guard is None:
+            self._undo_guard = ExitStack()
+            self._guard_hooks(trainer, self._undo_guard)
+        return reported
+
+    def report_death(self, rank: int, how: str) -> None:
+        """Tell all ranks that a process has ended without an exception. Outside of a run, do nothing. For any thread.
+
+        Args:
+            rank: the global rank of the process.
+            how: how it ended, such as `its process was killed by SIGKILL`.
+        """
+        if self._failures is not None:
+            self._failures.report_death(rank, how)
+
+    def _explain_exit_outside_of_run(self, error: BaseException) -> None:
+        """Do not exit with status 0 if this rank called `sys.exit(0)` before or after a run with several ranks."""
+        if isinstance(error, SystemExit) and not error.code and self.world_size > 1 and agreed_status() is None:
+            told = (
+                f"Rank {self.global_rank} called sys.exit({'' if error.code is None else error.code}) outside of a run"
             )
-        return self._reached
+            sys.stderr.write(f"{told}. The exit status is 1, because other ranks may not have called it.\n")
+            error.code = 1
 
-    def _dead_ranks(self) -> set[int]:
-        return set() if self._failures is None else self._failures.dead_ranks()
+    # While Lightning calls the hooks for exceptions
 
-    def _ranks(self) -> RankGroup:
-        """Return the ranks that save together."""
-        reached = self._reachable_ranks()
-        if reached.savers is None or len(reached.savers.ranks) == self.world_size:
-            return all_ranks(reached.group)
-        members = reached.savers.ranks
-        return RankGroup(members.index(self.global_rank), len(members), reached.savers_group, members)
+    def _guard_hooks(self, trainer: Trainer, undo: ExitStack) -> None:
+        """Let no hook that is called after an exception hide the exception, or leave the run without a teardown."""
+        shadow_method(trainer, "save_checkpoint", partial(self._save_after_failure, trainer.save_checkpoint), undo)
+        owners = [(each, "on_exception") for each in (*vars(trainer)["callbacks"], vars(trainer).get("datamodule"))]
+        for owner, name in (*owners, *((logger, "finalize") for logger in trainer.loggers)):
+            if owner is not None:
+                shadow_method(owner, name, partial(self._call_hook, getattr(owner, name)), undo)
 
-    @property
-    def _may_save(self) -> bool:
-        """Whether this rank is one of those that save. The first call after an exception is *collective*."""
-        savers = self._reachable_ranks().savers
-        return savers is None or self.global_rank in savers.ranks
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is rank 0, or the first of the ranks that save after rank 0 has died."""
-        savers = None if self._reached is None else self._reached.savers
-        if savers is not None and savers.ranks and 0 not in savers.ranks:
-            return self.global_rank == savers.ranks[0]
-        return bool(super().is_global_zero)
-
-    @contextmanager
-    def _saving_after_failure(self) -> Iterator[None]:
-        """Give a save the time that it takes, before the watcher ends a process that does not finish its teardown."""
-        if self._failures is None or self._failures.is_saving:
-            yield
-            return
-        self._failures.is_saving = True
-        tell_whether_saving(True)
+    def _call_hook(self, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Call a hook. If it cannot save, warn; after another error, end the run, because Lightning does not."""
         try:
-            yield
-        finally:
-            self._failures.leave()
-            self._failures.is_saving = False
-            tell_whether_saving(False)
+            hook(*args, **kwargs)
+        except CheckpointError as error:
+            first = None if self._failures is None else self._failures.first.known
+            speaker = 0 if first is None else first.rank
+            if first is not None and first.has_died and first.rank != self.global_rank:
+                speaker = 0 if first.rank else 1
+            if speaker == self.global_rank:
+                warnings.warn(str(error), stacklevel=2)
+        except BaseException as error:
+            if self._failures is not None:
+                remember_first(error, self._failures.first)
+                self.on_exception(error)
+                self.teardown()
+            raise
 
-    def _wait_for_savers(self) -> None:
-        """Let this rank wait for those that save if it does not save itself."""
-        savers = None if self._reached is None else self._reached.savers
-        if savers is not None and 0 < len(savers.ranks) < self.world_size and dist.is_initialized():
-            with self._saving_after_failure():
-                wait_for_savers(self._run, self.global_rank, savers.ranks, self.timeout, self._dead_ranks)
+    def _save_after_failure(self, save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """Save on the ranks that can. *Collective* over the ranks that raised together, if ranks hold shards.
 
-    def _save_on_exception(
-        self, callback: Callback, trainer: Trainer, module: LightningModule, exception: BaseException
-    ) -> None:
-        """Let `callback` save on the ranks that can. If saving fails, warn, so that the error of the run is raised."""
-        name = type(callback).__name__
+        Raises:
+            CheckpointError: it was not saved.
+        """
+        if self._failures is not None:
+            self._failures.begin_save()
         try:
-            with self._saving_after_failure():  # also while it finds out which ranks live
-                if self._may_save:
-                    type(callback).on_exception(callback, trainer, module, exception)
-                else:
-                    self._warn_not_saved(f"{name} saved no checkpoint")
+            reason = self._why_not_saved()
+            if not reason:
+                save(filepath, *args, **kwargs)
+                return
         except Exception as error:
-            if self.is_global_zero:
-                reason = self._why_incomplete()
-                warnings.warn(
-                    f"{name} could not save after {type(exception).__name__}: {error}{reason and ' ' + reason}",
-                    stacklevel=2,
-                )
+            reason = explain(error)
+        finally:
+            if self._failures is not None:
+                self._failures.leave()
+        raise CheckpointError(f"{filepath} was not saved after the failure: {reason} {self._newest_checkpoint()}")
 
-    def _why_incomplete(self) -> str:
-        """Return a sentence about the ranks that do not save, and those whose shards are missing; empty if none."""
-        savers = self._reachable_ranks().savers
-        if savers is None or not savers.reason:
+    def _why_not_saved(self) -> str:
+        first = None if self._failures is None else self._failures.first.known
+        if first is None:
             return ""
-        missing = f", and no rank that could save has the shards of {name_ranks(savers.missing)}"
-        return f"The reason: {savers.reason}{missing if savers.missing and savers.ranks else ''}."
+        if self._default_form == "full":
+            return "rank 0, which saves, has died." if first.rank == 0 and first.has_died else ""
+        if self._reachable() is not None:
+            return ""
+        return "each rank holds a shard of the state, and not all ranks raised an error after the same optimizer step."
 
-    def _warn_not_saved(self, what: str) -> None:
-        savers = self._reachable_ranks().savers
-        if savers is None or not savers.ranks:  # otherwise the ranks that save report
-            # On every rank, because rank 0 may not be among those that failed.
-            warnings.warn(f"{what} on rank {self.global_rank}. {self._why_incomplete()}", stacklevel=2)
+    def _newest_checkpoint(self) -> str:
+        trainer = trainer_of(self.lightning_module)
+        callbacks = [] if trainer is None else trainer.checkpoint_callbacks
+        paths = [str(getattr(each, name, "")) for each in callbacks for name in ("last_model_path", "best_model_path")]
+        newest = max(filter(os.path.exists, paths), key=os.path.getmtime, default=None)
+        return "The run has saved no other checkpoint." if newest is None else f"The newest checkpoint is {newest}."
 
-    def _warn_saved_by_some(self, filepath: Any) -> None:
-        """Say that a checkpoint was saved without some ranks, and which of its values are not theirs."""
-        savers = self._reachable_ranks().savers
-        if savers is not None and savers.reason and self.is_global_zero:
-            others = [rank for rank in range(self.world_size) if rank not in savers.ranks]
-            warnings.warn(
-                f"{filepath} was saved {self._step_position()} by {name_ranks(savers.ranks)} alone: "
-                f"{savers.reason}. It is complete. The random states of {name_ranks(others)} are unknown; it has those "
-                f"of rank {savers.ranks[0]} in their place.",
-                stacklevel=2,
-            )
+    def _reachable(self) -> RankGroup | None:
+        """Return the ranks that can be reached: all of them, or after a failure `None`, unless all raised together.
+
+        The first call after a failure is *collective*, but returns if some rank does not call it.
+        """
+        if not dist.is_initialized() or dist.get_world_size() != self.world_size:
+            return None
+        if not self._is_failing or self._failures is None:
+            return all_ranks()
+        if self._reached is None:
+            self._reached = (self._ranks_that_raised_together(self._failures),)
+        return self._reached[0]
+
+    def _ranks_that_raised_together(self, failures: FailureWatch) -> RankGroup | None:
+        """Return all ranks, in a new group, because collectives may be pending in older ones."""
+        if self._default_form == "full" or not failures.first.agree("step", self._step):
+            return None
+        try:
+            name = f"after the failure of {self._run}"
+            ranks = range(self.world_size)
+            return all_ranks(new_named_group(name, ranks, timeout=self.timeout, backend="gloo"))
+        except (dist.DistError, RuntimeError):  # a rank has died since
+            return None
+
+    def _saving_ranks(self, checkpoint: dict[str, Any], filepath: Any) -> RankGroup | None:
+        """Return the ranks that save `checkpoint`; `None` if this rank is not one of them."""
+        if not self._is_failing or self._failures is None:
+            ranks: RankGroup | None = super()._saving_ranks(checkpoint, filepath)  # type: ignore[misc]
+            return ranks
+        if self._default_form == "full":
+            return RankGroup() if self.global_rank == 0 else None
+        return self._reachable()
+
+
+def describe_position(trainer: Trainer, error: BaseException | None = None) -> str:
+    """Return the part of the run that `trainer` is in, such as `training batch 3 of epoch 0 (global step 3)`.
+
+    Args:
+        trainer: the Trainer of the run.
+        error: an error that ended the run. Its traceback shows whether the Trainer was saving a checkpoint.
+    """
+    functions = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)] if error else []
+    if "save_checkpoint" in functions:
+        return f"saving a checkpoint at global step {trainer.global_step}"
+    fn, stage = trainer.state.fn, trainer.state.stage
+    if fn == TrainerFn.FITTING and stage == RunningStage.TRAINING and trainer.train_dataloader is not None:
+        batch, epoch = trainer.fit_loop.epoch_loop.batch_idx, trainer.current_epoch
+        return f"training batch {max(0, batch)} of epoch {epoch} (global step {trainer.global_step})"
+    if fn == TrainerFn.FITTING and stage is not None and stage != RunningStage.TRAINING:
+        return f"{stage.value} during fit (global step {trainer.global_step})".replace("_", " ")
+    return f"the setup of {fn.value}" if fn is not None else "the run"

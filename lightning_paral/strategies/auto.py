@@ -86,6 +86,13 @@ class ParalAutoStrategy(ParalStrategy, DDPStrategy):
         """Tell the other ranks that `error` ends the run on this one, and return the error to raise."""
         return super().report_failure(error) if self._chosen is None else self._chosen.report_failure(error)
 
+    def report_death(self, rank: int, how: str) -> None:
+        """Tell all ranks that a process has ended without an exception."""
+        if self._chosen is None:
+            super().report_death(rank, how)
+        else:
+            self._chosen.report_death(rank, how)
+
     def _print_start_line(self, trainer: Trainer) -> None:
         """Print nothing: the chosen strategy prints its line."""
 

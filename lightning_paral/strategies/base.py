@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -162,7 +162,6 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, Ch
         super().on_train_start()
         if self._data.resume(self._own_devices) and self._ignored_warnings is not None:
             self._ignored_warnings.add(RESUMED_INSIDE_EPOCH)
-        self._keep_random_states()
         if self._stop_on_sigterm is not None and self.lightning_module is not None:
             self._stop_on_sigterm.on_train_start(self.lightning_module.trainer, self.lightning_module)
 
@@ -197,31 +196,13 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, Ch
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save `checkpoint` and the position in the data. *Collective* over the world during a run.
 
-        After a failure, the ranks at the same step save together, if they have all shards. Otherwise warn and write
-        nothing.
-
         Raises:
             CheckpointError: a rank could not write; raised on all ranks. An earlier checkpoint at `filepath` is intact.
             ConfigurationError: the optimizer's state was lost at the end of the run.
             StorageOptionsError: `storage_options` were given, but no `CheckpointIO` that accepts them.
         """
-        if not self._may_save:
-            self._warn_not_saved(f"{filepath} was not saved")
-            return
-        num_repeated = 0
-        if self._is_failing:
-            checkpoint, num_repeated = self._at_last_step(checkpoint)
-        with self._saving_after_failure() if self._is_failing else nullcontext(), self._sharded_state.reading():
-            super().save_checkpoint(self._data.with_position(checkpoint, num_repeated), filepath, storage_options)
-        self._warn_saved_by_some(filepath)
-
-    def _random_states_of_step(self) -> dict[str, Any] | None:
-        return self._random_states_at_step if self._is_failing and self._is_fit else None
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, unless this rank could not save after a failure: its replacement was not saved then."""
-        if self._may_save:
-            super().remove_checkpoint(filepath)
+        with self._sharded_state.reading():
+            super().save_checkpoint(self._data.with_position(checkpoint), filepath, storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint; in a fit, load the position in the data as well. *Collective* over the world.

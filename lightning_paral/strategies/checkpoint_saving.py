@@ -68,14 +68,6 @@ class CheckpointSaving(FullTensorReaders, StrategyDescription):
             optimizer = optimizer.optimizer
         return self._sharded_state.optimizer_state(optimizer)
 
-    def _ranks(self) -> RankGroup:
-        """Return the ranks that save together."""
-        return all_ranks()
-
-    def _random_states_of_step(self) -> dict[str, Any] | None:
-        """Return the random states of the step to which the checkpoint belongs, if it is not the current moment."""
-        return None
-
     @property
     def _is_running(self) -> bool:
         """Whether a run has begun and its teardown is not finished."""
@@ -115,9 +107,7 @@ class CheckpointSaving(FullTensorReaders, StrategyDescription):
         path = ranks.gather(without_scheme(filepath))[0]
         replicated = replicated_storages(self.lightning_module)
         name, local_sgd = type(self).__name__, averages_models(self)
-        stages: list[int] | None = self.dims.stages
-        if ranks.world_size != self.dims.num_ranks:
-            stages = [self.dims.stages[rank] for rank in ranks.members] or None
+        stages = self.dims.stages if ranks.world_size == self.dims.num_ranks else None
         checkpoint = self._without_others(checkpoint)
         save = SaveJob.prepare(checkpoint, path, self._checkpoint_form, ranks, replicated, name, local_sgd, stages)
         save.is_first_of_run, self._has_saved = not self._has_saved, True
@@ -162,8 +152,8 @@ class CheckpointSaving(FullTensorReaders, StrategyDescription):
         Raises:
             CheckpointError: the checkpoint contains shards, and the process group of the ranks that hold them is gone.
         """
-        ranks, world_size = self._ranks(), getattr(self, "world_size", 1)
-        if ranks.world_size == world_size or ranks.members:
+        ranks, world_size = all_ranks(), getattr(self, "world_size", 1)
+        if ranks.world_size == world_size:
             return ranks
         if any(is_sharded(tensor) for _, tensor in tensors_in(checkpoint)):
             raise CheckpointError(
@@ -178,14 +168,10 @@ class CheckpointSaving(FullTensorReaders, StrategyDescription):
         assert self.lightning_module is not None
         add_loss_scale_of_ddp(checkpoint, type(self.precision_plugin).__qualname__)
         rng_states = None if self._is_running and self._is_fit else self._rng_states_of_fit
-        rng_states = rng_states or self._random_states_of_step() or current_states(self._own_devices)
+        rng_states = rng_states or current_states(self._own_devices)
         added = package_state(self.lightning_module, self._checkpoint_options.save_frozen, ranks, rng_states)
-        if ranks.members:
-            # The states of the ranks that died are unknown. Those of another rank are equal unless ranks have drawn
-            # different numbers of random values.
-            known = dict(zip(ranks.members, added["random_states"], strict=True))
-            first = added["random_states"][0]
-            added["random_states"] = [known.get(rank, first) for rank in range(self.dims.num_ranks)]
+        if ranks.world_size < self.dims.num_ranks:  # rank 0 saves alone; those of the others are most often equal
+            added["random_states"] *= self.dims.num_ranks
         checkpoint[PACKAGE_STATE_KEY] = added
         if self._default_form == "sharded":
             without_engines(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)

@@ -2,6 +2,7 @@
 
 import atexit
 import logging
+import uuid
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,24 +13,16 @@ from torch import Tensor
 from lightning_paral.comm.rows import gather_rows
 from lightning_paral.compat.torch.aborting import abort_nccl, call_on_mismatch, nccl_backends
 from lightning_paral.compat.torch.group_timeouts import use_default_timeout
-from lightning_paral.distributed.agreement import RankGroup
-from lightning_paral.distributed.failures.departures import end_with_error
-from lightning_paral.distributed.failures.failure import as_consequence, remember_first
-from lightning_paral.distributed.failures.failure_watch import FailureWatch
-from lightning_paral.distributed.failures.liveness import LivenessOfOthers, LivenessOfRankZero
-from lightning_paral.distributed.failures.reachable import new_run_name
+from lightning_paral.distributed.failure import FailureWatch
 from lightning_paral.distributed.hangs import DIFFERENT, Hangs
-from lightning_paral.distributed.launching.launcher import CheckedSubprocessLauncher
-from lightning_paral.distributed.process_group import explain_timeout, group_for, owned_group, release_process_group
+from lightning_paral.distributed.launching.launcher import end_with_error
+from lightning_paral.distributed.process_group import group_for, owned_group, release_process_group
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.distributed.world_collectives import refuse_repeated_samples
 from lightning_paral.errors import ProcessGroupError
 from lightning_paral.model.trainer_of import trainer_of
-from lightning_paral.strategies.after_failure import AfterFailure
-from lightning_paral.strategies.exception_hooks import end_run_if_hooks_fail
-from lightning_paral.strategies.position import describe_position
+from lightning_paral.strategies.after_failure import AfterFailure, describe_position
 from lightning_paral.strategies.same_monitor import restore_monitors, share_monitored
-from lightning_paral.strategies.save_on_exception import replace_on_exception, restore_on_exception
 
 log = logging.getLogger(__name__)
 
@@ -37,28 +30,19 @@ log = logging.getLogger(__name__)
 class Collectives(AfterFailure):
     """Mixin, placed before the Lightning base: barrier, broadcast and reduction, during a run and after an exception.
 
-    The first collective after an exception finds out which ranks failed as well. Those at the same step continue in a
-    new process group, in which callbacks can save. No rank waits for ranks that died.
+    After an exception they return the value of this rank, unless all ranks raised an error after the same step.
     """
 
-    _watcher: RankWatcher | None = None
-    """During a run with several ranks, the thread that exchanges messages with the other ranks."""
-    _hangs: Hangs | None = None
-    """During a run with several ranks, what asks all ranks where they are."""
     _undo_run: ExitStack | None = None
     """During a run, what undoes what holds for its duration only."""
     _logged_group: dist.ProcessGroup | None = None
     """During a run with several data ranks, the gloo group that reduces logged values on the CPU, if there is one."""
-    _why_interrupted: str = ""
-    """From the teardown until the next run, names the failure of another rank that ended the run; empty if none did."""
-    _undo_guard: ExitStack | None = None
-    """After a failure, what removes the guard of the hooks that are called then."""
     num_runs: int = 0
     """The number of runs for which the ranks have joined."""
 
     def _begin_run(self) -> None:
         """Agree on a name for the run, by which ranks find each other after an exception. *Collective*."""
-        self._reached = None
+        self._reached, self._step = None, ""
         self.num_runs += 1
         if self._undo_run is None:
             self._undo_run = ExitStack()
@@ -68,34 +52,22 @@ class Collectives(AfterFailure):
         if self.world_size > 1:
             self._begin_watching()
         else:
-            self._run = new_run_name()
+            self._run = uuid.uuid4().hex
         # In the group of the gradients, gloo would end the process if one rank reduces a value while another one
         # reduces a gradient.
         self._logged_group = (
             None if self.dims.data_size == 1 else self.dims.group_for_only("logged values", self.timeout)
         )
         assert self.lightning_module is not None
-        callbacks = self.lightning_module.trainer.checkpoint_callbacks
-        replace_on_exception(callbacks, self._save_on_exception)
         if self.world_size > 1:
-            share_monitored(callbacks, self.broadcast, self.root_device)
-        if self._is_fit:
-            self._begin_tracking(self.lightning_module.trainer)
+            share_monitored(self.lightning_module.trainer.checkpoint_callbacks, self.broadcast, self.root_device)
 
     def _begin_watching(self) -> None:
         """Agree on a name for the run, and start the watcher of this rank. *Collective*."""
         self._end_watching()
-        assert self.cluster_environment is not None
-        main_address, main_port = self.cluster_environment.main_address, self.cluster_environment.main_port
-        of_others = LivenessOfOthers(main_address) if self.global_rank == 0 else None
-        self._run, address = self.broadcast((new_run_name(), of_others.address if of_others else ""))
-        launcher = self.launcher
-        how = launcher.describe_end if isinstance(launcher, CheckedSubprocessLauncher) else None
-        liveness = of_others or LivenessOfRankZero(self.global_rank, address)
+        self._run = self.broadcast(uuid.uuid4().hex)
         self._watcher = RankWatcher(self._run, self.timeout.total_seconds() + 5.0)
-        self._failures = FailureWatch(
-            self._watcher, main_port, liveness, how, save_seconds=self.timeout.total_seconds()
-        )
+        self._failures = FailureWatch(self._watcher)
         self._watcher.add(self._failures)
         requeue = getattr(self.cluster_environment, "requeue_signal", None)  # of SLURM
         takes_signal = getattr(requeue, "name", "") != "SIGUSR2"
@@ -103,41 +75,12 @@ class Collectives(AfterFailure):
         self._watcher.add(self._hangs)
         call_on_mismatch(self._end_after_mismatch)
 
-    def report_failure(self, error: BaseException) -> BaseException:
-        """Tell the other ranks that `error` ends the run on this one, and return the error to raise.
-
-        Call this while `error` is being handled, before anything else. Outside of a run, it only names the failure of
-        another rank that interrupted the teardown of the last run.
-        """
-        trainer = trainer_of(self.lightning_module)
-        if self._failures is None or trainer is None:
-            return as_consequence(error, self._why_interrupted)
-        self._failures.leave()  # first: this thread must not be interrupted while it reports
-        timed_out = isinstance(error, Exception) and explain_timeout(error, self.timeout, self._timeout_option)
-        if self._watcher is not None and self._hangs is not None:
-            self._watcher.leave(error)
-            self._hangs.leave(error)
-            if timed_out:
-                error.add_note(self._hangs.where_all_are(f"A collective of rank {self.global_rank} timed out."))
-        reported = self._failures.report(error, describe_position(trainer, error))
-        if self._undo_guard is None:
-            self._undo_guard = end_run_if_hooks_fail(trainer, self._end_after_hook)
-        return reported
-
-    def _end_after_hook(self, error: BaseException) -> None:
-        """End the run after a hook for exceptions raised `error`, which Lightning raises instead of the run's error."""
-        if self._failures is not None:
-            remember_first(error, self._failures.first)
-        self.on_exception(error)
-        self.teardown()
-
     def _end_run(self) -> None:
         """End the run; after a failure with several ranks, release the process group, in which ranks may still wait."""
-        with ExitStack() as at_end:
-            at_end.callback(self._forget_run)
-            at_end.callback(self._end_watching)
-            self._end_tracking()
-            self._wait_for_savers()
+        try:
+            self._end_watching()
+        finally:
+            self._forget_run()
 
     def _forget_run(self) -> None:
         if self._undo_guard is not None:
@@ -148,7 +91,6 @@ class Collectives(AfterFailure):
             self._undo_run = None
         trainer = trainer_of(self.lightning_module)
         if trainer is not None:
-            restore_on_exception(trainer.checkpoint_callbacks)
             restore_monitors(trainer.checkpoint_callbacks)
             if trainer.state.status == TrainerStatus.INTERRUPTED and self.world_size > 1:
                 release_process_group(after_failure=True)
@@ -193,15 +135,8 @@ class Collectives(AfterFailure):
     def _is_running(self) -> bool:
         return self.is_in_run
 
-    def _reachable(self) -> RankGroup | None:
-        """Return the ranks that can be reached; `None` if there are no others, or no process group."""
-        if not dist.is_initialized() or dist.get_world_size() != self.world_size or not self._may_save:
-            return None
-        ranks = self._ranks()
-        return None if ranks.world_size == 1 and ranks.members else ranks
-
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks, or after a failure for those that save. *Collective*; nothing without a process group."""
+        """Wait for all ranks. *Collective*; nothing without a process group, or after a failure of some ranks."""
         reachable = self._reachable()
         if reachable is None:
             return
@@ -209,16 +144,11 @@ class Collectives(AfterFailure):
         dist.barrier(group=reachable.group, device_ids=[self.root_device.index] if on_cuda else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the `obj` of rank `src`. *Collective* over all ranks, or after a failure over those that save.
-
-        If rank `src` has died, the first of the ranks that save takes its place.
-        """
+        """Return the `obj` of rank `src`, or after a failure of some ranks that of this one. *Collective*."""
         reachable = self._reachable()
         if reachable is None:
             return obj
         objects = [obj]
-        if reachable.members and src not in reachable.members:
-            src = reachable.members[0]
         dist.broadcast_object_list(objects, src, group=reachable.group)
         return objects[0]
 
@@ -234,7 +164,7 @@ class Collectives(AfterFailure):
 
         Returns:
             Any: `tensor`. For the mean of integers, a new floating-point tensor, which Lightning needs to count the
-                samples of logged values. If this rank does not save after a failure, `tensor` is unchanged.
+                samples of logged values. After a failure of some ranks, `tensor` is unchanged.
         """
         reachable = self._reachable() if isinstance(tensor, Tensor) else None
         if reachable is None:
@@ -285,8 +215,10 @@ class Collectives(AfterFailure):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
         """Return whether `decision` is true on all ranks or, with `all=False`, on any. *Collective* over all ranks."""
         reachable = self._reachable()
-        if reachable is None or (reachable.group is None and self.dims.data_size == self.dims.num_ranks):
-            return bool(super().reduce_boolean_decision(decision, all)) if self._may_save else decision
+        if reachable is None:
+            return decision
+        if reachable.group is None and self.dims.data_size == self.dims.num_ranks:
+            return bool(super().reduce_boolean_decision(decision, all))
         # Lightning compares a sum over the data ranks with the world size.
         decisions = reachable.gather(bool(decision))
         return False not in decisions if all else True in decisions
@@ -296,10 +228,6 @@ class Collectives(AfterFailure):
         super().on_exception(exception)
         if self._may_hang and owned_group() is not None:
             abort_nccl()
-
-    @property
-    def _timeout_option(self) -> str:
-        return f"{type(self).__name__}(timeout=...)"
 
     @property
     def _may_hang(self) -> bool:

@@ -240,7 +240,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         return super()._sharded_state if self._fsdp is None else self._state_of(self._fsdp)
 
     def _state_of(self, run: FSDPRun) -> FSDPState:
-        return FSDPState(run, self.optimizers, self._ended, self._is_failing, self._reachable_ranks, self.num_processes)
+        return FSDPState(run, self.optimizers, self._ended, self._is_failing, self._reachable, self.num_processes)
 
     def _module_is_sharded(self) -> bool:
         assert self.lightning_module is not None

@@ -17,11 +17,9 @@ from lightning_paral.distributed.launching.start_method import choose_start_meth
 from lightning_paral.distributed.process_group import backend_for
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.before_launch import check_before_launch
-from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.options import StartMethod
 from lightning_paral.strategies.description import StrategyDescription
 from lightning_paral.strategies.process_launcher import ProcessLauncher
-from lightning_paral.strategies.save_on_exception import restore_on_exception
 
 
 class _Launcher(CheckedSubprocessLauncher):
@@ -122,10 +120,3 @@ class CheckedLaunch(StrategyDescription):
                 "only: trainer.save_checkpoint(path, weights_only=True)."
             )
         super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def teardown(self) -> None:
-        """Undo what the launcher changed in the callbacks after a failure."""
-        trainer = trainer_of(self.lightning_module)
-        if trainer is not None:
-            restore_on_exception(vars(trainer)["callbacks"])
-        super().teardown()

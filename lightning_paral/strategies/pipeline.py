@@ -233,7 +233,7 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
         return EndedPipelineState(self.lightning_module, self.optimizers, self.root_device, self._ended, stages)
 
     def _state_of(self, run: PipelineRun) -> PipelineState:
-        return PipelineState(run, self.optimizers, self._ended, self._reachable_ranks, self.num_processes)
+        return PipelineState(run, self.optimizers, self._ended, self.num_processes)
 
     def _module_is_sharded(self) -> bool:
         assert self.lightning_module is not None

@@ -4,16 +4,17 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_paral.compat.lightning.launchers import call_and_handle_interrupt
+from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.distributed.launching.forked_threads import can_use_threads_after_fork, check_backward_after_fork
 from lightning_paral.distributed.launching.launch_checks import check_port_is_free
 from lightning_paral.distributed.launching.rank_main import noting_failure
@@ -22,7 +23,6 @@ from lightning_paral.distributed.launching.start_method import prepare_to_start
 from lightning_paral.distributed.process_group import release_at_exit
 from lightning_paral.distributed.rng_state import GlobalStates, global_states, set_global_states
 from lightning_paral.strategies.rank_zero_state import RankZeroState, restore
-from lightning_paral.strategies.save_on_exception import replace_on_exception
 
 Settings = tuple[GlobalStates, bool, bool, bool, str]
 """States of the random generators; deterministic algorithms, whether only to warn; cuDNN's benchmark; precision."""
@@ -90,7 +90,9 @@ class ProcessLauncher:
             result = restore(trainer, (*args, *kwargs.values()), folder)
         except BaseException:
             strategy.lightning_module.trainer = trainer  # the teardown that follows needs it
-            replace_on_exception(vars(trainer)["callbacks"], _do_nothing)  # the ranks have called it
+            strategy._undo_guard = ExitStack()
+            for callback in vars(trainer)["callbacks"]:
+                shadow_method(callback, "on_exception", _do_nothing, strategy._undo_guard)  # the ranks have called it
             raise
         finally:
             self._processes = None
@@ -112,7 +114,7 @@ class ProcessLauncher:
         return {**vars(self), "_processes": None}
 
 
-def _do_nothing(callback: Callback, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
+def _do_nothing(trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
     pass
 
 

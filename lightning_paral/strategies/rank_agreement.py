@@ -13,7 +13,7 @@ from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.data.logged_agreement import LoggedAgreement
 from lightning_paral.distributed.differences.epoch_agreement import EpochAgreement
 from lightning_paral.distributed.differences.same_on_ranks import check_same
-from lightning_paral.distributed.failures.failure_watch import FailureWatch
+from lightning_paral.distributed.failure import FailureWatch
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.trainer_of import trainer_of

@@ -67,17 +67,11 @@ class RunData:
         """Return the weight of this rank's loss in the mean over ranks; 1.0 if all have the same number of samples."""
         return 1.0 if self._injection is None else self._injection.loss_weight()
 
-    def with_position(self, checkpoint: dict[str, Any], num_not_counted: int = 0) -> dict[str, Any]:
-        """Return `checkpoint` with the position in the data added, unless it contains only weights.
-
-        Args:
-            checkpoint: a checkpoint in Lightning's format.
-            num_not_counted: the number of batches at the end that the position leaves out, because they are to be
-                repeated.
-        """
+    def with_position(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return `checkpoint`, in Lightning's format, with the position in the data, unless it has only weights."""
         if self._position is None or "loops" not in checkpoint:
             return checkpoint
-        return {**checkpoint, _KEY: self._position.state(num_not_counted)}
+        return {**checkpoint, _KEY: self._position.state()}
 
     def load(self, checkpoint: dict[str, Any], random_states: Sequence[dict[str, Any]] | None) -> None:
         """Remove the position from `checkpoint`, and keep it for `resume`.

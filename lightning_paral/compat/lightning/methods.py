@@ -41,9 +41,11 @@ def shadow_method(instance: object, name: str, value: Any, undo: ExitStack | Non
     """
     if not callable(getattr(type(instance), name, None)):
         raise _no_such_method(type(instance), name)
-    vars(instance)[name] = value
     if undo is not None:
+        if name in vars(instance):  # such as the hooks of a `LambdaCallback`
+            undo.callback(vars(instance).update, {name: vars(instance)[name]})
         undo.callback(vars(instance).pop, name, None)
+    vars(instance)[name] = value
 
 
 def _no_such_method(cls: type, name: str) -> PrivateNameError:

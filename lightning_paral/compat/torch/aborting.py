@@ -1,8 +1,10 @@
-"""Abort NCCL communicators without the other ranks, read the errors that they have found, and survive those of gloo."""
+"""Abort NCCL communicators and gloo without the other ranks, and learn of the errors that they have found."""
 
 import ctypes
+import os
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -36,6 +38,8 @@ NAMES = (
     ),
 )
 
+_inherited: set[str] = set()
+"""The sockets that this process has from the one that forked it, such as those of a notebook's kernel."""
 _on_mismatch: Callable[[], None] | None = None
 
 
@@ -79,6 +83,37 @@ def abort_nccl() -> None:
 def abort_all() -> None:
     """Abort the default process group and all others, without waiting for other ranks."""
     _abort_process_group()
+
+
+def close_connections(store_port: int | None) -> None:
+    """Shut down the TCP connections of this process, so that its collectives over gloo end with an error.
+
+    `ProcessGroupGloo.abort` does nothing, and destroying the group closes no connection as long as anything refers to
+    it (torch 2.13). Connections to `store_port` and inherited ones stay open. Without /proc, this does nothing.
+    """
+    for descriptor, name in _sockets():
+        # An error: it was closed in the meantime, or is not connected.
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
+            is_tcp = found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6)
+            if name in _inherited or not is_tcp:
+                continue
+            if store_port not in (found.getsockname()[1], found.getpeername()[1]):
+                found.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> Iterator[tuple[int, str]]:
+    for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with suppress(OSError):
+            if (name := os.readlink(f"/proc/self/fd/{number}")).startswith("socket:"):
+                yield int(number), name
+
+
+def _note_inherited() -> None:
+    _inherited.update(name for _, name in _sockets())
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+    os.register_at_fork(after_in_child=_note_inherited)
 
 
 def call_on_mismatch(call: Callable[[], None] | None) -> None:

@@ -28,11 +28,6 @@ class Children:
         self._is_ended = False
         threading.Thread(target=self._watch, name="lightning_paral_children", daemon=True).start()
 
-    def describe_end(self, rank: int) -> str | None:
-        """Return how the process of `rank` ended; `None` if it is running, or is not one of these processes."""
-        status = self._processes[rank].poll() if rank in self._processes else None
-        return None if status is None else describe_status(status)
-
     def statuses(self) -> dict[int, int]:
         """Return, by rank, the exit statuses of the processes that have ended."""
         found = {rank: process.poll() for rank, process in self._processes.items()}

@@ -15,13 +15,6 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 
 from lightning_paral.compat.lightning.launchers import SubprocessScriptLauncher, TunerExit
-from lightning_paral.distributed.failures.departures import (
-    agreed_status,
-    begin_launch,
-    end_launch,
-    end_with_error,
-    explain_exit_after_run,
-)
 from lightning_paral.distributed.launching.children import Children, describe_status
 from lightning_paral.distributed.launching.launch_checks import check_port_is_free
 from lightning_paral.distributed.process_group import serves_store
@@ -46,6 +39,31 @@ class LaunchedRun(Protocol):
 
     def report_failure(self, error: BaseException) -> BaseException:
         """Tell the other ranks of `error`, and return the error to raise."""
+
+    def report_death(self, rank: int, how: str) -> None:
+        """Tell all ranks that a process has ended without an exception."""
+
+
+_agreed_status: int | None = None
+
+
+def agree_on_exit(status: int | None) -> None:
+    """Let all processes exit with `status` after the present run, though one may do so much later than another."""
+    global _agreed_status
+    _agreed_status = status
+
+
+def agreed_status() -> int | None:
+    """Return the status with which all ranks have agreed to exit after the present run; `None` if they have not."""
+    return _agreed_status
+
+
+def end_with_error() -> None:
+    """End this process with status 1, without functions that are registered for its exit."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 class CheckedSubprocessLauncher(SubprocessScriptLauncher):
@@ -106,8 +124,7 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
         CheckedSubprocessLauncher._has_failed = False
         if self.num_processes > 1:  # not a run of rank 0 alone, during which the other processes may end
             CheckedSubprocessLauncher._current = self
-        begin_launch()
-        failed: BaseException | None = None
+        agree_on_exit(None)
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except TunerExit:
@@ -116,15 +133,12 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
             CheckedSubprocessLauncher._has_failed = True
             # Ranks that had joined know of the failure. Others would wait until the timeout.
             CheckedSubprocessLauncher._may_be_handled = isinstance(error, Exception) and self.has_joined
-            failed = error
-            explain_exit_after_run(error)
             raised = self._report(error)
             if raised is error:
                 raise
             raise raised from raised.__cause__
         finally:
             CheckedSubprocessLauncher._current = None
-            end_launch(failed)
 
     def _report(self, error: BaseException) -> BaseException:
         """Tell the other ranks of `error`, and return the error to raise."""
@@ -136,10 +150,6 @@ class CheckedSubprocessLauncher(SubprocessScriptLauncher):
             with suppress(Exception):
                 return self._run.report_failure(later)
             return error
-
-    def describe_end(self, rank: int) -> str | None:
-        """Return how the process of `rank` ended; `None` if it is running, or if this launcher did not start it."""
-        return None if self._children is None else self._children.describe_end(rank)
 
     def kill(self, signum: Any) -> None:
         """Send the signal `signum` to the processes that this launcher started."""
@@ -215,8 +225,11 @@ def _on_end(rank: int, status: int) -> None:
         return
     deadline = time.monotonic() + _GRACE_SECONDS
     while time.monotonic() < deadline:
-        if launcher._has_failed or (launcher._current is not None and launcher._current.is_in_run):
-            return  # this rank has failed as well, or its watcher notices the end of the other one
+        if launcher._current is not None and launcher._current._run is not None and launcher._current.is_in_run:
+            launcher._current._run.report_death(rank, describe_status(status))
+            return
+        if launcher._has_failed:
+            return
         time.sleep(0.1)
     sys.stderr.write(f"Rank {rank} ended outside of a run: {describe_status(status)}. All ranks end.\n")
     sys.stderr.flush()

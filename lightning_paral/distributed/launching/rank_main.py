@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from lightning_paral.distributed.failures.departures import agreed_status
 from lightning_paral.distributed.frames import library_of
+from lightning_paral.distributed.launching.launcher import agreed_status
 from lightning_paral.errors import RankFailedError
 
 FORWARDED = ("SIGTERM", "SIGUSR1", "SIGUSR2")

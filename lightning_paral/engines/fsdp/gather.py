@@ -10,7 +10,7 @@ from lightning_paral.checkpoint.dtensor_chunks import chunks_by_rank
 from lightning_paral.checkpoint.layout import chunks_of_flat_range
 from lightning_paral.checkpoint.shards import flat
 from lightning_paral.compat.torch.collectives import all_gather_single
-from lightning_paral.distributed.failures.reachable import ReachableRanks
+from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.model.host_memory_check import host_memory_shortage
 
@@ -87,9 +87,9 @@ def gather_at_end(dims: ParallelDims, num_bytes: int, num_local_ranks: int) -> G
     return GatherToHost(group, dims.replica_ranks)
 
 
-def gather_after_failure(reachable: ReachableRanks) -> GatherToHost | str:
-    """Return a function that gathers parameters, or a message if only some of the ranks failed."""
-    if not reachable.all_reachable:
+def gather_after_failure(reachable: RankGroup | None) -> GatherToHost | str:
+    """Return a function that gathers parameters, or a message if not all ranks can be reached."""
+    if reachable is None:
         return "the run failed on some of its ranks only"
     group = reachable.group or dist.group.WORLD
     assert group is not None

@@ -16,7 +16,7 @@ from lightning_paral.checkpoint.lazy_tensor import read_chunk, read_into
 from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
 from lightning_paral.checkpoint.tensor_state import TensorState
-from lightning_paral.distributed.failures.reachable import ReachableRanks
+from lightning_paral.distributed.agreement import RankGroup
 from lightning_paral.engines.fsdp.gather import gather_after_failure, gather_at_end
 from lightning_paral.engines.fsdp.run import FSDPRun
 
@@ -29,7 +29,7 @@ class FSDPState(TensorState):
         optimizers: the optimizers of the fit; if the run is an evaluation, those of an earlier fit.
         ended: the optimizers of past runs.
         is_failing: whether an exception has ended the run, perhaps in the middle of a step.
-        reachable_ranks: after an exception, waits for the other ranks, and returns those that failed as well.
+        reachable: after an exception, returns all ranks if they raised together, otherwise `None`.
         ranks_per_node: number of ranks that share the memory of a node.
     """
 
@@ -39,13 +39,13 @@ class FSDPState(TensorState):
         optimizers: Sequence[Optimizer],
         ended: EndedOptimizers,
         is_failing: bool,
-        reachable_ranks: Callable[[], ReachableRanks],
+        reachable: Callable[[], RankGroup | None],
         ranks_per_node: int,
     ) -> None:
         super().__init__(run.module, optimizers, run.device, ended)
         self._run = run
         self._is_failing = is_failing
-        self._reachable_ranks = reachable_ranks
+        self._reachable = reachable
         self._ranks_per_node = ranks_per_node
 
     def collect_writes(self) -> None:
@@ -70,7 +70,7 @@ class FSDPState(TensorState):
         run, sharded = self._run, self._run.sharded
         run.stop_watching()
         if failed:
-            gather = gather_after_failure(self._reachable_ranks())
+            gather = gather_after_failure(self._reachable())
         else:
             gather = gather_at_end(run.dims, sharded.num_bytes, self._ranks_per_node)
         if isinstance(gather, str):

@@ -1,6 +1,6 @@
 """The state of a module that is divided among the stages of a pipeline."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
 from lightning_paral.checkpoint.state.optimizer import State, load_state, param_names, place_state, to_fqn_keys
 from lightning_paral.checkpoint.tensor_state import TensorState
-from lightning_paral.distributed.failures.reachable import ReachableRanks
 from lightning_paral.engines.pipeline.elsewhere import is_elsewhere
 from lightning_paral.engines.pipeline.run import PipelineRun
 from lightning_paral.model.clipping import local_part
@@ -30,7 +29,6 @@ class PipelineState(TensorState):
         run: the current run.
         optimizers: the optimizers of the fit; if the run is an evaluation, those of an earlier fit.
         ended: the optimizers of past runs.
-        reachable_ranks: after an exception, waits for the other ranks, and returns those that failed as well.
         ranks_per_node: number of ranks that share the memory of a node.
     """
 
@@ -39,12 +37,10 @@ class PipelineState(TensorState):
         run: PipelineRun,
         optimizers: Sequence[Optimizer],
         ended: EndedOptimizers,
-        reachable_ranks: Callable[[], ReachableRanks],
         ranks_per_node: int,
     ) -> None:
         super().__init__(run.module, optimizers, run.device, ended)
         self._run = run
-        self._reachable_ranks = reachable_ranks
         self._ranks_per_node = ranks_per_node
 
     @property
@@ -108,7 +104,6 @@ class PipelineState(TensorState):
         run.stop()
         obstacle: str | None
         if failed:
-            self._reachable_ranks()
             obstacle = "the run failed, and the stages may not be at the same step"
         else:
             obstacle = host_memory_shortage(run.division.num_bytes, self._ranks_per_node)

@@ -1,4 +1,4 @@
-"""Kill rank 1 of two in batch 6; the other saves if it has everything: `survived.py FOLDER STRATEGY`."""
+"""Kill rank 1 of two in batch 6; rank 0 saves if it has everything: `survived.py FOLDER STRATEGY`."""
 
 import os
 import signal

@@ -50,11 +50,11 @@ def test_ranks_killed_while_saving_leave_complete_checkpoints(
 @pytest.mark.parametrize(
     ("strategy", "said", "saved"),
     [
-        ("paral_ddp", "by rank 0 alone: rank 1 of 2 ended", ["failed-step=3.ckpt"]),
-        ("paral_fsdp", "no rank that could save has the shards of rank 1.", []),
+        ("paral_ddp", "Rank 0 ended because rank 1 died", ["failed-step=3.ckpt"]),
+        ("paral_fsdp", "was not saved after the failure: each rank holds a shard of the state", []),
     ],
 )
-def test_rank_that_lives_saves_if_it_has_everything(
+def test_rank_0_saves_after_the_death_of_another_rank_if_it_has_everything(
     launch, tmp_path: Path, strategy: str, said: str, saved: list[str]
 ) -> None:
     folder = tmp_path / "saved"

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightning_paral import ConfigurationError, ParalDDPStrategy
 from lightning_paral.comm.broadcast import broadcast
+from lightning_paral.distributed import failure
 from lightning_paral.distributed import process_group as groups
-from lightning_paral.distributed.failures import failure_watch
 from lightning_paral.errors import RankFailedError
 from lightning_paral.model.host_memory_check import host_memory_shortage
 from lightning_paral.strategies import collectives
@@ -42,7 +42,7 @@ def fail_alone(label: str) -> tuple[list[str], str]:
     patch = pytest.MonkeyPatch()
     abort_before = groups.abort_all
     patch.setattr(collectives, "nccl_backends", lambda: [object()])
-    patch.setattr(failure_watch, "abort_nccl", lambda: happened.append("woken"))
+    patch.setattr(failure, "abort_nccl", lambda: happened.append("woken"))
     patch.setattr(collectives, "abort_nccl", lambda: happened.append("aborted NCCL"))
 
     def abort_all() -> None:

@@ -29,7 +29,6 @@ from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers, g
 from lightning_paral.checkpoint.state.optimizer import load_state, param_names, state_of
 from lightning_paral.checkpoint.state.weights import replicated_storages
 from lightning_paral.distributed.agreement import RankGroup, all_ranks
-from lightning_paral.distributed.failures.reachable import ReachableRanks
 from lightning_paral.distributed.mesh import ParallelDims, data_mesh, make_mesh
 from lightning_paral.engines.fsdp.gather import GatherToHost, gather_after_failure, gather_at_end
 from lightning_paral.engines.fsdp.local_rows import full_from_chunk, own_chunk, shard_like
@@ -235,7 +234,7 @@ def gather(layout: Layout) -> None:
     values = full_values()
     module = sharded(layout, values)
     at_end = gather_at_end(dims_of(layout), 1000, 1)
-    after = gather_after_failure(ReachableRanks(all_reachable=True))
+    after = gather_after_failure(all_ranks())
     assert not isinstance(at_end, str)
     assert not isinstance(after, str)
     in_pieces = InSmallPieces(dist.group.WORLD, list(range(num_ranks(layout))), on_host=True)

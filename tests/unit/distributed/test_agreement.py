@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_paral.distributed.agreement import all_ranks
-from lightning_paral.distributed.failures.failure import is_told
+from lightning_paral.distributed.failure import is_told
 from lightning_paral.errors import CheckpointError
 
 

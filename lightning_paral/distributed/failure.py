@@ -1,0 +1,491 @@
+"""The first failure of a run: how all ranks learn of it, end soon, and print it last.
+
+The rank that fails writes the cause to the store before anything else. The watcher of every rank reads it. If the main
+thread does not leave the run by itself, the watcher aborts its collectives, then interrupts its Python code, and ends
+the process after `END_SECONDS`. The launcher, torchrun or SLURM notices a process that dies without an exception.
+"""
+
+import json
+import math
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.optim import Optimizer
+
+from lightning_paral.compat.torch.aborting import abort_nccl, close_connections
+from lightning_paral.compat.torch.process_groups import store_port
+from lightning_paral.distributed.watcher import RankWatcher
+from lightning_paral.errors import RankFailedError
+
+END_SECONDS = 3.0
+"""How long a rank may take to leave the run after any rank has failed; then its process is ended. For as long, ranks
+wait for each other: for the cause of an interruption, for votes, and until the failed rank has printed its error."""
+LEAVE_SECONDS = 60.0
+"""How long hooks and the teardown may take once a rank has left the run, not counting a save."""
+
+_INTERRUPTED = re.compile(
+    "Connection (closed by peer|was likely closed|reset by peer)|Broken pipe|Socket closed|Failed to (recv|send)|"
+    "NCCL communicator was aborted|ncclRemoteError|ncclSystemError"
+)
+_TRACEBACK_OF_WORKER = re.compile(r"Original Traceback \(most recent call last\):\n(?:  .*\n)*")
+"""What torch puts into the messages of errors of loader workers."""
+_UNREACHABLE = (dist.DistError, RuntimeError)
+"""What a store raises if the process that serves it has ended."""
+_SIGNUM: Any = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
+"""The signal that interrupts the main thread, also while it sleeps or waits."""
+
+
+class InterruptedByFailure(BaseException):
+    """Raised in Python code of the main thread when another rank has failed; reported as a `RankFailedError`.
+
+    It is not an `Exception`, so that code which catches errors of a batch or of an import does not catch it.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The end of a run on one rank: an error, or the death of the process."""
+
+    rank: int
+    node: str = ""
+    """The name of the rank's node; empty if it is unknown."""
+    error: str
+    """The type and message of the error, such as `ValueError: my bug`, or how the process ended."""
+    where: str = ""
+    """The part of the run, such as `training step 3 of fit`; empty if it is unknown."""
+    traceback: str = ""
+    """The formatted traceback; empty if no exception was raised."""
+    has_died: bool = False
+    """Whether the process ended without an exception, so that it can neither print nor save."""
+
+    def __str__(self) -> str:
+        """Return one line, such as `rank 1 (node-a) failed in training step 3 of fit: ValueError: my bug`."""
+        node = f" ({self.node})" if self.node else ""
+        where = f" in {self.where}" if self.where else ""
+        return f"rank {self.rank}{node} {'died' if self.has_died else 'failed'}{where}: {self.error}"
+
+
+def failure_of(error: BaseException, rank: int, where: str) -> Failure:
+    """Return the failure that `error` means on this rank."""
+    message = _TRACEBACK_OF_WORKER.sub("", "".join(traceback.format_exception_only(error)))
+    trace = "".join(traceback.format_exception(error)) if error.__traceback__ is not None else ""
+    return Failure(rank=rank, node=socket.gethostname(), error=" ".join(message.split()), where=where, traceback=trace)
+
+
+def is_interruption(error: BaseException | None) -> bool:
+    """Return whether `error`, or an error that led to it, says that another rank left a collective."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, InterruptedByFailure | RankFailedError | dist.DistNetworkError):
+            return True
+        if isinstance(error, RuntimeError) and _INTERRUPTED.search(_message_of(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _message_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # the class of a user's error
+        return ""
+
+
+def as_consequence(error: BaseException, why: str) -> BaseException:
+    """Return a `RankFailedError` with the message `why` if another rank interrupted this one, otherwise `error`.
+
+    Args:
+        error: an error that ended the run on this rank.
+        why: names the failure of the other rank; empty if no other rank has failed.
+    """
+    if not why or not is_interruption(error):
+        return error
+    consequence = RankFailedError(why)
+    consequence.__cause__ = error
+    return consequence
+
+
+def mark_as_told(error: BaseException) -> None:
+    """Mark `error` as one that another rank raised and this one only repeats."""
+    error.__dict__["paral_is_told"] = True
+
+
+def is_told(error: BaseException) -> bool:
+    """Return whether `error` repeats the error of another rank, so that its traceback does not show the cause."""
+    return hasattr(error, "paral_is_told")
+
+
+class FirstFailure:
+    """The record in the store of the failure that ended a run. The first rank that writes it decides it for all.
+
+    The methods may be called in any thread.
+
+    Args:
+        store: a store in a namespace of the run.
+        rank: this process's rank.
+        world_size: the number of ranks.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self.store: Any = store
+        self.rank, self.world_size = rank, world_size
+        self.known: Failure | None = None
+        """The failure, if this rank knows of one."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this rank failed first."""
+        return self.known is not None and self.known.rank == self.rank
+
+    def why_ended(self) -> str:
+        """Return one line that says why this rank ends, once the failure is known."""
+        assert self.known is not None
+        if self.is_own:
+            return f"Rank {self.rank} ended: {self.known.error}"
+        return f"Rank {self.rank} ended because {self.known}"
+
+    def why_interrupted(self) -> str:
+        """Return the same line if another rank ended the run, or this process died; otherwise an empty string."""
+        return "" if self.known is None or (self.is_own and not self.known.has_died) else self.why_ended()
+
+    def report(self, failure: Failure) -> Failure:
+        """Record `failure` unless another one was recorded before, and return the recorded one."""
+        if self.known is None:
+            try:
+                found = self.store.compare_set("failure", "", json.dumps(asdict(failure)))
+                self.known = Failure(**json.loads(found))
+            except _UNREACHABLE:
+                self.known = failure
+        return self.known
+
+    def check(self) -> Failure | None:
+        """Return the failure that any rank has recorded; `None` if there is none.
+
+        Raises:
+            RuntimeError: the store cannot be reached, because the process that serves it has ended.
+        """
+        if self.known is None and self.store.check(["failure"]):
+            self.known = Failure(**json.loads(self.store.get("failure")))
+        return self.known
+
+    def agree(self, key: str, value: str) -> bool:
+        """Return whether all ranks call this with the same value, within `END_SECONDS`. An empty value is a no."""
+        keys = [f"{key}/{rank}" for rank in range(self.world_size)]
+        try:
+            self.store.set(keys[self.rank], value)
+            if not value or not _wait_until(lambda: self.store.check(keys)):
+                return False
+            return {self.store.get(each) for each in keys} == {value.encode()}
+        except _UNREACHABLE:
+            return False
+
+    def print_own(self, print_error: Callable[[], object]) -> None:
+        """Call `print_error`, which prints the error of this rank, unless another rank has printed it."""
+        is_printer = self._is_printer()
+        (print_error if is_printer else partial(sys.stderr.write, f"{self.why_ended()}\n"))()
+        sys.stderr.flush()
+        if is_printer:
+            with suppress(*_UNREACHABLE):
+                self.store.set("printed", "")
+
+    def print_after(self, line: str) -> None:
+        """Print `line` once the failed rank has printed its error. If it does not, one of the others prints it."""
+        assert self.known is not None
+        trace = self.known.traceback
+        with suppress(*_UNREACHABLE):  # rank 0, which served the store, has ended; the failed rank prints
+            if trace and not _wait_until(lambda: self.store.check(["printed"])) and self._is_printer():
+                line = f"{trace}{line}"
+        with suppress(OSError, ValueError):  # nobody reads stderr any more, or it is closed
+            sys.stderr.write(f"{line}\n")
+            sys.stderr.flush()
+
+    def _is_printer(self) -> bool:
+        try:
+            return bool(self.store.compare_set("printer", "", str(self.rank)) == str(self.rank).encode())
+        except _UNREACHABLE:
+            return self.is_own
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle as `None`, because a connection belongs to one process."""
+        return type(None), ()
+
+
+def _wait_until(condition: Callable[[], bool]) -> bool:
+    """Wait for `END_SECONDS` at most, and return whether the condition is true."""
+    deadline = time.monotonic() + END_SECONDS
+    while not (is_true := condition()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return is_true
+
+
+def remember_first(error: BaseException, first: FirstFailure) -> None:
+    """Attach `first` to the error that ends this rank, for the function that prints uncaught errors."""
+    error.__dict__["paral_first_failure"] = first
+
+
+def first_failure_of(error: BaseException) -> FirstFailure | None:
+    """Return the first failure of the run that `error` ended on this rank; `None` if `error` ended no run."""
+    first = getattr(error, "paral_first_failure", None)
+    return first if isinstance(first, FirstFailure) else None
+
+
+class FailureWatch:
+    """A topic of the watcher: learns of the first failure of a run, and ends this rank's part in the run.
+
+    Args:
+        watcher: the watcher that polls this topic.
+    """
+
+    def __init__(self, watcher: RankWatcher) -> None:
+        self.rank = watcher.rank
+        self.first = FirstFailure(watcher.store, watcher.rank, watcher.world_size)
+        self._watcher = watcher
+        self._store_port = store_port()
+        self._parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self._found: Exception | None = None
+        self._learned_at = self._lost_at = 0.0
+        self._left_at: float | None = None
+        self._num_reactions = 0
+        self._has_answered = self._is_over = False
+        self._before: Any = None
+        """The handler of SIGTERM before this rank left the run."""
+        _take_signal(self)
+
+    # Called by the main thread
+
+    def report(self, error: BaseException, where: str) -> BaseException:
+        """Tell the other ranks that `error` ended the run on this one, unless another rank failed before.
+
+        Call this while `error` is being handled.
+
+        Returns:
+            BaseException: the error to raise: `error`, a `RankFailedError` if `error` is a consequence of the failure
+                of another rank, or a `SystemExit` with status 1 if only some ranks called `sys.exit(0)`.
+        """
+        self.leave()
+        if is_interruption(error) or is_told(error):
+            self._wait_for_cause()
+        first = self.first.report(failure_of(error, self.rank, where))
+        raised = as_consequence(error, self.first.why_interrupted())
+        if raised is error and first.rank == self.rank:
+            if self._found is not None and is_interruption(error):
+                raised = self._found.with_traceback(error.__traceback__)
+            tell_torchrun(raised)
+        remember_first(raised, self.first)
+        return self._explain_exit(raised, where)
+
+    def _wait_for_cause(self) -> None:
+        """Wait for the failure that interrupted this rank. If nobody reports one, find the ranks that have died."""
+        try:
+            self.first.store.set("who is there", "")
+            if not _wait_until(lambda: self.first.check() is not None):
+                others = [rank for rank in range(self.first.world_size) if rank != self.rank]
+                dead = [rank for rank in others if not self.first.store.check([f"here/{rank}"])]
+                if dead:
+                    self.report_death(dead[0], "its process ended without an exception")
+        except _UNREACHABLE:
+            self.first.report(self._end_of_store())
+
+    def _explain_exit(self, error: BaseException, where: str) -> BaseException:
+        """Print a line for `sys.exit` and Ctrl-C, for which Python prints nothing, and do not exit with status 0.
+
+        If all ranks call `sys.exit(0)`, leave it as it is.
+        """
+        is_regular = isinstance(error, SystemExit) and not error.code
+        if self.first.agree("exit", "0" if is_regular else "") or isinstance(error, Exception):
+            return error
+        if isinstance(error, SystemExit):
+            what = f"called sys.exit({'' if error.code is None else repr(error.code)})"
+            status = "" if error.code else " The exit status is 1, because other ranks did not call it."
+            advice = f"{status} To end a run early, set trainer.should_stop = True on all ranks."
+            error.code = error.code or 1
+        else:
+            what, advice = f"ended by {type(error).__name__}", ""
+        if self.first.is_own:
+            file, line = traceback.extract_tb(error.__traceback__)[-1][:2]
+            told = f"Rank {self.rank} {what} in {where}, at {file}:{line}.{advice}\n"
+            self.first.print_own(lambda: sys.stderr.write(told))
+        return error
+
+    def leave(self) -> None:
+        """Do not interrupt the main thread from now on: it has left the run, and runs hooks and the teardown.
+
+        Ignore SIGTERM until `end`: torchrun sends it as soon as one rank has ended, and Lightning's handler would
+        broadcast to ranks that may be gone.
+        """
+        if self._left_at is None and threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, ignore)
+        self._left_at = time.monotonic()
+
+    def begin_save(self) -> None:
+        """Give a save after the failure the time that it takes, until the next call of `leave`."""
+        self._left_at = math.inf
+
+    def end(self) -> None:
+        """End with the run, and restore the handler of SIGTERM."""
+        global _current
+        if self.first.known is None and self.rank == 0:
+            with suppress(*_UNREACHABLE):
+                self.first.store.set("over", "")
+        if _current is self:
+            _current = None
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is ignore:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
+
+    # Called in any thread
+
+    def end_with(self, error: Exception, where: str) -> None:
+        """End the run with `error`, which a topic has found, unless another failure ends it.
+
+        Args:
+            error: the error that the main thread is to raise.
+            where: the part of the run, as in `Failure`.
+        """
+        self._found = error
+        self.first.report(failure_of(error, self.rank, where))
+
+    def report_death(self, rank: int, how: str) -> None:
+        """Tell all ranks that the process of `rank` ended without an exception, unless a failure is known.
+
+        Args:
+            rank: the global rank.
+            how: how it ended, such as `its process was killed by SIGKILL`.
+        """
+        self.first.report(Failure(rank=rank, error=how, has_died=True))
+
+    # Called by the watcher's thread
+
+    def poll(self, store: Store) -> None:
+        """Learn of a failure, and react to it."""
+        if self._parent is not None and os.getppid() != self._parent:
+            self.first.report(self._end_of_store())
+        try:
+            self.first.check()
+            self._answer(store)
+            self._lost_at = 0.0
+        except _UNREACHABLE:
+            self._lost_at = self._lost_at or time.monotonic()
+            if time.monotonic() - self._lost_at > END_SECONDS and not self._is_over:
+                self.first.report(self._end_of_store())
+        if self.first.known is not None:
+            self._react()
+
+    def _answer(self, store: Any) -> None:
+        if not self._has_answered and store.check(["who is there"]):
+            store.set(f"here/{self.rank}", "")
+            self._has_answered = True
+        self._is_over = self._is_over or bool(store.check(["over"]))
+
+    def _end_of_store(self) -> Failure:
+        """Return the death of the process that serves the store: rank 0 or torchrun."""
+        if self._parent is not None:
+            error = "the process that started this rank has ended"
+            return Failure(rank=self.rank, node=socket.gethostname(), error=error, has_died=True)
+        return Failure(rank=0, error="its process ended without an exception", has_died=True)
+
+    def _react(self) -> None:
+        now = time.monotonic()
+        if not self._learned_at:
+            self._learned_at = now
+            self._watcher.hurry()
+        if self._left_at is not None:
+            if now - self._left_at > LEAVE_SECONDS:
+                self._end_process()
+        elif now - self._learned_at > END_SECONDS:
+            self._end_process()
+        elif self._num_reactions > 0:  # not at once: if all ranks raise the same error, each leaves the run by itself
+            if self._num_reactions == 1:  # in a thread, because NCCL may wait for kernels that never end
+                threading.Thread(target=abort_nccl, name="lightning_paral_abort", daemon=True).start()
+            close_connections(self._store_port)
+            if self._num_reactions > 1 and _current is self:
+                with suppress(OSError):
+                    signal.pthread_kill(self._watcher.main_thread, _SIGNUM)
+        self._num_reactions += 1
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the main thread has left the run."""
+        return self._left_at is not None
+
+    def _end_process(self) -> None:
+        """End this process without a teardown, which its main thread does not reach."""
+        had_left, first = self.has_left, self.first
+        assert first.known is not None
+        if first.is_own:
+            tell_torchrun(self._found)
+            told = f"{first.known.traceback}{first.why_ended()}\n"
+            first.print_own(lambda: sys.stderr.write(told))
+        else:
+            first.print_after(first.why_ended())
+        if self.has_left and not had_left:
+            return  # the main thread has left the run meanwhile, and may save
+        for child in multiprocessing.active_children():  # such as loader workers
+            with suppress(OSError, ValueError):
+                child.kill()
+        os._exit(1)
+
+
+_current: FailureWatch | None = None
+"""The watch of the present run, for the handler of the signal, which Lightning may restore after the run."""
+
+
+def _take_signal(watch: FailureWatch) -> None:
+    """Let the signal interrupt the main thread, if this is that thread and nothing else handles the signal."""
+    global _current
+    _current = None
+    if _SIGNUM is None or threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(_SIGNUM) in (signal.SIG_DFL, _on_signal):
+        signal.signal(_SIGNUM, _on_signal)
+        _current = watch
+
+
+def _on_signal(signum: int, frame: FrameType | None) -> None:
+    """Raise an error in the main thread, unless it has left the run or is in the middle of an optimizer's step."""
+    watch = _current
+    if watch is None or watch.has_left or watch.first.known is None or _changes_weights(frame):
+        return
+    raise InterruptedByFailure(watch.first.why_ended())
+
+
+def _changes_weights(frame: FrameType | None) -> bool:
+    """Return whether code in `frame` is in the step of an optimizer, but not in the closure that it calls."""
+    for each, _ in traceback.walk_stack(frame):
+        if each.f_code.co_name in ("closure", "_wrap_closure"):  # of Lightning's loop and precision plugin
+            return False
+        if isinstance(each.f_locals.get("self"), Optimizer):
+            return True
+    return False
+
+
+def ignore(signum: int, frame: FrameType | None) -> None:
+    """Do nothing on a signal. Unlike with `SIG_IGN`, programs that are started meanwhile do not inherit this."""
+
+
+def tell_torchrun(error: BaseException | None) -> None:
+    """Write an `Exception` to the file from which torchrun reads it, to show its traceback in the summary; once."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and isinstance(error, Exception) and not os.path.exists(path):
+        trace = error.__traceback__
+        try:
+            raise error  # `record_exception` formats the exception that is being handled
+        except Exception:
+            with suppress(OSError):
+                get_error_handler().record_exception(error.with_traceback(trace))
