@@ -75,7 +75,7 @@ class AfterFailure(StrategyDescription):
         if trainer is None or not self._run:
             self._explain_exit_outside_of_run(error)
             return as_consequence(error, self._why_interrupted)
-        reported = error
+        reported = as_consequence(error, self._why_interrupted)
         if self._failures is not None:
             self._failures.leave()  # first: this thread must not be interrupted while it reports
             timed_out = isinstance(error, Exception) and explain_timeout(error, self.timeout, self._timeout_option)
