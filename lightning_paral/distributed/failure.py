@@ -30,12 +30,12 @@ from torch.optim import Optimizer
 
 from lightning_paral.compat.torch.aborting import abort_nccl, close_connections
 from lightning_paral.compat.torch.process_groups import store_port
-from lightning_paral.distributed.watcher import RankWatcher
+from lightning_paral.distributed.watcher import POLL_SECONDS, RankWatcher
 from lightning_paral.errors import RankFailedError
 
 END_SECONDS = 3.0
 """How long a rank may take to leave the run after any rank has failed; then its process is ended. For as long, ranks
-wait for each other: for the cause of an interruption, for votes, and until the failed rank has printed its error."""
+wait for each other: for votes, and until the failed rank has printed its error."""
 LEAVE_SECONDS = 60.0
 """How long hooks and the teardown may take once a rank has left the run, not counting a save."""
 
@@ -227,9 +227,9 @@ class FirstFailure:
         return type(None), ()
 
 
-def _wait_until(condition: Callable[[], bool]) -> bool:
-    """Wait for `END_SECONDS` at most, and return whether the condition is true."""
-    deadline = time.monotonic() + END_SECONDS
+def _wait_until(condition: Callable[[], bool], seconds: float | None = None) -> bool:
+    """Wait for `END_SECONDS`, or `seconds`, at most; return whether the condition is true."""
+    deadline = time.monotonic() + (END_SECONDS if seconds is None else seconds)
     while not (is_true := condition()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return is_true
@@ -295,7 +295,7 @@ class FailureWatch:
         """Wait for the failure that interrupted this rank. If nobody reports one, find the ranks that have died."""
         try:
             self.first.store.set("who is there", "")
-            if not _wait_until(lambda: self.first.check() is not None):
+            if not _wait_until(lambda: self.first.check() is not None, 4 * POLL_SECONDS):
                 others = [rank for rank in range(self.first.world_size) if rank != self.rank]
                 dead = [rank for rank in others if not self.first.store.check([f"here/{rank}"])]
                 if dead:

@@ -33,7 +33,7 @@ DIFFERENT = (
 )
 _ANSWER_SECONDS = 1.5
 """How long a rank waits for the answers of the others. If its collective timed out, they learn of the failure only
-afterwards, and those whose connections it has closed wait for two seconds for the cause."""
+afterwards, and those whose connections it has closed wait for three seconds for the cause."""
 _SAME_HANG_SECONDS = 2.0
 """For how long answers count: several ranks time out together."""
 _SIGNAL: Any = getattr(signal, "SIGUSR2", None)  # Windows has none

@@ -1,7 +1,6 @@
 """The collectives of a run. After an exception they do not wait for ranks that may never join."""
 
 import atexit
-import logging
 import uuid
 from contextlib import ExitStack
 from typing import Any
@@ -23,8 +22,6 @@ from lightning_paral.errors import ProcessGroupError
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.strategies.after_failure import AfterFailure, describe_position
 from lightning_paral.strategies.same_monitor import restore_monitors, share_monitored
-
-log = logging.getLogger(__name__)
 
 
 class Collectives(AfterFailure):
