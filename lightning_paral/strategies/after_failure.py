@@ -14,7 +14,6 @@ from lightning_paral.distributed.agreement import RankGroup, all_ranks
 from lightning_paral.distributed.failures.failure_watch import FailureWatch
 from lightning_paral.distributed.failures.reachable import ReachableRanks, wait_for_ranks
 from lightning_paral.distributed.failures.survivors import wait_for_savers
-from lightning_paral.distributed.launching.rank_main import tell_whether_saving
 from lightning_paral.distributed.rank_names import name_ranks
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.strategies.step_boundary import StepBoundary
@@ -82,13 +81,11 @@ class AfterFailure(StepBoundary):
             yield
             return
         self._failures.is_saving = True
-        tell_whether_saving(True)
         try:
             yield
         finally:
             self._failures.leave()
             self._failures.is_saving = False
-            tell_whether_saving(False)
 
     def _wait_for_savers(self) -> None:
         """Let this rank wait for those that save if it does not save itself."""

@@ -17,14 +17,13 @@ from lightning_paral.callbacks.preemption import Preemption, handle_signals
 from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.data.distribute import draws_as_one_process
 from lightning_paral.distributed.host_allocator import RETURNED_WHILE_BUILDING, FreedInPieces, return_large_tensors
-from lightning_paral.distributed.launching.start_method import check_start_method
 from lightning_paral.distributed.process_group import join_process_group
 from lightning_paral.model.activation_checkpointing import checkpoint_units
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.options import RankOptions, Sampling
 from lightning_paral.strategies.checkpoint_mixin import CheckpointMixin
 from lightning_paral.strategies.collectives import Collectives
-from lightning_paral.strategies.launch import CheckedLaunch
+from lightning_paral.strategies.launch import CheckedLaunch, check_start_method
 from lightning_paral.strategies.library_warnings import RESUMED_INSIDE_EPOCH, IgnoredWarnings
 from lightning_paral.strategies.rank_agreement import RankAgreement
 from lightning_paral.strategies.run_data import RunData

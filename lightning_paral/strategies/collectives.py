@@ -13,13 +13,12 @@ from lightning_paral.comm.rows import gather_rows
 from lightning_paral.compat.torch.aborting import abort_nccl, call_on_mismatch, nccl_backends
 from lightning_paral.compat.torch.group_timeouts import use_default_timeout
 from lightning_paral.distributed.agreement import RankGroup
-from lightning_paral.distributed.failures.departures import end_with_error
 from lightning_paral.distributed.failures.failure import as_consequence, remember_first
 from lightning_paral.distributed.failures.failure_watch import FailureWatch
 from lightning_paral.distributed.failures.liveness import LivenessOfOthers, LivenessOfRankZero
 from lightning_paral.distributed.failures.reachable import new_run_name
 from lightning_paral.distributed.hangs import DIFFERENT, Hangs
-from lightning_paral.distributed.launching.launcher import CheckedSubprocessLauncher
+from lightning_paral.distributed.launcher import end_with_error
 from lightning_paral.distributed.process_group import explain_timeout, group_for, owned_group, release_process_group
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.distributed.world_collectives import refuse_repeated_samples
@@ -53,13 +52,10 @@ class Collectives(AfterFailure):
     """From the teardown until the next run, names the failure of another rank that ended the run; empty if none did."""
     _undo_guard: ExitStack | None = None
     """After a failure, what removes the guard of the hooks that are called then."""
-    num_runs: int = 0
-    """The number of runs for which the ranks have joined."""
 
     def _begin_run(self) -> None:
         """Agree on a name for the run, by which ranks find each other after an exception. *Collective*."""
         self._reached = None
-        self.num_runs += 1
         if self._undo_run is None:
             self._undo_run = ExitStack()
             self._undo_run.callback(use_default_timeout(self.timeout))
@@ -89,13 +85,9 @@ class Collectives(AfterFailure):
         main_address, main_port = self.cluster_environment.main_address, self.cluster_environment.main_port
         of_others = LivenessOfOthers(main_address) if self.global_rank == 0 else None
         self._run, address = self.broadcast((new_run_name(), of_others.address if of_others else ""))
-        launcher = self.launcher
-        how = launcher.describe_end if isinstance(launcher, CheckedSubprocessLauncher) else None
         liveness = of_others or LivenessOfRankZero(self.global_rank, address)
         self._watcher = RankWatcher(self._run, self.timeout.total_seconds() + 5.0)
-        self._failures = FailureWatch(
-            self._watcher, main_port, liveness, how, save_seconds=self.timeout.total_seconds()
-        )
+        self._failures = FailureWatch(self._watcher, main_port, liveness, save_seconds=self.timeout.total_seconds())
         self._watcher.add(self._failures)
         requeue = getattr(self.cluster_environment, "requeue_signal", None)  # of SLURM
         takes_signal = getattr(requeue, "name", "") != "SIGUSR2"
@@ -123,6 +115,11 @@ class Collectives(AfterFailure):
         if self._undo_guard is None:
             self._undo_guard = end_run_if_hooks_fail(trainer, self._end_after_hook)
         return reported
+
+    def report_death(self, rank: int, how: str) -> None:
+        """End the run on all ranks, because the process of `rank` has ended. May be called in any thread."""
+        if self._failures is not None:
+            self._failures.report_death(rank, how)
 
     def _end_after_hook(self, error: BaseException) -> None:
         """End the run after a hook for exceptions raised `error`, which Lightning raises instead of the run's error."""

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 
 import torch.distributed as dist
@@ -24,7 +23,6 @@ from lightning_paral.distributed.failures.connections import (
     from_text,
     own_connections,
 )
-from lightning_paral.distributed.failures.departures import keep_watching
 from lightning_paral.distributed.failures.failure import (
     CONSEQUENCE_SECONDS,
     PRINT_SECONDS,
@@ -39,7 +37,6 @@ from lightning_paral.distributed.failures.failure import (
 from lightning_paral.distributed.failures.interrupt import Interrupt
 from lightning_paral.distributed.failures.liveness import Liveness
 from lightning_paral.distributed.failures.torchrun_report import tell_torchrun
-from lightning_paral.distributed.launching.rank_main import tell_parent
 from lightning_paral.distributed.signals import Ignored
 from lightning_paral.distributed.watcher import RankWatcher
 
@@ -65,8 +62,6 @@ class FailureWatch:
         watcher: the watcher that polls this topic.
         main_port: the port of the cluster environment's store.
         liveness: notices that the process of another rank has died.
-        exit_status: returns how the process of a local rank ended; `None` if it is not known. Only the process that
-            launched the rank knows.
         save_seconds: how long a save after a failure may take. The process is then ended.
     """
 
@@ -75,14 +70,12 @@ class FailureWatch:
         watcher: RankWatcher,
         main_port: int,
         liveness: Liveness,
-        exit_status: Callable[[int], str | None] | None = None,
         save_seconds: float = _TEARDOWN_SECONDS,
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.first = FirstFailure(watcher.store, self.rank)
         self._watcher = watcher
         self._store_ports = [port for port in (main_port, store_port()) if port is not None]
-        self._exit_status = exit_status
         self._save_seconds = max(save_seconds, _TEARDOWN_SECONDS)
         self._parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._liveness = liveness
@@ -167,11 +160,8 @@ class FailureWatch:
         self._is_leaving, self._left_at = True, time.monotonic()
 
     def end(self) -> None:
-        """End with the run, and restore the signal handlers. After a run that ended well, deaths are still noticed."""
-        if self.first.known is None:
-            keep_watching(self._liveness, self.first, self.world_size)
-        else:
-            self._liveness.end()
+        """End with the run, and restore the signal handlers."""
+        self._liveness.end()
         self._interrupt.end()
         if self._ignored is not None and threading.current_thread() is threading.main_thread():
             self._ignored.restore()
@@ -241,12 +231,12 @@ class FailureWatch:
         self._dead = self._dead | {rank}
         if self.rank == 0:
             self.first.store.set("dead", json.dumps(sorted(self._dead)))
-        if self.first.known is None:
-            deadline, status = time.monotonic() + 0.5, None
-            while self._exit_status is not None and status is None and time.monotonic() < deadline:
-                time.sleep(0.05)  # the launcher may learn it a moment later
-                status = self._exit_status(rank)
-            self.first.report(self._death(rank, status or "its process ended without an exception"))
+        if self.first.wait(0.5) is None:  # the launcher knows how
+            self.report_death(rank, "its process ended without an exception")
+
+    def report_death(self, rank: int, how: str) -> None:
+        """End the run, because the process of `rank` has ended. May be called in any thread."""
+        self.first.report(self._death(rank, how))
 
     def _death(self, rank: int, how: str) -> Failure:
         return Failure(rank=rank, node=socket.gethostname() if self.rank == rank else "", error=how, has_died=True)
@@ -279,8 +269,7 @@ class FailureWatch:
             must_print = not self.first.is_printed
             tell_torchrun(self._found)
         else:
-            told = tell_parent(self.rank, self.first.why_ended(), first.traceback)
-            must_print = not told and self.first.wait_until_printed(PRINT_SECONDS)
+            must_print = self.first.wait_until_printed(PRINT_SECONDS)
         if self._is_leaving and not was_leaving:
             return  # the main thread has left the run meanwhile, and may save
         with suppress(OSError, ValueError):  # nobody reads stderr any more, or it is closed

@@ -5,7 +5,7 @@ import signal
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from lightning_paral.distributed.launching.launcher import CheckedSubprocessLauncher
+from lightning_paral.distributed.launcher import ScriptLauncher
 
 
 class Run:
@@ -35,7 +35,7 @@ def handle(signum: int, frame: object) -> None:
 
 def test_error_of_a_signal_handler_that_interrupts_the_report_is_reported() -> None:
     run = Run()
-    launcher = CheckedSubprocessLauncher(LightningEnvironment(), 1, 1, run=run)
+    launcher = ScriptLauncher(LightningEnvironment(), 1, 1, run=run)
     before = signal.signal(signal.SIGALRM, handle)
     try:
         with pytest.raises(RuntimeError, match="is killed by signal") as raised:
