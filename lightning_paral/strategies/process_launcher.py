@@ -23,7 +23,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from lightning_paral.compat.lightning.launchers import MultiProcessingLauncher, call_and_handle_interrupt
 from lightning_paral.compat.torch.sharding_cache import forget_meshes
@@ -62,7 +62,7 @@ class ProcessLauncher(MultiProcessingLauncher):
         self.has_fit = False
         """Whether ranks, which have ended together with their optimizers, have fitted the module."""
 
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Call `function` in all local ranks, and return what local rank 0 returned.
 
         Raises:
@@ -71,6 +71,7 @@ class ProcessLauncher(MultiProcessingLauncher):
             ProcessRaisedException: a rank raised an error, whose traceback is in the message.
             RankFailedError: a process died without an error.
         """
+        assert trainer is not None
         strategy, environment = self.strategy, self.strategy.cluster_environment
         is_fit = trainer.state.fn == TrainerFn.FITTING
         self._prepare()

@@ -1,14 +1,15 @@
 """Lightning's launchers, which run the user's script again or start processes of `multiprocessing`."""
 
+import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
-import torch.multiprocessing
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
+from torch.multiprocessing.spawn import start_processes
 
 from lightning_paral.compat.private_name import PrivateName
 
@@ -111,12 +112,13 @@ class MultiProcessingLauncher(_MultiProcessingLauncher):
         Returns:
             tuple: the `ProcessContext`, and a queue for the output of local rank 0.
         """
-        queue = torch.multiprocessing.get_context(self._start_method).SimpleQueue()
+        strategy: Any = self._strategy
+        queue = multiprocessing.get_context(self._start_method).SimpleQueue()
         states = None if self._start_method == "fork" else _GlobalStateSnapshot.capture()
-        ranks = torch.multiprocessing.start_processes(
+        ranks: Any = start_processes(  # type: ignore[no-untyped-call]
             self._wrapping_function,
             args=(trainer, function, args, kwargs, queue, states),
-            nprocs=self._strategy.num_processes,
+            nprocs=strategy.num_processes,
             join=False,
             start_method=self._start_method,
         )

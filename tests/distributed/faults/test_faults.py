@@ -17,8 +17,8 @@ CASES = (
     Case("paral_zero3", "torchrun", "sigkill", "step", 1),
     Case("paral_ddp", "python", "others_in_c", "step", 1),
     Case("paral_ddp", "python", "exception", "import", 1),
-    Case("paral_ddp", "torchrun", "exit_0", "teardown", 1),
-    Case("paral_ddp", "torchrun", "os_exit_0", "teardown", 1),
+    Case("paral_ddp", "python", "exit_0", "teardown", 1),
+    Case("paral_ddp", "python", "os_exit_0", "teardown", 1),
     Case("paral_fsdp", "python", "launcher_killed", "step", 1),
 )
 SECONDS = 30

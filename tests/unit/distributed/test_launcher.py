@@ -3,7 +3,7 @@
 import signal
 
 import pytest
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from lightning_paral.distributed.launcher import ScriptLauncher
 
@@ -12,7 +12,6 @@ class Run:
     """A run in which a signal arrives while its first error is reported, as when a worker of a loader was killed."""
 
     is_in_run = True
-    num_runs = 0
 
     def __init__(self) -> None:
         self.reported: list[BaseException] = []
@@ -23,6 +22,9 @@ class Run:
             signal.raise_signal(signal.SIGALRM)
         self.reported.append(error)
         return error
+
+    def report_death(self, rank: int, how: str) -> None:
+        raise AssertionError
 
 
 def fail() -> None:
