@@ -23,7 +23,7 @@ from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.options import RankOptions, Sampling
 from lightning_paral.strategies.checkpoint_mixin import CheckpointMixin
 from lightning_paral.strategies.collectives import Collectives
-from lightning_paral.strategies.launch import CheckedLaunch, check_start_method
+from lightning_paral.strategies.launch import CheckedLaunch
 from lightning_paral.strategies.library_warnings import RESUMED_INSIDE_EPOCH, IgnoredWarnings
 from lightning_paral.strategies.rank_agreement import RankAgreement
 from lightning_paral.strategies.run_data import RunData
@@ -69,7 +69,6 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, Ch
 
     def _construct_base(self, construct: Callable[..., None], options: RankOptions, keywords: dict[str, Any]) -> None:
         """Keep the options that all strategies with ranks take, and call the constructor of the Lightning base."""
-        check_start_method(options.start_method)
         self.sampling = options.sampling
         self.timeout = self._async_timeout = options.longest_wait
         self._checkpoint_options = options.checkpoint_options

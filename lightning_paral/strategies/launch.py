@@ -1,6 +1,5 @@
 """Choose how the other local ranks are started, and check a strategy when its Trainer is created."""
 
-import multiprocessing
 import os
 import sys
 from functools import partial
@@ -33,9 +32,9 @@ class CheckedLaunch(StrategyDescription):
     process_group_backend: str | None
     num_nodes: int
     num_processes: int
-    _launchers: tuple[object, ScriptLauncher] | None = None
-    """Lightning's launcher, and ours, which replaces it."""
-    _process_launcher: ProcessLauncher | None = None
+    _replaced: tuple[object, StartMethod] | None = None
+    """Lightning's launcher, which `_own_launcher` replaces, and the start method."""
+    _own_launcher: ScriptLauncher | ProcessLauncher | None = None
     _given_start_method: StartMethod | None = None
 
     def set_world_ranks(self) -> None:
@@ -73,22 +72,20 @@ class CheckedLaunch(StrategyDescription):
 
     @property
     def launcher(self) -> Any:
-        """Lightning's launcher of the other processes; if it runs the script again, our version, which checks first."""
-        method = self._start_method_now
-        if method != "popen":
-            if self._process_launcher is None:
-                self._process_launcher = ProcessLauncher(self, method, partial(check_before_launch, self))
-            return self._process_launcher
-        theirs, environment = super().launcher, self.cluster_environment
+        """Our version of Lightning's launcher of the other processes; Lightning's own if it is of another kind."""
+        theirs, environment, method = super().launcher, self.cluster_environment, self._start_method_now
         is_missing = theirs is None and environment is not None and environment.creates_processes_externally
-        if type(theirs) is not LightningSubprocessLauncher and not is_missing:
+        if method == "popen" and type(theirs) is not LightningSubprocessLauncher and not is_missing:
             return theirs
-        if self._launchers is None or self._launchers[0] is not theirs:
+        if self._replaced != (theirs, method):
             assert environment is not None
-            check = partial(check_before_launch, self)
-            ours = ScriptLauncher(environment, self.num_processes, self.num_nodes, check, run=cast(LaunchedRun, self))
-            self._launchers = theirs, ours
-        return self._launchers[1]
+            check, run = partial(check_before_launch, self), cast(LaunchedRun, self)
+            self._replaced = theirs, method
+            if method == "popen":
+                self._own_launcher = ScriptLauncher(environment, self.num_processes, self.num_nodes, check, run)
+            else:
+                self._own_launcher = ProcessLauncher(self, method, check)
+        return self._own_launcher
 
     @property
     def _start_method_now(self) -> StartMethod:
@@ -106,11 +103,11 @@ class CheckedLaunch(StrategyDescription):
         Raises:
             ConfigurationError: it contains the state of optimizers that were in forked or spawned ranks.
         """
-        trainer, launcher = trainer_of(self.lightning_module), self._process_launcher
-        is_in_ranks = launcher is not None and self.launcher is launcher
-        if is_in_ranks and trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED:
+        trainer, launcher = trainer_of(self.lightning_module), self.launcher
+        is_launcher = isinstance(launcher, ProcessLauncher)
+        if is_launcher and trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED:
             return  # the ranks, which have the state of the run, have saved it
-        if is_in_ranks and launcher is not None and launcher.has_fit and "optimizer_states" in checkpoint:
+        if is_launcher and launcher.has_fit and "optimizer_states" in checkpoint:
             raise ConfigurationError(
                 f"{filepath} was not saved: the ranks of the last fit have ended, and the state of their optimizers "
                 "with them. Save during the fit, for example with ModelCheckpoint(save_last=True), or save the weights "
@@ -119,22 +116,12 @@ class CheckedLaunch(StrategyDescription):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
 
-def check_start_method(given: object) -> None:
-    """Raise a `ConfigurationError` if `given` is neither a start method of this platform nor `None`."""
-    available = multiprocessing.get_all_start_methods()
-    if given not in (None, "popen") and given not in available:
-        raise ConfigurationError(
-            f"start_method={given!r} is not available on {sys.platform}. Choose from: "
-            f"{', '.join(map(repr, ['popen', *available]))}."
-        )
-
-
 def choose_start_method(given: StartMethod | None) -> StartMethod:
     """Return `given`; if it is `None`, `"popen"` in a script, and `"fork"` in a program that cannot be run again.
 
     Raises:
-        ConfigurationError: the program cannot be run again, and `given` is `"popen"` or the platform cannot fork. With
-            `"popen"`, pytest runs again from its first test.
+        ConfigurationError: the program cannot be run again, and `given` is `"popen"`. In pytest, that runs it again
+            from its first test.
     """
     if given not in (None, "popen"):
         return given
@@ -145,11 +132,6 @@ def choose_start_method(given: StartMethod | None) -> StartMethod:
         raise ConfigurationError(
             f"start_method='popen' starts the other ranks by running the script again, but this is {program}. Leave "
             "start_method out to fork them, or put the code into a script."
-        )
-    if "fork" not in multiprocessing.get_all_start_methods():
-        raise ConfigurationError(
-            f"This is {program}, where ranks can be started only by forking, which {sys.platform} does not support. "
-            "Put the code into a script and run it, or set Trainer(devices=1)."
         )
     return "fork"
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -58,7 +57,7 @@ class ProcessLauncher(MultiProcessingLauncher):
         self, strategy: Any, method: Literal["spawn", "fork", "forkserver"], check: Callable[[Trainer], None]
     ) -> None:
         super().__init__(strategy, method)
-        self.strategy, self._method, self._check = strategy, method, check
+        self._check = check
         self.has_fit = False
         """Whether ranks, which have ended together with their optimizers, have fitted the module."""
 
@@ -81,11 +80,12 @@ class ProcessLauncher(MultiProcessingLauncher):
                 "This Trainer has fitted in ranks that have ended, and its counters of steps and epochs with them. To "
                 "fit again, create a new Trainer; to continue, pass fit(ckpt_path=...) with a checkpoint of the fit."
             )
+        self._first_rank = environment.node_rank() * strategy.num_processes
         if environment.node_rank() == 0:
             check_port_is_free(environment)  # which chooses the port, for all ranks
             self._check(trainer)
         try:
-            output = self._run(partial(_run_in_rank, trainer, function, self._method), args, kwargs, trainer)
+            output = self._run(partial(_run_in_rank, trainer, function, self.method), args, kwargs, trainer)
         finally:
             strategy.lightning_module.trainer = trainer  # Lightning's teardown needs it after an error
         result, names = torch.load(io.BytesIO(output.trainer_results), weights_only=False)
@@ -103,11 +103,11 @@ class ProcessLauncher(MultiProcessingLauncher):
                 warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
                 ranks, queue = self.start(function, args, kwargs, trainer)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise ConfigurationError(
-                f"start_method={self._method!r} sends the Trainer, the module and the loaders to new processes, but "
-                f"they cannot be pickled: {error}. Define classes and functions at the top level of a file, or set "
-                "start_method='fork'."
-            ) from error
+            error.add_note(
+                f"start_method={self.method!r} pickles the Trainer, the module and the loaders. Define classes and "
+                "functions at the top level of a file, or set start_method='fork'."
+            )
+            raise
         processes, output = ranks.processes, None
         try:
             while running := [each.sentinel for each in processes if each.exitcode is None]:
@@ -137,37 +137,32 @@ class ProcessLauncher(MultiProcessingLauncher):
 
     def _first_cause(self, ranks: Any, first: Any) -> BaseException:
         """Return the error to raise after ranks have ended, of which `first` is the one that was noticed first."""
-        traces = {
-            rank: pickle.loads(Path(file).read_bytes())
-            for rank, file in enumerate(ranks.error_files)
-            if os.path.exists(file)
-        }
-        for file in ranks.error_files:
-            Path(file).unlink(missing_ok=True)
+        traces = {}
+        for number, file in enumerate(map(Path, ranks.error_files)):
+            if file.exists():
+                traces[number] = pickle.loads(file.read_bytes())
+                file.unlink()
         statuses = {process.exitcode for process in ranks.processes}
         if not traces and len(statuses) == 1 and min(statuses) > 0:
             return SystemExit(statuses.pop())  # all ranks have agreed on it, as after a preemption
-        causes = [rank for rank, trace in traces.items() if _CONSEQUENCE not in trace]
-        if traces and (causes or first.error_index in traces):
-            rank = next(iter(causes), first.error_index)
-            return ProcessRaisedException(f"Rank {rank} raised an error:\n\n{traces[rank]}", rank, first.error_pid)
-        status = ranks.processes[first.error_index].exitcode
-        hint = "" if self._method == "fork" or status < 0 else (
-            f" Its error is above. start_method={self._method!r} imports the script in each rank, so put the code that "
+        causes = [number for number, trace in traces.items() if _CONSEQUENCE not in trace]
+        local_rank = causes[0] if causes else first.error_index
+        process, rank = ranks.processes[local_rank], self._first_rank + local_rank
+        if local_rank in traces:
+            message = f"Rank {rank} raised an error:\n\n{traces[local_rank]}"
+            return ProcessRaisedException(message, local_rank, process.pid)
+        status = process.exitcode
+        hint = "" if self.method == "fork" or status < 0 else (
+            f" Its error is above. start_method={self.method!r} imports the script in each rank, so put the code that "
             'starts a run under `if __name__ == "__main__":`, and classes of a notebook into a file.'
         )  # fmt: skip
-        return RankFailedError(f"Rank {first.error_index} died without an error: {describe_status(status)}.{hint}")
+        return RankFailedError(f"Rank {rank} died without an error: {describe_status(status)}.{hint}")
 
     def _prepare(self) -> None:
         """Release a process group of an earlier run, and check that processes can be started."""
         if owned_group() is not None:
             release_process_group()  # of one rank: a forked process could neither use nor destroy it
-        elif dist.is_initialized():
-            raise ConfigurationError(
-                "This process has a process group that this package did not create, so it cannot start ranks. Call "
-                "torch.distributed.destroy_process_group() before the run."
-            )
-        if self._method != "fork":
+        if self.method != "fork":
             return
         if self.strategy.root_device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             raise ConfigurationError(
@@ -193,8 +188,9 @@ def _run_in_rank(trainer: Trainer, function: Callable[..., Any], method: str, *a
         # OpenMP would wait for threads that exist only in the parent: https://github.com/pytorch/pytorch/issues/17199
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"
-    else:
-        _unshare(strategy.lightning_module)
+    else:  # tensors were sent in memory that all ranks share
+        for tensor in (*strategy.lightning_module.parameters(), *strategy.lightning_module.buffers()):
+            tensor.data = tensor.data.clone()
     strategy.set_world_ranks()
     result = call_and_handle_interrupt(trainer, function, *args, **kwargs)
     module = strategy.lightning_module
@@ -209,13 +205,6 @@ def _run_in_rank(trainer: Trainer, function: Callable[..., Any], method: str, *a
     buffer = io.BytesIO()
     torch.save((move_data_to_device(result, "cpu"), list(module.state_dict())), buffer)
     return buffer.getvalue()
-
-
-@torch.no_grad()
-def _unshare(module: LightningModule) -> None:
-    """Copy the module's tensors, which `multiprocessing` has sent in memory that all ranks share."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        tensor.data = tensor.data.clone()
 
 
 def _add_layers(module: LightningModule, names: list[str]) -> None:

@@ -2,7 +2,7 @@
 
 import multiprocessing
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
@@ -104,6 +104,10 @@ class SubprocessScriptLauncher(_SubprocessScriptLauncher):
 class MultiProcessingLauncher(_MultiProcessingLauncher):
     """Lightning's launcher of processes, in parts."""
 
+    def __init__(self, strategy: Any, method: Literal["spawn", "fork", "forkserver"]) -> None:
+        super().__init__(strategy, method)
+        self.strategy, self.method = strategy, method
+
     def start(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], trainer: Trainer
     ) -> tuple[Any, Any]:
@@ -112,15 +116,14 @@ class MultiProcessingLauncher(_MultiProcessingLauncher):
         Returns:
             tuple: the `ProcessContext`, and a queue for the output of local rank 0.
         """
-        strategy: Any = self._strategy
-        queue = multiprocessing.get_context(self._start_method).SimpleQueue()
-        states = None if self._start_method == "fork" else _GlobalStateSnapshot.capture()
+        queue = multiprocessing.get_context(self.method).SimpleQueue()
+        states = None if self.method == "fork" else _GlobalStateSnapshot.capture()
         ranks: Any = start_processes(  # type: ignore[no-untyped-call]
             self._wrapping_function,
             args=(trainer, function, args, kwargs, queue, states),
-            nprocs=strategy.num_processes,
+            nprocs=self.strategy.num_processes,
             join=False,
-            start_method=self._start_method,
+            start_method=self.method,
         )
         self.procs = ranks.processes
         return ranks, queue

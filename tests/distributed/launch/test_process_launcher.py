@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from pickle import PicklingError
 from typing import Any
 
 import pytest
@@ -198,8 +199,9 @@ def test_objects_that_cannot_be_sent_to_spawned_ranks_are_refused() -> None:
         pass
 
     trainer = quiet_trainer(strategy=ParalFSDPStrategy(start_method="spawn"), devices=2, max_epochs=1)
-    with pytest.raises(ConfigurationError, match=r"cannot be pickled.*Local.*start_method='fork'"):
+    with pytest.raises((AttributeError, PicklingError), match="Local") as caught:
         trainer.fit(Local(), loader())
+    assert "start_method='fork'" in caught.value.__notes__[0]
     assert not ranks_left(trainer)
 
 
