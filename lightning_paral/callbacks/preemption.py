@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_paral.compat.lightning.preemption import stop_between_batches
 from lightning_paral.distributed.host_exchange import gather_int_lists
-from lightning_paral.distributed.launching.launcher import agree_on_exit
+from lightning_paral.distributed.launcher import agree_on_exit
 from lightning_paral.distributed.signals import call_on_signal
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.option_types import AtLeast, checked

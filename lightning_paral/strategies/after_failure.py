@@ -19,7 +19,7 @@ from lightning_paral.compat.torch.group_names import new_named_group
 from lightning_paral.distributed.agreement import RankGroup, all_ranks, explain
 from lightning_paral.distributed.failure import FailureWatch, as_consequence, remember_first
 from lightning_paral.distributed.hangs import Hangs
-from lightning_paral.distributed.launching.launcher import agreed_status
+from lightning_paral.distributed.launcher import agreed_status
 from lightning_paral.distributed.process_group import explain_timeout
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.errors import CheckpointError

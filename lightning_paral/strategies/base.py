@@ -17,7 +17,6 @@ from lightning_paral.callbacks.preemption import Preemption, handle_signals
 from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.data.distribute import draws_as_one_process
 from lightning_paral.distributed.host_allocator import RETURNED_WHILE_BUILDING, FreedInPieces, return_large_tensors
-from lightning_paral.distributed.launching.start_method import check_start_method
 from lightning_paral.distributed.process_group import join_process_group
 from lightning_paral.model.activation_checkpointing import checkpoint_units
 from lightning_paral.model.trainer_of import trainer_of
@@ -70,7 +69,6 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, Ch
 
     def _construct_base(self, construct: Callable[..., None], options: RankOptions, keywords: dict[str, Any]) -> None:
         """Keep the options that all strategies with ranks take, and call the constructor of the Lightning base."""
-        check_start_method(options.start_method)
         self.sampling = options.sampling
         self.timeout = self._async_timeout = options.longest_wait
         self._checkpoint_options = options.checkpoint_options

@@ -14,7 +14,7 @@ from lightning_paral.compat.torch.aborting import abort_nccl, call_on_mismatch, 
 from lightning_paral.compat.torch.group_timeouts import use_default_timeout
 from lightning_paral.distributed.failure import FailureWatch
 from lightning_paral.distributed.hangs import DIFFERENT, Hangs
-from lightning_paral.distributed.launching.launcher import end_with_error
+from lightning_paral.distributed.launcher import end_with_error
 from lightning_paral.distributed.process_group import group_for, owned_group, release_process_group
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.distributed.world_collectives import refuse_repeated_samples
@@ -34,13 +34,10 @@ class Collectives(AfterFailure):
     """During a run, what undoes what holds for its duration only."""
     _logged_group: dist.ProcessGroup | None = None
     """During a run with several data ranks, the gloo group that reduces logged values on the CPU, if there is one."""
-    num_runs: int = 0
-    """The number of runs for which the ranks have joined."""
 
     def _begin_run(self) -> None:
         """Agree on a name for the run, by which ranks find each other after an exception. *Collective*."""
         self._reached, self._step = None, ""
-        self.num_runs += 1
         if self._undo_run is None:
             self._undo_run = ExitStack()
             self._undo_run.callback(use_default_timeout(self.timeout))

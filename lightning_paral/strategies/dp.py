@@ -10,6 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_paral.compat.checks import check_names
 from lightning_paral.compat.lightning.strategies import layer_sync_of
+from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.process_group import owned_group, release_process_group
 from lightning_paral.engines.dp.checks import check_draws_all, check_one_process, check_replicable
 from lightning_paral.engines.dp.run import DPRun
@@ -19,7 +20,6 @@ from lightning_paral.option_types import takes
 from lightning_paral.options import StrategyOptions
 from lightning_paral.planning.layout import Layout
 from lightning_paral.strategies.checkpoint_mixin import CheckpointMixin
-from lightning_paral.strategies.one_process import OneProcess
 from lightning_paral.strategies.start_line import print_start_line
 
 
@@ -34,7 +34,7 @@ class DPOptions(StrategyOptions):
     }
 
 
-class ParalDPStrategy(OneProcess, CheckpointMixin, ParallelStrategy):
+class ParalDPStrategy(CheckpointMixin, ParallelStrategy):
     """Use all devices of a node from one process: each step divides its batch among replicas created for that step.
 
     Select it by name, `Trainer(strategy="paral_dp", devices=2)`. Use it to experiment on several devices without
@@ -75,7 +75,24 @@ class ParalDPStrategy(OneProcess, CheckpointMixin, ParallelStrategy):
         """How a plan counts the strategy."""
         return Layout(strategy=self.strategy_name, engine="dp")
 
-    # Process group: none, because there is one process.
+    # Process group: none. The process is rank 0 of 1, whatever environment variables say.
+
+    @property
+    def global_rank(self) -> int:
+        """0, the rank of the only process."""
+        return 0
+
+    local_rank = node_rank = global_rank
+
+    @property
+    def world_size(self) -> int:
+        """1, the number of processes."""
+        return 1
+
+    @property
+    def dims(self) -> ParallelDims:
+        """The arrangement of one rank; the replicas of a step are threads of this process."""
+        return ParallelDims()
 
     def set_world_ranks(self) -> None:
         """Check the Trainer's settings; the Trainer calls this at the end of its construction.
@@ -113,6 +130,21 @@ class ParalDPStrategy(OneProcess, CheckpointMixin, ParallelStrategy):
                 "There is one process, and no other rank to gather from. Use paral_ddp, or gather in an epoch hook."
             )
         return tensor
+
+    def barrier(self, name: str | None = None) -> None:
+        """Do nothing."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return `obj`."""
+        return obj
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return `tensor`."""
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
+        """Return `decision`."""
+        return decision
 
     def setup_environment(self) -> None:
         """Set up the device, and release the process group of an earlier run with several ranks."""
@@ -175,6 +207,11 @@ class ParalDPStrategy(OneProcess, CheckpointMixin, ParallelStrategy):
         return self._dp
 
     # Sampler injection: none. The loader draws full batches, as for one process.
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Arguments of a `DistributedSampler` that draws all samples; Lightning's would count devices as processes."""
+        return {"num_replicas": self.dims.data_size, "rank": self.dims.data_rank}
 
     def process_dataloader(self, dataloader: object) -> object:
         """Return `dataloader`.

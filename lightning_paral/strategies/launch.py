@@ -1,35 +1,29 @@
-"""Check a strategy when its Trainer is created, and its module before other processes are started."""
+"""Choose how the other local ranks are started, and check a strategy when its Trainer is created."""
 
 import os
-from contextlib import nullcontext
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_paral.compat.checks import check_names
 from lightning_paral.compat.lightning.launchers import LightningSubprocessLauncher
-from lightning_paral.distributed.launching.cluster_checks import check_environment, check_ranks
-from lightning_paral.distributed.launching.launch_checks import check_device, check_local_rank
-from lightning_paral.distributed.launching.launcher import CheckedSubprocessLauncher, LaunchedRun
-from lightning_paral.distributed.launching.start_method import choose_start_method, restoring_environment
+from lightning_paral.distributed.launch_checks import check_device, check_environment, check_local_rank, check_ranks
+from lightning_paral.distributed.launcher import LaunchedRun, ScriptLauncher
 from lightning_paral.distributed.process_group import backend_for
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.before_launch import check_before_launch
+from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.options import StartMethod
 from lightning_paral.strategies.description import StrategyDescription
 from lightning_paral.strategies.process_launcher import ProcessLauncher
 
-
-class _Launcher(CheckedSubprocessLauncher):
-    """Runs the script again, or a single rank in this process."""
-
-    def launch(self, *args: Any, **kwargs: Any) -> Any:
-        """Start the other local ranks, and run this one."""
-        # Other local ranks outlive the run, and join the next one, which is to see that they were started.
-        with restoring_environment() if self.num_processes == 1 else nullcontext():
-            return super().launch(*args, **kwargs)
+_PYTEST = "a run of pytest"
+_TEST_RUNNERS = ("pytest", "py.test", "_jb_pytest_runner.py")
 
 
 class CheckedLaunch(StrategyDescription):
@@ -38,12 +32,10 @@ class CheckedLaunch(StrategyDescription):
     process_group_backend: str | None
     num_nodes: int
     num_processes: int
-    _launchers: tuple[object, CheckedSubprocessLauncher] | None = None
-    """Lightning's launcher, and ours, which replaces it."""
-    _process_launcher: ProcessLauncher | None = None
+    _replaced: tuple[object, StartMethod] | None = None
+    """Lightning's launcher, which `_own_launcher` replaces, and the start method."""
+    _own_launcher: ScriptLauncher | ProcessLauncher | None = None
     _given_start_method: StartMethod | None = None
-    has_fit_in_ranks: bool = False
-    """Whether the last fit ran in forked or spawned ranks, which have ended together with their optimizers."""
 
     def set_world_ranks(self) -> None:
         """Check the Trainer's settings, then set this process's rank in the environment and in Lightning's logging.
@@ -80,22 +72,20 @@ class CheckedLaunch(StrategyDescription):
 
     @property
     def launcher(self) -> Any:
-        """Lightning's launcher of the other processes; if it runs the script again, our version, which checks first."""
-        method = self._start_method_now
-        if method != "popen":
-            if self._process_launcher is None:
-                self._process_launcher = ProcessLauncher(self, method, partial(check_before_launch, self))
-            return self._process_launcher
-        theirs, environment = super().launcher, self.cluster_environment
+        """Our version of Lightning's launcher of the other processes; Lightning's own if it is of another kind."""
+        theirs, environment, method = super().launcher, self.cluster_environment, self._start_method_now
         is_missing = theirs is None and environment is not None and environment.creates_processes_externally
-        if type(theirs) is not LightningSubprocessLauncher and not is_missing:
+        if method == "popen" and type(theirs) is not LightningSubprocessLauncher and not is_missing:
             return theirs
-        if self._launchers is None or self._launchers[0] is not theirs:
+        if self._replaced != (theirs, method):
             assert environment is not None
-            check = partial(check_before_launch, self)
-            ours = _Launcher(environment, self.num_processes, self.num_nodes, check, run=cast(LaunchedRun, self))
-            self._launchers = theirs, ours
-        return self._launchers[1]
+            check, run = partial(check_before_launch, self), cast(LaunchedRun, self)
+            self._replaced = theirs, method
+            if method == "popen":
+                self._own_launcher = ScriptLauncher(environment, self.num_processes, self.num_nodes, check, run)
+            else:
+                self._own_launcher = ProcessLauncher(self, method, check)
+        return self._own_launcher
 
     @property
     def _start_method_now(self) -> StartMethod:
@@ -113,10 +103,47 @@ class CheckedLaunch(StrategyDescription):
         Raises:
             ConfigurationError: it contains the state of optimizers that were in forked or spawned ranks.
         """
-        if self.has_fit_in_ranks and "optimizer_states" in checkpoint:
+        trainer, launcher = trainer_of(self.lightning_module), self.launcher
+        is_launcher = isinstance(launcher, ProcessLauncher)
+        if is_launcher and trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED:
+            return  # the ranks, which have the state of the run, have saved it
+        if is_launcher and launcher.has_fit and "optimizer_states" in checkpoint:
             raise ConfigurationError(
                 f"{filepath} was not saved: the ranks of the last fit have ended, and the state of their optimizers "
                 "with them. Save during the fit, for example with ModelCheckpoint(save_last=True), or save the weights "
                 "only: trainer.save_checkpoint(path, weights_only=True)."
             )
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+
+def choose_start_method(given: StartMethod | None) -> StartMethod:
+    """Return `given`; if it is `None`, `"popen"` in a script, and `"fork"` in a program that cannot be run again.
+
+    Raises:
+        ConfigurationError: the program cannot be run again, and `given` is `"popen"`. In pytest, that runs it again
+            from its first test.
+    """
+    if given not in (None, "popen"):
+        return given
+    program = _why_script_cannot_run_again()
+    if program is None or (given == "popen" and program == _PYTEST):
+        return "popen"
+    if given == "popen":
+        raise ConfigurationError(
+            f"start_method='popen' starts the other ranks by running the script again, but this is {program}. Leave "
+            "start_method out to fork them, or put the code into a script."
+        )
+    return "fork"
+
+
+def _why_script_cannot_run_again() -> str | None:
+    """Return what this program is, such as `"an interactive session"`, if it cannot be run again; `None` if it can."""
+    main = sys.modules.get("__main__")
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        return "an interactive session"
+    if (spec is not None and spec.name.startswith("pytest.")) or Path(file or "").name in _TEST_RUNNERS:
+        return _PYTEST
+    if spec is None and file in (None, "", "<stdin>"):
+        return "code from `python -c` or from standard input"
+    return None

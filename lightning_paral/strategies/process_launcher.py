@@ -1,35 +1,45 @@
 """Launch the ranks in forked or spawned processes: in notebooks, interactive sessions, `python -c` and pytest."""
 
+import ctypes
+import gc
+import io
+import multiprocessing.connection
 import os
-import shutil
-import tempfile
+import pickle
+import signal
+import sys
+import time
+import warnings
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from lightning_paral.compat.lightning.launchers import call_and_handle_interrupt
-from lightning_paral.compat.lightning.methods import shadow_method
-from lightning_paral.distributed.launching.forked_threads import can_use_threads_after_fork, check_backward_after_fork
-from lightning_paral.distributed.launching.launch_checks import check_port_is_free
-from lightning_paral.distributed.launching.rank_main import noting_failure
-from lightning_paral.distributed.launching.rank_processes import RankProcesses, check_main_guard, run_ranks
-from lightning_paral.distributed.launching.start_method import prepare_to_start
-from lightning_paral.distributed.process_group import release_at_exit
-from lightning_paral.distributed.rng_state import GlobalStates, global_states, set_global_states
-from lightning_paral.strategies.rank_zero_state import RankZeroState, restore
+from lightning_paral.compat.lightning.launchers import MultiProcessingLauncher, call_and_handle_interrupt
+from lightning_paral.compat.torch.sharding_cache import forget_meshes
+from lightning_paral.distributed.launch_checks import check_port_is_free
+from lightning_paral.distributed.launcher import describe_status
+from lightning_paral.distributed.process_group import owned_group, release_at_exit, release_process_group
+from lightning_paral.errors import ConfigurationError, RankFailedError
+from lightning_paral.model.engine_attributes import is_left_partitioned
 
-Settings = tuple[GlobalStates, bool, bool, bool, str]
-"""States of the random generators; deterministic algorithms, whether only to warn; cuDNN's benchmark; precision."""
+_RAISED_SECONDS, _DIED_SECONDS = 10.0, 3.0
+"""How long the other ranks may take to end, and to save, after one has raised an error, and after one has died."""
+_CONSEQUENCE = f"{RankFailedError.__module__}.{RankFailedError.__name__}: "
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
-class ProcessLauncher:
-    """Starts a process of `multiprocessing` for every local rank, and copies the state of rank 0 back after the run.
+class ProcessLauncher(MultiProcessingLauncher):
+    """Starts a process of `multiprocessing` for every local rank; weights and metrics of rank 0 come back.
 
     The process that starts the ranks never joins their process group, and never initializes CUDA. So further runs can
     follow in it.
@@ -42,146 +52,173 @@ class ProcessLauncher:
     """
 
     is_interactive_compatible = True
-    _has_warned = False
 
     def __init__(
         self, strategy: Any, method: Literal["spawn", "fork", "forkserver"], check: Callable[[Trainer], None]
     ) -> None:
-        self._strategy, self._method, self._check = strategy, method, check
-        self._processes: RankProcesses | None = None
+        super().__init__(strategy, method)
+        self._check = check
+        self.has_fit = False
+        """Whether ranks, which have ended together with their optimizers, have fitted the module."""
 
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Call `function` in all local ranks, and return what local rank 0 returned.
 
         Raises:
-            BaseException: the error of the rank that failed first.
-            ConfigurationError: processes cannot be started with the start method, MASTER_PORT is in use, or options do
-                not fit the module.
+            ConfigurationError: processes cannot be started with the start method, MASTER_PORT is in use, options do not
+                fit the module, or the Trainer has fitted before.
+            ProcessRaisedException: a rank raised an error, whose traceback is in the message.
             RankFailedError: a process died without an error.
         """
-        check_main_guard()
-        strategy, environment = self._strategy, self._strategy.cluster_environment
-        prepare_to_start(self._method, strategy.root_device)
+        assert trainer is not None
+        strategy, environment = self.strategy, self.strategy.cluster_environment
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        self._prepare()
         environment.validate_settings(num_devices=strategy.num_processes, num_nodes=strategy.num_nodes)
+        if is_fit and self.has_fit:
+            raise ConfigurationError(
+                "This Trainer has fitted in ranks that have ended, and its counters of steps and epochs with them. To "
+                "fit again, create a new Trainer; to continue, pass fit(ckpt_path=...) with a checkpoint of the fit."
+            )
+        self._first_rank = environment.node_rank() * strategy.num_processes
         if environment.node_rank() == 0:
-            check_port_is_free(environment)
+            check_port_is_free(environment)  # which chooses the port, for all ranks
             self._check(trainer)
-        address = {"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)}
-        address |= {"NODE_RANK": str(environment.node_rank())}
-        if self._method == "fork" and trainer.state.fn == TrainerFn.FITTING:
-            check_backward_after_fork()
-        one_thread = self._method == "fork" and not can_use_threads_after_fork()
-        if one_thread and not self._has_warned:
-            self._has_warned = True
-            rank_zero_info(
-                "This process has already computed with several threads, which forked ranks cannot use. Each rank "
-                "computes with one thread. To avoid this, restart, and compute nothing before the run."
-            )
-        first = environment.node_rank() * strategy.num_processes
-        folder = Path(tempfile.mkdtemp(prefix="lightning_paral-"))
         try:
-            run_ranks(
-                run_rank,
-                (first, trainer, function, args, kwargs, folder, address, one_thread, _settings(self._method)),
-                ranks=range(first, first + strategy.num_processes),
-                method=self._method,
-                on_start=self._set_processes,
-            )
-            result = restore(trainer, (*args, *kwargs.values()), folder)
-        except BaseException:
-            strategy.lightning_module.trainer = trainer  # the teardown that follows needs it
-            strategy._undo_guard = ExitStack()
-            for callback in vars(trainer)["callbacks"]:
-                shadow_method(callback, "on_exception", _do_nothing, strategy._undo_guard)  # the ranks have called it
-            raise
+            output = self._run(partial(_run_in_rank, trainer, function, self.method), args, kwargs, trainer)
         finally:
-            self._processes = None
-            shutil.rmtree(folder, ignore_errors=True)
-        if trainer.state.fn == TrainerFn.FITTING:
-            strategy.has_fit_in_ranks = True
+            strategy.lightning_module.trainer = trainer  # Lightning's teardown needs it after an error
+        result, names = torch.load(io.BytesIO(output.trainer_results), weights_only=False)
+        if is_fit:
+            _add_layers(strategy.lightning_module, names)
+            self.has_fit = True
+        self.restore(output, trainer)
         return result
 
-    def kill(self, signum: Any) -> None:
-        """Send the signal `signum` to the ranks."""
-        if self._processes is not None:
-            self._processes.send(signum)
+    def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], trainer: Trainer) -> Any:
+        """Call `function` in all local ranks, and return the output of local rank 0."""
+        try:
+            with warnings.catch_warnings():
+                # Python 3.12 warns about threads, which ranks do not use.
+                warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
+                ranks, queue = self.start(function, args, kwargs, trainer)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            error.add_note(
+                f"start_method={self.method!r} pickles the Trainer, the module and the loaders. Define classes and "
+                "functions at the top level of a file, or set start_method='fork'."
+            )
+            raise
+        processes, output = ranks.processes, None
+        try:
+            while running := [each.sentinel for each in processes if each.exitcode is None]:
+                if any(each.exitcode for each in processes):
+                    break
+                multiprocessing.connection.wait(running, timeout=0.1)
+                if not queue.empty():
+                    output = queue.get()
+            has_raised = any(map(os.path.exists, ranks.error_files))
+            while not ranks.join(grace_period=_RAISED_SECONDS if has_raised else _DIED_SECONDS):
+                pass
+        except KeyboardInterrupt:
+            self.kill(signal.SIGINT)
+            deadline = time.monotonic() + _DIED_SECONDS
+            for each in processes:
+                each.join(max(0.0, deadline - time.monotonic()))
+            raise
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            raise self._first_cause(ranks, error) from None
+        finally:
+            for each in processes:
+                each.kill()
+                each.join()
+        if output is None:
+            raise RankFailedError("The ranks ended without a result: rank 0 called sys.exit or os._exit.")
+        return output
 
-    def _set_processes(self, processes: RankProcesses) -> None:
-        self._processes = processes
+    def _first_cause(self, ranks: Any, first: Any) -> BaseException:
+        """Return the error to raise after ranks have ended, of which `first` is the one that was noticed first."""
+        traces = {}
+        for number, file in enumerate(map(Path, ranks.error_files)):
+            if file.exists():
+                traces[number] = pickle.loads(file.read_bytes())
+                file.unlink()
+        statuses = {process.exitcode for process in ranks.processes}
+        if not traces and len(statuses) == 1 and min(statuses) > 0:
+            return SystemExit(statuses.pop())  # all ranks have agreed on it, as after a preemption
+        causes = [number for number, trace in traces.items() if _CONSEQUENCE not in trace]
+        local_rank = causes[0] if causes else first.error_index
+        process, rank = ranks.processes[local_rank], self._first_rank + local_rank
+        if local_rank in traces:
+            message = f"Rank {rank} raised an error:\n\n{traces[local_rank]}"
+            return ProcessRaisedException(message, local_rank, process.pid)
+        status = process.exitcode
+        hint = "" if self.method == "fork" or status < 0 else (
+            f" Its error is above. start_method={self.method!r} imports the script in each rank, so put the code that "
+            'starts a run under `if __name__ == "__main__":`, and classes of a notebook into a file.'
+        )  # fmt: skip
+        return RankFailedError(f"Rank {rank} died without an error: {describe_status(status)}.{hint}")
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the processes, which other processes cannot use."""
-        return {**vars(self), "_processes": None}
+    def _prepare(self) -> None:
+        """Release a process group of an earlier run, and check that processes can be started."""
+        if owned_group() is not None:
+            release_process_group()  # of one rank: a forked process could neither use nor destroy it
+        if self.method != "fork":
+            return
+        if self.strategy.root_device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            raise ConfigurationError(
+                "CUDA was initialized in this process before the run, so forked ranks cannot use it. Restart the "
+                "kernel or the interpreter. Then, before the first run, do not move anything to a GPU, and call "
+                "nothing of torch.cuda but device_count and is_available. Otherwise, set start_method='spawn' with the "
+                "classes of module and dataset in a file, or put the code into a script, or set devices=1."
+            )
+        forget_meshes()  # their process groups: a forked process that destroys one waits for threads that it lacks
+        gc.collect()
 
 
-def _do_nothing(trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
-    pass
+def _run_in_rank(trainer: Trainer, function: Callable[..., Any], method: str, *args: Any, **kwargs: Any) -> bytes:
+    """Call `function` in the process of a rank; return what it returned, and the names in the module's state.
 
-
-def _settings(method: str) -> Settings | None:
-    """Return the settings that a forked process inherits, and that others have to be given."""
-    if method == "fork":
-        return None
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    deterministic, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    return global_states(), deterministic, warn_only, benchmark, torch.get_float32_matmul_precision()
-
-
-def run_rank(
-    rank: int,
-    first: int,
-    trainer: Trainer,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    folder: Path,
-    address: dict[str, str],
-    one_thread: bool,
-    settings: Settings | None,
-) -> None:
-    """Run `function` in the process of `rank`. The first local rank writes the state of the run to `folder`.
-
-    Args:
-        rank: the global rank.
-        first: the global rank of local rank 0.
-        trainer: the Trainer of the run.
-        function: a method of the Trainer.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        folder: an empty folder.
-        address: environment variables with the address of rank 0, and the number of the node.
-        one_thread: whether to compute with one thread.
-        settings: the settings of the process that started this one; `None` if they are inherited.
+    Raises:
+        ConfigurationError: parameters stayed sharded.
     """
     strategy: Any = trainer.strategy
-    os.environ.update(address, LOCAL_RANK=str(rank - first))
-    if one_thread:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # torch's SIGINT does not end code in C
+    if method == "fork":
+        # OpenMP would wait for threads that exist only in the parent: https://github.com/pytorch/pytorch/issues/17199
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"
-    if settings is not None:
-        states, deterministic, warn_only, benchmark, precision = settings
-        set_global_states(states)
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        torch.backends.cudnn.set_flags(_benchmark=benchmark)  # type: ignore[no-untyped-call]
-        torch.set_float32_matmul_precision(precision)
-        _unshare(strategy.lightning_module)
-    strategy.has_fit_in_ranks = False
+    else:  # tensors were sent in memory that all ranks share
+        for tensor in (*strategy.lightning_module.parameters(), *strategy.lightning_module.buffers()):
+            tensor.data = tensor.data.clone()
     strategy.set_world_ranks()
-    state = RankZeroState(trainer, (*args, *kwargs.values())) if rank == first else None
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with noting_failure():
-            return function(*args, **kwargs)
-
-    result = call_and_handle_interrupt(trainer, run, *args, **kwargs)
-    if state is not None:
-        state.save(result, folder)
+    result = call_and_handle_interrupt(trainer, function, *args, **kwargs)
+    module = strategy.lightning_module
+    for name, parameter in module.named_parameters():
+        if trainer.state.fn == TrainerFn.FITTING and (isinstance(parameter, DTensor) or is_left_partitioned(parameter)):
+            raise ConfigurationError(
+                f"The parameter {name} stayed sharded after the fit, for the reason in the warning above, so the "
+                "weights cannot be sent to the process that started the ranks. Load them from a checkpoint of the run."
+            )
     with suppress(RuntimeError):
         release_at_exit()  # forked processes do not call functions of `atexit`
+    buffer = io.BytesIO()
+    torch.save((move_data_to_device(result, "cpu"), list(module.state_dict())), buffer)
+    return buffer.getvalue()
 
 
-@torch.no_grad()
-def _unshare(module: LightningModule) -> None:
-    """Copy the module's tensors, which `multiprocessing` has sent in memory that all ranks share."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        tensor.data = tensor.data.clone()
+def _add_layers(module: LightningModule, names: list[str]) -> None:
+    """Add the layers that `configure_model` has added in the ranks, which have values of these `names`.
+
+    Raises:
+        ConfigurationError: the module still has other names.
+    """
+    if set(names) != set(module.state_dict()) and is_overridden("configure_model", module):
+        module.configure_model()
+    different = sorted(set(names) ^ set(module.state_dict()))
+    if different:
+        raise ConfigurationError(
+            f"The run has added or removed {different[0]} outside of configure_model, so the trained weights cannot be "
+            "sent to the process that started the ranks. Create layers in __init__ or configure_model, or load the "
+            "weights from a checkpoint of the run."
+        )

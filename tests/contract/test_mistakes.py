@@ -26,7 +26,7 @@ from lightning_paral import (
     ParalFSDPStrategy,
     ParalZeROStrategy,
 )
-from lightning_paral.distributed.launching.launcher import CheckedSubprocessLauncher
+from lightning_paral.distributed.launcher import ScriptLauncher
 from lightning_paral.error_report import install_brief_excepthook
 from lightning_paral.errors import CheckpointError
 from tests.models.regression import Regression, regression_data
@@ -182,7 +182,7 @@ def test_wrong_trainer_argument_is_refused(strategy: Any, options: dict[str, Any
 
 
 def test_units_are_found_before_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CheckedSubprocessLauncher, "_call_children_scripts", lambda self: pytest.fail("launched"))
+    monkeypatch.setattr(ScriptLauncher, "_call_children_scripts", lambda self: pytest.fail("launched"))
     wrong = {"units": ["Blok"]}
     for strategy in (
         ParalFSDPStrategy(**wrong),

@@ -19,6 +19,8 @@ CASES = (
     Case("paral_ddp", "python", "exception", "import", 1),
     Case("paral_ddp", "torchrun", "exit_0", "teardown", 1),
     Case("paral_ddp", "torchrun", "os_exit_0", "step", 1),
+    Case("paral_ddp", "python", "exit_0", "teardown", 1),
+    Case("paral_ddp", "python", "os_exit_0", "teardown", 1),
     Case("paral_fsdp", "python", "launcher_killed", "step", 1),
 )
 SECONDS = 30

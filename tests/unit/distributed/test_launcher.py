@@ -3,16 +3,15 @@
 import signal
 
 import pytest
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
-from lightning_paral.distributed.launching.launcher import CheckedSubprocessLauncher
+from lightning_paral.distributed.launcher import ScriptLauncher
 
 
 class Run:
     """A run in which a signal arrives while its first error is reported, as when a worker of a loader was killed."""
 
     is_in_run = True
-    num_runs = 0
 
     def __init__(self) -> None:
         self.reported: list[BaseException] = []
@@ -23,6 +22,9 @@ class Run:
             signal.raise_signal(signal.SIGALRM)
         self.reported.append(error)
         return error
+
+    def report_death(self, rank: int, how: str) -> None:
+        raise AssertionError
 
 
 def fail() -> None:
@@ -35,7 +37,7 @@ def handle(signum: int, frame: object) -> None:
 
 def test_error_of_a_signal_handler_that_interrupts_the_report_is_reported() -> None:
     run = Run()
-    launcher = CheckedSubprocessLauncher(LightningEnvironment(), 1, 1, run=run)
+    launcher = ScriptLauncher(LightningEnvironment(), 1, 1, run=run)
     before = signal.signal(signal.SIGALRM, handle)
     try:
         with pytest.raises(RuntimeError, match="is killed by signal") as raised:

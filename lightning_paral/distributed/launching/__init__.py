@@ -1,1 +1,0 @@
-"""Start the other local ranks, and check before that they can run."""
