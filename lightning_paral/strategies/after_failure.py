@@ -10,12 +10,11 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 
-from lightning_paral.distributed.agreement import RankGroup, all_ranks
+from lightning_paral.distributed.exchange import RankGroup, all_ranks, name_ranks
 from lightning_paral.distributed.failures.failure_watch import FailureWatch
 from lightning_paral.distributed.failures.reachable import ReachableRanks, wait_for_ranks
 from lightning_paral.distributed.failures.survivors import wait_for_savers
 from lightning_paral.distributed.launching.rank_main import tell_whether_saving
-from lightning_paral.distributed.rank_names import name_ranks
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.strategies.step_boundary import StepBoundary
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_paral.comm.rows import gather_rows
 from lightning_paral.compat.torch.aborting import abort_nccl, call_on_mismatch, nccl_backends
 from lightning_paral.compat.torch.group_timeouts import use_default_timeout
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.distributed.failures.departures import end_with_error
 from lightning_paral.distributed.failures.failure import as_consequence, remember_first
 from lightning_paral.distributed.failures.failure_watch import FailureWatch
@@ -22,13 +22,12 @@ from lightning_paral.distributed.hangs import DIFFERENT, Hangs
 from lightning_paral.distributed.launching.launcher import CheckedSubprocessLauncher
 from lightning_paral.distributed.process_group import explain_timeout, group_for, owned_group, release_process_group
 from lightning_paral.distributed.watcher import RankWatcher
-from lightning_paral.distributed.world_collectives import refuse_repeated_samples
 from lightning_paral.errors import ProcessGroupError
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.strategies.after_failure import AfterFailure
 from lightning_paral.strategies.exception_hooks import end_run_if_hooks_fail
 from lightning_paral.strategies.position import describe_position
-from lightning_paral.strategies.same_monitor import restore_monitors, share_monitored
+from lightning_paral.strategies.rank_agreement import restore_monitors, share_monitored
 from lightning_paral.strategies.save_on_exception import replace_on_exception, restore_on_exception
 
 log = logging.getLogger(__name__)
@@ -63,8 +62,6 @@ class Collectives(AfterFailure):
         if self._undo_run is None:
             self._undo_run = ExitStack()
             self._undo_run.callback(use_default_timeout(self.timeout))
-            if self.dims.data_size < self.dims.num_ranks:
-                self._undo_run.callback(refuse_repeated_samples(self.dims.same_sample_ranks))
         if self.world_size > 1:
             self._begin_watching()
         else:

@@ -40,8 +40,7 @@ from lightning_paral.distributed.failures.interrupt import Interrupt
 from lightning_paral.distributed.failures.liveness import Liveness
 from lightning_paral.distributed.failures.torchrun_report import tell_torchrun
 from lightning_paral.distributed.launching.rank_main import tell_parent
-from lightning_paral.distributed.signals import Ignored
-from lightning_paral.distributed.watcher import RankWatcher
+from lightning_paral.distributed.watcher import Ignored, RankWatcher
 
 _ABORT_AFTER = 0.2
 """Seconds after this rank learned of the failure at which its collectives are aborted. If all ranks raise the same

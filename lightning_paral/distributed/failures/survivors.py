@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_paral.compat.torch.group_names import new_named_group
 from lightning_paral.compat.torch.process_groups import default_store
-from lightning_paral.distributed.rank_names import name_ranks
+from lightning_paral.distributed.exchange import name_ranks
 
 _POLL_SECONDS = 0.05
 
