@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from torch.nn import Module
@@ -51,10 +51,6 @@ _OF_THE_TRAINER = (
     *("gradient_clip_val", "gradient_clip_algorithm", "check_val_every_n_epoch", "val_check_interval"),
     *("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"),
     *("num_sanity_val_steps", "overfit_batches", "fast_dev_run", "reload_dataloaders_every_n_epochs"),
-)
-_OF_CALLBACKS = (
-    *("monitor", "mode", "patience", "min_delta", "save_top_k", "save_last", "save_weights_only"),
-    "every_n_epochs",
 )
 
 
@@ -162,7 +158,7 @@ class RankAgreement(StrategyDescription):
             self._watcher.add(self._logged_agreement)
         if not self._is_fit or self._watcher is None:
             return
-        batches = trainer.fit_loop.epoch_loop.batch_progress.total
+        batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
         timeout: timedelta = self.timeout  # type: ignore[attr-defined]
         self._steps = EpochAgreement(self._watcher, timeout, lambda: batches.started)
         self._watcher.add(self._steps)
@@ -266,15 +262,9 @@ def _facts_of_run(trainer: Trainer, strategy: Any) -> Facts:
         facts[f"The strategy's option {name.strip('_')}", "is"] = repr(getattr(strategy, name, None))
     for name in _OF_THE_TRAINER:
         facts[name, "is"] = str(getattr(trainer, name, None))
-    callbacks = [*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks]
-    for number, callback in enumerate(callbacks):
-        subject = f"{'EarlyStopping' if isinstance(callback, EarlyStopping) else 'Checkpoint'} callback {number}"
-        facts[subject, "is"] = callback.state_key  # of ModelCheckpoint: its class, and when it saves
-        facts |= {
-            (f"{name.strip('_')} of {type(callback).__name__}", "is"): str(vars(callback)[name])
-            for name in _OF_CALLBACKS
-            if name in vars(callback)
-        }
+    for number, callback in enumerate([*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks]):
+        # of ModelCheckpoint: its class, what it monitors, and when it saves
+        facts[f"Checkpoint or EarlyStopping callback {number}", "is"] = callback.state_key
     return facts
 
 
