@@ -75,10 +75,11 @@ class EpochAgreement:
         own = json.dumps([current, num_batches, self.backwards, self.optimizer_steps])
         store.set(f"{epoch}/{self._watcher.rank}", own)
         store.set("epochs/latest", json.dumps([self._number, current, num_batches]))
-        num_equal, num_ended = store.add(f"{epoch}/equal/{own}", 1), store.add(f"{epoch}/ended", 1)
-        if num_ended == num_ranks:
-            found = {} if num_equal == num_ranks else _progress_of(store, epoch, num_ranks)
-            store.compare_set(f"{epoch}/verdict", "", _difference(found) if found else _EQUAL)
+        store.add(f"{epoch}/equal/{own}", 1)
+        if store.add(f"{epoch}/ended", 1) == num_ranks:  # the last one
+            are_equal = store.add(f"{epoch}/equal/{own}", 0) == num_ranks  # counted now that all have added theirs
+            verdict = _EQUAL if are_equal else _difference(_progress_of(store, epoch, num_ranks))
+            store.compare_set(f"{epoch}/verdict", "", verdict)
         deadline, pause = time.monotonic() + self._timeout.total_seconds(), _FIRST_PAUSE
         while not store.check([f"{epoch}/verdict"]):
             if time.monotonic() > deadline:
@@ -124,7 +125,7 @@ def _difference(found: Mapping[int, list[int]]) -> str:
         counts = {rank: str(counts[place]) for rank, counts in found.items()}
         if len(set(counts.values())) > 1:
             return f"Until the end of epoch {found[0][0]}, the number of {name} is {values_by_rank(counts)}."
-    return "The ranks have ended the epoch in different ways."
+    raise ValueError("The counts do not differ.")
 
 
 class ReplicaCheck:
