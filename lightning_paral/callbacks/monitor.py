@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.lightning.training_steps import step_of_loggers
-from lightning_paral.distributed.host_exchange import gather_objects
+from lightning_paral.distributed.exchange import gather_objects
 from lightning_paral.distributed.process_group import host_group
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.quantities import format_bytes, format_seconds

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, Literal
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -22,9 +23,8 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_paral.compat.lightning.preemption import stop_between_batches
-from lightning_paral.distributed.host_exchange import gather_int_lists
+from lightning_paral.distributed.exchange import gather_int_lists
 from lightning_paral.distributed.launcher import agree_on_exit
-from lightning_paral.distributed.signals import call_on_signal
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.option_types import AtLeast, checked
 
@@ -90,6 +90,7 @@ class Preemption(Callback):
         self._undo = ExitStack()
         self._handlers: dict[int, Any] = {}
         """The handlers of the signals when the run began."""
+        self._is_listening = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Note the deadline, and the handlers of signals, before Lightning sets its own.
@@ -102,7 +103,6 @@ class Preemption(Callback):
         requeue_signal = (environment and environment.requeue_signal) or signal.SIGUSR1
         signums = (signal.SIGTERM, requeue_signal) if self._saves else (signal.SIGTERM,)
         self._handlers = {signum: signal.getsignal(signum) or signal.SIG_DFL for signum in signums}
-        self._is_listening = False
         if stage != "fit":
             return
         if trainer.world_size > 1 and not hasattr(trainer.strategy, "end_hung_run"):
@@ -113,7 +113,7 @@ class Preemption(Callback):
             )
         self.was_preempted, self.checkpoint_path = False, None
         self._signum, self._signaled_at, self._cause = 0, 0.0, 0
-        self._is_saving = self._is_requeueing = False
+        self._is_saving = self._is_requeueing = self._expects_progress = False
         self._num_batches, self._next_exchange = 0, 1
         self._deadline = self._find_deadline()
 
@@ -143,6 +143,7 @@ class Preemption(Callback):
 
     def end(self) -> None:
         """End listening to signals, and restore the loops of the Trainer."""
+        self._is_listening = False
         self._undo.close()
 
     def _take_signals(self, trainer: Trainer) -> None:
@@ -150,10 +151,43 @@ class Preemption(Callback):
         if self._is_listening or threading.current_thread() is not threading.main_thread():
             return
         self._is_listening = trainer.state.fn == "fit"
-        for signum, handler in self._handlers.items():
-            signal.signal(signum, handler)
+        for signum, previous in self._handlers.items():
             if self._is_listening:
-                self._undo.callback(call_on_signal(signum, partial(self._on_signal, trainer, signum)))
+                self._handle(trainer, signum, previous)
+            else:
+                signal.signal(signum, previous)
+        hear_signal = getattr(trainer.strategy, "hear_signal", None)
+        if hear_signal is not None and self._is_listening:
+            hear_signal(signal.SIGTERM, partial(self._expect_progress, trainer))
+
+    def _handle(self, trainer: Trainer, signum: int, previous: Any) -> None:
+        """Set the handler of a signal, which calls the one before it."""
+        process = os.getpid()
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if os.getpid() != process:  # forked, so the signal is not for the run
+                signal.signal(number, previous)
+                os.kill(os.getpid(), number)
+                return
+            if callable(previous):
+                previous(number, frame)
+            self._on_signal(trainer, number)
+
+        def restore() -> None:
+            if signal.getsignal(signum) is handle and threading.current_thread() is threading.main_thread():
+                signal.signal(signum, previous)
+
+        signal.signal(signum, handle)
+        self._undo.callback(restore)
+
+    def _on_signal(self, trainer: Trainer, signum: int) -> None:
+        now = time.monotonic()
+        if not self._signum:
+            self._signum, self._signaled_at = signum, now
+            if signum == signal.SIGTERM:
+                self._expect_progress(trainer)
+        elif now - self._signaled_at > _SAME_SIGNAL_SECONDS and not self._is_requeueing:
+            _exit_now(f"A second signal, {signal.Signals(signum).name}, ends the process", 128 + signum)
 
     def _is_stop(self, trainer: Trainer) -> bool:
         """Return whether any rank has a reason to stop, as far as the last exchange tells. *Collective*."""
@@ -218,27 +252,22 @@ class Preemption(Callback):
             return None
         return time.time() + min(left) - margin if left else None
 
-    # Called in other threads, because the main one may wait in a collective
-
-    def _on_signal(self, trainer: Trainer, signum: int) -> None:
-        now = time.monotonic()
-        if not self._signum:
-            self._signum, self._signaled_at = signum, now
-            if signum == signal.SIGTERM and self.grace is not None:
-                self._end_if_hung(trainer, self.grace)
-        elif now - self._signaled_at > _SAME_SIGNAL_SECONDS and not self._is_requeueing:
-            _exit_now(f"A second signal, {signal.Signals(signum).name}, ends the process", 128 + signum)
+    def _expect_progress(self, trainer: Trainer) -> None:
+        """End the run if it makes no progress after SIGTERM. Also called in a thread, if the main one hangs."""
+        if self.grace is not None and self._is_listening and not self._expects_progress:
+            self._expects_progress = True
+            self._end_if_hung(trainer, self.grace)
 
     def _end_if_hung(self, trainer: Trainer, seconds: float) -> None:
         """End the run if no batch ends and nothing is saved in some seconds; otherwise look again after as long."""
         num_ended = _num_ended(trainer)
 
         def look() -> None:
-            why = f"{_reason(self._signum)}, but no batch ended for {seconds:g} s"
+            why = f"{_reason(signal.SIGTERM)}, but no batch ended for {seconds:g} s"
             if self._is_saving or _num_ended(trainer) > num_ended or _is_in("save_checkpoint"):
                 self._end_if_hung(trainer, seconds)
             elif trainer.world_size == 1:
-                _exit_now(why, self._status(self._signum))
+                _exit_now(why, self._status(signal.SIGTERM))
             else:
                 getattr(trainer.strategy, "end_hung_run")(f"{why}.")  # noqa: B009
 

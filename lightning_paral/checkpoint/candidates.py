@@ -10,7 +10,7 @@ from lightning_paral.checkpoint.io.atomic import remove_leftovers
 from lightning_paral.checkpoint.load import peek
 from lightning_paral.checkpoint.manifest import FILE_NAME
 from lightning_paral.checkpoint.resolve import explain_read_errors, read_manifest
-from lightning_paral.distributed.agreement import explain
+from lightning_paral.distributed.exchange import explain
 from lightning_paral.errors import CheckpointError
 
 SUFFIX = ".ckpt"

@@ -17,7 +17,7 @@ from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.manifest import Manifest
 from lightning_paral.checkpoint.resolve import read_current, read_manifest
 from lightning_paral.checkpoint.state.prefix import as_prefix, without_prefix
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.errors import CheckpointError, ConfigurationError
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from lightning_paral.checkpoint.lazy_tensor import LazyTensor, StoredChunk
 from lightning_paral.checkpoint.manifest import Manifest
 from lightning_paral.checkpoint.resolve import explain_read_errors, read_current, read_manifest
 from lightning_paral.checkpoint.tree import tensors_in
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.errors import CheckpointError
 
 

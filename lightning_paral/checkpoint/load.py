@@ -9,7 +9,7 @@ from lightning_paral.checkpoint.formats.dispatch import open_checkpoint
 from lightning_paral.checkpoint.integrity import verify_blocks
 from lightning_paral.checkpoint.manifest import Manifest
 from lightning_paral.checkpoint.resolve import read_current, read_manifest
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 
 _log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ import zipfile
 import zlib
 from pathlib import Path
 
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.errors import CheckpointError
 
 _READ_BYTES = 2**20

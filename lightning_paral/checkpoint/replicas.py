@@ -12,7 +12,7 @@ from lightning_paral.checkpoint.dtensor_chunks import ranks_with_same_chunk
 from lightning_paral.checkpoint.io.files import checksum
 from lightning_paral.checkpoint.shards import bytes_of, flat, is_sharded
 from lightning_paral.checkpoint.tree import TreePath
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 
 _SLICE_NUMEL = 2**22  # number of 8-byte elements that are multiplied at a time on CUDA
 

@@ -11,7 +11,7 @@ from lightning_paral.checkpoint.io.storage import FsspecStorage, LocalStorage, f
 from lightning_paral.checkpoint.io.urls import COPY_NAME, get_file, is_remote, without_scheme
 from lightning_paral.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest, extract
 from lightning_paral.checkpoint.safe_load.archive import check_regular
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.errors import CheckpointError, MissingCheckpointError, ParalError
 
 T = TypeVar("T")

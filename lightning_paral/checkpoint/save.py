@@ -44,7 +44,7 @@ from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.stages import merge_stages, restore_int_keys
 from lightning_paral.checkpoint.state.optimizer import OTHER_ENTRIES_KEY, other_entries, to_fqn_keys
 from lightning_paral.checkpoint.tree import WEIGHT_KEYS, TreePath, is_state_key, replace_at, tensors_in
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.errors import CheckpointError
 from lightning_paral.options import Form
 

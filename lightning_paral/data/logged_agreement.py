@@ -10,8 +10,8 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
+from lightning_paral.distributed.exchange import name_ranks
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.distributed.rank_names import name_ranks
 from lightning_paral.errors import ConfigurationError
 
 _NUM_PARTS = 64

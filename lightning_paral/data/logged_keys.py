@@ -14,9 +14,9 @@ from torchmetrics import Metric
 from lightning_paral.compat.lightning.results import ResultCollection, ResultMetric
 from lightning_paral.compat.torch.process_groups import default_store
 from lightning_paral.data.logged_agreement import EVERY_RANK, LoggedHistory, Record, error_about, find_difference
+from lightning_paral.distributed.exchange import name_ranks
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.distributed.rank_names import name_ranks
-from lightning_paral.distributed.store_exchange import exchange_in_store
+from lightning_paral.distributed.watcher import exchange_in_store
 from lightning_paral.errors import ConfigurationError
 
 _LARGEST_SUM = 2**52

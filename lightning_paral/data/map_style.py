@@ -17,8 +17,7 @@ from lightning_paral.data.global_order import GlobalOrder, Seed
 from lightning_paral.data.loader import Loader, samplers, with_iteration
 from lightning_paral.data.padding import MaybeUneven, PaddingBatch
 from lightning_paral.data.sampler import RankBatchSampler, ShardSpec, too_few_batches
-from lightning_paral.distributed.differences.same_on_ranks import Facts, check_same
-from lightning_paral.distributed.host_exchange import broadcast_from_first_rank
+from lightning_paral.distributed.exchange import Facts, broadcast_from_first_rank, check_same
 from lightning_paral.errors import ConfigurationError
 
 _SAME_DATA = (

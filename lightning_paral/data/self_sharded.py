@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_paral.data.loader import Loader, with_iteration
 from lightning_paral.data.padding import PaddingBatch, mark_maybe_uneven
 from lightning_paral.data.sampler import ShardSpec
-from lightning_paral.distributed.host_exchange import any_rank, every_rank, gather_ints
+from lightning_paral.distributed.exchange import any_rank, every_rank, gather_ints
 
 _END = object()
 

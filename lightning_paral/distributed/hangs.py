@@ -21,10 +21,9 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 
 from lightning_paral.compat.torch.aborting import nccl_errors
+from lightning_paral.distributed.exchange import name_ranks
 from lightning_paral.distributed.frames import Place, place_of, place_of_thread
-from lightning_paral.distributed.rank_names import name_ranks
-from lightning_paral.distributed.signals import call_on_signal, handler_of
-from lightning_paral.distributed.watcher import RankWatcher
+from lightning_paral.distributed.watcher import Ignored, RankWatcher
 
 DIFFERENT = (
     "The collectives of the ranks do not match. Every rank must run the same units equally often, and use the same "
@@ -64,9 +63,12 @@ class Hangs:
         self._round, self._answered_at = 0, 0.0
         """The last request that this rank has answered, and when."""
         self._summary, self._is_summarized = "", threading.Event()
-        takes_signal = takes_signal and _SIGNAL is not None and handler_of(_SIGNAL) == signal.SIG_DFL
-        ask = partial(self._ask, f"SIGUSR2 reached rank {self._rank}.")
-        self._release_signal = call_on_signal(_SIGNAL, ask) if takes_signal else lambda: None
+        self._taken: Ignored | None = None
+        """The handler of SIGUSR2 in the main thread, if this topic hears the signal."""
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if takes_signal and _SIGNAL is not None and in_main_thread and _is_default(signal.getsignal(_SIGNAL)):
+            self._taken = Ignored(_SIGNAL)
+            watcher.hear(_SIGNAL, partial(self._ask, f"SIGUSR2 reached rank {self._rank}."))
 
     def where_all_are(self, why: str) -> str:
         """Ask all ranks where they are, and return `why` with the answer. Do not call this in the watcher's thread.
@@ -86,7 +88,9 @@ class Hangs:
 
     def end(self) -> None:
         """Release the signal."""
-        self._release_signal()
+        if self._taken is not None and threading.current_thread() is threading.main_thread():
+            self._taken.restore()
+            self._taken = None
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle as `None`, because it belongs to one run in one process."""
@@ -153,6 +157,11 @@ class Hangs:
         if store.compare_set(f"stacks/{self._round}/logged", "", own) == own.encode():
             log.warning("%s", self._summary)
         self._is_summarized.set()
+
+
+def _is_default(handler: Any) -> bool:
+    """Return whether a handler of SIGUSR2 ends the process; Lightning may restore that of an earlier run."""
+    return handler == signal.SIG_DFL or (isinstance(handler, Ignored) and handler.is_restored)
 
 
 def summarize(places: Mapping[int, Place], world_size: int, if_all_wait: str = "") -> str:

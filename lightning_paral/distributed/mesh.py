@@ -3,7 +3,7 @@
 import math
 import weakref
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_paral.compat.torch.group_names import new_named_group
 from lightning_paral.compat.torch.process_groups import is_alive
 from lightning_paral.compat.torch.sharding_cache import forget_meshes
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.distributed.process_group import host_group
 from lightning_paral.errors import ConfigurationError
 
@@ -116,12 +116,6 @@ class ParallelDims:
         """For each global rank, a number that is equal on the ranks that hold the same shards of the same stage."""
         num_shards = self.shard * self.tensor
         return [stage * num_shards + rank % num_shards for rank, stage in enumerate(self.stages)]
-
-    @property
-    def same_sample_ranks(self) -> list[int]:
-        """The global ranks that draw the same samples as this one."""
-        ranks = [replace(self, rank=rank) for rank in range(self.num_ranks)]
-        return [dims.rank for dims in ranks if dims.data_rank == self.data_rank]
 
     @property
     def stage_ranks(self) -> list[int]:

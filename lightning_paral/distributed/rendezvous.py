@@ -9,7 +9,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -49,10 +49,8 @@ def connect(address: str, port: int, rank: int, world_size: int, timeout: timede
 def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
     """Return a namespace of `store` that only the ranks that call this now have. *Collective* over all ranks.
 
-    Rank 0 chooses a new name and publishes it. The other ranks answer under this name, each with an identifier of its
-    call. When all have answered, rank 0 confirms each identifier. A rank that has read the name of an earlier start
-    gets no confirmation, and reads again. This takes two round trips to the store, and is linear in the number of
-    ranks for rank 0 and constant for the others.
+    Rank 0 publishes a new name. All ranks answer under this name with an identifier of their own, and rank 0 publishes
+    whom it has found. A rank that has read the name of an earlier start does not find itself there, and reads again.
 
     Args:
         store: a store that may have keys of earlier calls, whether these returned or their processes were killed.
@@ -65,101 +63,45 @@ def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
     """
     # The world size is in the prefix because runs of several world sizes may share a server.
     shared = PrefixStore(f"lightning_paral/{world_size}", store)
-    deadline = time.monotonic() + timeout.total_seconds()
-    name = _invite(shared, world_size, deadline) if rank == 0 else _answer(shared, rank, world_size, deadline)
+    begin, reminder, pause = time.monotonic(), _REMINDER, _FIRST_PAUSE
+    own, name = uuid.uuid4().hex, ""
+    if rank == 0:
+        shared.set(_CURRENT, own)
+    while True:
+        seconds = time.monotonic() - begin
+        is_late = seconds > timeout.total_seconds()
+        # Before looking for this rank under the name that it has answered, because rank 0 may already meet again.
+        current = shared.get(_CURRENT).decode() if shared.check([_CURRENT]) else ""
+        found = json.loads(shared.get(f"{name}/found")) if name and shared.check([f"{name}/found"]) else {}
+        if found.get(str(rank)) == own:
+            missing = [each for each in range(world_size) if str(each) not in found]
+            break
+        if current != name:
+            name, pause = current, _FIRST_PAUSE
+            shared.set(f"{name}/{rank}", own)
+        answers = {each: f"{name}/{each}" for each in range(world_size)}
+        if rank == 0 and (is_late or shared.check(list(answers.values()))):
+            by_rank = {each: shared.get(key).decode() for each, key in answers.items() if shared.check([key])}
+            shared.set(f"{name}/found", json.dumps(by_rank))
+            continue
+        if is_late:
+            missing = [each for each, key in answers.items() if not shared.check([key])] if name else [0]
+            missing = missing or [0]
+            break
+        if rank == 0 and seconds > reminder:
+            reminder += _REMINDER
+            late = [each for each, key in answers.items() if not shared.check([key])]
+            log.warning("Rank 0 has waited for %.0f s: %s", seconds, _have_not_joined(late, world_size))
+        # Not `Store.wait` with a short timeout, because torch prints a warning whenever one passes.
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_PAUSE)
+    if missing:
+        raise ProcessGroupError(_have_not_joined(missing, world_size))
     return PrefixStore(name, shared)
 
 
-def _invite(store: Store, world_size: int, deadline: float) -> str:
-    """Publish a new name, wait until all other ranks have answered, confirm their answers, and return the name."""
-    name = uuid.uuid4().hex
-    keys = {rank: _answer_key(name, rank) for rank in range(1, world_size)}
-    store.set(_CURRENT, name)
-    missing = _wait_for(store, keys, deadline)
-    verdict = json.dumps({"name": name, "missing": missing})
-    for rank, key in keys.items():
-        if rank not in missing:
-            store.set(_confirmation_key(store.get(key).decode()), verdict)
-    if missing:
-        raise _error(missing, world_size)
-    return name
-
-
-def _answer(store: Store, rank: int, world_size: int, deadline: float) -> str:
-    """Answer rank 0 under the current name until rank 0 confirms, and return the name."""
-    own = uuid.uuid4().hex
-    confirmation = _confirmation_key(own)
-    answered, polls = "", _Polls(deadline)
-    while polls.sleep():
-        current = store.get(_CURRENT).decode() if store.check([_CURRENT]) else ""
-        if current != answered:
-            store.set(_answer_key(current, rank), own)
-            answered = current
-            polls.restart()
-        if store.check([confirmation]):
-            verdict = json.loads(store.get(confirmation))
-            if verdict["missing"]:
-                raise _error(verdict["missing"], world_size)
-            return str(verdict["name"])
-    others = range(1, world_size) if answered else ()
-    silent = [other for other in others if not store.check([_answer_key(answered, other)])]
-    raise _error(silent or [0], world_size)
-
-
-def _wait_for(store: Store, keys: Mapping[int, str], deadline: float) -> list[int]:
-    """Wait until `store` has all `keys`, and return the ranks whose keys are missing at the deadline."""
-    started = reminded = time.monotonic()
-    polls = _Polls(deadline)
-    while keys and not store.check(list(keys.values())) and polls.sleep():
-        if time.monotonic() > reminded + _REMINDER:
-            reminded = time.monotonic()
-            missing = _have_not_joined(_missing(store, keys), len(keys) + 1)
-            log.warning("Rank 0 has waited for %.0f s: %s", reminded - started, missing)
-    return _missing(store, keys) if time.monotonic() > deadline else []
-
-
-def _missing(store: Store, keys: Mapping[int, str]) -> list[int]:
-    return [rank for rank, key in keys.items() if not store.check([key])]
-
-
-class _Polls:
-    """Pauses between two looks at the store, which get longer, until a deadline.
-
-    `Store.wait` with a short timeout is not used, because torch prints a warning whenever one passes.
-    """
-
-    def __init__(self, deadline: float) -> None:
-        self._deadline = deadline
-        self._seconds = 0.0
-
-    def restart(self) -> None:
-        """Make the next pauses short again."""
-        self._seconds = _FIRST_PAUSE
-
-    def sleep(self) -> bool:
-        """Pause; return `False` without a pause if the deadline has passed. The first call does not pause."""
-        if time.monotonic() > self._deadline:
-            return False
-        time.sleep(self._seconds)
-        self._seconds = min(max(self._seconds * 1.5, _FIRST_PAUSE), _LONGEST_PAUSE)
-        return True
-
-
-def _answer_key(name: str, rank: int) -> str:
-    return f"{name}/answer/{rank}"
-
-
-def _confirmation_key(identifier: str) -> str:
-    return f"confirmed/{identifier}"
-
-
-def _error(missing: list[int], world_size: int) -> ProcessGroupError:
-    return ProcessGroupError(_have_not_joined(missing, world_size))
-
-
-def _have_not_joined(missing: list[int], world_size: int) -> str:
+def _have_not_joined(missing: Iterable[int], world_size: int) -> str:
     """Return a sentence that names the ranks: "ranks 2, 3 of 4 have not joined."."""
-    shown = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} others" if len(missing) > 8 else "")
-    if len(missing) == 1:
-        return f"rank {shown} of {world_size} has not joined."
-    return f"ranks {shown} of {world_size} have not joined."
+    ranks = list(missing)
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} others" if len(ranks) > 8 else "")
+    return f"rank{'s'[: len(ranks) - 1]} {shown} of {world_size} {'has' if len(ranks) == 1 else 'have'} not joined."

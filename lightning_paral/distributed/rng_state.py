@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 
 CUDA = "cuda"
 """Key of the states of a rank's own CUDA devices, in the order of the devices."""

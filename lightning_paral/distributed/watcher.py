@@ -3,9 +3,15 @@
 import faulthandler
 import logging
 import os
+import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import timedelta
+from functools import cache
+from types import FrameType
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -94,6 +100,7 @@ class RankWatcher:
         self._num_polls = 0
         self._topics: list[Topic] = []
         self._wake, self._ended = threading.Event(), threading.Event()
+        self._signals: _SignalPipe | None = None
         functions = {"lightning_paral_watcher": self._poll, "lightning_paral_guard": self._guard}
         self._threads = [threading.Thread(target=each, name=name, daemon=True) for name, each in functions.items()]
         for thread in self._threads:
@@ -107,6 +114,18 @@ class RankWatcher:
     def remove(self, topic: Topic) -> None:
         """Stop polling `topic`."""
         self._topics = [each for each in self._topics if each is not topic]
+
+    def hear(self, signum: int, call: Callable[[], None]) -> None:
+        """Call `call` in the watcher's thread after each signal `signum`, even if the main thread waits in C code.
+
+        Python calls its own handler, which has to be set as well, only when the main thread runs Python code again.
+        Call this in the main thread; in another one it does nothing, because Python takes signals in the main one only.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if self._signals is None:
+            self._signals = _SignalPipe()
+        self._signals.calls[signum] = call
 
     def wake(self) -> None:
         """Poll now instead of at the end of the current interval."""
@@ -128,6 +147,9 @@ class RankWatcher:
         for thread in self._threads:
             if threading.current_thread() is not thread:
                 thread.join(timeout=1.0)
+        if self._signals is not None:
+            self._signals.end()
+            self._signals = None
         self._error = None  # its traceback would keep the run's objects in memory
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -137,6 +159,8 @@ class RankWatcher:
     def _poll(self) -> None:
         seconds = self._poll_seconds / 16  # shorter at first, because ranks meet through the topics
         while not self._ended.is_set():
+            if self._signals is not None:
+                self._signals.poll()
             for topic in self._topics:
                 try:
                     topic.poll(self.store)
@@ -170,3 +194,111 @@ class RankWatcher:
                 faulthandler.dump_traceback(sys.__stderr__ or 2)
         finally:  # also if nobody reads stderr any more
             os._exit(1)
+
+
+class _SignalPipe:
+    """Receives the numbers of signals from the C part of their handlers, through `signal.set_wakeup_fd`.
+
+    Create and end it in the main thread. What has set such a descriptor before, such as a notebook, still gets them.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[int, Callable[[], None]] = {}
+        _keep_own_signals_in_forks()
+        self._lock = threading.Lock()
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        os.set_blocking(self._write_end, False)
+        self._previous = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+
+    def poll(self) -> None:
+        """Call what has been given for the signals that have arrived."""
+        with self._lock:
+            if self._read_end == -1:
+                return
+            try:
+                signums = os.read(self._read_end, 64)
+            except BlockingIOError:
+                return
+            if self._previous != -1:
+                with suppress(OSError):
+                    os.write(self._previous, signums)
+        for signum in signums:
+            call = self.calls.get(signum)
+            if call is not None:
+                try:
+                    call()
+                except Exception:
+                    log.exception("Handling %s failed", signal.Signals(signum).name)
+
+    def end(self) -> None:
+        """Restore the descriptor that was set before."""
+        current = signal.set_wakeup_fd(self._previous)
+        if current != self._write_end:  # someone else listens by now
+            signal.set_wakeup_fd(current)
+        with self._lock:
+            os.close(self._write_end)
+            os.close(self._read_end)
+            self._read_end = -1
+
+
+@cache
+def _keep_own_signals_in_forks() -> None:
+    """Let processes forked from this one, such as workers of loaders, not write their signals into its pipe."""
+    if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+
+class Ignored:
+    """Ignores a signal until `restore` is called. Unlike with `SIG_IGN`, programs started meanwhile do not inherit it.
+
+    Create it, and call `restore`, in the main thread.
+
+    Args:
+        signum: the signal.
+    """
+
+    def __init__(self, signum: int) -> None:
+        self._signum, self._previous = signum, signal.getsignal(signum)
+        self._process: int | None = os.getpid()
+        signal.signal(signum, self)
+
+    def restore(self) -> None:
+        """Set the previous handler, unless someone has replaced this one."""
+        self._process = None
+        current: object = signal.getsignal(self._signum)
+        if current is self:
+            signal.signal(self._signum, signal.SIG_DFL if self._previous is None else self._previous)
+
+    @property
+    def is_restored(self) -> bool:
+        """Whether `restore` was called. Lightning may have set this handler again since."""
+        return self._process is None
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        """Do nothing; in a forked process, or if someone has set this handler again, handle the signal as before."""
+        if os.getpid() != self._process:
+            self.restore()
+            os.kill(os.getpid(), signum)
+
+
+def exchange_in_store(key: str, value: str, timeout: timedelta, ranks: Iterable[int]) -> dict[int, str]:
+    """Return, by global rank, the values of those of `ranks` that call this with the same `key` within `timeout`.
+
+    Unlike a collective, this shows which ranks do not take part.
+
+    Args:
+        key: a name for the exchange, which this process group has not used before.
+        value: the value of this rank.
+        timeout: how long to wait for the other ranks.
+        ranks: the global ranks to wait for.
+
+    Raises:
+        RuntimeError: the store cannot be reached, because the process that serves it has ended.
+    """
+    store: Any = default_store()
+    keys = {rank: f"lightning_paral/{key}/{rank}" for rank in ranks}
+    store.set(keys[dist.get_rank()], value)
+    with suppress(dist.DistError, RuntimeError):
+        store.wait(list(keys.values()), timeout)
+    return {rank: store.get(each).decode() for rank, each in keys.items() if store.check([each])}

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lightning_paral.distributed.host_exchange import every_rank
+from lightning_paral.distributed.exchange import every_rank
 
 _USABLE = 0.9
 

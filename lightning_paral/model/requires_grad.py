@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
 
 from lightning_paral.compat.torch.ddp_ignored import ignored_by_ddp
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.distributed.store_exchange import exchange_in_store
+from lightning_paral.distributed.watcher import exchange_in_store
 from lightning_paral.errors import ConfigurationError
 
 _requires_grad = attrgetter("requires_grad")

@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.torch.group_names import new_named_group
-from lightning_paral.distributed.agreement import RankGroup, all_ranks, explain
+from lightning_paral.distributed.exchange import RankGroup, all_ranks, explain
 from lightning_paral.distributed.failure import FailureWatch, as_consequence, remember_first
 from lightning_paral.distributed.hangs import Hangs
 from lightning_paral.distributed.launcher import agreed_status

@@ -7,7 +7,7 @@ from typing import Any
 from lightning_paral.checkpoint.io.urls import without_scheme
 from lightning_paral.checkpoint.state.loss_scale import add_loss_scale_of_plugin
 from lightning_paral.checkpoint.state.weights import PACKAGE_STATE_KEY, load_weights
-from lightning_paral.distributed.agreement import all_ranks
+from lightning_paral.distributed.exchange import all_ranks
 from lightning_paral.distributed.rng_state import restore_states
 from lightning_paral.errors import CheckpointError
 from lightning_paral.model.engine_attributes import is_left_partitioned

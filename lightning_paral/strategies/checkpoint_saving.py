@@ -24,7 +24,7 @@ from lightning_paral.checkpoint.state.weights import (
 )
 from lightning_paral.checkpoint.tree import tensors_in
 from lightning_paral.compat.lightning.strategies import averages_models
-from lightning_paral.distributed.agreement import RankGroup, all_ranks, explain
+from lightning_paral.distributed.exchange import RankGroup, all_ranks, explain
 from lightning_paral.distributed.rng_state import current_states
 from lightning_paral.errors import CheckpointError, StorageOptionsError
 from lightning_paral.options import DEFAULT_TIMEOUT, CheckpointOptions, Form

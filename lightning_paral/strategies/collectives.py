@@ -17,11 +17,10 @@ from lightning_paral.distributed.hangs import DIFFERENT, Hangs
 from lightning_paral.distributed.launcher import end_with_error
 from lightning_paral.distributed.process_group import group_for, owned_group, release_process_group
 from lightning_paral.distributed.watcher import RankWatcher
-from lightning_paral.distributed.world_collectives import refuse_repeated_samples
 from lightning_paral.errors import ProcessGroupError
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.strategies.after_failure import AfterFailure, describe_position
-from lightning_paral.strategies.same_monitor import restore_monitors, share_monitored
+from lightning_paral.strategies.rank_agreement import restore_monitors, share_monitored
 
 
 class Collectives(AfterFailure):
@@ -41,8 +40,6 @@ class Collectives(AfterFailure):
         if self._undo_run is None:
             self._undo_run = ExitStack()
             self._undo_run.callback(use_default_timeout(self.timeout))
-            if self.dims.data_size < self.dims.num_ranks:
-                self._undo_run.callback(refuse_repeated_samples(self.dims.same_sample_ranks))
         if self.world_size > 1:
             self._begin_watching()
         else:

@@ -4,7 +4,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_paral.distributed.agreement import explain
+from lightning_paral.distributed.exchange import explain
 from lightning_paral.engines.pipeline.division import check_number_of_units
 from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.model.units import Units

@@ -1,25 +1,32 @@
 """Check that the ranks of a run do not differ: settings, parameters, optimizers, steps, and values of replicas."""
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
+from torch.nn import Module
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_paral.compat.lightning.methods import shadow_method
+from lightning_paral.compat.lightning.monitored_values import change_monitored, restore_monitored
+from lightning_paral.compat.torch.ddp_ignored import ignored_by_ddp
 from lightning_paral.data.logged_agreement import LoggedAgreement
-from lightning_paral.distributed.differences.epoch_agreement import EpochAgreement
-from lightning_paral.distributed.differences.same_on_ranks import check_same
+from lightning_paral.distributed.divergence import EpochAgreement, ReplicaCheck
+from lightning_paral.distributed.exchange import check_same
 from lightning_paral.distributed.failure import FailureWatch
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.strategies.description import StrategyDescription
-from lightning_paral.strategies.facts import facts_of_optimizers, facts_of_run, facts_of_tensors
-from lightning_paral.strategies.replica_check import ReplicaCheck
 from lightning_paral.strategies.run_data import RunData
 
 _SAME_SETTINGS = "They decide which collectives a rank calls. Give all ranks the same settings."
@@ -34,6 +41,16 @@ _SAME_OPTIMIZERS = (
 _SAME_HYPER_PARAMETERS = (
     "Since training began, they have been changed in different ways, and so the weights differ as well. If a scheduler "
     "such as ReduceLROnPlateau monitors a value, log it with sync_dist=True, so that it is equal on all ranks."
+)
+
+
+Facts = dict[tuple[str, str], str]
+"""What must be equal on all ranks: a value for each subject and verb."""
+_OF_THE_TRAINER = (
+    *("precision", "min_epochs", "max_epochs", "min_steps", "max_steps", "accumulate_grad_batches"),
+    *("gradient_clip_val", "gradient_clip_algorithm", "check_val_every_n_epoch", "val_check_interval"),
+    *("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"),
+    *("num_sanity_val_steps", "overfit_batches", "fast_dev_run", "reload_dataloaders_every_n_epochs"),
 )
 
 
@@ -52,7 +69,6 @@ class RankAgreement(StrategyDescription):
     _replica_check: ReplicaCheck | None = None
     """During a fit with several ranks and the option `divergence_check_every`."""
     _undo_agreement: ExitStack | None = None
-    _num_epoch_ends = 0
 
     def _check_same_settings(self, trainer: Trainer) -> None:
         """Check that the ranks have the same settings of the Trainer. *Collective* over the world.
@@ -61,7 +77,7 @@ class RankAgreement(StrategyDescription):
             ConfigurationError: they differ.
         """
         if self.dims.num_ranks > 1:
-            check_same(facts_of_run(trainer, self), _SAME_SETTINGS)
+            check_same(_facts_of_run(trainer, self), _SAME_SETTINGS)
 
     def _check_same_module(self) -> None:
         """Check that the ranks have modules of the same structure. *Collective* over the world.
@@ -74,7 +90,7 @@ class RankAgreement(StrategyDescription):
         if len(self.dims.stage_ranks) == 1:
             return
         assert self.lightning_module is not None
-        facts = facts_of_tensors(
+        facts = _facts_of_tensors(
             self.lightning_module,
             trains=self._is_fit,
             shares_buffers=self._is_fit and self._broadcasts_buffers,
@@ -89,7 +105,7 @@ class RankAgreement(StrategyDescription):
             ConfigurationError: they differ.
         """
         if len(self.dims.stage_ranks) > 1:
-            facts = facts_of_optimizers(self.optimizers, self.lr_scheduler_configs, self.lightning_module)
+            facts = _facts_of_optimizers(self.optimizers, self.lr_scheduler_configs, self.lightning_module)
             check_same(facts, _SAME_OPTIMIZERS, self.dims.stage_group())
 
     def _check_same_hyper_parameters(self) -> None:
@@ -99,7 +115,7 @@ class RankAgreement(StrategyDescription):
             ConfigurationError: they differ.
         """
         if len(self.dims.stage_ranks) > 1:
-            facts = facts_of_optimizers(self.optimizers, self.lr_scheduler_configs, None)
+            facts = _facts_of_optimizers(self.optimizers, self.lr_scheduler_configs, None)
             check_same(facts, _SAME_HYPER_PARAMETERS, self.dims.stage_group())
 
     @property
@@ -126,6 +142,14 @@ class RankAgreement(StrategyDescription):
         named = self.lightning_module.named_parameters()
         return {name: (parameter, 0) for name, parameter in named if not self._is_sharded(parameter)}
 
+    def hear_signal(self, signum: int, call: Callable[[], None]) -> None:
+        """Call `call` in a thread after each signal `signum`, even if the main thread waits in a collective.
+
+        Does nothing outside of a run with several ranks.
+        """
+        if self._watcher is not None:
+            self._watcher.hear(signum, call)
+
     def _begin_agreement(self, trainer: Trainer) -> None:
         """Compare the ranks until `_end_agreement`. *Collective* over the world."""
         self._undo_agreement = ExitStack()
@@ -134,9 +158,10 @@ class RankAgreement(StrategyDescription):
             self._watcher.add(self._logged_agreement)
         if not self._is_fit or self._watcher is None:
             return
-        self._steps = EpochAgreement(self._watcher, self.timeout)  # type: ignore[attr-defined]
+        batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+        timeout: timedelta = self.timeout  # type: ignore[attr-defined]
+        self._steps = EpochAgreement(self._watcher, timeout, lambda: batches.started)
         self._watcher.add(self._steps)
-        self._num_epoch_ends = 0
         end_epoch = trainer.fit_loop.on_advance_end
 
         def agree_and_end_epoch() -> None:
@@ -164,9 +189,7 @@ class RankAgreement(StrategyDescription):
     def _agree_on_end_of_epoch(self, trainer: Trainer) -> None:
         self._data.logged.begin_part(f"the hooks at the end of epoch {trainer.current_epoch}")
         if self._steps is not None:
-            self._num_epoch_ends += 1
-            self._steps.progress.epoch = trainer.current_epoch
-            self._steps.end_epoch(self._num_epoch_ends)
+            self._steps.end_epoch(trainer.current_epoch)
             self._check_same_hyper_parameters()
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -194,8 +217,6 @@ class RankAgreement(StrategyDescription):
         Raises:
             ConfigurationError: under automatic optimization, the step returned `None`.
         """
-        if self._steps is not None:
-            self._steps.progress.batches += 1
         output = super().training_step(*args, **kwargs)
         if output is None and self.dims.num_ranks > 1:
             module = self.lightning_module
@@ -212,7 +233,7 @@ class RankAgreement(StrategyDescription):
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward pass."""
         if self._steps is not None and getattr(self.model, "require_backward_grad_sync", True):
-            self._steps.progress.backwards += 1
+            self._steps.backwards += 1
             self._data.logged.begin_part()
         return super().backward(closure_loss, *args, **kwargs)
 
@@ -224,8 +245,141 @@ class RankAgreement(StrategyDescription):
         """
         if self._replica_check is not None and self._steps is not None:
             # Before the next step: under ZeRO, the step gives all ranks the values of the owners of the shards.
-            self._replica_check.after_step(self._steps.progress.optimizer_steps)
+            self._replica_check.after_step(self._steps.optimizer_steps)
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._steps is not None:
-            self._steps.progress.optimizer_steps += 1
+            self._steps.optimizer_steps += 1
         return result
+
+
+# What must be equal
+
+
+def _facts_of_run(trainer: Trainer, strategy: Any) -> Facts:
+    """Return the settings that decide which collectives a run has, and when."""
+    facts = {("The function of the Trainer", "is"): str(trainer.state.fn), ("strategy", "is"): _name_of(strategy)}
+    for name in ("strategy_name", "sampling", "_checkpoint_options", "divergence_check_every"):
+        facts[f"The strategy's option {name.strip('_')}", "is"] = repr(getattr(strategy, name, None))
+    for name in _OF_THE_TRAINER:
+        facts[name, "is"] = str(getattr(trainer, name, None))
+    for number, callback in enumerate([*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks]):
+        # of ModelCheckpoint: its class, what it monitors, and when it saves
+        facts[f"Checkpoint or EarlyStopping callback {number}", "is"] = callback.state_key
+    return facts
+
+
+def _facts_of_tensors(module: Module, *, trains: bool, shares_buffers: bool, shape_of: Callable[[Any], Any]) -> Facts:
+    """Return names, shapes and dtypes of the parameters and buffers that all ranks must have.
+
+    Args:
+        module: the module of the run.
+        trains: whether the run is a fit, in which `requires_grad` matters.
+        shares_buffers: whether buffers are broadcast.
+        shape_of: returns the full shape of a parameter.
+    """
+    facts: Facts = {}
+    ignored = ignored_by_ddp(module)
+    for name, parameter in module.named_parameters():
+        if name not in ignored:
+            facts |= _facts_of_tensor(f"Parameter `{name}`", parameter, shape_of)
+            if trains:
+                facts[f"Parameter `{name}`", "has requires_grad"] = str(parameter.requires_grad)
+    if shares_buffers:
+        for name, buffer in module.named_buffers():
+            if name not in ignored:
+                facts |= _facts_of_tensor(f"Buffer `{name}`", buffer, shape_of)
+    return facts
+
+
+def _facts_of_optimizers(optimizers: Sequence[Any], schedulers: Sequence[Any], module: Module | None) -> Facts:
+    """Return classes and hyper-parameters of the optimizers and schedulers, and the names of their parameters.
+
+    Args:
+        optimizers: the optimizers.
+        schedulers: Lightning's configurations of the learning rate schedulers.
+        module: the module that has the parameters; `None` leaves their names out.
+    """
+    names = {} if module is None else {id(parameter): name for name, parameter in module.named_parameters()}
+    facts: Facts = {}
+    for number, optimizer in enumerate(optimizers):
+        subject = f"Optimizer {number}"
+        facts[subject, "is"] = _name_of(optimizer)
+        if not isinstance(optimizer, Optimizer):
+            continue
+        for index, group in enumerate(optimizer.param_groups):
+            group_of = f"Param group {index} of optimizer {number} ({type(optimizer).__name__})"
+            if module is not None:
+                facts[group_of, "has parameters"] = ", ".join(names.get(id(p), "?") for p in group["params"])
+            for key, value in sorted(_hyper_parameters(group).items()):
+                facts[group_of, f"has {key}"] = value
+    for number, config in enumerate(schedulers):
+        subject = f"Learning rate scheduler {number}"
+        facts[subject, "is"] = _name_of(getattr(config, "scheduler", config))
+        for key in ("interval", "frequency", "monitor", "reduce_on_plateau"):
+            facts[subject, f"has {key}"] = str(getattr(config, key, None))
+    return facts
+
+
+def _facts_of_tensor(subject: str, tensor: Tensor, shape_of: Callable[[Any], Any]) -> Facts:
+    if is_lazy(tensor):
+        return {(subject, "has shape"): "not yet known"}
+    return {(subject, "has shape"): str(tuple(shape_of(tensor))), (subject, "has dtype"): str(tensor.dtype)}
+
+
+def _hyper_parameters(group: Mapping[str, Any]) -> dict[str, str]:
+    plain = (bool, int, float, str, type(None))
+    values: dict[str, str] = {}
+    for key, value in group.items():
+        if key in ("params", "param_names"):
+            continue
+        parts = [
+            each.item() if isinstance(each, Tensor) and each.numel() == 1 else each
+            for each in (value if isinstance(value, tuple | list) else [value])
+        ]
+        if all(isinstance(each, plain) for each in parts):  # others may have a repr with their address
+            values[key] = repr(parts if isinstance(value, tuple | list) else parts[0])
+    return values
+
+
+def _name_of(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+# Values that callbacks monitor, which may be logged without `sync_dist`
+
+
+def share_monitored(callbacks: Iterable[Callback], broadcast: Callable[[Any], Any], device: torch.device) -> None:
+    """Let those `callbacks` that monitor a value use the values of rank 0.
+
+    When such a callback considers a checkpoint, it calls `broadcast` once, which is collective.
+
+    Args:
+        callbacks: the callbacks. Only `ModelCheckpoint` and its subclasses change.
+        broadcast: returns the object that rank 0 passes.
+        device: where the values of rank 0 are needed.
+    """
+    for callback in callbacks:
+        if isinstance(callback, ModelCheckpoint) and _uses_values(callback):
+            change_monitored(callback, partial(_values_of_rank_0, broadcast=broadcast, device=device))
+
+
+def restore_monitors(callbacks: Iterable[Callback]) -> None:
+    """Undo `share_monitored`."""
+    for callback in callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            restore_monitored(callback)
+
+
+def _uses_values(callback: ModelCheckpoint) -> bool:
+    """Return whether the checkpoints of `callback`, or the names of their files, depend on logged values."""
+    return callback.monitor is not None or "{" in f"{callback.filename}{callback.CHECKPOINT_NAME_LAST}"
+
+
+def _values_of_rank_0(values: dict[str, Any], broadcast: Callable[[Any], Any], device: torch.device) -> dict[str, Any]:
+    on_cpu = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()}
+    shared = broadcast(on_cpu)
+    devices = {name: value.device for name, value in values.items() if isinstance(value, Tensor)}
+    return {
+        name: value.to(devices.get(name, device)) if isinstance(value, Tensor) else value
+        for name, value in shared.items()
+    }

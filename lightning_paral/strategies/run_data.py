@@ -11,7 +11,7 @@ from lightning_paral.data import LoaderDistributor
 from lightning_paral.data.distribute import draws_as_one_process
 from lightning_paral.data.logged_agreement import LoggedHistory
 from lightning_paral.data.resume import DataPosition
-from lightning_paral.distributed.agreement import all_ranks
+from lightning_paral.distributed.exchange import all_ranks
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.rng_state import restore_states, without_cuda_states
 from lightning_paral.options import Sampling

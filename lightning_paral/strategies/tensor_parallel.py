@@ -12,9 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_paral.compat.torch.compiled import is_compiled
 from lightning_paral.compat.torch.pytree import tree_map_only
-from lightning_paral.distributed.agreement import RankGroup
-from lightning_paral.distributed.differences.same_batch import check_same_batch
-from lightning_paral.distributed.host_exchange import broadcast_from_first_rank, every_rank
+from lightning_paral.distributed.exchange import RankGroup, broadcast_from_first_rank, check_same_batch, every_rank
 from lightning_paral.distributed.mesh import TENSOR, ParallelDims
 from lightning_paral.distributed.rng_state import current_states, restore_states
 from lightning_paral.engines.fsdp.options import FSDPOptions

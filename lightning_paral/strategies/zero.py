@@ -163,7 +163,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         """At stage 3, partition each parameter as soon as it has its values: each rank keeps only its shard."""
         if self.stage == 3:
             load_async_io(self._options)
-        build = partial(build_partitioned, self.config, self.lightning_module, self.timeout)
+        build = partial(build_partitioned, self.config, self.lightning_module)
         with build() if self.stage == 3 else nullcontext():
             yield
 

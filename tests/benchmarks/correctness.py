@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Subset
 from examples.gpt import GPT, StandardLibrary
 from lightning_paral import STRATEGIES, Offload
 from lightning_paral.checkpoint.load import load
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 from tests.benchmarks.common import print_table, silent_ranks
 from tests.running import quiet_trainer
 

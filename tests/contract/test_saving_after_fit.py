@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_paral import CheckpointOptions
 from lightning_paral.checkpoint.load import load
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 from tests.contract.cases import OWN_CASES, labels, strategy_of, with_ranks
 from tests.models.resumable import Resumable
 from tests.running import quiet_trainer

@@ -25,7 +25,7 @@ from lightning_paral.checkpoint.tree import replace_at
 from lightning_paral.compat.torch.archives import record_offset
 from lightning_paral.compat.torch.fake_tensors import fake_tensors
 from lightning_paral.compat.torch.storages import identity_of, untyped
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.errors import CheckpointError
 
 

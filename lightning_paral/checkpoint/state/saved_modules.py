@@ -21,7 +21,7 @@ from torch.nn import Module, Parameter
 
 from lightning_paral.checkpoint.shards import identity
 from lightning_paral.checkpoint.tree import is_state_key
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.model.engine_attributes import (
     attributes_without_engine,
     class_without_engine,

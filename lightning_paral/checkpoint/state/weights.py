@@ -30,7 +30,7 @@ from lightning_paral.checkpoint.state.load_hooks import (
 from lightning_paral.checkpoint.state.optimizer import list_names
 from lightning_paral.compat.torch.pytree import tree_map_only
 from lightning_paral.compat.torch.state_dicts import EXTRA_STATE, set_versions, versions_in
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.errors import CheckpointError
 
 PACKAGE_STATE_KEY = "lightning_paral"

@@ -14,7 +14,7 @@ from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.comm.grouping import group_by_dtype_and_device
 from lightning_paral.compat.torch.backward import call_at_end_of_backward
 from lightning_paral.compat.torch.fsdp_param import can_be_sharded
-from lightning_paral.distributed.differences.same_on_ranks import digest_of
+from lightning_paral.distributed.exchange import digest_of
 
 _DATA: Any = Tensor.data
 

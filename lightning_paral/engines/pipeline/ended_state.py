@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_paral.checkpoint.shards import FlatShard
 from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
 from lightning_paral.checkpoint.tensor_state import TensorState
-from lightning_paral.distributed.host_exchange import gather_objects
+from lightning_paral.distributed.exchange import gather_objects
 
 
 class EndedPipelineState(TensorState):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_paral.distributed.host_exchange import gather_objects
+from lightning_paral.distributed.exchange import gather_objects
 from lightning_paral.engines.pipeline.groups import PipelineGroups
 from lightning_paral.engines.pipeline.schedule import idle_fraction
 

@@ -13,7 +13,7 @@ from lightning_paral.data.padding import user_attributes
 from lightning_paral.data.parts.join import join_training_output
 from lightning_paral.data.parts.logs import LogRecord
 from lightning_paral.data.parts.split import num_samples_of, split_batch
-from lightning_paral.distributed.differences.same_batch import check_same_batch
+from lightning_paral.distributed.exchange import check_same_batch
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.pipeline.attributes import SharedAttributes
 from lightning_paral.engines.pipeline.boundaries import Boundaries, ReceivedTensors

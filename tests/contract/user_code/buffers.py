@@ -123,7 +123,12 @@ class OfParameter(Supervised):
         self.last = self.backbone.blocks[0].layer.weight.detach().clone()
 
 
-@row("buffer as a codebook, EMA of sums over ranks", only=RANKS, names="all_reduce")
+@row(
+    "buffer as a codebook, EMA of sums over ranks",
+    # docs/limits.md: the sums of user code count a sample once for each rank that has it
+    only=tuple(label for label in RANKS if label not in ("paral_tp", "paral_pp")),
+    names="all_reduce",
+)
 class Codebook(Supervised):
     """VQ-VAE: a codebook in a buffer, EMA of counts and sums, all-reduced where ranks are; straight-through."""
 

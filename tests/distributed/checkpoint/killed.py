@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_paral import CheckpointOptions
 from lightning_paral.checkpoint.integrity import verify
 from lightning_paral.checkpoint.load import load
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 from tests.contract.cases import strategy_of
 from tests.launching import fork_ranks
 from tests.models.resumable import fit

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_paral.checkpoint.load import load
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 from tests.launching import outputs
 from tests.models.resumable import losses
 

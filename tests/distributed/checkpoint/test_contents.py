@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_paral import ConfigurationError
 from lightning_paral.checkpoint.integrity import verify
 from lightning_paral.checkpoint.load import load
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 from tests.models.resumable import NUM_BATCHES, Resumable, SaveOnce, losses, refusal
 from tests.running import quiet_trainer
 

@@ -19,7 +19,7 @@ from lightning_paral.checkpoint.integrity import verify
 from lightning_paral.checkpoint.io.files import record_bytes
 from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 from tests.models.resumable import Resumable, losses, refusal
 
 

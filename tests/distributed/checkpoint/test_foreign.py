@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 from lightning_paral import ParalZeROStrategy
 from lightning_paral.checkpoint.consolidate import write_file
 from lightning_paral.checkpoint.load import load
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 from tests.models.resumable import (
     Losses,
     Resumable,

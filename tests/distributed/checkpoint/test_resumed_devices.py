@@ -6,7 +6,7 @@ from torch.optim import SGD, AdamW
 
 from lightning_paral import ParalDPStrategy
 from lightning_paral.checkpoint.state.optimizer import place_state
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.distributed.rng_state import current_states, restore_states, without_cuda_states
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning_paral import CheckpointError
 from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.save import SaveJob
-from lightning_paral.distributed.agreement import RankGroup, all_ranks
+from lightning_paral.distributed.exchange import RankGroup, all_ranks
 
 
 def refused(path: str, stages: list[int], mistake: str) -> str:

@@ -14,7 +14,7 @@ from lightning_paral import CheckpointError
 from lightning_paral.checkpoint.integrity import verify
 from lightning_paral.checkpoint.io.storage import folder_at
 from lightning_paral.checkpoint.load import load
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 from tests.models.resumable import Losses, assert_continues, losses, refusal
 
 FORMS = ("full", "sharded")

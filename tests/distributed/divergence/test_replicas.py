@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_paral.strategies.replica_check import checksum
+from lightning_paral.distributed.divergence import checksum
 from tests.contract.cases import BY_LABEL, labels
 from tests.distributed.divergence.modules import Differing, fit
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from lightning_paral.distributed.differences.same_on_ranks import first_difference
 from tests.contract.cases import PER_PLACEMENT, labels, strategy_of, with_ranks
 from tests.distributed.divergence.modules import BuiltDifferently, Differing, error_of, fit, loader
 from tests.running import quiet_trainer
@@ -75,15 +74,9 @@ def test_different_module_is_named_before_validation(on_ranks: Any, strategy: st
 
 
 @pytest.mark.parametrize("kind", BUILT)
-def test_different_module_is_named_while_it_is_built_partitioned(in_own_world: Any, kind: str) -> None:
-    messages = in_own_world(2, fit_built_differently, kind, timeout=60)
-
-    assert BUILT[kind] in messages[1]
-    assert messages[0].startswith("RankFailedError: Rank 0 ended because rank 1")
-    assert (
-        "failed in the setup of fit: lightning_paral.errors.ConfigurationError: The ranks build different"
-        in messages[0]
-    )
+def test_different_module_is_named_while_it_is_built_partitioned(on_ranks: Any, kind: str) -> None:
+    for message in on_ranks(2, fit_built_differently, kind):
+        assert BUILT[kind] in message
 
 
 def test_equal_module_is_built_partitioned(on_ranks: Any) -> None:
@@ -102,14 +95,3 @@ def test_different_setting_is_named_on_all_ranks(on_ranks: Any, name: str) -> No
     first, second = SETTINGS[name]
     for message in on_ranks(2, fit_with, name):
         assert f"{name} is {first} on rank 0 and {second} on rank 1" in message
-
-
-def test_groups_of_ranks_are_named_together() -> None:
-    by_rank = {rank: {("`a`", "has shape"): "(1,)" if rank == 1 else "(2,)"} for rank in range(3)}
-    assert first_difference(by_rank) == "`a` has shape (2,) on ranks 0, 2 and (1,) on rank 1"
-
-
-def test_another_order_is_named() -> None:
-    facts = {("`a`", "is"): "1", ("`b`", "is"): "2"}
-    message = first_difference({0: facts, 1: dict(reversed(facts.items()))})
-    assert message == "The order differs: the first one that differs is `a` on rank 0 and `b` on rank 1"

@@ -13,7 +13,7 @@ import torch
 
 from lightning_paral.checkpoint.lazy_tensor import materialize
 from lightning_paral.checkpoint.load import load
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 from tests.launching import TORCHRUN, Process
 
 NUM_STEPS = 60

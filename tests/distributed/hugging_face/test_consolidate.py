@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from lightning_paral.checkpoint.load import load
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 from tests.models.hugging_face import config_of, fit_and_save, made, outputs, tokens
 
 KINDS = (

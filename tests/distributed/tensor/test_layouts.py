@@ -28,13 +28,13 @@ from lightning_paral.checkpoint.shards import local_shard
 from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers, gather_full_tensor
 from lightning_paral.checkpoint.state.optimizer import load_state, param_names, state_of
 from lightning_paral.checkpoint.state.weights import replicated_storages
-from lightning_paral.distributed.agreement import RankGroup, all_ranks
+from lightning_paral.distributed.divergence import ReplicaCheck
+from lightning_paral.distributed.exchange import RankGroup, all_ranks
 from lightning_paral.distributed.mesh import ParallelDims, data_mesh, make_mesh
 from lightning_paral.engines.fsdp.gather import GatherToHost, gather_after_failure, gather_at_end
 from lightning_paral.engines.fsdp.local_rows import full_from_chunk, own_chunk, shard_like
 from lightning_paral.engines.fsdp.replicated_tensors import local_replicas
 from lightning_paral.model.full_tensors import full_copy, gradient_norm
-from lightning_paral.strategies.replica_check import ReplicaCheck
 
 Layout = tuple[int, int, int]
 """The numbers of replicas, shards and tensor ranks."""
@@ -212,12 +212,12 @@ def differ(layout: Layout, path: str) -> None:
         local(module.whole8.detach()).add_(1)
     checkpoint = {"state_dict": module.state_dict()}
     SaveJob.prepare(checkpoint, path, "full", all_ranks(), replicated_storages(module), "Test").write(all_ranks())
-    ReplicaCheck(1, lambda: local_replicas(module), dims_of(layout)).check(3)
+    ReplicaCheck(1, lambda: local_replicas(module), dims_of(layout)).after_step(3)
 
 
 def check_replicas(layout: Layout) -> None:
     module = sharded(layout, full_values())
-    ReplicaCheck(1, lambda: local_replicas(module), dims_of(layout)).check(3)
+    ReplicaCheck(1, lambda: local_replicas(module), dims_of(layout)).after_step(3)
 
 
 def test_tensor_ranks_that_drift_apart_are_noticed(on_ranks, tmp_path: Path, layout: Layout) -> None:

@@ -39,7 +39,7 @@ from lightning_paral.checkpoint.lazy_tensor import materialize
 from lightning_paral.checkpoint.load import peek
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
 from lightning_paral.checkpoint.save import SaveJob
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.planning.follow import run_isolated
 
 SEED = 20

@@ -8,7 +8,7 @@ import torch
 
 from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.save import SaveJob
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.options import Form
 
 

@@ -20,7 +20,7 @@ from lightning_paral.checkpoint.io.staging import Staging
 from lightning_paral.checkpoint.io.storage import remove_at
 from lightning_paral.checkpoint.load import peek
 from lightning_paral.checkpoint.save import SaveJob
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.options import Form
 
 FORMS: list[Form] = ["full", "sharded"]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from lightning_paral.quantities import format_bytes
 
 
 @contextmanager
-def build_partitioned(config: dict[str, Any], module: Module | None, timeout: timedelta) -> Iterator[None]:
+def build_partitioned(config: dict[str, Any], module: Module | None) -> Iterator[None]:
     """Partition parameters that are created in this context, as soon as they have values.
 
     *Collective* over the world.
@@ -36,7 +35,6 @@ def build_partitioned(config: dict[str, Any], module: Module | None, timeout: ti
         config: DeepSpeed's configuration.
         module: the module that is built. Its new parameters that are still full at the end of the context, such as
             those that `from_pretrained` loads, are partitioned then.
-        timeout: how long to wait for rank 0 at each parameter.
 
     Raises:
         ConfigurationError: the ranks create different parameters.
@@ -47,7 +45,7 @@ def build_partitioned(config: dict[str, Any], module: Module | None, timeout: ti
     with torch.device("meta"):
         torch.empty(0)
     constructors = zero_init.plain_constructors()
-    same = SameConstruction(timeout)
+    same = SameConstruction()
     before = set() if module is None else set(module.parameters())
     with preserve_linear():  # `zero.Init` replaces `F.linear` permanently
         # Do not override dtypes: the default dtype is already that of the weights, and others are chosen by user code.

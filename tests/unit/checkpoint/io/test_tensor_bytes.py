@@ -11,7 +11,7 @@ from torch.utils.serialization import config
 from lightning_paral.checkpoint.io.tensor_bytes import HostBytes
 from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.save import SaveJob
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.options import Form
 
 

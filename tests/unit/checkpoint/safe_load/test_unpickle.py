@@ -26,7 +26,7 @@ from lightning_paral.checkpoint.integrity import verify
 from lightning_paral.checkpoint.load import load, peek
 from lightning_paral.checkpoint.safe_load.unpickle import load_safely
 from lightning_paral.checkpoint.save import SaveJob
-from lightning_paral.distributed.agreement import RankGroup
+from lightning_paral.distributed.exchange import RankGroup
 
 
 def tagged() -> nn.Parameter:

@@ -1,1 +1,0 @@
-"""Notice that ranks differ in settings, parameters or progress."""
