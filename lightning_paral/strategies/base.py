@@ -15,7 +15,7 @@ from lightning_paral.averaging.callbacks import forget_ended
 from lightning_paral.averaging.run import RunAverages
 from lightning_paral.callbacks.preemption import Preemption, handle_signals
 from lightning_paral.checkpoint.sharded_state import WeightShards
-from lightning_paral.data.distribute import draws_as_one_process
+from lightning_paral.data.loaders import draws_as_one_process
 from lightning_paral.distributed.host_allocator import RETURNED_WHILE_BUILDING, FreedInPieces, return_large_tensors
 from lightning_paral.distributed.launching.start_method import check_start_method
 from lightning_paral.distributed.process_group import join_process_group
@@ -212,7 +212,8 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, Ch
         if self._is_failing:
             checkpoint, num_repeated = self._at_last_step(checkpoint)
         with self._saving_after_failure() if self._is_failing else nullcontext(), self._sharded_state.reading():
-            super().save_checkpoint(self._data.with_position(checkpoint, num_repeated), filepath, storage_options)
+            checkpoint = self._data.with_position(checkpoint, num_repeated, with_all_ranks=not self._is_failing)
+            super().save_checkpoint(checkpoint, filepath, storage_options)
         self._warn_saved_by_some(filepath)
 
     def _random_states_of_step(self) -> dict[str, Any] | None:
