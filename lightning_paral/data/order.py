@@ -1,6 +1,5 @@
 """The order in which a single process draws batches. Every rank draws this order, from the same random stream."""
 
-import copy
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -156,15 +155,6 @@ class GlobalOrder:
 
     samplers: tuple[Any, ...] = field(default=())
     """The samplers that receive `set_epoch`, and whose own generators are seeded."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the collectives, because a process that unpickles this, such as a loader worker, is not a rank."""
-        return vars(self) | {"compare": None, "broadcast": None}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "GlobalOrder":
-        collectives = {name: getattr(self, name) for name in ("compare", "broadcast")}
-        own = {name: copy.deepcopy(value, memo) for name, value in vars(self).items() if name not in collectives}
-        return GlobalOrder(**own, **collectives)
 
     def draw(
         self,
