@@ -79,7 +79,7 @@ class DataPosition:
         num_steps = num_processed(fit_loop.epoch_loop.batch_progress)
         inside_epoch = state["epoch"] == epoch and num_steps > 0 and len(state["loaders"]) == len(self.sources)
         is_last = fit_loop.epoch_loop.batch_progress.is_last_batch
-        has_loaded = self._load_own_states(state["own_states"], 0 if is_last else num_steps)
+        has_loaded = self._load_own_states(state.get("own_states", []), 0 if is_last else num_steps)
         if self.sources:  # otherwise the user's own loaders decide where they start
             if inside_epoch:
                 self._move(state["loaders"], epoch, num_steps)
