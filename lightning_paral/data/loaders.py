@@ -69,7 +69,8 @@ def with_iteration(
     layers = (*vars(loader).get("_paral_iterations", ()), iterate)
     length = vars(loader).get("_paral_length") if num_batches is None else num_batches
     changed = copy_without_workers(loader, _paral_iterations=layers, _paral_length=length)
-    changed.__class__ = _iterated(getattr(type(loader), "_paral_users", type(loader)))
+    users: Any = type(loader)
+    changed.__class__ = _iterated(getattr(users, "_paral_users", users))
     return changed
 
 
@@ -87,7 +88,8 @@ def _iterated(users: Any) -> Any:
             return batches
 
         def __len__(self) -> int:
-            return super().__len__() if self._paral_length is None else self._paral_length
+            length: int = super().__len__() if self._paral_length is None else self._paral_length
+            return length
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             # pickle looks up classes by name, and would find the user's instead of this class.
