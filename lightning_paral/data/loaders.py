@@ -66,11 +66,11 @@ def with_iteration(
         iterate: called with an iterator of the loader; returns an iterator of the copy.
         num_batches: the length of the copy; `None` for that of the loader.
     """
-    layers = (*vars(loader).get("_paral_iterations", ()), iterate)
-    length = vars(loader).get("_paral_length") if num_batches is None else num_batches
-    changed = copy_without_workers(loader, _paral_iterations=layers, _paral_length=length)
+    layers = (*vars(loader).get("paral_iterations", ()), iterate)
+    length = vars(loader).get("paral_length") if num_batches is None else num_batches
+    changed = copy_without_workers(loader, paral_iterations=layers, paral_length=length)
     users: Any = type(loader)
-    changed.__class__ = _iterated(getattr(users, "_paral_users", users))
+    changed.__class__ = _iterated(getattr(users, "paral_users", users))
     return changed
 
 
@@ -79,16 +79,16 @@ def _iterated(users: Any) -> Any:
     """Return a subclass of the user's class, with the same name, that iterates as `with_iteration` says."""
 
     class Iterated(users):  # type: ignore[misc]
-        _paral_users = users
+        paral_users = users
 
         def __iter__(self) -> Iterator[Any]:
             batches: Iterator[Any] = super().__iter__()
-            for iterate in self._paral_iterations:
+            for iterate in self.paral_iterations:
                 batches = iterate(batches)
             return batches
 
         def __len__(self) -> int:
-            length: int = super().__len__() if self._paral_length is None else self._paral_length
+            length: int = super().__len__() if self.paral_length is None else self.paral_length
             return length
 
         def __reduce_ex__(self, protocol: Any) -> Any:

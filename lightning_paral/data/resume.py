@@ -125,7 +125,7 @@ class DataPosition:
         states = by_rank[ranks.rank if len(by_rank) == ranks.world_size else 0]
         for loader, state in zip(loaders, states, strict=True):
             loader.load_state_dict(state)
-            getattr(loader, "_paral_states", _States()).num_steps = num_steps
+            getattr(loader, "paral_states", _States()).num_steps = num_steps
         return True
 
 
@@ -152,13 +152,13 @@ def keep_states(loader: Loader) -> Loader:
             yield batch
 
     changed = with_iteration(loader, iterate)
-    vars(changed)["_paral_states"] = states
+    vars(changed)["paral_states"] = states
     return changed
 
 
 def _own_state(loader: Any, num_steps: int | None) -> Any:
     """Return the state of `loader` after `num_steps` steps of the epoch; the current one at the end of an epoch."""
-    states = dict(getattr(loader, "_paral_states", ()))
+    states = dict(getattr(loader, "paral_states", ()))
     return states[num_steps] if num_steps in states else loader.state_dict()
 
 
