@@ -13,19 +13,22 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, It
 from lightning_paral.compat.lightning.evaluation import set_results_of_fit
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.lightning.samplers import injects_sampler, replace_preparation
-from lightning_paral.data.exact_evaluation import ExactEvaluationLoops
-from lightning_paral.data.global_order import Seed
-from lightning_paral.data.iterable import distribute_iterable
-from lightning_paral.data.loader import Loader, samplers, seed_workers_by_data_rank, with_iteration
-from lightning_paral.data.logged_agreement import LoggedHistory
-from lightning_paral.data.map_style import distribute_map_style
+from lightning_paral.data.division import Mark, ShardSpec, strip_padding
+from lightning_paral.data.evaluation import ExactEvaluationLoops
+from lightning_paral.data.iterable import distribute_iterable, is_stateful, synchronize_self_sharded
+from lightning_paral.data.loaders import (
+    Loader,
+    distribute_map_style,
+    samplers,
+    seed_workers_by_data_rank,
+    with_iteration,
+)
+from lightning_paral.data.logged_keys import LoggedHistory
+from lightning_paral.data.metrics import gather_over_data_ranks
+from lightning_paral.data.order import Seed
 from lightning_paral.data.own_draws import OwnDraws
-from lightning_paral.data.padding import strip_padding
-from lightning_paral.data.resume import DataPosition, Source, num_processed
-from lightning_paral.data.sampler import ShardSpec
-from lightning_paral.data.self_sharded import synchronize_self_sharded
-from lightning_paral.data.training_results import TrainingResults
-from lightning_paral.data.uneven_metrics import gather_over_data_ranks
+from lightning_paral.data.results import EVEN, TrainingResults
+from lightning_paral.data.resume import DataPosition, Source, is_divided, keep_states, num_processed
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.options import Sampling
@@ -35,11 +38,6 @@ _STEPS = {
     RunningStage.TESTING: "test_step",
     RunningStage.PREDICTING: "predict_step",
 }
-
-
-def draws_as_one_process(sampling: Sampling, data_size: int) -> bool:
-    """Return whether the order of samples is drawn from the global random generators, as in a single process."""
-    return sampling.split == "global" or data_size == 1
 
 
 class LoaderDistributor:
@@ -62,8 +60,6 @@ class LoaderDistributor:
         self._seed = Seed(seed)
         self._run_padding = run_padding
         self.position = DataPosition(trainer, self._seed)
-        self.logged = LoggedHistory()
-        """Which logged values this rank has reduced in which step."""
         self._last_index: dict[RunningStage, tuple[int, int]] = {}  # epoch and index of the last loader prepared
         self._has_warned = False
         self._undo = ExitStack()
@@ -71,9 +67,10 @@ class LoaderDistributor:
         self._own_draws: OwnDraws | None = None
         if dims.data_size > 1:
             self._own_draws = OwnDraws(trainer, dims.data_rank, self._undo, in_steps=sampling.split == "batch")
-            ExactEvaluationLoops(trainer, dims, run_padding, self._undo, self.logged)
-            self._replace_training_results()
-        gather_over_data_ranks(dims, self.logged, self._undo)
+            history = LoggedHistory()
+            ExactEvaluationLoops(trainer, dims, run_padding, self._undo, history)
+            self._replace_training_results(history)
+        gather_over_data_ranks(dims, self._undo)
 
     def end(self) -> None:
         """Restore the trainer's own methods. `position` can still be read."""
@@ -84,6 +81,13 @@ class LoaderDistributor:
         return vars(self) | {"_undo": ExitStack()}
 
     def prepare(self, loader: object, shuffle: bool, mode: RunningStage) -> object:
+        """Return what `_distribute` returns; in training, with the states of a loader that saves its own."""
+        prepared = self._distribute(loader, shuffle, mode)
+        if mode == RunningStage.TRAINING and isinstance(prepared, DataLoader) and not is_divided(prepared):
+            return keep_states(prepared) if is_stateful(prepared) else prepared
+        return prepared
+
+    def _distribute(self, loader: object, shuffle: bool, mode: RunningStage) -> object:
         """Return a copy of `loader` that yields this rank's batches. *Collective* if the dataset shards itself.
 
         A loader is left to Lightning if it is not a `DataLoader`, if it has a distributed sampler, or if the trainer
@@ -112,19 +116,13 @@ class LoaderDistributor:
         index = self._index_of_next_loader(mode)
         if training and index == 0:
             self.position.sources = []
+        name = f"{mode.value} {index}"
+        distributed: Loader
         source: Source
         if not isinstance(loader.dataset, IterableDataset):
-            shared_rng = draws_as_one_process(self._sampling, shard.data_size)
             predicting = mode == RunningStage.PREDICTING
-            several_ranks = self._dims.num_ranks > 1
             distributed, source = distribute_map_style(
-                loader,
-                shard,
-                self._seed,
-                index,
-                shared_rng=shared_rng,
-                predicting=predicting,
-                several_ranks=several_ranks,
+                loader, shard, self._seed, index, self._dims, predicting=predicting
             )
         elif self._sampling.shard_iterable and not isinstance(loader.dataset, IterDataPipe):
             distributed, source = distribute_iterable(loader, shard, self._seed, index)
@@ -132,14 +130,12 @@ class LoaderDistributor:
             self._check_data_pipe(loader)
             group = self._dims.data_rank_group().group
             distributed = synchronize_self_sharded(loader, shard, group)
-            return self._strip_padding(self._drawing_own(distributed, f"{mode.value} {index}"), mode)
+            return self._strip_padding(self._drawing_own(distributed, name), mode)
         if training:
             source.rejects_repeated_samples = self._draws_itself("training_step")
-        distributed = self._drawing_own(distributed, f"{mode.value} {index}")
-        source.set_epoch(self._epoch)
-        if training and not _resumes_itself(loader):
             self.position.sources.append(source)
-        return self._strip_padding(distributed, mode)
+        source.set_epoch(self._epoch)
+        return self._strip_padding(self._drawing_own(distributed, name), mode)
 
     def _drawing_own(self, loader: Loader, name: str) -> Loader:
         """Let the dataset draw random numbers of the data rank, in workers or in this process."""
@@ -186,54 +182,33 @@ class LoaderDistributor:
         self._last_index[mode] = self._epoch, index
         return index
 
-    def _replace_training_results(self) -> None:
+    def _replace_training_results(self, history: LoggedHistory) -> None:
         """Count each sample once in values logged in training, and check that the ranks log the same keys."""
         loop, end_epoch = self._trainer.fit_loop, self._trainer.fit_loop.on_advance_end
-        results = TrainingResults(self._trainer, self._dims, self, self.logged)
+        results = TrainingResults(self._trainer, self._dims, self.current_mark, history)
         set_results_of_fit(self._trainer, results)
 
-        def check_and_end_epoch() -> None:
-            results.check_keys()
-            with results.computed_before_hooks():
+        def join_and_end_epoch() -> None:
+            with results.ending_epoch():
                 end_epoch()
-            self.logged.begin_part()
 
-        shadow_method(loop, "on_advance_end", check_and_end_epoch, self._undo)
+        shadow_method(loop, "on_advance_end", join_and_end_epoch, self._undo)
         self._undo.callback(results.end_step)
 
-    def loss_weight(self) -> float:
-        """Return the weight of this rank's mean loss in the mean over ranks, in the current training step.
+    def current_mark(self) -> Mark:
+        """Return how the batch of the current training step is divided.
 
-        It differs from 1 only with `split="global"`, if the size of a batch is not divisible by the number of ranks, so
-        that they get different numbers of samples. It is then 0 on a rank that runs a sample of another rank. If it is
-        1 on one rank, it is 1 on all.
+        It is uneven only with `split="global"`, if the size of a batch is not divisible by the number of ranks, so that
+        they get different numbers of samples.
         """
-        share = self._share()
-        return 1.0 if share is None else self.position.sources[0].loss_weights[self._step]
-
-    def repeats_a_sample(self) -> bool:
-        """Return whether the batch of the current training step has fewer samples than there are data ranks."""
-        share = self._share()
-        return share is not None and share[0] < self._dims.data_size
-
-    def had_larger_batches(self) -> bool:
-        """Return whether training batches before the last one had more samples than there are data ranks."""
-        return bool(self.position.sources) and self.position.sources[0].had_larger_batches
-
-    @property
-    def _step(self) -> int:
-        return self._trainer.fit_loop.epoch_loop.batch_idx
-
-    def _share(self) -> tuple[int, int] | None:
-        """Return what says how the current batch is unequally divided; `None` if it is divided equally."""
-        sources = self.position.sources
+        sources, step = self.position.sources, self._trainer.fit_loop.epoch_loop.batch_idx
         if self._sampling.split == "batch" or not sources:
-            return None
-        share = sources[0].shares.get(self._step)
-        if len(sources) > 1 and any(source.shares.get(self._step) != share for source in sources):
+            return EVEN
+        marks = [source.marks.get(step, EVEN) for source in sources]
+        if len({(mark.num_samples, mark.first) for mark in marks}) > 1:
             self._warn_about_unequal_loaders()
-            return None
-        return share
+            return EVEN
+        return marks[0]
 
     def _warn_about_unequal_loaders(self) -> None:
         if not self._has_warned:
@@ -252,8 +227,3 @@ def _is_distributed(loader: Loader) -> bool:
         isinstance(sampler, DistributedSampler) or (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"))
         for sampler in samplers(loader)
     )
-
-
-def _resumes_itself(loader: Loader) -> bool:
-    """Return whether the loader saves its own position, as torchdata's `StatefulDataLoader` does."""
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")

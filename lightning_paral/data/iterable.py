@@ -1,29 +1,36 @@
 """Distribute the loader of an iterable dataset: every rank reads the full stream and keeps its own batches."""
 
+import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain, count, islice
 from typing import Any, cast
 
+import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
 
 from lightning_paral.compat.private_name import is_named_by
 from lightning_paral.compat.torch.loaders import copy_without_workers, set_worker_info
-from lightning_paral.data.global_order import Seed
-from lightning_paral.data.loader import Loader, with_iteration
-from lightning_paral.data.order_rng import SeededRNG
-from lightning_paral.data.padding import (
-    CollatePadding,
-    CollateUneven,
-    MaybeUneven,
-    PaddingBatch,
-    UnevenBatch,
-    mark_maybe_uneven,
+from lightning_paral.data.division import (
+    MAYBE_PADDED,
+    PADDING,
+    Collate,
+    Mark,
+    Marked,
+    ShardSpec,
+    reject_or_warn_about_repeated_sample,
+    too_few_batches,
 )
-from lightning_paral.data.sampler import ShardSpec, reject_or_warn_about_repeated_sample, too_few_batches
+from lightning_paral.data.loaders import Loader, with_iteration
+from lightning_paral.data.order import OrderRNG, Seed
+from lightning_paral.distributed.exchange import any_rank, every_rank, gather_ints
 from lightning_paral.distributed.rng_state import derive_seed
 from lightning_paral.errors import ConfigurationError
+
+_NUM_STATES = 8  # of the last steps, of which a save leaves out those that were read but not trained on
+_END = object()
 
 
 def distribute_iterable(
@@ -67,13 +74,18 @@ def with_stream(loader: Loader, stream: "ShardedIterable") -> Loader:
     if loader.batch_size is not None:
         changes["batch_size"] = stream.local_batch_size
         changes["batch_sampler"] = BatchSampler(forwarder, stream.local_batch_size, drop_last=False)  # type: ignore[arg-type]
+    marks = stream.shard.split == "global" and stream.shard.data_size > 1
+    if stream.shard.may_need_padding or stream.keeps_states or marks:
+        changes["collate_fn"] = Collate(loader.collate_fn)
+    changed = copy_without_workers(loader, **changes)
     if stream.shard.may_need_padding:
-        changes["collate_fn"] = CollatePadding(loader.collate_fn)
-        return with_iteration(copy_without_workers(loader, **changes), stream.mark_maybe_uneven)
-    if stream.shard.split == "global" and stream.shard.data_size > 1:
-        changes["collate_fn"] = CollateUneven(loader.collate_fn)
-        return with_iteration(copy_without_workers(loader, **changes), stream.record_uneven)
-    return copy_without_workers(loader, **changes)
+        return with_iteration(changed, _mark_all)
+    return with_iteration(changed, stream.without_marks) if "collate_fn" in changes else changed
+
+
+def _mark_all(batches: Iterator[Any]) -> Iterator[Any]:
+    for batch in batches:
+        yield batch if isinstance(batch, Marked) else Marked(batch, MAYBE_PADDED)
 
 
 class ShardedIterable(IterableDataset[Any]):
@@ -100,10 +112,11 @@ class ShardedIterable(IterableDataset[Any]):
         self.shard = shard
         self.batch_size = batch_size
         self.drop_last = drop_last
-        self.loss_weights: dict[int, float] = {}
-        """With `split="global"`, the weight of this rank's mean loss in the mean over ranks, by step; 1 if missing."""
-        self.shares: dict[int, tuple[int, int]] = {}
-        """By step, what says how a batch is unequally divided, equal on all ranks: its size and its first data rank."""
+        self.marks: dict[int, Mark] = {}
+        """The marks of uneven steps of training."""
+        self.keeps_states = shard.remainder != "pad" and is_stateful(dataset)
+        """Whether a run resumes by the dataset's own state."""
+        self._states: dict[int, dict[str, Any]] = {}  # after each of the last steps
         self.rejects_repeated_samples = False
         """Whether a training batch with fewer samples than ranks is an error."""
         self.has_warned = False
@@ -114,7 +127,7 @@ class ShardedIterable(IterableDataset[Any]):
         self._epoch = 0
         self._num_iterations = 0  # of this epoch, but of all epochs in persistent workers, which do not see `set_epoch`
         self._skip = 0
-        self._saved: Mapping[str, int] = {}
+        self._saved: Mapping[str, Any] = {}
         self.num_workers = 0
         """The number of workers of the loader."""
 
@@ -126,56 +139,54 @@ class ShardedIterable(IterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the epoch of the next iteration."""
         if epoch != self._epoch:
-            self._epoch, self._skip, self._num_finished_steps = epoch, 0, 0
-            self.loss_weights.clear()
-            self.shares.clear()
+            self._epoch, self._skip, self._saved, self._num_finished_steps = epoch, 0, {}, 0
+            self.marks.clear()
+            self._states.clear()
         self._num_iterations = 0
 
-    def resume(self, epoch: int, num_samples: int, saved: Mapping[str, int] | None = None) -> None:
-        """Make the next iteration an iteration of `epoch` that skips the first `num_samples` of the stream.
+    def position(self, num_steps: int) -> dict[str, Any]:
+        """Return the position in the stream after `num_steps` steps of this epoch.
 
-        Args:
-            epoch: the epoch.
-            num_samples: the number of samples to skip.
-            saved: the `"step_size"` and `"num_workers"` of the run that used them; `None` for those of this run.
+        It contains the dataset's own states, if it has any: one or, if the workers have asked for their parts, that of
+        each part. Without them, the stream is read again.
+        """
+        size, num_workers = self.global_batch_size, max(1, self.num_workers)
+        last = [self._states.get(step) for step in range(max(0, num_steps - num_workers), num_steps)]
+        states: list[Any] = last[-1:] if last and last[-1] and last[-1]["part"] is None else last
+        turns = range(num_steps - len(states), num_steps)
+        is_known = all(
+            state is not None and state["part"] in (None, step % num_workers)
+            for step, state in zip(turns, states, strict=True)
+        )
+        position = {"repetition": 0, "samples": num_steps * size, "step_size": size, "num_workers": self.num_workers}
+        return position | ({"states": states} if states and is_known else {})
+
+    def resume(self, epoch: int, position: Mapping[str, Any], num_steps: int = 0) -> int:
+        """Make the next iteration start at `position` of `epoch`, which `position` returned, at any world size.
+
+        Returns:
+            The number of steps of the epoch before `position` at this world size.
         """
         self.set_epoch(epoch)
-        self._skip, self._saved = num_samples, saved or {}
+        self._skip, self._saved = position["samples"], position
+        return self._skip // self.global_batch_size
 
-    def record_uneven(self, batches: Iterator[Any], restart: object = None) -> Iterator[Any]:
-        """Yield `batches` without marks. Record how those of uneven steps are divided among the ranks."""
+    def without_marks(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches of training without marks. Record how uneven steps are divided, and the dataset's states."""
         step = self._num_finished_steps or self._skip // self.global_batch_size
         for batch in batches:
-            if isinstance(batch, UnevenBatch):
-                size = batch.num_samples
-                self.shares[step] = size, 0
-                self.loss_weights[step] = self._weight(size)
-                if size < self.shard.data_size:
-                    reject_or_warn_about_repeated_sample(self, size, self.shard.data_size)
-                batch = batch.batch
+            if isinstance(batch, Marked):
+                mark, batch = batch, batch.batch
+                if mark.state is not None:
+                    self._states[step] = mark.state
+                    self._states.pop(step - _NUM_STATES - self.num_workers, None)
+                if (size := mark.mark.num_samples) is not None:
+                    self.marks[step] = mark.mark
+                    if size < self.shard.data_size:
+                        reject_or_warn_about_repeated_sample(self, size, self.shard.data_size)
             step += 1
             yield batch
         self._num_finished_steps = step
-
-    def mark_maybe_uneven(self, batches: Iterator[Any], restart: object = None) -> Iterator[Any]:
-        """Yield `batches`, marked as `MaybeUneven` unless they are padding, with the weights of uneven steps."""
-        for batch in mark_maybe_uneven(batches):
-            if isinstance(batch, MaybeUneven) and isinstance(batch.batch, UnevenBatch):
-                uneven = batch.batch
-                shows_constants = uneven.num_samples > self.shard.data_size or self.had_larger_batches
-                yield MaybeUneven(uneven.batch, True, self._weight(uneven.num_samples), shows_constants)
-            else:
-                yield batch
-
-    def _weight(self, num_samples: int) -> float:
-        """Return this rank's number of samples, divided by the mean number, in a step of `num_samples`."""
-        data_rank, data_size = self.shard.data_rank, self.shard.data_size
-        return len(range(data_rank, num_samples, data_size)) * data_size / num_samples
-
-    @property
-    def had_larger_batches(self) -> bool:
-        """Whether the batches before the last one had more samples than there are data ranks."""
-        return self.global_batch_size > self.shard.data_size
 
     @property
     def global_batch_size(self) -> int:
@@ -199,27 +210,43 @@ class ShardedIterable(IterableDataset[Any]):
         worker = get_worker_info()
         worker = getattr(worker, "worker", worker)  # in a later epoch of a persistent worker
         worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        rng = SeededRNG(derive_seed(self._seed.value, self._loader_index, self._epoch, self._num_iterations))
-        num_samples_to_skip = self._skip if not self._num_iterations else 0
+        seed = derive_seed(self._seed.value, self._loader_index, self._epoch, self._num_iterations)
+        rng, dataset = OrderRNG(seed=seed), cast(Any, self.dataset)
+        saved: Mapping[str, Any] = self._saved if not self._num_iterations else {}
+        num_samples_to_skip, num_missing = (0 if self._num_iterations else self._skip), 0
         self._num_iterations += 1
         beginning: list[Any] = []
-        step_size = self._saved.get("step_size", self.global_batch_size)
+        step_size = saved.get("step_size", self.global_batch_size)
         num_steps_to_skip = num_samples_to_skip // step_size
         info = _PartInfo(worker, (worker_id + num_steps_to_skip) % num_workers, self.dataset)
         if worker is not None:
             set_worker_info(info)
+        states = {each["part"]: each for each in saved.get("states", ())} if self.keeps_states else {}
+        fills_last_step = self.shard.remainder == "wrap" and self.shard.data_size > 1
+        starts_there = None in states and not fills_last_step
+        if starts_there:
+            dataset.load_state_dict(states[None]["dataset"])
+            rng.states = states[None]["generators"]
+        state = None
         with rng.drawing():
-            stream = iter(self.dataset)
+            stream = iter(dataset)
             stream = chain(list(islice(stream, 1)), stream)
             if info.was_asked:  # and so the stream is this worker's part, of which each batch counts
                 num_samples_to_skip = len(range(info.id, num_steps_to_skip, num_workers)) * step_size
                 worker_id, num_workers = 0, 1
-            if num_samples_to_skip >= self.global_batch_size:
-                first, local, size = self._read_global_batch(stream, keep=True)
-                beginning = local or first
-                num_samples_to_skip -= size
-            num_missing = num_samples_to_skip - sum(1 for _ in islice(stream, num_samples_to_skip))
-        had = self._saved.get("num_workers", self.num_workers)
+            part = info.id if info.was_asked else None
+            if not starts_there:
+                state = states.get(part)
+                if num_samples_to_skip >= self.global_batch_size and (state is None or fills_last_step):
+                    first, local, size = self._read_global_batch(stream, keep=True)
+                    beginning = local or first
+                    num_samples_to_skip -= size
+                if state is None:
+                    num_missing = num_samples_to_skip - sum(1 for _ in islice(stream, num_samples_to_skip))
+        if state is not None:
+            dataset.load_state_dict(state["dataset"])
+            rng.states, stream = state["generators"], iter(dataset)
+        had = saved.get("num_workers", self.num_workers)
         if info.was_asked and num_steps_to_skip and (had != self.num_workers or num_missing >= step_size):
             raise ConfigurationError(
                 f"{type(self.dataset).__name__} divides itself by get_worker_info(). A run can continue inside an "
@@ -230,8 +257,12 @@ class ShardedIterable(IterableDataset[Any]):
             mine = step % num_workers == worker_id
             with rng.drawing():
                 first, local, size = self._read_global_batch(stream, mine or not step)
+                own = copy.deepcopy(dataset.state_dict()) if self.keeps_states and mine else None
             beginning = beginning or local or first
             if size == self.global_batch_size or self._is_full(size):
+                if own is not None and local:
+                    kept = {"part": part, "dataset": own, "generators": rng.states}
+                    local[-1] = Marked(local[-1], Mark(), kept)
                 yield from local if mine else ()
             elif mine:
                 yield from self._remainder(beginning, first, local, step, size)
@@ -269,10 +300,13 @@ class ShardedIterable(IterableDataset[Any]):
             return []
         is_padding = self.shard.remainder == "pad"
         if is_padding and not local:
-            return [PaddingBatch(sample) for sample in first[: self.local_batch_size]]
+            return [Marked(sample, PADDING) for sample in first[: self.local_batch_size]]
         if self.shard.split == "global":
             uneven = local or first[:1]  # a rank without a sample runs one of another rank
-            return [UnevenBatch(sample, size) for sample in uneven] if size % self.shard.data_size else uneven
+            had_larger = self.global_batch_size > self.shard.data_size
+            mark = self.shard.mark_parts(size, 0, had_larger_steps=had_larger)
+            mark = dataclasses.replace(mark, some_have_none=mark.some_have_none or is_padding)
+            return [Marked(sample, mark) for sample in uneven] if size % self.shard.data_size else uneven
         if is_padding:
             return local
         if self.shard.remainder == "wrap":
@@ -310,3 +344,70 @@ class _EpochForwarder:
 
     def set_epoch(self, epoch: int) -> None:
         self._dataset.set_epoch(epoch)
+
+
+def is_stateful(source: object) -> bool:
+    """Return whether a dataset or loader saves and loads its own position, as those of streaming libraries do."""
+    return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+
+
+def synchronize_self_sharded(loader: Loader, shard: ShardSpec, group: dist.ProcessGroup | None) -> Loader:
+    """Return a copy of `loader` that yields the same number of batches on every rank. *Collective* over `group`.
+
+    Iterating over the copy is also *collective*, once per batch. With one data rank, return `loader` itself.
+    """
+    if shard.data_size == 1:
+        return loader
+    rank_zero_info(
+        f"{type(loader.dataset).__name__} shards itself. Ranks may have different numbers of batches, so they agree "
+        "before each batch whether to continue."
+    )
+
+    def iterate(batches: Iterator[Any]) -> Iterator[Any]:
+        agree = partial(any_rank, group=group), partial(every_rank, group=group)
+        in_step = in_lockstep(batches, partial(iter, loader), shard, *agree)
+        return _mark_all(in_step) if shard.remainder == "pad" else in_step
+
+    try:
+        length = len(loader)
+    except TypeError:
+        length = -1
+    lengths = gather_ints(length, group)
+    if min(lengths) < 0:
+        return with_iteration(loader, iterate)
+    return with_iteration(loader, iterate, min(lengths) if shard.remainder == "drop" else max(lengths))
+
+
+def in_lockstep(
+    batches: Iterator[Any],
+    restart: Callable[[], Iterator[Any]],
+    shard: ShardSpec,
+    any_rank: Callable[[bool], bool],
+    every_rank: Callable[[bool], bool],
+) -> Iterator[Any]:
+    """Yield the same number of batches on every rank. *Collective*, once per batch.
+
+    With `shard.remainder="drop"`, all ranks stop when the first one runs out of batches. Otherwise they stop when the
+    last one does. Until then, the others start over (`"wrap"`) or yield padding batches (`"pad"`).
+
+    Args:
+        batches: the batches of this rank.
+        restart: a function that returns a new iterator over the batches of this rank.
+        shard: only its `remainder` is used.
+        any_rank: a function that returns whether a flag is true on any rank; *collective*.
+        every_rank: a function that returns whether a flag is true on every rank; *collective*.
+    """
+    first_pass, last = True, None
+    while True:
+        batch = next(batches, _END)
+        first_pass = first_pass and batch is not _END
+        if not (every_rank(first_pass) if shard.remainder == "drop" else any_rank(first_pass)):
+            return
+        if batch is not _END:
+            last = batch
+        elif shard.remainder == "wrap":
+            batches = restart()
+            batch = next(batches, None)
+        else:
+            batch = Marked(last, PADDING)
+        yield batch

@@ -59,7 +59,7 @@ class OwnDraws:
         with own_numbers(derive_seed(*place, name, self._counts[name], self._data_rank)):
             yield
 
-    def reading(self, loader: str, batches: Iterator[Any], restart: object) -> Iterator[Any]:
+    def reading(self, loader: str, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield `batches` of the loader of this name, which this process reads from the dataset itself."""
         while True:
             with nullcontext() if self._trainer is None else self._drawing(loader):

@@ -7,8 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
-from lightning_paral.data.iterable import ShardedIterable
-from lightning_paral.data.sampler import ShardSpec
+from lightning_paral.data.division import ShardSpec
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.errors import ConfigurationError
 
@@ -46,7 +45,7 @@ def _shard_of(loader: Any) -> tuple[ShardSpec, set[int]]:
     for source in (sampler, getattr(loader, "sampler", None), dataset):
         shard = getattr(source, "shard", None)
         if isinstance(shard, ShardSpec):
-            return shard, set() if isinstance(source, ShardedIterable) else source.padding_steps  # type: ignore[union-attr]
+            return shard, {step for step, mark in source.marks.items() if mark.is_padding}  # type: ignore[union-attr]
     raise ConfigurationError(
         f"GatherPredictions does not know in which order the ranks drew from {type(loader).__name__}: the "
         "strategy did not distribute it. Pass a DataLoader without a distributed sampler, and leave "

@@ -1,20 +1,28 @@
 """The position of training in its data, which is saved in checkpoints and restored at any world size."""
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_paral.compat.lightning.loops import restart_training_data, training_data_has_started
-from lightning_paral.data.global_order import Seed
-from lightning_paral.data.iterable import ShardedIterable
+from lightning_paral.data.iterable import ShardedIterable, is_stateful
+from lightning_paral.data.loaders import Loader, with_iteration
+from lightning_paral.data.order import Seed
 from lightning_paral.data.sampler import RankBatchSampler
+from lightning_paral.distributed.exchange import all_ranks
 
 Source = RankBatchSampler | ShardedIterable
 
 
 class DataPosition:
     """The position in the training loaders of a run.
+
+    A loader that the strategy divides is resumed by the position of its source. A loader that it does not divide, and
+    that saves its own state, is resumed by that: each rank by its own.
 
     Args:
         trainer: the Trainer, which counts the steps.
@@ -23,20 +31,27 @@ class DataPosition:
 
     def __init__(self, trainer: Trainer, seed: Seed) -> None:
         self.sources: list[Source] = []
-        """The object that draws the batches of each training loader."""
+        """The object that draws the batches of each training loader that is divided."""
         self._trainer = trainer
         self._seed = seed
 
-    def state(self) -> dict[str, Any]:
-        """Return the position for a checkpoint."""
+    def state(self, *, with_all_ranks: bool = True) -> dict[str, Any]:
+        """Return the position for a checkpoint. *Collective* over the world if loaders have states of their own.
+
+        Args:
+            with_all_ranks: whether all ranks call this. Otherwise loaders' own states are those of this rank.
+        """
         fit_loop = self._trainer.fit_loop
         num_steps = num_processed(fit_loop.epoch_loop.batch_progress)
+        is_last = fit_loop.epoch_loop.batch_progress.is_last_batch
+        own = [_own_state(loader, None if is_last else num_steps) for loader in self._stateful_loaders()]
         return {
             "seed": self._seed.value,
             # The epoch that started last. Lightning's counters do not tell: `processed` counts it at its end,
             # `completed` after its end hooks, and `started` omits one after resuming at the end of an epoch.
             "epoch": self.sources[0].epoch if self.sources else 0,
             "loaders": [_position(source, num_steps) for source in self.sources],
+            "own_states": (all_ranks().gather(own) if with_all_ranks else [own]) if own else [],
         }
 
     def resume(self, state: dict[str, Any], restore_rng: Callable[[], None]) -> bool:
@@ -62,11 +77,14 @@ class DataPosition:
         epoch = num_processed(fit_loop.epoch_progress)
         num_steps = num_processed(fit_loop.epoch_loop.batch_progress)
         inside_epoch = state["epoch"] == epoch and num_steps > 0 and len(state["loaders"]) == len(self.sources)
+        is_last = fit_loop.epoch_loop.batch_progress.is_last_batch
+        has_loaded = self._load_own_states(state.get("own_states", []), 0 if is_last else num_steps)
         if self.sources:  # otherwise the user's own loaders decide where they start
             if inside_epoch:
                 self._move(state["loaders"], epoch, num_steps)
             else:
                 restore()
+        if self.sources or has_loaded:
             # The current iterator starts at the first batch, and its workers may already have loaded some batches.
             restart_training_data(self._trainer)
         if inside_epoch:
@@ -76,14 +94,77 @@ class DataPosition:
 
     def _move(self, positions: list[dict[str, Any]], epoch: int, num_steps: int) -> None:
         moved = [
-            _resume(source, epoch, position, num_steps)
-            for source, position in zip(self.sources, positions, strict=True)
+            source.resume(epoch, position, num_steps) for source, position in zip(self.sources, positions, strict=True)
         ]
         # Rewrite the progress counters as if this world size had taken every step of the epoch; otherwise Lightning
         # would end the epoch at the wrong batch.
         progress = self._trainer.fit_loop.epoch_loop.batch_progress.current
         for counter in ("ready", "started", "processed", "completed"):
             setattr(progress, counter, getattr(progress, counter) + moved[0] - num_steps)
+
+    def _stateful_loaders(self) -> list[Any]:
+        """Return the training loaders that are not divided and save their own state."""
+        loaders = self._trainer.train_dataloader
+        found = [] if loaders is None else CombinedLoader(loaders).flattened
+        return [loader for loader in found if is_stateful(loader) and not is_divided(loader)]
+
+    def _load_own_states(self, by_rank: list[list[Any]], num_steps: int) -> bool:
+        """Load the loaders' own states of this rank. Return whether there are any."""
+        ranks, loaders = all_ranks(), self._stateful_loaders()
+        if not by_rank or len(by_rank[0]) != len(loaders):
+            return False
+        if len(by_rank) != ranks.world_size:
+            rank_zero_warn(
+                f"The checkpoint has the states of the training loaders of {len(by_rank)} ranks, but this run has "
+                f"{ranks.world_size}. Loaders that the strategy does not divide, such as "
+                f"{type(loaders[0]).__name__}, load the state of rank 0 on all ranks. Whether they then continue with "
+                "the samples that are left depends on their library. Resume at the same number of ranks, or from a "
+                "checkpoint saved at the end of an epoch."
+            )
+        states = by_rank[ranks.rank if len(by_rank) == ranks.world_size else 0]
+        for loader, state in zip(loaders, states, strict=True):
+            loader.load_state_dict(state)
+            getattr(loader, "paral_states", _States()).num_steps = num_steps
+        return True
+
+
+class _States(deque[tuple[int, Any]]):
+    """The states of a loader after the last steps of the epoch, each with the number of steps before it."""
+
+    num_steps = 0
+    """The number of steps before the next iteration."""
+
+
+def keep_states(loader: Loader) -> Loader:
+    """Return a copy of a training loader with a state of its own, of which the states after the last steps are kept.
+
+    Lightning reads a batch before the previous one was trained on, if the loader has no length, and so before a save.
+    """
+    states = _States(maxlen=4)
+
+    def iterate(batches: Iterator[Any]) -> Iterator[Any]:
+        num_steps, states.num_steps = states.num_steps, 0
+        states.clear()
+        for batch in batches:
+            num_steps += 1
+            states.append((num_steps, changed.state_dict()))  # type: ignore[attr-defined]
+            yield batch
+
+    changed = with_iteration(loader, iterate)
+    vars(changed)["paral_states"] = states
+    return changed
+
+
+def _own_state(loader: Any, num_steps: int | None) -> Any:
+    """Return the state of `loader` after `num_steps` steps of the epoch; the current one at the end of an epoch."""
+    states = dict(getattr(loader, "paral_states", ()))
+    return states[num_steps] if num_steps in states else loader.state_dict()
+
+
+def is_divided(loader: Any) -> bool:
+    """Return whether the strategy divides the batches of `loader` among the ranks."""
+    parts = (getattr(loader, name, None) for name in ("batch_sampler", "sampler", "dataset"))
+    return any(isinstance(part, RankBatchSampler | ShardedIterable) for part in parts)
 
 
 def num_processed(progress: Any) -> int:
@@ -92,11 +173,9 @@ def num_processed(progress: Any) -> int:
 
 
 def _position(source: Source, num_steps: int) -> dict[str, Any]:
-    if isinstance(source, RankBatchSampler):
-        generators = [generator.get_state() for generator in source.order.generators()] if source.order.shared else []
-        return source.position(num_steps) | ({"generators": generators} if generators else {})
-    size, num_workers = source.global_batch_size, source.num_workers
-    return {"repetition": 0, "samples": num_steps * size, "step_size": size, "num_workers": num_workers}
+    position = source.position(num_steps)
+    generators = source.order.generators() if isinstance(source, RankBatchSampler) and source.order.shared else ()
+    return position | ({"generators": [each.get_state() for each in generators]} if generators else {})
 
 
 def _restore_generators(source: Source, position: dict[str, Any]) -> None:
@@ -104,11 +183,3 @@ def _restore_generators(source: Source, position: dict[str, Any]) -> None:
     if isinstance(source, RankBatchSampler) and source.order.shared:
         for generator, state in zip(source.order.generators(), position.get("generators", ()), strict=False):
             generator.set_state(state)
-
-
-def _resume(source: Source, epoch: int, position: dict[str, Any], num_steps: int) -> int:
-    """Move `source` to `position`. Return the number of steps before it."""
-    if isinstance(source, RankBatchSampler):
-        return source.resume(epoch, position, num_steps)
-    source.resume(epoch, position["samples"], position)
-    return int(position["samples"]) // source.global_batch_size

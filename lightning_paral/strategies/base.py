@@ -15,7 +15,7 @@ from lightning_paral.averaging.callbacks import forget_ended
 from lightning_paral.averaging.run import RunAverages
 from lightning_paral.callbacks.preemption import Preemption, handle_signals
 from lightning_paral.checkpoint.sharded_state import WeightShards
-from lightning_paral.data.distribute import draws_as_one_process
+from lightning_paral.data.loaders import draws_as_one_process
 from lightning_paral.distributed.host_allocator import RETURNED_WHILE_BUILDING, FreedInPieces, return_large_tensors
 from lightning_paral.distributed.process_group import join_process_group
 from lightning_paral.model.activation_checkpointing import checkpoint_units
@@ -200,7 +200,8 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, Ch
             StorageOptionsError: `storage_options` were given, but no `CheckpointIO` that accepts them.
         """
         with self._sharded_state.reading():
-            super().save_checkpoint(self._data.with_position(checkpoint), filepath, storage_options)
+            checkpoint = self._data.with_position(checkpoint, with_all_ranks=not self._is_failing)
+            super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint; in a fit, load the position in the data as well. *Collective* over the world.

@@ -1,16 +1,14 @@
 """Check that the ranks of a run do not differ: settings, parameters, optimizers, steps, and values of replicas."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
@@ -19,13 +17,11 @@ from torch.optim import Optimizer
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.lightning.monitored_values import change_monitored, restore_monitored
 from lightning_paral.compat.torch.ddp_ignored import ignored_by_ddp
-from lightning_paral.data.logged_agreement import LoggedAgreement
 from lightning_paral.distributed.divergence import EpochAgreement, ReplicaCheck
 from lightning_paral.distributed.exchange import check_same
 from lightning_paral.distributed.failure import FailureWatch
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.trainer_of import trainer_of
 from lightning_paral.strategies.description import StrategyDescription
 from lightning_paral.strategies.run_data import RunData
 
@@ -62,8 +58,6 @@ class RankAgreement(StrategyDescription):
     _watcher: RankWatcher | None = None
     _failures: FailureWatch | None = None
     _data: RunData
-    _logged_agreement: LoggedAgreement | None = None
-    """During a run with several data ranks."""
     _steps: EpochAgreement | None = None
     """During a fit with several ranks."""
     _replica_check: ReplicaCheck | None = None
@@ -153,9 +147,6 @@ class RankAgreement(StrategyDescription):
     def _begin_agreement(self, trainer: Trainer) -> None:
         """Compare the ranks until `_end_agreement`. *Collective* over the world."""
         self._undo_agreement = ExitStack()
-        if self._watcher is not None and self._failures is not None and self.dims.data_size > 1:
-            self._logged_agreement = LoggedAgreement(self._data.logged, self.dims, self._failures.end_with)
-            self._watcher.add(self._logged_agreement)
         if not self._is_fit or self._watcher is None:
             return
         batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
@@ -173,13 +164,6 @@ class RankAgreement(StrategyDescription):
             self._replica_check = ReplicaCheck(self.divergence_check_every, self._replicas, self.dims)
 
     def _end_agreement(self) -> None:
-        trainer = trainer_of(self.lightning_module)
-        if self._watcher is not None and self._logged_agreement is not None and trainer is not None:
-            self._watcher.remove(self._logged_agreement)
-            if trainer.state.status == TrainerStatus.RUNNING:
-                with suppress(dist.DistError, RuntimeError):  # rank 0, which serves the store, may have ended
-                    self._logged_agreement.end(self._watcher.main_store)
-        self._logged_agreement = None
         if self._watcher is not None and self._steps is not None:
             self._watcher.remove(self._steps)
         if self._undo_agreement is not None:
@@ -187,7 +171,6 @@ class RankAgreement(StrategyDescription):
         self._steps = self._replica_check = self._undo_agreement = None
 
     def _agree_on_end_of_epoch(self, trainer: Trainer) -> None:
-        self._data.logged.begin_part(f"the hooks at the end of epoch {trainer.current_epoch}")
         if self._steps is not None:
             self._steps.end_epoch(trainer.current_epoch)
             self._check_same_hyper_parameters()
@@ -200,16 +183,6 @@ class RankAgreement(StrategyDescription):
         """
         super().setup_optimizers(trainer)
         self._check_same_optimizers()
-
-    def on_validation_end(self) -> None:
-        """Notice from now on if a rank waits for a value that this rank has not logged in the hooks before."""
-        super().on_validation_end()
-        self._data.logged.begin_part()
-
-    def on_test_end(self) -> None:
-        """Notice from now on if a rank waits for a value that this rank has not logged in the hooks before."""
-        super().on_test_end()
-        self._data.logged.begin_part()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the training step.
@@ -234,7 +207,6 @@ class RankAgreement(StrategyDescription):
         """Run the backward pass."""
         if self._steps is not None and getattr(self.model, "require_backward_grad_sync", True):
             self._steps.backwards += 1
-            self._data.logged.begin_part()
         return super().backward(closure_loss, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:

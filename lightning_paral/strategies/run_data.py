@@ -8,8 +8,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_paral.data import LoaderDistributor
-from lightning_paral.data.distribute import draws_as_one_process
-from lightning_paral.data.logged_agreement import LoggedHistory
+from lightning_paral.data.loaders import draws_as_one_process
 from lightning_paral.data.resume import DataPosition
 from lightning_paral.distributed.exchange import all_ranks
 from lightning_paral.distributed.mesh import ParallelDims
@@ -33,8 +32,6 @@ class RunData:
         self._has_fit = False
         self._dims = ParallelDims()
         self._sampling = Sampling()
-        self.logged = LoggedHistory()
-        """Which logged values this rank has reduced in which step of the run."""
         self._saved_position: dict[str, Any] | None = None
         self._random_states: Sequence[dict[str, Any]] = ()
 
@@ -52,7 +49,6 @@ class RunData:
         """
         self._dims, self._sampling, self._saved_position = dims, sampling, None
         self._injection = LoaderDistributor(trainer, dims, sampling, seed, run_padding=forward_has_collectives)
-        self.logged = self._injection.logged
         is_fit = trainer.state.fn == TrainerFn.FITTING
         if is_fit or not self._has_fit:
             self._position = self._injection.position
@@ -65,13 +61,20 @@ class RunData:
 
     def loss_weight(self) -> float:
         """Return the weight of this rank's loss in the mean over ranks; 1.0 if all have the same number of samples."""
-        return 1.0 if self._injection is None else self._injection.loss_weight()
+        return 1.0 if self._injection is None else self._injection.current_mark().weight
 
-    def with_position(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return `checkpoint`, in Lightning's format, with the position in the data, unless it has only weights."""
+    def with_position(self, checkpoint: dict[str, Any], *, with_all_ranks: bool = True) -> dict[str, Any]:
+        """Return `checkpoint` with the position in the data added, unless it contains only weights.
+
+        *Collective* over the world if a training loader saves its own state.
+
+        Args:
+            checkpoint: a checkpoint in Lightning's format.
+            with_all_ranks: whether all ranks call this. Otherwise such a state is that of this rank.
+        """
         if self._position is None or "loops" not in checkpoint:
             return checkpoint
-        return {**checkpoint, _KEY: self._position.state()}
+        return {**checkpoint, _KEY: self._position.state(with_all_ranks=with_all_ranks)}
 
     def load(self, checkpoint: dict[str, Any], random_states: Sequence[dict[str, Any]] | None) -> None:
         """Remove the position from `checkpoint`, and keep it for `resume`.
@@ -85,6 +88,9 @@ class RunData:
         position = checkpoint.pop(_KEY, None)
         if random_states is not None:
             self._saved_position, self._random_states = position, random_states
+            if position is not None:
+                # Lightning would load rank 0's states of loaders on all ranks, and also where the position is enough.
+                checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
 
     def resume(self, devices: Sequence[torch.device]) -> bool:
         """Move the training loaders to the loaded position. *Collective* over the world if a position was loaded.

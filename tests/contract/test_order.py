@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, WeightedRandomSampler
 
-from lightning_paral.data import global_order
+from lightning_paral.data import order
 from tests.contract.cases import strategy_of
 from tests.running import SaveAt, quiet_trainer
 
@@ -95,7 +95,7 @@ def fit(label: str, num_devices: int, case: dict[str, Any], **more: Any) -> tupl
     callbacks = [SaveAt(*save_at)] if save_at else []
     settings = {"max_epochs": case.get("epochs", 3), "devices": num_devices, "callbacks": callbacks} | more
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(global_order, "_CHUNK", case.get("chunk", global_order._CHUNK))
+        patch.setattr(order, "_CHUNK", case.get("chunk", order._CHUNK))
         quiet_trainer(strategy=strategy, **settings).fit(module, *loaders, ckpt_path=ckpt_path)
     return module.seen, module.validated
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import LBFGS
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_paral.data.parts.join import weighted_mean
+from lightning_paral.data.parts import weighted_mean
 from lightning_paral.engines.dp.rendezvous import Rendezvous
 from lightning_paral.engines.dp.replicate import Replicas
 from lightning_paral.errors import ConfigurationError

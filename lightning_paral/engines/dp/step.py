@@ -10,9 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_paral.data.parts.join import gather, join_training_output
-from lightning_paral.data.parts.logs import LogRecord, merge_logs
-from lightning_paral.data.parts.split import split_batch
+from lightning_paral.data.parts import LogRecord, gather, join_training_output, merge_logs, split_batch
 from lightning_paral.engines.dp.executor import run_replicas
 from lightning_paral.engines.dp.manual import BackwardPermit, ManualOptimization, rejecting_replica_steps
 from lightning_paral.engines.dp.metrics import MetricCopies

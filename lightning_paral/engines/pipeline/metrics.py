@@ -7,7 +7,7 @@ from typing import Any
 from torchmetrics import Metric
 
 from lightning_paral.compat.lightning.methods import shadow_method
-from lightning_paral.data.uneven_metrics import find_metrics
+from lightning_paral.data.metrics import find_metrics
 from lightning_paral.engines.pipeline.results import StepResults
 
 

@@ -9,9 +9,8 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from lightning_paral.data.padding import rollback_side_effects
-from lightning_paral.data.parts.join import weighted_mean
-from lightning_paral.data.parts.split import first_samples, num_samples_of
+from lightning_paral.data.parts import first_samples, num_samples_of, weighted_mean
+from lightning_paral.data.rollback import rollback_side_effects
 from lightning_paral.distributed.exchange import gather_objects
 from lightning_paral.engines.pipeline.dependencies import Dependencies
 from lightning_paral.engines.pipeline.groups import PipelineGroups

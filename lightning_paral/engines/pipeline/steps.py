@@ -9,10 +9,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_paral.compat.torch.pytree import tree_map_only
-from lightning_paral.data.padding import user_attributes
-from lightning_paral.data.parts.join import join_training_output
-from lightning_paral.data.parts.logs import LogRecord
-from lightning_paral.data.parts.split import num_samples_of, split_batch
+from lightning_paral.data.parts import LogRecord, join_training_output, num_samples_of, split_batch
+from lightning_paral.data.rollback import user_attributes
 from lightning_paral.distributed.exchange import check_same_batch
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.pipeline.attributes import SharedAttributes

@@ -15,8 +15,8 @@ from torch.nn import Module, Parameter
 from lightning_paral.checkpoint.dtensor_chunks import chunk_of_dtensor
 from lightning_paral.compat.torch.module_hooks import without_fsdp_loading
 from lightning_paral.compat.torch.modules import own_parameters, show_parameters
-from lightning_paral.data.padding import rollback_side_effects
-from lightning_paral.data.parts.split import first_samples
+from lightning_paral.data.parts import first_samples
+from lightning_paral.data.rollback import rollback_side_effects
 from lightning_paral.distributed.exchange import any_rank, gather_int_lists, gather_objects
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.rng_state import global_states

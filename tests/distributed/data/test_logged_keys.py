@@ -10,8 +10,10 @@ from torch import Tensor
 from torchmetrics import MeanMetric, Metric
 
 from lightning_paral.data import logged_keys
-from lightning_paral.data.logged_agreement import LoggedHistory
 from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.distributed.process_group import release_process_group
+from tests.contract.cases import strategy_of
+from tests.launching import leave_pool
 from tests.models.linear import Linear, ones
 from tests.running import quiet_trainer
 
@@ -50,7 +52,7 @@ def outcome(run: Any, trainer: Any, *arguments: Any, **options: Any) -> dict[str
     return {key: float(value) for key, value in trainer.callback_metrics.items()}
 
 
-def fit_module(module: Linear, strategy: str = "paral_ddp", **options: Any) -> dict[str, float] | str:
+def fit_module(module: Linear, strategy: Any = "paral_ddp", **options: Any) -> dict[str, float] | str:
     trainer = quiet_trainer(strategy=strategy, devices=2, **({"max_epochs": 1, "limit_val_batches": 0} | options))
     return outcome(trainer.fit, trainer, module, ones(), ones())
 
@@ -117,7 +119,7 @@ def reduce_on_device(keys: list[str], reduce_op: str) -> tuple[float, bool]:
         patch.setattr(logged_keys, "can_be_read_at_once", lambda value: False)
         flag, rank = logged_keys.DeviceFlag(), dist.get_rank()
         dims = ParallelDims(rank=rank, replicate=2)
-        check = logged_keys.CheckedReduce(keys[rank], reduce, dims, LoggedHistory(), flag)
+        check = logged_keys.CheckedReduce(keys[rank], reduce, dims, logged_keys.LoggedHistory(), flag)
         return float(check(torch.tensor(1.0), reduce_op=reduce_op)), flag.read(wait=True)
 
 
@@ -170,10 +172,13 @@ def validate_other_steps(distance: int, reduce_fx: str, in_group: bool) -> Any:
 def test_values_of_different_steps_are_not_reduced_together(
     on_ranks, distance: int, reduce_fx: str, in_group: bool
 ) -> None:
+    extra = "" if reduce_fx == "mean" else f" and reduce_fx='{reduce_fx}'"
     first, second = on_ranks(2, validate_other_steps, distance, reduce_fx, in_group, timeout=60.0)
 
     assert "in validation batch 1: rank 0 logged 'validation_step.x' with sync_dist=True" in first
-    assert "and rank 1 did not" in first
+    assert (
+        f"and rank 1 logged 'validation_step.x' with sync_dist=True{extra} in validation batch {1 + distance}" in first
+    )
     assert second == first
 
 
@@ -216,3 +221,29 @@ def validate_metric_of_rank_0(is_synchronized: bool) -> Any:
 def test_metric_that_rank_0_logs_in_evaluation_is_computed_on_all_ranks(on_ranks) -> None:
     assert on_ranks(2, validate_metric_of_rank_0, True, timeout=60.0) == [{"acc": 1.5}] * 2
     assert on_ranks(2, validate_metric_of_rank_0, False, timeout=60.0) == [{"acc": 1.0}, {}]
+
+
+class LeavesOut(Logging):
+    """Rank 1 does not log in batch 1."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.keys = ["a"], [] if batch_idx == 1 else ["a"]
+        return super().training_step(batch, batch_idx)
+
+
+def leave_out() -> str:
+    leave_pool()
+    try:
+        fit_module(LeavesOut("same", "mean", True), strategy_of("paral_ddp", timeout=3.0))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        release_process_group(after_failure=True)
+    return ""
+
+
+def test_value_that_a_rank_leaves_out_is_named_when_the_others_have_waited_for_the_timeout(in_own_world) -> None:
+    first, second = in_own_world(2, leave_out)
+
+    assert "This rank was reducing self.log('a', sync_dist=True). Every rank must log the same keys" in first
+    assert "did not finish within timeout=0:00:03" in second

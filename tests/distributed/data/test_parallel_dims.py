@@ -10,7 +10,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from torchmetrics import SumMetric
 
 from lightning_paral import ParalDDPStrategy
-from lightning_paral.data.loader import seed_workers_by_data_rank
+from lightning_paral.data.loaders import seed_workers_by_data_rank
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.errors import ConfigurationError
 from tests.models.linear import Linear

@@ -12,16 +12,16 @@ from torch.utils.data import DataLoader
 from lightning_paral import RankFailedError
 from lightning_paral.distributed.process_group import release_process_group
 from tests.contract.cases import strategy_of
-from tests.distributed.data.test_left_out_values import Logging
 from tests.launching import free_port
+from tests.models.linear import Linear
 from tests.running import quiet_trainer
 
 
-class FailsAtEnd(Logging):
+class FailsAtEnd(Linear):
     """Rank 0 fails at the end of the fit, while rank 1 returns its weights to the CPU."""
 
     def __init__(self) -> None:
-        super().__init__("none", 0)
+        super().__init__()
         self.sleeps = 30.0
 
     def on_train_end(self) -> None:

@@ -11,11 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_paral.data.global_order import Seed
-from lightning_paral.data.iterable import ShardedIterable, with_stream
-from lightning_paral.data.padding import MaybeUneven, PaddingBatch
-from lightning_paral.data.sampler import ShardSpec
-from lightning_paral.data.self_sharded import in_lockstep
+from lightning_paral.data.division import PADDING, Mark, Marked, ShardSpec, strip_padding
+from lightning_paral.data.iterable import ShardedIterable, in_lockstep, with_stream
+from lightning_paral.data.order import Seed
 from lightning_paral.errors import ConfigurationError
 
 exactly = settings(deadline=None, max_examples=60)
@@ -56,12 +54,7 @@ def loaders(
 
 
 def counted(batches: list[object]) -> list[list[int]]:
-    kept = [
-        batch.batch if isinstance(batch, MaybeUneven) else batch
-        for batch in batches
-        if not isinstance(batch, PaddingBatch)
-    ]
-    return [batch.tolist() for batch in kept]
+    return [batch.tolist() for batch in strip_padding(iter(batches))]
 
 
 @given(lengths, st.integers(1, 5), worlds, st.sampled_from(["batch", "global"]), st.booleans())
@@ -111,14 +104,15 @@ def test_parts_of_global_batches_join_to_the_stream(length, multiple, world_size
     expected = [list(range(start, min(start + size, length))) for start in range(0, length, size)]
     assert {len(batches) for batches in by_rank} == {len(expected)}
     for step, batch in enumerate(expected):
-        weights = [loader.dataset.loss_weights.get(step, 1.0) for loader in made]
+        marks = [loader.dataset.marks.get(step, Mark()) for loader in made]
+        weights = [mark.weight for mark in marks]
         parts = [batches[step] for batches, weight in zip(by_rank, weights, strict=True) if weight]
         assert sorted(sample for part in parts for sample in part) == batch
         assert all(batches[step] for batches in by_rank)
         # The mean over ranks of weighted means is the mean over the batch.
         means = [weight * mean(batches[step]) for batches, weight in zip(by_rank, weights, strict=True)]
         assert mean(means) == pytest.approx(mean(batch))
-        assert len({loader.dataset.shares.get(step) for loader in made}) == 1
+        assert len({(mark.num_samples, mark.first) for mark in marks}) == 1
     assert {loader.batch_size for loader in made} == {multiple}
 
 
@@ -142,7 +136,7 @@ def test_stream_resumes_after_the_samples_seen() -> None:
     for world_size in (1, 2, 3):
         resumed = loaders(Stream(30, shuffle=True), 4, world_size, "batch", "pad")
         for loader in resumed:
-            loader.dataset.resume(0, 8)
+            loader.dataset.resume(0, {"samples": 8})
         samples = [sample for loader in resumed for batch in counted(list(loader)) for sample in batch]
         assert sorted(samples) == sorted(whole[8:])
 
@@ -173,4 +167,4 @@ def agreed(lengths: list[int], remainder: str) -> list[list[object]]:
 def test_streams_that_shard_themselves_end_together() -> None:
     assert agreed([3, 5], "drop") == [[0, 1, 2], [0, 1, 2]]
     assert agreed([2, 5], "wrap") == [[0, 1, 0, 1, 0], [0, 1, 2, 3, 4]]
-    assert agreed([1, 3], "pad") == [[0, PaddingBatch(0), PaddingBatch(0)], [0, 1, 2]]
+    assert agreed([1, 3], "pad") == [[0, Marked(0, PADDING), Marked(0, PADDING)], [0, 1, 2]]

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from lightning_paral.data.global_order import GlobalOrder, Seed
-from lightning_paral.data.sampler import RankBatchSampler, ShardSpec
+from lightning_paral.data.division import ShardSpec
+from lightning_paral.data.order import GlobalOrder, Seed
+from lightning_paral.data.sampler import RankBatchSampler
 from lightning_paral.errors import ConfigurationError
 
 lengths, batch_sizes, worlds = st.integers(0, 700), st.integers(1, 9), st.integers(1, 9)
@@ -25,6 +26,10 @@ exactly = settings(deadline=None, max_examples=60)
 def sampler_of(rank: int, world_size: int, split: str, remainder: str, batches: Any) -> RankBatchSampler:
     shard = ShardSpec(data_rank=rank, data_size=world_size, split=split, remainder=remainder)
     return RankBatchSampler(GlobalOrder(batches, Seed(7), samplers=(batches, getattr(batches, "sampler", None))), shard)
+
+
+def padding_steps(sampler: RankBatchSampler) -> set[int]:
+    return {step for step, mark in sampler.marks.items() if mark.is_padding}
 
 
 def batches_of(length: int, batch_size: int) -> BatchSampler:
@@ -53,13 +58,14 @@ def test_evaluation_draws_each_sample_once_in_equally_many_steps(length, batch_s
         index
         for sampler, batches in zip(samplers, by_rank, strict=True)
         for step, batch in enumerate(batches)
-        if step not in sampler.padding_steps
+        if step not in padding_steps(sampler)
         for index in batch
     ]
     assert sorted(counted) == list(range(length))
     assert {len(batches) for batches in by_rank} == {len(samplers[0])}
-    padded = set().union(*(sampler.padding_steps for sampler in samplers))
-    assert all(sampler.uneven_steps == padded for sampler in samplers)
+    padded = set().union(*(padding_steps(sampler) for sampler in samplers))
+    for sampler in samplers:
+        assert {step for step, mark in sampler.marks.items() if mark.some_have_none} == padded
 
 
 @given(lengths, batch_sizes, worlds, remainders)
@@ -93,7 +99,7 @@ def test_parts_of_global_batches_join_to_those_of_one_process(length, batch_size
 
     assert [len(batches) for batches in by_rank] == [len(expected)] * world_size
     for step, batch in enumerate(expected):
-        weights = [sampler.loss_weights.get(step, 1.0) for sampler in samplers]
+        weights = [sampler.marks[step].weight if step in sampler.marks else 1.0 for sampler in samplers]
         parts = [batches[step] for batches, weight in zip(by_rank, weights, strict=True) if weight]
         assert sorted(index for part in parts for index in part) == sorted(batch)
         assert all(batches[step] for batches in by_rank)
@@ -125,7 +131,7 @@ def test_resuming_draws_the_remaining_samples_at_any_world_size(
         index
         for sampler, batches in zip(samplers, by_rank, strict=True)
         for step, batch in enumerate(batches, len(samplers[0]) - len(batches))
-        if step not in sampler.padding_steps
+        if step not in padding_steps(sampler)
         for index in batch
     ]
     assert sorted(left) == sorted(expected[position["samples"] :])
@@ -170,7 +176,7 @@ def test_ranks_draw_equally_from_samplers_that_depend_on_generators_only(split) 
         torch.manual_seed(rank), np.random.seed(rank), random.seed(rank)
         for step, batch in enumerate(sampler):
             torch.rand(rank + 1), np.random.rand(2), random.random()  # training draws from the generators as well
-            samples += batch if step not in sampler.padding_steps else []
+            samples += batch if step not in padding_steps(sampler) else []
 
     assert sorted(samples) == list(range(1000))
     with pytest.raises(TypeError, match="Bucketing has no length"):
@@ -214,7 +220,7 @@ def test_single_indices_go_to_the_ranks_in_turn() -> None:
         sampler.order.batched = False
 
     assert [list(sampler) for sampler in samplers] == [[0, 3, 6], [1, 4, 6], [2, 5, 6]]
-    assert [sampler.padding_steps for sampler in samplers] == [set(), {2}, {2}]
+    assert [padding_steps(sampler) for sampler in samplers] == [set(), {2}, {2}]
 
 
 def test_batch_with_fewer_samples_than_ranks_is_reported_once_in_training() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_paral import ConfigurationError
-from lightning_paral.data.parts.join import gather, join_training_output, weighted_mean
+from lightning_paral.data.parts import gather, join_training_output, weighted_mean
 
 CPU = torch.device("cpu")
 Output = namedtuple("Output", "scores labels")

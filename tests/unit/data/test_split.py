@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 from transformers import BatchEncoding
 
 from lightning_paral import ConfigurationError
-from lightning_paral.data.parts.split import split_batch
+from lightning_paral.data.parts import split_batch
 
 TWO = [torch.device("cpu")] * 2
 Pair = namedtuple("Pair", "inputs targets")

@@ -1,7 +1,7 @@
 """Update and gather torchmetrics as one process would, where ranks have different numbers of samples, or none."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from io import BytesIO
 from typing import Any
 
@@ -15,8 +15,7 @@ from torchmetrics import MeanMetric, Metric, MetricCollection
 
 from lightning_paral.compat.lightning.methods import replace_methods
 from lightning_paral.compat.lightning.metrics import replace_gathering, set_computed, set_value_of_step
-from lightning_paral.data.logged_agreement import LoggedHistory
-from lightning_paral.data.padding import rollback_side_effects, user_attributes
+from lightning_paral.data.rollback import rollback_side_effects, user_attributes
 from lightning_paral.distributed.mesh import ParallelDims
 
 _Metric = Metric | MetricCollection
@@ -57,19 +56,17 @@ def change_updates(metrics: Iterable[_Metric], weight: float, undo: ExitStack) -
             _replace(metric, "forward", _without_effect(metric, metric.forward, running, is_forward=True), undo)
 
 
-def gather_over_data_ranks(dims: ParallelDims, history: LoggedHistory, undo: ExitStack) -> None:
+def gather_over_data_ranks(dims: ParallelDims, undo: ExitStack) -> None:
     """Change how all metrics synchronize, until `undo` is closed.
 
     Metrics that have no process group synchronize over the data ranks. List states become the list that one process
     would have after the samples of each rank in turn, also if ranks have different numbers of items, or none.
     torchmetrics gathers a list item by item, so ranks would wait for items that the others do not have.
-
-    `history` remembers which metrics with `dist_sync_on_step=True` have synchronized, because only some ranks may
-    have called them in a step.
     """
     data_group = dims.data_group()  # on all ranks, because it may have to be created
 
-    def gather_states(metric: Metric, gather_tensors: Callable[..., None], gather_tensor: Any, group: Any) -> None:
+    def gather(metric: Metric, gather_tensors: Callable[..., None], gather_tensor: Any, process_group: Any) -> None:
+        group = process_group or metric.process_group or data_group
         lists = {name: state for name, state in metric.metric_state.items() if isinstance(state, list)}
         by_rank = []
         if lists:
@@ -85,13 +82,6 @@ def gather_over_data_ranks(dims: ParallelDims, history: LoggedHistory, undo: Exi
         gather_tensors(gather_tensor, process_group=group)
         for name in lists:
             setattr(metric, name, [item for states in by_rank for item in states[name]])
-
-    def gather(metric: Metric, gather_tensors: Callable[..., None], gather_tensor: Any, process_group: Any) -> None:
-        group = process_group or metric.process_group or data_group
-        is_recorded = metric.dist_sync_on_step and group is data_group
-        what = f"called or computed the metric {type(metric).__name__} with dist_sync_on_step=True"
-        with history.reducing(what) if is_recorded else nullcontext():
-            gather_states(metric, gather_tensors, gather_tensor, group)
 
     undo.callback(replace_gathering(gather))
 

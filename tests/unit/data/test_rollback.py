@@ -12,7 +12,7 @@ from torch import nn
 from torchmetrics import MetricCollection
 from torchmetrics.classification import BinaryAUROC, BinaryStatScores
 
-from lightning_paral.data.padding import rollback_side_effects
+from lightning_paral.data.rollback import rollback_side_effects
 
 
 class Stateful(nn.Module):

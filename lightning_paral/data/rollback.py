@@ -1,10 +1,9 @@
-"""Padding batches, which ranks without data run to join the other ranks' collectives, and rollback of side effects."""
+"""Undo the side effects of a step on a module, such as of a padding batch, whose results are discarded."""
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,73 +18,6 @@ from lightning_paral.model.engine_attributes import describes_shards
 
 # Attributes that `Module.__init__` creates. Except for buffers, only torch and the engines change them, not a step.
 _TORCH_ATTRIBUTES = set(vars(Module()))
-
-
-@dataclass(frozen=True)
-class PaddingBatch:
-    """A batch, or a sample of one, that only makes step counts equal on all ranks. Its results are discarded."""
-
-    batch: Any
-
-
-@dataclass(frozen=True)
-class MaybeUneven:
-    """A batch of a step in which ranks have, or may have, different numbers of samples."""
-
-    batch: Any
-    some_have_none: bool = True
-    """Whether another rank may have a padding batch."""
-    weight: float = 1.0
-    """The number of this rank's samples, divided by the mean number of all data ranks; 1.0 if that is not known."""
-    shows_constants: bool = False
-    """Whether this or an earlier step had more samples than there are data ranks."""
-
-
-@dataclass(frozen=True)
-class UnevenBatch:
-    """A batch of a stream, or a sample of one, of a step in which ranks have different numbers of samples."""
-
-    batch: Any
-    num_samples: int
-    """The number of samples of all ranks in this step."""
-
-
-class CollateUneven:
-    """Wraps a `collate_fn` so that samples of an uneven step become an uneven batch."""
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self.collate = collate
-
-    def __call__(self, samples: Any) -> Any:
-        """Return the batch of `samples`."""
-        if isinstance(samples, list) and samples and isinstance(samples[0], UnevenBatch):
-            return UnevenBatch(self.collate([sample.batch for sample in samples]), samples[0].num_samples)
-        return self.collate(samples)
-
-
-class CollatePadding(CollateUneven):
-    """Wraps a `collate_fn` so that padding samples become a padding batch as well."""
-
-    def __call__(self, samples: Any) -> Any:
-        """Return the batch of `samples`, which is a single sample with `batch_size=None`."""
-        if isinstance(samples, PaddingBatch):
-            return PaddingBatch(self.collate(samples.batch))
-        if isinstance(samples, list) and samples and isinstance(samples[0], PaddingBatch):
-            return PaddingBatch(self.collate([sample.batch for sample in samples]))
-        return super().__call__(samples)
-
-
-def mark_maybe_uneven(batches: Iterator[Any], restart: object = None) -> Iterator[Any]:
-    """Yield `batches`, marked as `MaybeUneven` unless they are padding: the end of a stream is not known beforehand."""
-    for batch in batches:
-        yield batch if isinstance(batch, PaddingBatch) else MaybeUneven(batch)
-
-
-def strip_padding(batches: Iterator[Any], restart: object = None) -> Iterator[Any]:
-    """Yield `batches` without padding batches and without marks."""
-    for batch in batches:
-        if not isinstance(batch, PaddingBatch):
-            yield batch.batch if isinstance(batch, MaybeUneven) else batch
 
 
 @contextmanager
