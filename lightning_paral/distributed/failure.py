@@ -341,9 +341,11 @@ class FailureWatch:
     def end(self) -> None:
         """End with the run, and restore the handler of SIGTERM."""
         global _current
-        if self.first.known is None and self.rank == 0:
-            with suppress(*_UNREACHABLE):
-                self.first.store.set("over", "")
+        if self.first.known is None:
+            with suppress(*_UNREACHABLE):  # this rank has not died, though it does not answer any more
+                self.first.store.set(f"here/{self.rank}", "")
+                if self.rank == 0:
+                    self.first.store.set("over", "")
         if _current is self:
             _current = None
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is ignore:
