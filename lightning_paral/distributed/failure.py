@@ -470,7 +470,7 @@ def _on_signal(signum: int, frame: FrameType | None) -> None:
 def _changes_weights(frame: FrameType | None) -> bool:
     """Return whether code in `frame` is in the step of an optimizer, but not in the closure that it calls."""
     for each, _ in traceback.walk_stack(frame):
-        if each.f_code.co_name in ("closure", "_wrap_closure"):  # of Lightning's loop and precision plugin
+        if each.f_code.co_name == "closure":  # of Lightning
             return False
         if isinstance(each.f_locals.get("self"), Optimizer):
             return True
