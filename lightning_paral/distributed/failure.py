@@ -341,9 +341,11 @@ class FailureWatch:
     def end(self) -> None:
         """End with the run, and restore the handler of SIGTERM."""
         global _current
-        if self.first.known is None and self.rank == 0:
-            with suppress(*_UNREACHABLE):
-                self.first.store.set("over", "")
+        if self.first.known is None:
+            with suppress(*_UNREACHABLE):  # this rank has not died, though it does not answer any more
+                self.first.store.set(f"here/{self.rank}", "")
+                if self.rank == 0:
+                    self.first.store.set("over", "")
         if _current is self:
             _current = None
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is ignore:
@@ -468,7 +470,7 @@ def _on_signal(signum: int, frame: FrameType | None) -> None:
 def _changes_weights(frame: FrameType | None) -> bool:
     """Return whether code in `frame` is in the step of an optimizer, but not in the closure that it calls."""
     for each, _ in traceback.walk_stack(frame):
-        if each.f_code.co_name in ("closure", "_wrap_closure"):  # of Lightning's loop and precision plugin
+        if each.f_code.co_name == "closure":  # of Lightning
             return False
         if isinstance(each.f_locals.get("self"), Optimizer):
             return True
