@@ -6,39 +6,24 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
 __all__ = ["LightningSubprocessLauncher", "SubprocessScriptLauncher", "TunerExit", "call_and_handle_interrupt"]
 
-NAMES = (
-    PrivateName(
-        name="lightning.pytorch.strategies.launchers._SubprocessScriptLauncher",
-        parameters=("cluster_environment", "num_processes", "num_nodes"),
-        purpose="to check ports and options before processes start, and to leave no process behind",
-        reason="Lightning has no public launcher class to extend",
-        seen="lightning 2.6.1 to 2.6.6",
-    ),
-    PrivateName(
-        name="lightning.pytorch.strategies.launchers._SubprocessScriptLauncher._call_children_scripts",
-        parameters=("self",),
-        purpose="to take the processes over before Lightning's observer knows them",
-        reason="the observer kills this process up to five seconds after another one failed, before it can say why",
-        seen="lightning 2.6.1 to 2.6.6",
-    ),
-    PrivateName(
-        name="lightning.pytorch.trainer.call._call_and_handle_interrupt",
-        parameters=("trainer", "trainer_fn"),
-        purpose="to call the hooks for exceptions and to tear down in forked and spawned ranks as in a script",
-        reason="Lightning's own launcher of such ranks does this only in the process that starts them",
-        seen="lightning 2.6.1 to 2.6.6",
-    ),
-    PrivateName(
-        name="lightning.pytorch.utilities.exceptions._TunerExitException",
-        purpose="to tell the end of a search for a learning rate or a batch size from a failure",
-        reason="the callbacks of Lightning that search raise it to end a run",
-        seen="lightning 2.6.1 to 2.6.6",
-    ),
-)
+NAMES: Names = {
+    "lightning.pytorch.strategies.launchers": {
+        "_SubprocessScriptLauncher(cluster_environment, num_processes, num_nodes)": "check before processes start",
+    },
+    "lightning.pytorch.strategies.launchers._SubprocessScriptLauncher": {
+        "_call_children_scripts": "take the processes over before Lightning's observer knows them",
+    },
+    "lightning.pytorch.trainer.call": {
+        "_call_and_handle_interrupt(trainer, trainer_fn)": "call the hooks for exceptions in forked ranks",
+    },
+    "lightning.pytorch.utilities.exceptions": {
+        "_TunerExitException": "tell the end of a search for a learning rate or a batch size from a failure",
+    },
+}
 
 LightningSubprocessLauncher = _SubprocessScriptLauncher
 """Lightning's class, which Lightning's strategies use."""

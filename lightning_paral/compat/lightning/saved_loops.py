@@ -3,17 +3,13 @@
 from copy import deepcopy
 from typing import Any
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-NAMES = (
-    PrivateName(
-        name="lightning.pytorch.loops._TrainingEpochLoop._batches_that_stepped",
-        on_instances=True,
-        purpose="to save a checkpoint of the last completed step after an exception in a later one",
-        reason="the entry of checkpoints with this name counts the steps of loggers, and has no public name",
-        seen="lightning 2.6.1 to 2.6.6",
-    ),
-)
+NAMES: Names = {
+    "lightning.pytorch.loops._TrainingEpochLoop": {
+        "._batches_that_stepped": "save the last completed step after an exception in a later one",
+    },
+}
 
 
 def is_at_end_of_epoch(loops: dict[str, Any]) -> bool:
