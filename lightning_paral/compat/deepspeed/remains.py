@@ -44,5 +44,5 @@ def forget_modules() -> None:
     caches = [each for each in within if hasattr(each, "cache_clear")]
     if not caches:
         raise named(NAMES, "_PartitionedParameterCoordinator__params_to_release").error("its decorators have no cache")
-    for cache in caches:
-        cache.cache_clear()
+    for each in caches:
+        each.cache_clear()
