@@ -9,7 +9,7 @@ import pkgutil
 from functools import cache
 from typing import Any
 
-from lightning_paral.compat.private_name import PrivateName, is_named_by
+from lightning_paral.compat.private_name import PrivateName, entries, is_named_by
 
 # Slow to import, and not needed by every run. It imports its private names directly, so that a missing one raises an
 # ImportError at once.
@@ -44,5 +44,5 @@ def _entries(library: str) -> tuple[PrivateName, ...]:
     """Return the entries that are used with the installed version."""
     package = importlib.import_module(f"lightning_paral.compat.{library}")
     names = {info.name for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")} - _NOT_CHECKED
-    found = [entry for name in sorted(names) for entry in getattr(importlib.import_module(name), "NAMES", ())]
-    return tuple(entry for entry in found if entry.is_used)
+    tables = [getattr(importlib.import_module(name), "NAMES", {}) for name in sorted(names)]
+    return tuple(entry for table in tables for entry in entries(table) if entry.is_used)

@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -13,31 +13,37 @@ from typing import Any
 
 from lightning_paral.errors import PrivateNameError
 
+Names = Mapping[str, Mapping[str, str]]
+"""Private names by the path of their owner, each with what it is used for, as an infinitive without "to".
+
+A name is written `name`, or `name(a, b)` if callers or replacements rely on its parameters `a` and `b`, or `.name` if
+only instances of the owner have it: a class sets it on its instances, or a function on its argument. `>=2.12` or
+`<2.12` after it means that it is used with these versions of the library only.
+"""
+
+TESTED = {
+    "torch": "torch 2.11 to 2.13",
+    "lightning": "lightning 2.6.1 to 2.6.6",
+    "torchmetrics": "torchmetrics 1.7 to 1.9",
+    "deepspeed": "deepspeed 0.19.8",
+}
+"""The versions in which tests have found the names."""
+
+_ENTRY = re.compile(r"(?P<dot>\.?)(?P<last>\w+)(?:\((?P<parameters>.*)\))?(?: >=(?P<since>\S+))?(?: <(?P<before>\S+))?")
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrivateName:
-    """A private name of torch, Lightning, torchmetrics or DeepSpeed, and why it is used."""
+    """A private name of torch, Lightning, torchmetrics or DeepSpeed, and why it is used; see `Names`."""
 
     name: str
     """The dotted path, beginning with the library: `torch.nn.Module._parameters`."""
     purpose: str
-    """What the name is used for, as an infinitive: "to read a tensor's version counter"."""
-    reason: str
-    """Why no public name can be used instead."""
-    seen: str
-    """The versions in which tests have found it: "torch 2.11 to 2.13"."""
-    upstream: str = ""
-    """The upstream issue that asks for a public name, or that reports the defect worked around."""
+    """What the name is used for: "read a tensor's version counter"."""
     parameters: tuple[str, ...] | None = None
-    """The names of the parameters that our callers or replacements rely on; `None` if none are checked."""
     on_instances: bool = False
-    """Whether the last part is an attribute that only instances have: the rest of the path names a class that sets it
-    on its instances, or a function that sets it on its argument. The check creates no instance, but searches the code
-    of the class or function for the attribute's name."""
     since: str = ""
-    """The first version with which the name is used, such as "2.12"; empty if there is none."""
     before: str = ""
-    """The first version with which the name is no longer used; empty if there is none."""
 
     @property
     def is_used(self) -> bool:
@@ -65,17 +71,6 @@ class PrivateName:
                 raise self.error(f"it takes ({', '.join(names)}), not {self.parameters}")
         return found
 
-    def replace_on(self, instance: object, value: Any) -> None:
-        """Set this attribute on `instance`, which must already have it.
-
-        Raises:
-            PrivateNameError: `instance` has no such attribute, so nothing would read the value.
-        """
-        last = self.name.rpartition(".")[2]
-        if not hasattr(instance, last):
-            raise self.error(f"{type(instance).__name__} has no attribute of that name")
-        setattr(instance, last, value)
-
     def error(self, difference: str) -> PrivateNameError:
         """Return the error for an installed version that differs from the tested ones.
 
@@ -84,9 +79,49 @@ class PrivateName:
         """
         library = self.name.partition(".")[0]
         return PrivateNameError(
-            f"lightning_paral uses the private name {self.name} {self.purpose}, but in {library} {version(library)} "
-            f"{difference}. It was tested with {self.seen}: install one of these versions."
+            f"lightning_paral uses the private name {self.name} to {self.purpose}, but in {library} {version(library)} "
+            f"{difference}. It was tested with {TESTED[library]}: install one of these versions."
         )
+
+
+def entries(names: Names) -> tuple[PrivateName, ...]:
+    """Return the entries of a table."""
+    return tuple(
+        _entry(owner, key, purpose) for owner, attributes in names.items() for key, purpose in attributes.items()
+    )
+
+
+def _entry(owner: str, key: str, purpose: str) -> PrivateName:
+    found = _ENTRY.fullmatch(key)
+    assert found is not None, key
+    return PrivateName(
+        name=f"{owner}.{found['last']}",
+        purpose=purpose,
+        parameters=None if found["parameters"] is None else tuple(found["parameters"].split(", ")),
+        on_instances=bool(found["dot"]),
+        since=found["since"] or "",
+        before=found["before"] or "",
+    )
+
+
+def named(names: Names, last: str) -> PrivateName:
+    """Return the entry of a table whose path ends with `last`."""
+    return next(entry for entry in entries(names) if entry.name.endswith(f".{last}"))
+
+
+def replace(instance: object, name: str, value: Any) -> None:
+    """Set the private attribute `name` of `instance`, which must already have it.
+
+    Raises:
+        PrivateNameError: `instance` has no such attribute, so nothing would read the value.
+    """
+    if not hasattr(instance, name):
+        library = type(instance).__module__.partition(".")[0]
+        raise PrivateNameError(
+            f"lightning_paral sets the private attribute {name} of {type(instance).__name__}, which has none in this "
+            f"version. It was tested with {TESTED.get(library, TESTED['lightning'])}: install one of these versions."
+        )
+    setattr(instance, name, value)
 
 
 def _parameters_of(function: Any) -> tuple[str, ...] | None:

@@ -65,13 +65,13 @@ def _comes_from_engine(value: Any) -> bool:
         return _comes_from_engine(value.func)
     if isinstance(value, MethodType):
         return _comes_from_engine(value.__func__) or _comes_from_engine(value.__self__)
-    modules: tuple[str | None, ...]
+    owners: tuple[str | None, ...]
     if isinstance(value, FunctionType):
         # `wraps` copies `__module__` but not the globals, so these differ for a hook of an engine that torch has
         # decorated, and for a user's method that an engine has decorated.
-        modules = (value.__module__, value.__globals__.get("__name__"))
+        owners = (value.__module__, value.__globals__.get("__name__"))
     elif isinstance(value, Tensor | Module):
         return False
     else:
-        modules = (getattr(value if isinstance(value, type) else type(value), "__module__", None),)
-    return any(f"{name}.".startswith(f"{engine}.") for name in modules for engine in _ENGINES)
+        owners = (getattr(value if isinstance(value, type) else type(value), "__module__", None),)
+    return any(f"{name}.".startswith(f"{engine}.") for name in owners for engine in _ENGINES)

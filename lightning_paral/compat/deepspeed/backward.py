@@ -3,57 +3,27 @@
 from collections.abc import Iterable
 from typing import Any
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-_ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
-_REASON = (
-    "engine.backward runs a pass for one engine, and loss.backward() makes hooks reduce gradients in an order that can "
-    "differ between ranks if a loss does not reach all engines"
-)
-
-NAMES = (
-    PrivateName(
-        name=f"{_ENGINE}._running_engine_backward",
-        purpose="to keep an engine from ending a backward pass on its own",
-        reason=_REASON,
-        seen="deepspeed 0.19.8",
-        upstream="https://github.com/deepspeedai/DeepSpeed/pull/7018",
-        on_instances=True,
-    ),
-    PrivateName(
-        name=f"{_ENGINE}._backward_epilogue",
-        purpose="to reduce an engine's gradients after a shared backward pass",
-        reason=_REASON,
-        seen="deepspeed 0.19.8",
-        upstream="https://github.com/deepspeedai/DeepSpeed/pull/7018",
-        parameters=("self",),
-    ),
-    *(
-        PrivateName(
-            name=f"deepspeed.runtime.base_optimizer.ZeROOptimizer.{name}",
-            purpose="to begin and end a backward pass that several engines share",
-            reason=_REASON,
-            seen="deepspeed 0.19.8",
-        )
-        for name in ("clear_backward_seen_flag", "backward_prologue", "enter_backward", "exit_backward")
-    ),
-    *(
-        PrivateName(
-            name=f"deepspeed.runtime.zero.{owner}.finalize_gradient_accumulation_boundary",
-            purpose="to end an accumulation window after its last backward pass",
-            reason="engine.set_gradient_accumulation_boundary must be called before the last pass",
-            seen="deepspeed 0.19.8",
-        )
-        for owner in ("stage_1_and_2.DeepSpeedZeroOptimizer", "stage3.DeepSpeedZeroOptimizer_Stage3")
-    ),
-    PrivateName(
-        name="deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._offload_boundary_param_ids",
-        purpose="to pass the optimizer the offloaded gradients that a window's last backward pass did not produce",
-        reason="DeepSpeed passes either those of the last pass only, or those of the whole window a second time",
-        seen="deepspeed 0.19.8",
-        on_instances=True,
-    ),
-)
+NAMES: Names = {
+    "deepspeed.runtime.engine.DeepSpeedEngine": {
+        "._running_engine_backward": "keep an engine from ending a backward pass on its own (deepspeed#7018)",
+        "_backward_epilogue": "reduce an engine's gradients after a shared backward pass (deepspeed#7018)",
+    },
+    "deepspeed.runtime.base_optimizer.ZeROOptimizer": {
+        "clear_backward_seen_flag": "begin and end a backward pass that several engines share",
+        "backward_prologue": "begin and end a backward pass that several engines share",
+        "enter_backward": "begin and end a backward pass that several engines share",
+        "exit_backward": "begin and end a backward pass that several engines share",
+    },
+    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": {
+        "finalize_gradient_accumulation_boundary": "end an accumulation window after its last backward pass",
+    },
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": {
+        "finalize_gradient_accumulation_boundary": "end an accumulation window after its last backward pass",
+        "._offload_boundary_param_ids": "pass on offloaded gradients that a window's last backward pass did not make",
+    },
+}
 
 
 def begin_pass(optimizer: Any) -> None:

@@ -2,20 +2,18 @@
 
 from typing import Any
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names, replace
 
-_STAGE2, _STAGE3 = NAMES = tuple(
-    PrivateName(
-        name=f"deepspeed.runtime.zero.{owner}.clip_grad",
-        purpose="to clip gradients by the norm that Lightning passes for each step",
-        reason="the public option, gradient_clipping, cannot be changed after the engine has been created",
-        seen="deepspeed 0.19.8",
-        on_instances=True,
-    )
-    for owner in ("stage_1_and_2.DeepSpeedZeroOptimizer", "stage3.DeepSpeedZeroOptimizer_Stage3")
-)
+NAMES: Names = {
+    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": {
+        ".clip_grad": "clip gradients by the norm that Lightning passes for each step",
+    },
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": {
+        ".clip_grad": "clip gradients by the norm that Lightning passes for each step",
+    },
+}
 
 
-def clip_next_step(optimizer: Any, max_norm: float, stage: int) -> None:
+def clip_next_step(optimizer: Any, max_norm: float) -> None:
     """Make the next step clip gradients to a global 2-norm of at most `max_norm`; 0.0 turns clipping off."""
-    (_STAGE3 if stage == 3 else _STAGE2).replace_on(optimizer, max_norm)
+    replace(optimizer, "clip_grad", max_norm)

@@ -2,26 +2,16 @@
 
 from typing import Any
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-NAMES = (
-    PrivateName(
-        name="deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.parameter_offload",
-        purpose="to make several engines gather parameters through the same coordinator",
-        reason="several optimizers need several engines, and engines have no public way to share gathered parameters",
-        seen="deepspeed 0.19.8",
-        upstream="https://github.com/deepspeedai/DeepSpeed/issues/1229",
-        on_instances=True,
-    ),
-    PrivateName(
-        name="deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.param_coordinator",
-        purpose="to make several engines gather parameters through the same coordinator",
-        reason="several optimizers need several engines, and engines have no public way to share gathered parameters",
-        seen="deepspeed 0.19.8",
-        upstream="https://github.com/deepspeedai/DeepSpeed/issues/1229",
-        on_instances=True,
-    ),
-)
+NAMES: Names = {
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": {
+        ".parameter_offload": "make several engines gather parameters through the same coordinator (deepspeed#1229)",
+    },
+    "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload": {
+        ".param_coordinator": "make several engines gather parameters through the same coordinator (deepspeed#1229)",
+    },
+}
 
 
 def share_coordinator(gathering: Any, training: Any) -> None:

@@ -2,40 +2,16 @@
 
 from typing import Any
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-_STAGE2 = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
-
-NAMES = (
-    PrivateName(
-        name=f"{_STAGE2}._wait_for_offload_copies",
-        purpose="to read or change gradients in host memory only after they have been copied there",
-        reason="copies to pinned memory are asynchronous, and no public function waits for them before the step",
-        seen="deepspeed 0.19.8",
-        parameters=("self",),
-    ),
-    PrivateName(
-        name=f"{_STAGE2}._offload_accumulated_param_ids",
-        purpose="to discard the gradients of a window that ends without a step",
-        reason="only DeepSpeed's step empties it, so the next window would include these gradients",
-        seen="deepspeed 0.19.8",
-        on_instances=True,
-    ),
-    PrivateName(
-        name=f"{_STAGE2}.accumulated_grads_in_cpu",
-        purpose="to zero the gradient sum of an earlier window if the parameter has no gradient in this window yet",
-        reason="later backward passes of a window add to the sum, and no public function clears it before them",
-        seen="deepspeed 0.19.8",
-        on_instances=True,
-    ),
-    PrivateName(
-        name=f"{_STAGE2}.grad_position",
-        purpose="to zero a gradient of an earlier window in host memory if the parameter has no new one",
-        reason="safe_set_full_grad allocates a tensor of the parameter's size on the device",
-        seen="deepspeed 0.19.8",
-        on_instances=True,
-    ),
-)
+NAMES: Names = {
+    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": {
+        "_wait_for_offload_copies": "read or change gradients in host memory only after they have been copied there",
+        "._offload_accumulated_param_ids": "discard the gradients of a window that ends without a step",
+        ".accumulated_grads_in_cpu": "zero the sum of an earlier window if there is no gradient yet",
+        ".grad_position": "zero a gradient of an earlier window in host memory if the parameter has no new one",
+    },
+}
 
 
 def wait_for_copies(optimizer: Any) -> None:

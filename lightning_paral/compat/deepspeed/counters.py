@@ -2,26 +2,16 @@
 
 from typing import Any
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names, named
 
-_REASON = "DeepSpeed compares the numbers across ranks, and has no function that resets the counter"
-
-_COUNT = PrivateName(
-    name="deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module",
-    purpose="to make all ranks number modules equally after different earlier runs (`count` has a mutable default)",
-    reason=_REASON,
-    seen="deepspeed 0.19.8",
-    parameters=("self", "module", "count"),
-)
-NAMES = (
-    _COUNT,
-    PrivateName(
-        name="deepspeed.runtime.zero.partition_parameters.Init.param_id",
-        purpose="to make all ranks number parameters equally after different earlier runs",
-        reason=_REASON,
-        seen="deepspeed 0.19.8",
-    ),
-)
+NAMES: Names = {
+    "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload": {
+        "_register_deepspeed_module(module, count)": "number modules equally on all ranks (`count` is mutable)",
+    },
+    "deepspeed.runtime.zero.partition_parameters.Init": {
+        "param_id": "make all ranks number parameters equally after different earlier runs",
+    },
+}
 
 
 def read_counters() -> list[int]:
@@ -46,4 +36,6 @@ def _num_modules() -> list[int]:
         case ([int()],):
             count: list[int] = defaults[0]
             return count
-    raise _COUNT.error(f"its defaults are {defaults} instead of a list with one number")
+    raise named(NAMES, "_register_deepspeed_module").error(
+        f"its defaults are {defaults} instead of a list with one number"
+    )

@@ -2,16 +2,13 @@
 
 from torch.nn import Module
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-NAMES = (
-    PrivateName(
-        name="deepspeed.runtime.zero.parameter_offload.FWD_MODULE_STACK",
-        purpose="to know which module uses another module's parameter, and to empty the list after a failure",
-        reason="register_external_parameter needs the module, and DeepSpeed removes modules only when forward returns",
-        seen="deepspeed 0.19.8",
-    ),
-)
+NAMES: Names = {
+    "deepspeed.runtime.zero.parameter_offload": {
+        "FWD_MODULE_STACK": "know which module uses another's parameter; empty the list after a failure",
+    },
+}
 
 
 def innermost_forward() -> Module | None:

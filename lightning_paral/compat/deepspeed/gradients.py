@@ -5,74 +5,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-_STAGE2 = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
-_STAGE3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
-_FORGET = "to discard the gradients of a window that ends without a step"
-_KEPT = "only DeepSpeed's step clears it; zero_grad of its optimizers does not"
-_NORMS = "to recompute the norms of gradients that have been changed"
-_ONCE = "with offload, DeepSpeed computes norms only once, when it copies gradients to the host"
-
-
-def _attribute(owner: str, name: str, purpose: str, reason: str) -> PrivateName:
-    return PrivateName(
-        name=f"{owner}.{name}", purpose=purpose, reason=reason, seen="deepspeed 0.19.8", on_instances=True
-    )
-
-
-NAMES = (
-    _attribute(_STAGE2, "averaged_gradients", "to clamp gradients, and " + _FORGET, _KEPT),
-    _attribute(_STAGE2, "all_grad_tensors", _FORGET, _KEPT),
-    _attribute(_STAGE2, "micro_step_id", _FORGET, _KEPT),
-    _attribute(_STAGE2, "offload_gradient_dict", _NORMS, _ONCE),
-    _attribute(_STAGE2, "norm_for_param_grads", _NORMS, _ONCE),
-    _attribute(_STAGE2, "params_in_partition", _NORMS, _ONCE),
-    _attribute(_STAGE3, "norm_for_param_grads", _NORMS, _ONCE),
-    _attribute(
-        _STAGE3,
-        "averaged_gradients",
-        "to clamp gradients",
-        "safe_set_local_grad writes only one parameter at a time, and includes padding",
-    ),
-    _attribute(
-        _STAGE3,
-        "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",
-        "to zero a gradient of an earlier window if the parameter has no new one",
-        "with offload, safe_set_local_grad writes to a tensor that DeepSpeed overwrites with this one later",
-    ),
-    PrivateName(
-        name=f"{_STAGE2}.reset_cpu_buffers",
-        purpose=_FORGET,
-        reason=_KEPT,
-        seen="deepspeed 0.19.8",
-        parameters=("self",),
-    ),
-    PrivateName(
-        name=f"{_STAGE2}.get_param_id",
-        purpose=_NORMS,
-        reason=_ONCE,
-        seen="deepspeed 0.19.8",
-        parameters=("self", "param"),
-    ),
-    PrivateName(
-        name=f"{_STAGE3}.get_param_id",
-        purpose=_NORMS,
-        reason=_ONCE,
-        seen="deepspeed 0.19.8",
-        parameters=("self", "param"),
-    ),
-    *(
-        PrivateName(
-            name=name,
-            purpose="to read the norm of gradients before the step that clips them",
-            reason="engine.get_global_grad_norm is set only after the step, and with NVMe safe_get_local_grad reads a "
-            "whole sub-group for every parameter",
-            seen="deepspeed 0.19.8",
-        )
-        for name in (f"{_STAGE2}.scaled_global_norm", f"{_STAGE3}._get_norm_groups")
-    ),
-)
+NAMES: Names = {
+    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": {
+        ".averaged_gradients": "clamp gradients; discard those of a window that ends without a step",
+        ".all_grad_tensors": "discard the gradients of a window that ends without a step",
+        ".micro_step_id": "discard the gradients of a window that ends without a step",
+        ".offload_gradient_dict": "recompute the norms of gradients that have been changed",
+        ".norm_for_param_grads": "recompute the norms of gradients that have been changed",
+        ".params_in_partition": "recompute the norms of gradients that have been changed",
+        "reset_cpu_buffers": "discard the gradients of a window that ends without a step",
+        "get_param_id(param)": "recompute the norms of gradients that have been changed",
+        "scaled_global_norm": "read the norm of gradients before the step that clips them",
+    },
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": {
+        ".norm_for_param_grads": "recompute the norms of gradients that have been changed",
+        ".averaged_gradients": "clamp gradients",
+        "._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition": "zero a gradient of an earlier window",
+        "get_param_id(param)": "recompute the norms of gradients that have been changed",
+        "_get_norm_groups": "read the norm of gradients before the step that clips them",
+    },
+}
 
 
 def forget_window(optimizer: Any, *, offloaded: bool) -> None:

@@ -5,31 +5,17 @@ from contextlib import contextmanager
 
 import torch
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names, named
 
-_KEPT = PrivateName(
-    name="deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses.linear_bk",
-    purpose="to restore torch's own `linear` after a run",
-    reason="no public name gives torch's function after DeepSpeed has replaced it",
-    seen="deepspeed 0.19.8",
-    on_instances=True,
-)
-NAMES = (
-    PrivateName(
-        name="deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses",
-        purpose="to restore torch's own `linear` after a run, which DeepSpeed keeps as `linear_bk`",
-        reason="DeepSpeed documents that users must restore it by hand, and has no function for this",
-        seen="deepspeed 0.19.8",
-        upstream="https://github.com/deepspeedai/DeepSpeed/issues/7913",
-    ),
-    _KEPT,
-    PrivateName(
-        name="deepspeed.runtime.zero.linear.zero3_linear_wrap",
-        purpose="to recognize DeepSpeed's `linear`",
-        reason="no public name tells whether it has replaced torch's",
-        seen="deepspeed 0.19.8",
-    ),
-)
+NAMES: Names = {
+    "deepspeed.runtime.zero.partition_parameters": {
+        "InsertPostInitMethodToModuleSubClasses": "restore torch's `linear` after a run (deepspeed#7913)",
+    },
+    "deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses": {
+        ".linear_bk": "restore torch's own `linear` after a run",
+    },
+    "deepspeed.runtime.zero.linear": {"zero3_linear_wrap": "recognize DeepSpeed's `linear`"},
+}
 
 
 @contextmanager
@@ -53,5 +39,5 @@ def restore_linear() -> None:
 
     if torch.nn.functional.linear is zero3_linear_wrap:
         if not hasattr(Patches, "linear_bk"):
-            raise _KEPT.error("there is no such attribute")
+            raise named(NAMES, "linear_bk").error("there is no such attribute")
         torch.nn.functional.linear = Patches.linear_bk

@@ -2,40 +2,23 @@
 
 from typing import Any
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-_REASON = (
-    "under fp16 autocast, DeepSpeed's own scaler clips gradients before it unscales them, never lowers the scale, and "
-    "uses a raised scale to unscale gradients that have the old scale; no option turns it off"
-)
-
-_OPTIMIZERS = ("stage_1_and_2.DeepSpeedZeroOptimizer", "stage3.DeepSpeedZeroOptimizer_Stage3")
-
-NAMES = (
-    *(
-        PrivateName(
-            name=f"deepspeed.runtime.zero.{owner}.{name}",
-            purpose="to scale losses as torch.amp.GradScaler does",
-            reason=_REASON,
-            seen="deepspeed 0.19.8",
-            on_instances=True,
-        )
-        for owner in _OPTIMIZERS
-        for name in ("torch_autocast_gradscaler", "loss_scaler", "dynamic_loss_scale")
-    ),
-    *(
-        PrivateName(
-            name=f"deepspeed.runtime.{name}",
-            purpose="to know the scale of losses and gradients",
-            reason="the engine's public functions scale a loss, but do not return the current scale",
-            seen="deepspeed 0.19.8",
-        )
-        for name in (
-            "base_optimizer.ZeROOptimizer.needs_scaler",
-            *(f"zero.{owner}.loss_scale" for owner in _OPTIMIZERS),
-        )
-    ),
-)
+NAMES: Names = {
+    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": {
+        ".torch_autocast_gradscaler": "scale losses as torch.amp.GradScaler does",
+        ".loss_scaler": "scale losses as torch.amp.GradScaler does",
+        ".dynamic_loss_scale": "scale losses as torch.amp.GradScaler does",
+        "loss_scale": "know the scale of losses and gradients",
+    },
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": {
+        ".torch_autocast_gradscaler": "scale losses as torch.amp.GradScaler does",
+        ".loss_scaler": "scale losses as torch.amp.GradScaler does",
+        ".dynamic_loss_scale": "scale losses as torch.amp.GradScaler does",
+        "loss_scale": "know the scale of losses and gradients",
+    },
+    "deepspeed.runtime.base_optimizer.ZeROOptimizer": {"needs_scaler": "know the scale of losses and gradients"},
+}
 
 
 def scale_by(optimizer: Any, scale: Any) -> None:

@@ -10,78 +10,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_paral.compat.deepspeed.offload import is_offloaded
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-_OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
-
-NAMES = (
-    PrivateName(
-        name="deepspeed.utils.mixed_precision_linkage.link_hp_params._hp_mapping",
-        purpose="to know which flat range of a parameter this rank updates, and where its master is",
-        reason="the functions of deepspeed.utils for full parameters are collectives, and those for shards support "
-        "only stage 3",
-        seen="deepspeed 0.19.8",
-        on_instances=True,
-    ),
-    PrivateName(
-        name=f"{_OPTIMIZER}._link_all_hp_params",
-        purpose="to link parameters to their masters again after the optimizer's groups or their order have changed",
-        reason="deepspeed.utils.link_hp_params needs the layout of the masters, which only this method knows",
-        seen="deepspeed 0.19.8",
-        parameters=("self",),
-    ),
-    PrivateName(
-        name=f"{_OPTIMIZER}.round_robin_bit16_padding",
-        purpose="to make DeepSpeed link parameters to the right masters, by declaring that there is padding",
-        reason="with round_robin_gradients and without padding, DeepSpeed expects masters in the wrong order, so it "
-        "reads and saves those of different parameters",
-        seen="deepspeed 0.19.8",
-        on_instances=True,
-    ),
-    PrivateName(
-        name=f"{_OPTIMIZER}.round_robin_gradients",
-        purpose="to know whether the masters are in a different order than the parameters",
-        reason="DeepSpeed may ignore this option of the user's configuration",
-        seen="deepspeed 0.19.8",
-        on_instances=True,
-    ),
-    PrivateName(
-        name=f"{_OPTIMIZER}._hp_optimizer_states_linked",
-        purpose="to make DeepSpeed link masters to the states that the next step creates",
-        reason="DeepSpeed links them only once, but a loaded checkpoint replaces the states",
-        seen="deepspeed 0.19.8",
-        on_instances=True,
-    ),
-    PrivateName(
-        name=f"{_OPTIMIZER}.bit16_groups",
-        purpose="to know which parameters share a flat master",
-        reason="no public name lists them",
-        seen="deepspeed 0.19.8",
-        on_instances=True,
-    ),
-    PrivateName(
-        name=f"{_OPTIMIZER}.single_partition_of_fp32_groups",
-        purpose="to read and write this rank's flat masters without a collective",
-        reason="at these stages the functions of deepspeed.utils support full parameters only",
-        seen="deepspeed 0.19.8",
-        on_instances=True,
-    ),
-    *(
-        PrivateName(
-            name=name,
-            purpose="to let fp32 masters share the memory of fp32 weights, which have the same values",
-            reason="DeepSpeed copies weights that have the dtype of their masters: at stages 1 and 2 always, and at "
-            "stage 3 because it compares a torch.device with the name of a device",
-            seen="deepspeed 0.19.8",
-            on_instances=True,
-        )
-        for name in (
-            f"{_OPTIMIZER}.parallel_partitioned_bit16_groups",
-            f"{_OPTIMIZER}.real_dp_process_group",
-            "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.fp16_partitioned_groups_flat",
-        )
-    ),
-)
+NAMES: Names = {
+    "deepspeed.utils.mixed_precision_linkage.link_hp_params": {
+        "._hp_mapping": "know which flat range of a parameter this rank updates, and where its master is",
+    },
+    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": {
+        "_link_all_hp_params": "link parameters to their masters again after the optimizer's groups have changed",
+        ".round_robin_bit16_padding": "link parameters to the right masters, by declaring that there is padding",
+        ".round_robin_gradients": "know whether the masters are in a different order than the parameters",
+        "._hp_optimizer_states_linked": "make DeepSpeed link masters to the states that the next step creates",
+        ".bit16_groups": "know which parameters share a flat master",
+        ".single_partition_of_fp32_groups": "read and write this rank's flat masters without a collective",
+        ".parallel_partitioned_bit16_groups": "let fp32 masters share the memory of fp32 weights",
+        ".real_dp_process_group": "let fp32 masters share the memory of fp32 weights",
+    },
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": {
+        ".fp16_partitioned_groups_flat": "let fp32 masters share the memory of fp32 weights",
+    },
+}
 
 
 class MasterRange(NamedTuple):

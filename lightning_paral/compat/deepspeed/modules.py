@@ -4,50 +4,28 @@ from typing import Any
 
 from torch.nn import Module
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 from lightning_paral.compat.torch.modules import own_parameters
 
-_OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
 _ENGINE_ATTRIBUTES = ("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt")
-_LEFT = "to remove it from modules after a run, because it would call the destroyed engine or keep its memory"
-_DESTROY = "engine.destroy removes only the engine's hooks"
 
-NAMES = (
-    PrivateName(
-        name=f"{_OFFLOAD}.ZeROOrderedDict._in_forward",
-        purpose="to mark a forward that an exception has interrupted as ended",
-        reason="DeepSpeed does so only when the forward returns",
-        seen="deepspeed 0.19.8",
-        on_instances=True,
-    ),
-    *(
-        PrivateName(
-            name=f"{_OFFLOAD}.DeepSpeedZeRoOffload._register_deepspeed_module.{name}",
-            purpose=_LEFT,
-            reason=_DESTROY,
-            seen="deepspeed 0.19.8",
-            on_instances=True,
-        )
-        for name in _ENGINE_ATTRIBUTES
-    ),
-    PrivateName(
-        name=f"{_OFFLOAD}._inject_parameters._original_parameters",
-        purpose=_LEFT,
-        reason=_DESTROY,
-        seen="deepspeed 0.19.8",
-        on_instances=True,
-    ),
-    *(
-        PrivateName(
-            name=f"deepspeed.runtime.zero.partition_parameters._init_external_params.{name}",
-            purpose=_LEFT,
-            reason=_DESTROY,
-            seen="deepspeed 0.19.8",
-            on_instances=True,
-        )
-        for name in ("_external_params", "all_parameters")
-    ),
-)
+NAMES: Names = {
+    "deepspeed.runtime.zero.parameter_offload.ZeROOrderedDict": {
+        "._in_forward": "mark a forward that an exception has interrupted as ended",
+    },
+    "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module": {
+        ".pre_bwd_fn": "remove it after a run: it would call or keep the destroyed engine",
+        ".post_bwd_fn": "remove it after a run: it would call or keep the destroyed engine",
+        ".applied_pre_backward_ref_cnt": "remove it after a run: it would call or keep the destroyed engine",
+    },
+    "deepspeed.runtime.zero.parameter_offload._inject_parameters": {
+        "._original_parameters": "remove it after a run: it would call or keep the destroyed engine",
+    },
+    "deepspeed.runtime.zero.partition_parameters._init_external_params": {
+        "._external_params": "remove it after a run: it would call or keep the destroyed engine",
+        ".all_parameters": "remove it after a run: it would call or keep the destroyed engine",
+    },
+}
 
 
 def end_forward(module: Module) -> None:

@@ -2,21 +2,16 @@
 
 from typing import Any
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-NAMES = tuple(
-    PrivateName(
-        name=f"deepspeed.runtime.zero.{name}",
-        purpose="to find gradients where DeepSpeed keeps them",
-        reason="the configuration gives the offload that was requested, but not that of each optimizer",
-        seen="deepspeed 0.19.8",
-        on_instances=True,
-    )
-    for name in (
-        "stage_1_and_2.DeepSpeedZeroOptimizer.cpu_offload",
-        "stage3.DeepSpeedZeroOptimizer_Stage3.offload_optimizer",
-    )
-)
+NAMES: Names = {
+    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": {
+        ".cpu_offload": "find gradients where DeepSpeed keeps them",
+    },
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": {
+        ".offload_optimizer": "find gradients where DeepSpeed keeps them",
+    },
+}
 
 
 def is_offloaded(optimizer: Any, stage: int) -> bool:

@@ -10,50 +10,20 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names, named
 
-_COMPATIBLE = PrivateName(
-    name="deepspeed.ops.__compatible_ops__",
-    purpose="to keep DeepSpeed from compiling shared-memory collectives, which only its inference uses",
-    reason="no option or environment variable disables them",
-    seen="deepspeed 0.19.8",
-    upstream="https://github.com/deepspeedai/DeepSpeed/issues/7625",
-)
-NAMES = (
-    PrivateName(
-        name="deepspeed.ops.op_builder.builder.OpBuilder.jit_load",
-        purpose="to cache compiled operators by version and processor, and to compile one at a time",
-        reason="no public hook runs before an operator is compiled",
-        seen="deepspeed 0.19.8",
-        parameters=("self", "verbose"),
-    ),
-    PrivateName(
-        name="deepspeed.ops.op_builder.cpu.AsyncIOBuilder",
-        purpose="to compile the NVMe operator on a node that has GPUs but no CUDA toolkit",
-        reason="deepspeed.ops.op_builder exports only the builder of the current accelerator",
-        seen="deepspeed 0.19.8",
-    ),
-    PrivateName(
-        name="deepspeed.ops.op_builder.builder.CUDAOpBuilder",
-        purpose="to know which operators depend on the CUDA toolkit",
-        reason="deepspeed.ops.op_builder does not export it",
-        seen="deepspeed 0.19.8",
-    ),
-    PrivateName(
-        name="deepspeed.ops.op_builder.builder.OpBuilder._loaded_ops",
-        purpose="to let DeepSpeed find operators loaded from our folder",
-        reason="only DeepSpeed's OpBuilder.jit_load, which we replace, adds operators to it",
-        seen="deepspeed 0.19.8",
-    ),
-    _COMPATIBLE,
-    PrivateName(
-        name="deepspeed.comm.torch.TorchBackend.shm_comm_op",
-        purpose="to check that shared-memory collectives are disabled",
-        reason="no public name tells whether a backend has compiled them",
-        seen="deepspeed 0.19.8",
-        on_instances=True,
-    ),
-)
+NAMES: Names = {
+    "deepspeed.ops.op_builder.builder.OpBuilder": {
+        "jit_load(verbose)": "cache compiled operators by version and processor, one at a time",
+        "_loaded_ops": "let DeepSpeed find operators loaded from our folder",
+    },
+    "deepspeed.ops.op_builder.cpu": {
+        "AsyncIOBuilder": "compile the NVMe operator on a node that has GPUs but no CUDA toolkit",
+    },
+    "deepspeed.ops.op_builder.builder": {"CUDAOpBuilder": "know which operators depend on the CUDA toolkit"},
+    "deepspeed.ops": {"__compatible_ops__": "keep DeepSpeed from compiling shared-memory collectives (deepspeed#7625)"},
+    "deepspeed.comm.torch.TorchBackend": {".shm_comm_op": "check that shared-memory collectives are disabled"},
+}
 
 _SHARED_MEMORY = ("deepspeed_shm_comm", "shm_comm")
 
@@ -112,4 +82,4 @@ def disable_shared_memory() -> None:
 def check_shared_memory_disabled(backend: Any) -> None:
     """Raise a `PrivateNameError` if `backend` has compiled shared-memory collectives."""
     if backend.shm_comm_op is not None:
-        raise _COMPATIBLE.error("it no longer disables them")
+        raise named(NAMES, "__compatible_ops__").error("it no longer disables them")

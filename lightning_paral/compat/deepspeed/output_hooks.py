@@ -5,20 +5,14 @@ from typing import Any
 
 from torch.nn import Module
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names, named
 from lightning_paral.compat.torch.module_hooks import forward_hooks
 
-_HOOK = PrivateName(
-    name="deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module"
-    "._post_forward_module_hook",
-    purpose="to let modules return objects of any type, by passing only the tensors to this hook",
-    reason="the hook calls vars() on every output, which fails for numbers and strings, and startswith on keys of "
-    "dictionaries; no option turns it off",
-    seen="deepspeed 0.19.8",
-    upstream="https://github.com/deepspeedai/DeepSpeed/issues/7442",
-    on_instances=True,
-)
-NAMES = (_HOOK,)
+NAMES: Names = {
+    "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module": {
+        "._post_forward_module_hook": "let modules return objects of any type (deepspeed#7442)",
+    },
+}
 
 
 def show_outputs_as(module: Module, view: Callable[[Any], Any]) -> None:
@@ -30,7 +24,9 @@ def show_outputs_as(module: Module, view: Callable[[Any], Any]) -> None:
     """
     root_has_one, *_ = [_replace(part, view) for part in module.modules()]
     if not root_has_one:
-        raise _HOOK.error(f"the engine has registered no hook of that name on {type(module).__name__}")
+        raise named(NAMES, "_post_forward_module_hook").error(
+            f"the engine has registered no hook of that name on {type(module).__name__}"
+        )
 
 
 def _replace(part: Module, view: Callable[[Any], Any]) -> bool:

@@ -8,34 +8,19 @@ an error.
 
 from typing import Any
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-_STAGE2 = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
-_PURPOSE = "to reduce at stage 1 the gradients that hooks have not reduced"
-_REASON = "no option makes the engine reduce them, so we use the methods and attributes with which it reduces"
-
-
-def _attribute(name: str) -> PrivateName:
-    return PrivateName(
-        name=f"{_STAGE2}.{name}", purpose=_PURPOSE, reason=_REASON, seen="deepspeed 0.19.8", on_instances=True
-    )
-
-
-def _method(name: str, *parameters: str) -> PrivateName:
-    return PrivateName(
-        name=f"{_STAGE2}.{name}", purpose=_PURPOSE, reason=_REASON, seen="deepspeed 0.19.8", parameters=parameters
-    )
-
-
-NAMES = (
-    _method("reduce_gradients", "self", "pipeline_parallel"),
-    _method("reduce_ready_partitions_and_remove_grads", "self", "param", "i"),
-    _method("get_gradient_for_reduction", "self", "param"),
-    _method("setup_buckets", "self"),
-    _attribute("ipg_buckets"),
-    _attribute("params_already_reduced"),
-    _attribute("overlap_comm"),
-)
+NAMES: Names = {
+    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": {
+        "reduce_gradients(pipeline_parallel)": "reduce at stage 1 what hooks have not reduced",
+        "reduce_ready_partitions_and_remove_grads(param, i)": "reduce at stage 1 what hooks have not reduced",
+        "get_gradient_for_reduction(param)": "reduce at stage 1 what hooks have not reduced",
+        "setup_buckets": "reduce at stage 1 what hooks have not reduced",
+        ".ipg_buckets": "reduce at stage 1 what hooks have not reduced",
+        ".params_already_reduced": "reduce at stage 1 what hooks have not reduced",
+        ".overlap_comm": "reduce at stage 1 what hooks have not reduced",
+    },
+}
 
 
 def overlaps(optimizer: Any) -> bool:

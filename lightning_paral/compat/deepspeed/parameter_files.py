@@ -5,41 +5,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-_SWAPPER = "deepspeed.runtime.swap_tensor.partitioned_param_swapper"
-_READ = "to read and write this rank's shard of a parameter without an fp32 master"
-_REASON = "safe_get_local_fp32_param reads only masters, and the functions of deepspeed.zero gather full parameters"
-
-NAMES = (
-    PrivateName(
-        name=f"{_SWAPPER}.PartitionedParamStatus",
-        purpose="to know whether a shard is in memory",
-        reason=_REASON,
-        seen="deepspeed 0.19.8",
-    ),
-    *(
-        PrivateName(
-            name=f"{_SWAPPER}.AsyncPartitionedParameterSwapper.{name}",
-            purpose=_READ,
-            reason=_REASON,
-            seen="deepspeed 0.19.8",
-            parameters=parameters,
-        )
-        for name, parameters in (
-            ("swap_in", ("self", "params", "async_op")),
-            ("swap_out_and_release", ("self", "params")),
-            ("remove_partition_and_release_buffers", ("self", "params")),
-        )
-    ),
-    PrivateName(
-        name=f"{_SWAPPER}.AsyncPartitionedParameterSwapper.swap_folder",
-        purpose="to keep files that hold the only copy of a parameter",
-        reason="no public name gives their folder",
-        seen="deepspeed 0.19.8",
-        on_instances=True,
-    ),
-)
+NAMES: Names = {
+    "deepspeed.runtime.swap_tensor.partitioned_param_swapper": {
+        "PartitionedParamStatus": "know whether a shard is in memory",
+    },
+    "deepspeed.runtime.swap_tensor.partitioned_param_swapper.AsyncPartitionedParameterSwapper": {
+        "swap_in(params, async_op)": "read and write a shard without an fp32 master",
+        "swap_out_and_release(params)": "read and write a shard without an fp32 master",
+        "remove_partition_and_release_buffers(params)": "read and write a shard without an fp32 master",
+        ".swap_folder": "keep files that hold the only copy of a parameter",
+    },
+}
 
 
 def has_file(parameter: Any) -> bool:

@@ -3,16 +3,13 @@
 import ast
 from collections.abc import Iterator
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-NAMES = (
-    PrivateName(
-        name="deepspeed.runtime.config._REMOVED_TOP_LEVEL_CONFIG_KEYS",
-        purpose="to distinguish removed options from valid and from misspelled ones",
-        reason="DeepSpeed publishes no list of its options",
-        seen="deepspeed 0.19.8",
-    ),
-)
+NAMES: Names = {
+    "deepspeed.runtime.config": {
+        "_REMOVED_TOP_LEVEL_CONFIG_KEYS": "distinguish removed options from valid and from misspelled ones",
+    },
+}
 
 
 def removed_options(tree: ast.Module) -> Iterator[str]:

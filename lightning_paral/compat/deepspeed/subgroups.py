@@ -4,52 +4,22 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-_OPTIMIZER = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
-_FLAT = "to read and write this rank's fp32 weights and all of their optimizer state"
-_PARTLY = (
-    "safe_get_local_fp32_param and safe_set_local_fp32_param support neither step counts nor the part of an optimizer "
-    "that is not offloaded, copy to the accelerator, and leave the weights used in forward unchanged"
-)
-_SWAP = "to hold a sub-group in memory while it is read or written"
-_EACH = (
-    "safe_get_local_fp32_param and safe_set_local_optimizer_state read or write the whole sub-group once for every "
-    "parameter and state in it"
-)
-
-NAMES = (
-    *(
-        PrivateName(
-            name=f"{_OPTIMIZER}.{name}", purpose=_FLAT, reason=_PARTLY, seen="deepspeed 0.19.8", on_instances=True
-        )
-        for name in (
-            *("fp16_groups", "fp32_partitioned_groups_flat", "grad_position"),
-            *("subgroup_to_device", "backup_optimizer"),
-        )
-    ),
-    PrivateName(
-        name=f"{_OPTIMIZER}._reassign_or_swap_out_partitioned_parameters",
-        purpose="to make forward use weights that have been written",
-        reason="DeepSpeed updates the weights used in forward only in its own step",
-        seen="deepspeed 0.19.8",
-    ),
-    *(
-        PrivateName(
-            name=f"{_OPTIMIZER}.{name}",
-            purpose=_SWAP,
-            reason=_EACH,
-            seen="deepspeed 0.19.8",
-            parameters=("self", "sub_group_id"),
-        )
-        for name in (
-            "_swappable_optimizer_subgroup",
-            "_optimizer_states_and_gradient_swap_in",
-            "_optimizer_states_and_gradient_swap_out",
-            "_release_swap_buffers",
-        )
-    ),
-)
+NAMES: Names = {
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": {
+        ".fp16_groups": "read and write this rank's fp32 weights and their states",
+        ".fp32_partitioned_groups_flat": "read and write this rank's fp32 weights and their states",
+        ".grad_position": "read and write this rank's fp32 weights and their states",
+        ".subgroup_to_device": "read and write this rank's fp32 weights and their states",
+        ".backup_optimizer": "read and write this rank's fp32 weights and their states",
+        "_reassign_or_swap_out_partitioned_parameters": "make forward use weights that have been written",
+        "_swappable_optimizer_subgroup(sub_group_id)": "hold a sub-group in memory while it is read",
+        "_optimizer_states_and_gradient_swap_in(sub_group_id)": "hold a sub-group in memory while it is read",
+        "_optimizer_states_and_gradient_swap_out(sub_group_id)": "hold a sub-group in memory while it is read",
+        "_release_swap_buffers(sub_group_id)": "hold a sub-group in memory while it is read",
+    },
+}
 
 
 def flat_weights(optimizer: Any, index: int) -> Tensor:

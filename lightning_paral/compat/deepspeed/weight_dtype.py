@@ -6,18 +6,13 @@ from typing import Any
 
 import torch
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-NAMES = (
-    PrivateName(
-        name="deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses._set_dtype",
-        purpose="to keep the dtype of weights in files on NVMe",
-        reason="if the accelerator does not support fp16, as on some CPUs, a missing pair of parentheses in DeepSpeed "
-        "makes it ignore the dtype and use bf16",
-        seen="deepspeed 0.19.8",
-        parameters=("self", "ds_config", "dtype"),
-    ),
-)
+NAMES: Names = {
+    "deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses": {
+        "_set_dtype(ds_config, dtype)": "keep the dtype of weights in files on NVMe",
+    },
+}
 
 
 @contextmanager

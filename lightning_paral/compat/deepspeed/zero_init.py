@@ -9,38 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-NAMES = (
-    PrivateName(
-        name="deepspeed.runtime.zero.partition_parameters.Init._zero_init_param",
-        purpose="to shard parameters of any layout, dimension and dtype",
-        reason="zero.Init fails for scalars, which torch cannot view as bytes, and assumes contiguous parameters",
-        seen="deepspeed 0.19.8",
-        parameters=("self", "param"),
-    ),
-    PrivateName(
-        name="deepspeed.runtime.zero.partition_parameters.Init._post_init_method",
-        purpose="to shard modules that from_pretrained builds only after their values have been loaded",
-        reason="no public function suspends zero.Init",
-        seen="deepspeed 0.19.8",
-        parameters=("self", "module"),
-    ),
-    PrivateName(
-        name="deepspeed.runtime.zero.partition_parameters.Init._convert_to_zero_parameters",
-        purpose="to shard single parameters that were built in full",
-        reason="zero.Init(module=...) shards all parameters of a module, in a context of its own",
-        seen="deepspeed 0.19.8",
-        parameters=("self", "param_list"),
-    ),
-    PrivateName(
-        name="deepspeed.runtime.zero.partition_parameters.Init.unpatch_init_and_builtins",
-        purpose="to keep decorated constructors of classes that are defined inside zero.Init",
-        reason="DeepSpeed restores the constructors that these classes had before they were decorated",
-        seen="deepspeed 0.19.8",
-        parameters=("self",),
-    ),
-)
+NAMES: Names = {
+    "deepspeed.runtime.zero.partition_parameters.Init": {
+        "_zero_init_param(param)": "shard parameters of any layout, dimension and dtype",
+        "_post_init_method(module)": "shard what from_pretrained builds only after values are loaded",
+        "_convert_to_zero_parameters(param_list)": "shard single parameters that were built in full",
+        "unpatch_init_and_builtins": "keep decorated constructors of classes defined inside zero.Init",
+    },
+}
 
 CONSTRUCTORS = ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "randn")
 """The functions of torch that `zero.Init` replaces with its own, which choose device and dtype."""

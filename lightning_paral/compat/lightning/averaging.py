@@ -6,69 +6,25 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names, replace
 
-_SEEN = "lightning 2.6.1 to 2.6.6"
-_LATE = (
-    "the callback removes them only in on_fit_start, and strategies that shard modules load its state after that hook"
-)
-_AVERAGES = tuple(
-    PrivateName(
-        name=f"lightning.pytorch.callbacks.{cls}._average_model",
-        on_instances=True,
-        purpose="to average shards instead of a full copy of the module",
-        reason="the callbacks create the copy themselves, and have no option to replace it",
-        seen=_SEEN,
-    )
-    for cls in ("WeightAveraging", "StochasticWeightAveraging")
-)
-NAMES = (
-    *_AVERAGES,
-    *(
-        PrivateName(
-            name=f"lightning.pytorch.callbacks.WeightAveraging.{method}",
-            parameters=("self", "pl_module"),
-            purpose="to exchange averages and weights shard by shard, and to broadcast buffers",
-            reason="the callback calls these methods inside its hooks, and no public hook runs there",
-            seen=_SEEN,
-        )
-        for method in ("_swap_models", "_copy_average_to_current")
-    ),
-    *(
-        PrivateName(
-            name=f"lightning.pytorch.callbacks.WeightAveraging.{attribute}",
-            on_instances=True,
-            purpose="to average shards with the options given to the callback",
-            reason="the callback has no public attributes for its options",
-            seen=_SEEN,
-        )
-        for attribute in ("_device", "_use_buffers", "_kwargs")
-    ),
-    PrivateName(
-        name="lightning.pytorch.callbacks.StochasticWeightAveraging._avg_fn",
-        on_instances=True,
-        purpose="to test whether the averaging function is elementwise",
-        reason="the callback has no public attributes for its options",
-        seen=_SEEN,
-    ),
-    *(
-        PrivateName(
-            name=f"lightning.pytorch.callbacks.StochasticWeightAveraging.{attribute}",
-            on_instances=True,
-            purpose="to remove the schedulers that a loaded checkpoint replaces",
-            reason=_LATE,
-            seen=_SEEN,
-        )
-        for attribute in ("_model_contains_batch_norm", "_scheduler_state")
-    ),
-    PrivateName(
-        name="lightning.pytorch.callbacks.StochasticWeightAveraging._clear_schedulers",
-        parameters=("trainer",),
-        purpose="to remove the schedulers that a loaded checkpoint replaces",
-        reason=_LATE,
-        seen=_SEEN,
-    ),
-)
+NAMES: Names = {
+    "lightning.pytorch.callbacks.WeightAveraging": {
+        "._average_model": "average shards instead of a full copy of the module",
+        "_swap_models(pl_module)": "exchange averages and weights shard by shard",
+        "_copy_average_to_current(pl_module)": "exchange averages and weights shard by shard",
+        "._device": "average shards with the options given to the callback",
+        "._use_buffers": "average shards with the options given to the callback",
+        "._kwargs": "average shards with the options given to the callback",
+    },
+    "lightning.pytorch.callbacks.StochasticWeightAveraging": {
+        "._average_model": "average shards instead of a full copy of the module",
+        "._avg_fn": "test whether the averaging function is elementwise",
+        "._model_contains_batch_norm": "remove the schedulers that a loaded checkpoint replaces",
+        "._scheduler_state": "remove the schedulers that a loaded checkpoint replaces",
+        "_clear_schedulers(trainer)": "remove the schedulers that a loaded checkpoint replaces",
+    },
+}
 
 SWAP, COPY = "_swap_models", "_copy_average_to_current"
 """Names of methods of `WeightAveraging`: one swaps averages and weights, one copies the averages to the weights."""
@@ -91,7 +47,7 @@ def averages_of(callback: Any) -> Any:
 
 def set_averages(callback: Any, averages: Any) -> None:
     """Make `callback` keep its averages in `averages`."""
-    _AVERAGES[isinstance(callback, StochasticWeightAveraging)].replace_on(callback, averages)
+    replace(callback, "_average_model", averages)
 
 
 def options_of(callback: WeightAveraging) -> dict[str, Any]:

@@ -4,34 +4,23 @@ import torch
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin, _update_properties
 from torch.nn import Module
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names, replace
 
-_SEEN = "lightning 2.6.1 to 2.6.6"
-_MIXIN = "lightning.fabric.utilities.device_dtype_mixin"
-_DEVICE = PrivateName(
-    name=f"{_MIXIN}._DeviceDtypeModuleMixin._device",
-    on_instances=True,
-    purpose="to make self.device of a replica return the replica's device",
-    reason="the public property device has no setter, and to(device) would move parameters",
-    seen=_SEEN,
-)
-NAMES = (
-    _DEVICE,
-    PrivateName(
-        name=f"{_MIXIN}._update_properties",
-        parameters=("root", "device"),
-        purpose="to make self.device return the device that a sharded module computes on",
-        reason="the public property device has no setter, and to(device) would move parameters",
-        seen=_SEEN,
-    ),
-)
+NAMES: Names = {
+    "lightning.fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin": {
+        "._device": "make self.device of a replica return the replica's device",
+    },
+    "lightning.fabric.utilities.device_dtype_mixin": {
+        "_update_properties(root, device)": "make self.device return the device that computes",
+    },
+}
 
 
 def set_device(module: Module, device: torch.device) -> None:
     """Make the property `device` of `module` itself, if it has one, return `device`; nothing is moved."""
     if isinstance(module, _DeviceDtypeModuleMixin):
         if "_device" not in module.__dict__:
-            _DEVICE.replace_on(module, device)  # raises a PrivateNameError
+            replace(module, "_device", device)  # raises a PrivateNameError
         # `Module.__setattr__` would be too slow: this runs for each replica in each step.
         module.__dict__["_device"] = device
 

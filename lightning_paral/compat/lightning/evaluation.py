@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.lightning.results import ResultCollection, check_overridden
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names, named, replace
 
 __all__ = [
     "EvaluationLoop",
@@ -28,103 +28,35 @@ __all__ = [
     "set_results_of_fit",
 ]
 
-_SEEN = "lightning 2.6.1 to 2.6.6"
-_CREATED = "the loop creates the collection itself, and has no option to replace it"
-_STEP_ARGUMENTS = ("self", "batch", "batch_idx", "dataloader_idx", "dataloader_iter")
-_EVALUATION_STEP = PrivateName(
-    name="lightning.pytorch.loops._EvaluationLoop._evaluation_step",
-    parameters=_STEP_ARGUMENTS,
-    purpose="to skip padding batches, which exist only so that all ranks take the same number of steps",
-    reason="no hook can skip a batch, and hooks must not run for padding batches",
-    seen=_SEEN,
-)
-_PREDICT_STEP = PrivateName(
-    name="lightning.pytorch.loops._PredictionLoop._predict_step",
-    parameters=_STEP_ARGUMENTS,
-    purpose="to skip padding batches, which exist only so that all ranks take the same number of steps",
-    reason="no hook can skip a batch, and hooks must not run for padding batches",
-    seen=_SEEN,
-)
-_STORE = PrivateName(
-    name="lightning.pytorch.loops._EvaluationLoop._store_dataloader_outputs",
-    parameters=("self",),
-    purpose="to reduce the values that the ranks have logged for a loader before Lightning computes the results",
-    reason="no hook runs at the end of each loader",
-    seen=_SEEN,
-)
-_RESULTS = PrivateName(
-    name="lightning.pytorch.loops._EvaluationLoop._results",
-    on_instances=True,
-    purpose="to log to a collection that counts each sample once",
-    reason=_CREATED,
-    seen=_SEEN,
-)
-_RESULTS_OF_FIT = PrivateName(
-    name="lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._results",
-    on_instances=True,
-    purpose="to check that all ranks log the same keys",
-    reason=_CREATED,
-    seen=_SEEN,
-)
-NAMES = (
-    _EVALUATION_STEP,
-    _PREDICT_STEP,
-    _STORE,
-    _RESULTS,
-    _RESULTS_OF_FIT,
-    *(
-        PrivateName(
-            name=f"lightning.pytorch.loops.{cls}._combined_loader",
-            on_instances=True,
-            purpose="to know how the loop combines several loaders",
-            reason="trainer.val_dataloaders returns the loaders without their mode",
-            seen=_SEEN,
-        )
-        for cls in ("_EvaluationLoop", "_PredictionLoop")
-    ),
-    *(
-        PrivateName(
-            name=f"lightning.pytorch.loops.{cls}.{method}",
-            parameters=parameters,
-            purpose="to call a step as the loop does, without hooks",
-            reason="the loop calls steps only together with hooks and counters",
-            seen=_SEEN,
-        )
-        for cls in ("_EvaluationLoop", "_PredictionLoop")
-        for method, parameters in (
-            ("_build_kwargs", ("self", "batch", "batch_idx", "dataloader_idx")),
-            ("_build_step_args_from_hook_kwargs", ("self", "hook_kwargs", "step_hook_name")),
-        )
-    ),
-    PrivateName(
-        name="lightning.pytorch.trainer.call._call_strategy_hook",
-        parameters=("trainer", "hook_name"),
-        purpose="to make self.log work in the step",
-        reason="self.log needs the name of the running hook, which only this function sets",
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name="lightning.pytorch.LightningModule._on_before_batch_transfer",
-        parameters=("self", "batch", "dataloader_idx"),
-        purpose="to call on_before_batch_transfer of the module or its data module",
-        reason="no public function says which of the two overrides the hook",
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name="lightning.pytorch.Trainer._logger_connector",
-        on_instances=True,
-        purpose="to compute a loader's results over all ranks, and to restore logging after a padding batch",
-        reason="the Trainer has no public access to results before they have been computed",
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name="lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector._current_fx",
-        on_instances=True,
-        purpose="to restore logging after a padding batch",
-        reason="the connector resets results when the running hook changes, and no public name sets the running hook",
-        seen=_SEEN,
-    ),
-)
+NAMES: Names = {
+    "lightning.pytorch.loops._EvaluationLoop": {
+        "_evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)": "skip padding batches",
+        "_store_dataloader_outputs": "reduce logged values before Lightning computes results",
+        "._results": "log to a collection that counts each sample once",
+        "._combined_loader": "know how the loop combines several loaders",
+        "_build_kwargs(batch, batch_idx, dataloader_idx)": "call a step as the loop does",
+        "_build_step_args_from_hook_kwargs(hook_kwargs, step_hook_name)": "call a step as the loop does",
+    },
+    "lightning.pytorch.loops._PredictionLoop": {
+        "_predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)": "skip padding batches",
+        "._combined_loader": "know how the loop combines several loaders",
+        "_build_kwargs(batch, batch_idx, dataloader_idx)": "call a step as the loop does",
+        "_build_step_args_from_hook_kwargs(hook_kwargs, step_hook_name)": "call a step as the loop does",
+    },
+    "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop": {
+        "._results": "check that all ranks log the same keys",
+    },
+    "lightning.pytorch.trainer.call": {"_call_strategy_hook(trainer, hook_name)": "make self.log work in the step"},
+    "lightning.pytorch.LightningModule": {
+        "_on_before_batch_transfer(batch, dataloader_idx)": "call the hook of the module or its data module",
+    },
+    "lightning.pytorch.Trainer": {
+        "._logger_connector": "compute results over all ranks; restore logging after a padding batch",
+    },
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector": {
+        "._current_fx": "restore logging after a padding batch",
+    },
+}
 
 Step = Callable[[Any, int, int, Any], None]
 """Takes a batch, its index, the loader's index, and the iterator if the step draws batches itself."""
@@ -137,13 +69,13 @@ def results_of(loop: EvaluationLoop) -> ResultCollection:
 
 def set_results(loop: EvaluationLoop, results: ResultCollection) -> None:
     """Make hooks log to `results` during `loop`."""
-    _RESULTS.replace_on(loop, results)
+    replace(loop, "_results", results)
 
 
 def set_results_of_fit(trainer: Trainer, results: ResultCollection) -> None:
     """Make hooks log to `results` during training."""
     check_overridden()
-    _RESULTS_OF_FIT.replace_on(trainer.fit_loop.epoch_loop, results)
+    replace(trainer.fit_loop.epoch_loop, "_results", results)
 
 
 def combined_loader_of(loop: EvaluationLoop | PredictionLoop) -> CombinedLoader:
@@ -154,19 +86,19 @@ def combined_loader_of(loop: EvaluationLoop | PredictionLoop) -> CombinedLoader:
 
 def replace_evaluation_step(loop: EvaluationLoop, make: Callable[[Step], Step], undo: ExitStack) -> None:
     """Replace the step of `loop` with `make(step)`, where `step` is the loop's own step, until `undo` is closed."""
-    _EVALUATION_STEP.resolve()
+    named(NAMES, "_evaluation_step").resolve()
     shadow_method(loop, "_evaluation_step", make(loop._evaluation_step), undo)
 
 
 def replace_predict_step(loop: PredictionLoop, make: Callable[[Step], Step], undo: ExitStack) -> None:
     """Replace the step of `loop` with `make(step)`, where `step` is the loop's own step, until `undo` is closed."""
-    _PREDICT_STEP.resolve()
+    named(NAMES, "_predict_step").resolve()
     shadow_method(loop, "_predict_step", make(loop._predict_step), undo)
 
 
 def call_at_end_of_loader(loop: EvaluationLoop, trainer: Trainer, join: Callable[[], None], undo: ExitStack) -> None:
     """Call `join` at the end of each loader of `loop`, before results are computed, until `undo` is closed."""
-    _STORE.resolve()
+    named(NAMES, "_store_dataloader_outputs").resolve()
     store_outputs = loop._store_dataloader_outputs
 
     def store() -> None:

@@ -5,19 +5,16 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-_SEEN = "lightning 2.6.1 to 2.6.6"
-NAMES = tuple(
-    PrivateName(
-        name=f"lightning.pytorch.loops.{loop}._data_source",
-        on_instances=True,
-        purpose="to read the first batch before the run sets up its loaders",
-        reason="the Trainer has no loaders until then",
-        seen=_SEEN,
-    )
-    for loop in ("evaluation_loop._EvaluationLoop", "prediction_loop._PredictionLoop")
-)
+NAMES: Names = {
+    "lightning.pytorch.loops.evaluation_loop._EvaluationLoop": {
+        "._data_source": "read the first batch before the run sets up its loaders",
+    },
+    "lightning.pytorch.loops.prediction_loop._PredictionLoop": {
+        "._data_source": "read the first batch before the run sets up its loaders",
+    },
+}
 
 
 def evaluation_loaders(trainer: Trainer, function: TrainerFn) -> Any:

@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_an
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
 from torch.multiprocessing.spawn import start_processes
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
 __all__ = [
     "LightningSubprocessLauncher",
@@ -21,67 +21,28 @@ __all__ = [
     "call_and_handle_interrupt",
 ]
 
-_SEEN = "lightning 2.6.1 to 2.6.6"
-_LAUNCHERS = "lightning.pytorch.strategies.launchers"
-_WHY_PROCESSES = "Lightning's launcher waits for ever for a rank that ended without a result, and shows the first end"
-
-NAMES = (
-    PrivateName(
-        name=f"{_LAUNCHERS}._SubprocessScriptLauncher",
-        parameters=("cluster_environment", "num_processes", "num_nodes"),
-        purpose="to check ports and options before processes start, and to leave no process behind",
-        reason="Lightning has no public launcher class to extend",
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name=f"{_LAUNCHERS}._SubprocessScriptLauncher._call_children_scripts",
-        parameters=("self",),
-        purpose="to take the processes over before Lightning's observer knows them",
-        reason="the observer kills this process up to five seconds after another one failed, before it can say why",
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name=f"{_LAUNCHERS}._MultiProcessingLauncher",
-        parameters=("strategy", "start_method"),
-        purpose="to start ranks in notebooks, and to copy weights and metrics back",
-        reason="Lightning has no public launcher class to extend",
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name=f"{_LAUNCHERS}._MultiProcessingLauncher._wrapping_function",
-        parameters=("process_idx", "trainer", "function", "args", "kwargs", "return_queue", "global_states"),
-        purpose="to run a function in a rank and send back what it leaves",
-        reason=_WHY_PROCESSES,
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name=f"{_LAUNCHERS}._MultiProcessingLauncher._recover_results_in_main_process",
-        parameters=("self", "worker_output", "trainer"),
-        purpose="to copy weights and metrics of rank 0 back",
-        reason=_WHY_PROCESSES,
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name=f"{_LAUNCHERS}.multiprocessing._GlobalStateSnapshot.capture",
-        parameters=(),
-        purpose="to give spawned ranks the states of the random generators",
-        reason=_WHY_PROCESSES,
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name="lightning.pytorch.trainer.call._call_and_handle_interrupt",
-        parameters=("trainer", "trainer_fn"),
-        purpose="to call the hooks for exceptions and to tear down in forked and spawned ranks as in a script",
-        reason="Lightning's own launcher of such ranks does this only in the process that starts them",
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name="lightning.pytorch.utilities.exceptions._TunerExitException",
-        purpose="to tell the end of a search for a learning rate or a batch size from a failure",
-        reason="the callbacks of Lightning that search raise it to end a run",
-        seen=_SEEN,
-    ),
-)
+NAMES: Names = {
+    "lightning.pytorch.strategies.launchers": {
+        "_SubprocessScriptLauncher(cluster_environment, num_processes, num_nodes)": "check before processes start",
+        "_MultiProcessingLauncher(strategy, start_method)": "start ranks in notebooks, and copy weights and metrics back",
+    },
+    "lightning.pytorch.strategies.launchers._SubprocessScriptLauncher": {
+        "_call_children_scripts": "take the processes over before Lightning's observer knows them",
+    },
+    "lightning.pytorch.strategies.launchers._MultiProcessingLauncher": {
+        "_wrapping_function(process_idx, trainer, function, args, kwargs, return_queue)": "run a function in a rank",
+        "_recover_results_in_main_process(worker_output, trainer)": "copy weights and metrics of rank 0 back",
+    },
+    "lightning.pytorch.strategies.launchers.multiprocessing._GlobalStateSnapshot": {
+        "capture": "give spawned ranks the states of the random generators",
+    },
+    "lightning.pytorch.trainer.call": {
+        "_call_and_handle_interrupt(trainer, trainer_fn)": "call the hooks for exceptions in forked ranks",
+    },
+    "lightning.pytorch.utilities.exceptions": {
+        "_TunerExitException": "tell the end of a search for a learning rate or a batch size from a failure",
+    },
+}
 
 LightningSubprocessLauncher = _SubprocessScriptLauncher
 """Lightning's class, which Lightning's strategies use."""

@@ -12,16 +12,13 @@ from typing import Any
 
 from lightning.pytorch.core import saving
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names, named
 
-_LOAD = PrivateName(
-    name="lightning.pytorch.core.saving.pl_load",
-    parameters=("path_or_url", "map_location", "weights_only"),
-    purpose="to let load_from_checkpoint read folders",
-    reason="load_from_checkpoint takes no CheckpointIO",
-    seen="lightning 2.6.1 to 2.6.6",
-)
-NAMES = (_LOAD,)
+NAMES: Names = {
+    "lightning.pytorch.core.saving": {
+        "pl_load(path_or_url, map_location, weights_only)": "let load_from_checkpoint read folders",
+    },
+}
 
 _MARK = "_reads_folders"
 
@@ -36,7 +33,7 @@ def install(is_folder: Callable[[Any], bool], read: Callable[..., Mapping[str, A
     Raises:
         PrivateNameError: this version of Lightning reads checkpoints in a different way.
     """
-    _LOAD.resolve()
+    named(NAMES, "pl_load").resolve()
     module: Any = saving
     load = module.pl_load
     if hasattr(load, _MARK):

@@ -6,43 +6,21 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_paral.compat.lightning.methods import shadow_method
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names, replace
 
-_SEEN = "lightning 2.6.1 to 2.6.6"
-_INFERENCE_MODE = tuple(
-    PrivateName(
-        name=f"lightning.pytorch.loops.{cls}.inference_mode",
-        on_instances=True,
-        purpose="to evaluate without inference mode, whose tensors can never be trained",
-        reason="strategies have no public way to change the value of Trainer(inference_mode=...)",
-        seen=_SEEN,
-    )
-    for cls in ("_EvaluationLoop", "_PredictionLoop")
-)
-NAMES = (
-    *_INFERENCE_MODE,
-    PrivateName(
-        name="lightning.pytorch.loops._FitLoop._should_accumulate",
-        parameters=("self",),
-        purpose="to know whether a backward pass is the last one before an optimizer step",
-        reason="Trainer.accumulate_grad_batches does not tell, because the last batch of an epoch ends a window early",
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name="lightning.pytorch.loops._FitLoop._combined_loader",
-        on_instances=True,
-        purpose="to restart the training data at the position of a checkpoint",
-        reason="trainer.train_dataloader returns the loaders, but not the iterator over them",
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name="lightning.pytorch.loops._FitLoop._data_fetcher",
-        on_instances=True,
-        purpose="to restart the training data at the position of a checkpoint",
-        reason="Lightning creates the iterator before the strategy knows the position, and no public name restarts it",
-        seen=_SEEN,
-    ),
-)
+NAMES: Names = {
+    "lightning.pytorch.loops._EvaluationLoop": {
+        ".inference_mode": "evaluate without inference mode, whose tensors can never be trained",
+    },
+    "lightning.pytorch.loops._PredictionLoop": {
+        ".inference_mode": "evaluate without inference mode, whose tensors can never be trained",
+    },
+    "lightning.pytorch.loops._FitLoop": {
+        "_should_accumulate": "know whether a backward pass is the last one before an optimizer step",
+        "._combined_loader": "restart the training data at the position of a checkpoint",
+        "._data_fetcher": "restart the training data at the position of a checkpoint",
+    },
+}
 
 
 def is_accumulating(trainer: Trainer) -> bool:
@@ -69,10 +47,9 @@ def evaluate_without_inference_mode(trainer: Trainer) -> None:
 
     Parameters that are first gathered in inference mode would be inference tensors, which can never be trained.
     """
-    evaluation, prediction = _INFERENCE_MODE
-    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-        evaluation.replace_on(loop, False)
-    prediction.replace_on(trainer.predict_loop, False)
+    evaluation = trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop
+    for loop in (*evaluation, trainer.predict_loop):
+        replace(loop, "inference_mode", False)
 
 
 def call_once_after_setup_of_data(trainer: Trainer, then: Callable[[], None]) -> None:

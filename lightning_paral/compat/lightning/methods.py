@@ -7,8 +7,6 @@ from typing import Any
 
 from lightning_paral.errors import PrivateNameError
 
-NAMES = ()
-
 
 def replace_methods(cls: type, methods: Mapping[str, Any]) -> Callable[[], None]:
     """Replace methods of the class `cls`; return a function that restores them.

@@ -9,38 +9,16 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_paral.compat.lightning.methods import replace_methods, shadow_method
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names, replace
 
-_SEEN = "torchmetrics 1.7 to 1.9"
-_FORWARD_CACHE = PrivateName(
-    name="torchmetrics.Metric._forward_cache",
-    on_instances=True,
-    purpose="to log the value of a metric in a step, computed over all replicas",
-    reason="Lightning reads it here, and no public attribute sets it",
-    seen=_SEEN,
-)
-_COMPUTED = PrivateName(
-    name="torchmetrics.Metric._computed",
-    on_instances=True,
-    purpose="to give a metric the value computed over all ranks",
-    reason="compute returns the value cached here, and no public function sets it",
-    seen=_SEEN,
-)
-_UPDATE_COUNT = PrivateName(
-    name="torchmetrics.Metric._update_count",
-    on_instances=True,
-    purpose="to compute a metric that other ranks have updated, but not this one, without a warning",
-    reason="the public property update_count has no setter",
-    seen=_SEEN,
-)
-_SYNC_DIST = PrivateName(
-    name="torchmetrics.Metric._sync_dist",
-    purpose="to gather list states of which ranks have different numbers of items",
-    reason="the public dist_sync_fn gets single tensors, and is not called for an empty list",
-    seen=_SEEN,
-    parameters=("dist_sync_fn", "process_group"),
-)
-NAMES = (_FORWARD_CACHE, _COMPUTED, _UPDATE_COUNT, _SYNC_DIST)
+NAMES: Names = {
+    "torchmetrics.Metric": {
+        "._forward_cache": "log the value of a metric in a step, computed over all replicas",
+        "._computed": "give a metric the value computed over all ranks",
+        "._update_count": "compute a metric that other ranks have updated, but not this one, without a warning",
+        "_sync_dist(dist_sync_fn, process_group)": "gather list states of different lengths",
+    },
+}
 
 
 def replace_gathering(gather: Callable[..., None]) -> Callable[[], None]:
@@ -68,14 +46,14 @@ def value_of_step(metric: Metric) -> Any:
 
 def set_value_of_step(metric: Metric, value: Tensor) -> None:
     """Replace the value that the last call of `metric` returned with `value`."""
-    _FORWARD_CACHE.replace_on(metric, value)
+    replace(metric, "_forward_cache", value)
 
 
 def set_computed(metric: Metric, value: Tensor | None) -> None:
     """Make `metric.compute()` return `value`, or compute again if `value` is `None`."""
-    _COMPUTED.replace_on(metric, value)
+    replace(metric, "_computed", value)
 
 
 def mark_updated(metric: Metric) -> None:
     """Mark `metric` as updated, because updates of other ranks are merged into it."""
-    _UPDATE_COUNT.replace_on(metric, max(1, metric.update_count))
+    replace(metric, "_update_count", max(1, metric.update_count))

@@ -8,17 +8,13 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_paral.compat.lightning.methods import shadow_method
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-NAMES = (
-    PrivateName(
-        name="lightning.pytorch.callbacks.ModelCheckpoint._monitor_candidates",
-        parameters=("self", "trainer"),
-        purpose="to let all ranks choose the best checkpoint, and name files, by the same values",
-        reason="the callback reads the values of its own rank, and has no public method that returns them",
-        seen="lightning 2.6.1 to 2.6.6",
-    ),
-)
+NAMES: Names = {
+    "lightning.pytorch.callbacks.ModelCheckpoint": {
+        "_monitor_candidates(trainer)": "let all ranks choose the best checkpoint by the same values",
+    },
+}
 
 
 def change_monitored(callback: ModelCheckpoint, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

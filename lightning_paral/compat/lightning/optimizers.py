@@ -2,16 +2,13 @@
 
 from lightning.pytorch.core.optimizer import _MockOptimizer
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-NAMES = (
-    PrivateName(
-        name="lightning.pytorch.core.optimizer._MockOptimizer",
-        purpose="to run ZeRO without an optimizer if configure_optimizers returns None",
-        reason="trainer.optimizers then contains an object of this class, which has no public name",
-        seen="lightning 2.6.1 to 2.6.6",
-    ),
-)
+NAMES: Names = {
+    "lightning.pytorch.core.optimizer": {
+        "_MockOptimizer": "run ZeRO without an optimizer if configure_optimizers returns None",
+    },
+}
 
 
 def is_mock_optimizer(optimizer: object) -> bool:

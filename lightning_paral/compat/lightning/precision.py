@@ -5,17 +5,13 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-NAMES = (
-    PrivateName(
-        name="lightning.pytorch.plugins.Precision._after_closure",
-        parameters=("model", "optimizer"),
-        purpose="to run on_before_optimizer_step and gradient clipping before the step of a sharded optimizer",
-        reason="Lightning calls them only from its own optimizer_step, which passes the optimizer a closure",
-        seen="lightning 2.6.1 to 2.6.6",
-    ),
-)
+NAMES: Names = {
+    "lightning.pytorch.plugins.Precision": {
+        "_after_closure(model, optimizer)": "run hooks and clipping before the step of a sharded optimizer",
+    },
+}
 
 
 def after_closure(plugin: Precision, module: LightningModule, optimizer: Any) -> None:

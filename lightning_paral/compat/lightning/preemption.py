@@ -8,46 +8,19 @@ from lightning.pytorch import Trainer
 
 from lightning_paral.compat.lightning.loops import is_accumulating
 from lightning_paral.compat.lightning.methods import shadow_method
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-_SEEN = "lightning 2.6.1 to 2.6.6"
-NAMES = (
-    PrivateName(
-        name="lightning.pytorch.loops._TrainingEpochLoop.on_advance_end",
-        parameters=("self", "data_fetcher"),
-        purpose="to stop after a batch and its validation, before the next batch is fetched",
-        reason="on_train_batch_start comes after the fetch, whose random numbers would be drawn twice",
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name="lightning.pytorch.loops._FitLoop.advance",
-        parameters=("self",),
-        purpose="to leave an epoch that is not finished without its end hooks",
-        reason="trainer.should_stop runs the hooks of an epoch's end, which would save and count the epoch",
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name="lightning.pytorch.loops._FitLoop.on_run_end",
-        parameters=("self",),
-        purpose="to leave a fit that is not finished without on_train_end",
-        reason="trainer.should_stop runs these hooks",
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name="lightning.pytorch.loops._TrainingEpochLoop._should_check_val_fx",
-        parameters=("self", "data_fetcher"),
-        purpose="to know whether Lightning counts a batch twice when a fit is resumed after its validation",
-        reason="no public name tells when validation is due",
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name="lightning.pytorch.loops._TrainingEpochLoop._batches_that_stepped",
-        on_instances=True,
-        purpose="to correct the step of the loggers in the saved checkpoint",
-        reason="Lightning increments it again when a fit is resumed after a validation",
-        seen=_SEEN,
-    ),
-)
+NAMES: Names = {
+    "lightning.pytorch.loops._TrainingEpochLoop": {
+        "on_advance_end(data_fetcher)": "stop after a batch and its validation, before the next is fetched",
+        "_should_check_val_fx(data_fetcher)": "know whether Lightning counts a batch twice when a fit resumes",
+        "._batches_that_stepped": "correct the step of the loggers in the saved checkpoint",
+    },
+    "lightning.pytorch.loops._FitLoop": {
+        "advance": "leave an epoch that is not finished without its end hooks",
+        "on_run_end": "leave a fit that is not finished without on_train_end",
+    },
+}
 
 
 def stop_between_batches(

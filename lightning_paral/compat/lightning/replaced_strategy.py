@@ -5,40 +5,18 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-_SEEN = "lightning 2.6.1 to 2.6.6"
-_CONNECTOR = "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector"
-NAMES = (
-    PrivateName(
-        name=f"{_CONNECTOR}._lazy_init_strategy",
-        purpose="to give a strategy that is chosen during a run the devices, the environment and the plugins",
-        reason="Trainer.strategy has no setter",
-        seen=_SEEN,
-        parameters=("self",),
-    ),
-    PrivateName(
-        name=f"{_CONNECTOR}._check_and_init_precision",
-        purpose="to create the precision plugin that fits the chosen strategy",
-        reason="the Trainer creates it only in its constructor",
-        seen=_SEEN,
-        parameters=("self",),
-    ),
-    PrivateName(
-        name="lightning.pytorch.Trainer._accelerator_connector",
-        on_instances=True,
-        purpose="to reach the object that holds the strategy",
-        reason="Trainer.strategy has no setter",
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name="lightning.pytorch.loops.fit_loop._FitLoop._data_source",
-        on_instances=True,
-        purpose="to read the first training batch before the run sets up its loaders",
-        reason="Trainer.train_dataloader is None until then",
-        seen=_SEEN,
-    ),
-)
+NAMES: Names = {
+    "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector": {
+        "_lazy_init_strategy": "give a strategy that is chosen late its devices and plugins",
+        "_check_and_init_precision": "create the precision plugin that fits the chosen strategy",
+    },
+    "lightning.pytorch.Trainer": {"._accelerator_connector": "reach the object that holds the strategy"},
+    "lightning.pytorch.loops.fit_loop._FitLoop": {
+        "._data_source": "read the first training batch before the run sets up its loaders",
+    },
+}
 
 
 def replace_strategy(trainer: Trainer, strategy: Strategy) -> None:

@@ -7,90 +7,31 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync as Sync
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names, named
 
 __all__ = ["Metadata", "ResultCollection", "ResultMetric", "Sync", "check_overridden", "make_sync"]
 
-_SEEN = "lightning 2.6.1 to 2.6.6"
-_MODULE = "lightning.pytorch.trainer.connectors.logger_connector.result"
-_REASON = "Lightning has no public way to combine the values that several ranks have logged"
-_OVERRIDDEN = (
-    PrivateName(
-        name=f"{_MODULE}._ResultCollection.log",
-        parameters=("self", "fx", "name", "value", "sync_dist_fn", "add_dataloader_idx"),
-        purpose="to reduce each value together with a checksum of its key",
-        reason=_REASON,
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name=f"{_MODULE}._ResultCollection.update_metrics",
-        parameters=("self", "key", "value", "batch_size"),
-        purpose="to reduce values separately if not all ranks take part in a step",
-        reason=_REASON,
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name=f"{_MODULE}._ResultCollection.metrics",
-        parameters=("self", "on_step"),
-        purpose="to report keys that only some ranks have logged",
-        reason=_REASON,
-        seen=_SEEN,
-    ),
-)
-NAMES = (
-    *_OVERRIDDEN,
-    PrivateName(
-        name=f"{_MODULE}._ResultCollection.valid_items",
-        parameters=("self",),
-        purpose="to exchange the values that ranks have logged in an epoch",
-        reason=_REASON,
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name=f"{_MODULE}._ResultCollection.dataloader_idx",
-        on_instances=True,
-        purpose="to know to which loader results belong",
-        reason=_REASON,
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name=f"{_MODULE}._ResultCollection.batch",
-        on_instances=True,
-        purpose="to know when a training batch begins and ends",
-        reason="no hook of a strategy runs at the end of a training batch",
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name=f"{_MODULE}._ResultMetric",
-        parameters=("metadata", "is_tensor"),
-        purpose="to create the value of a key that this rank has not logged, because it had no batch",
-        reason=_REASON,
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name=f"{_MODULE}._Metadata",
-        parameters=(
-            *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph"),
-            *("add_dataloader_idx", "dataloader_idx", "metric_attribute"),
-        ),
-        purpose="to create the options of a key that this rank has not logged, because it had no batch",
-        reason=_REASON,
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name=f"{_MODULE}._Sync",
-        parameters=("fn", "_should"),
-        purpose="to define how a logged value is reduced",
-        reason=_REASON,
-        seen=_SEEN,
-    ),
-)
+NAMES: Names = {
+    "lightning.pytorch.trainer.connectors.logger_connector.result._ResultCollection": {
+        "log(fx, name, value, sync_dist_fn, add_dataloader_idx)": "reduce a value with a checksum of its key",
+        "update_metrics(key, value, batch_size)": "reduce values separately in uneven steps",
+        "metrics(on_step)": "report keys that only some ranks have logged",
+        "valid_items": "exchange the values that ranks have logged in an epoch",
+        ".dataloader_idx": "know to which loader results belong",
+        ".batch": "know when a training batch begins and ends",
+    },
+    "lightning.pytorch.trainer.connectors.logger_connector.result": {
+        "_ResultMetric(metadata, is_tensor)": "create the value of a key that this rank has not logged",
+        "_Metadata(fx, name, reduce_fx, dataloader_idx, metric_attribute)": "create a key that others have logged",
+        "_Sync(fn, _should)": "define how a logged value is reduced",
+    },
+}
 
 
 def check_overridden() -> None:
     """Raise a `PrivateNameError` if Lightning lacks a method that subclasses of `ResultCollection` override."""
-    for entry in _OVERRIDDEN:
-        entry.resolve()
+    for name in ("log", "update_metrics", "metrics"):
+        named(NAMES, f"_ResultCollection.{name}").resolve()
 
 
 def make_sync(reduce: Any, *, should: bool) -> Sync:

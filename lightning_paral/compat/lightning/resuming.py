@@ -6,26 +6,14 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_paral.compat.lightning.methods import shadow_method
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-_SEEN = "lightning 2.6.1 to 2.6.6"
-_REASON = "the Trainer decides on ckpt_path before ranks can communicate, and no hook can change it afterwards"
-NAMES = (
-    PrivateName(
-        name="lightning.pytorch.Trainer._checkpoint_connector",
-        on_instances=True,
-        purpose="to choose the checkpoint that a fit resumes from",
-        reason=_REASON,
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name="lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector.resume_start",
-        parameters=("checkpoint_path", "weights_only"),
-        purpose="to choose the checkpoint that a fit resumes from",
-        reason=_REASON,
-        seen=_SEEN,
-    ),
-)
+NAMES: Names = {
+    "lightning.pytorch.Trainer": {"._checkpoint_connector": "choose the checkpoint that a fit resumes from"},
+    "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector": {
+        "resume_start(checkpoint_path, weights_only)": "choose the checkpoint that a fit resumes from",
+    },
+}
 
 
 def choose_checkpoint(trainer: Trainer, choose: Callable[[Callable[[str], None]], None]) -> Callable[[], None]:

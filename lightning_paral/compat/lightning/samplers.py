@@ -8,49 +8,25 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_paral.compat.lightning.methods import shadow_method
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names, named
 
 __all__ = ["IndexBatchSampler", "injects_sampler", "replace_preparation"]
 
-_SEEN = "lightning 2.6.1 to 2.6.6"
-_PREPARE = PrivateName(
-    name="lightning.pytorch.trainer.connectors.data_connector._DataConnector._prepare_dataloader",
-    parameters=("self", "dataloader", "shuffle", "mode"),
-    purpose="to distribute samples over ranks ourselves instead of with Lightning's DistributedSampler",
-    reason="the public Strategy.process_dataloader runs after Lightning has injected its sampler",
-    seen=_SEEN,
-)
-NAMES = (
-    _PREPARE,
-    PrivateName(
-        name="lightning.pytorch.Trainer._data_connector",
-        on_instances=True,
-        purpose="to distribute samples over ranks ourselves instead of with Lightning's DistributedSampler",
-        reason="the public Strategy.process_dataloader runs after Lightning has injected its sampler",
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name="lightning.pytorch.Trainer._accelerator_connector",
-        on_instances=True,
-        purpose="to know the value of Trainer(use_distributed_sampler=...)",
-        reason="the Trainer has no public attribute for it",
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name="lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector.use_distributed_sampler",
-        on_instances=True,
-        purpose="to know the value of Trainer(use_distributed_sampler=...)",
-        reason="the Trainer has no public attribute for it",
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name="lightning.pytorch.overrides.distributed._IndexBatchSamplerWrapper",
-        parameters=("batch_sampler",),
-        purpose="to pass the indices of each batch to callbacks that write predictions",
-        reason="the prediction loop reads indices only from a batch sampler of this class",
-        seen=_SEEN,
-    ),
-)
+NAMES: Names = {
+    "lightning.pytorch.trainer.connectors.data_connector._DataConnector": {
+        "_prepare_dataloader(dataloader, shuffle, mode)": "distribute samples ourselves",
+    },
+    "lightning.pytorch.Trainer": {
+        "._data_connector": "distribute samples ourselves instead of with DistributedSampler",
+        "._accelerator_connector": "know the value of Trainer(use_distributed_sampler=...)",
+    },
+    "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector": {
+        ".use_distributed_sampler": "know the value of Trainer(use_distributed_sampler=...)",
+    },
+    "lightning.pytorch.overrides.distributed": {
+        "_IndexBatchSamplerWrapper(batch_sampler)": "pass indices to callbacks that write predictions",
+    },
+}
 
 Preparation = Callable[[object, bool, RunningStage], object]
 """Takes a loader, whether to shuffle it, and the running stage; returns the loader to use."""
@@ -58,7 +34,7 @@ Preparation = Callable[[object, bool, RunningStage], object]
 
 def replace_preparation(trainer: Trainer, prepare: Preparation, undo: ExitStack) -> Preparation:
     """Replace Lightning's preparation of loaders with `prepare` until `undo` is closed; return Lightning's method."""
-    _PREPARE.resolve()
+    named(NAMES, "_prepare_dataloader").resolve()
     connector = trainer._data_connector
     plain: Preparation = connector._prepare_dataloader
     shadow_method(connector, "_prepare_dataloader", prepare, undo)

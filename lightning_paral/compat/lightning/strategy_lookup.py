@@ -10,16 +10,13 @@ from typing import Any
 
 from lightning.pytorch.trainer.connectors import accelerator_connector
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-_LOOKUP = PrivateName(
-    name="lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector._check_config_and_set_final_flags",
-    purpose="to explain misspelled names of strategies before Lightning rejects them",
-    reason="no public hook runs between Trainer(strategy=...) and the lookup of the name",
-    seen="lightning 2.6.1 to 2.6.6",
-    parameters=("strategy",),
-)
-NAMES = (_LOOKUP,)
+NAMES: Names = {
+    "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector": {
+        "_check_config_and_set_final_flags(strategy)": "explain misspelled names of strategies",
+    },
+}
 _OURS = "lightning_paral_check"
 
 

@@ -2,17 +2,13 @@
 
 from lightning.pytorch import Trainer
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-NAMES = (
-    PrivateName(
-        name="lightning.pytorch.loops._TrainingEpochLoop._batches_that_stepped",
-        on_instances=True,
-        purpose="to log values with the same step as Lightning does",
-        reason="trainer.global_step counts the steps of each optimizer, and loggers get this number",
-        seen="lightning 2.6.1 to 2.6.6",
-    ),
-)
+NAMES: Names = {
+    "lightning.pytorch.loops._TrainingEpochLoop": {
+        "._batches_that_stepped": "log values with the same step as Lightning does",
+    },
+}
 
 
 def step_of_loggers(trainer: Trainer) -> int:

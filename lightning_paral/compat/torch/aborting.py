@@ -13,30 +13,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group, _world
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-NAMES = (
-    PrivateName(
-        name="torch.distributed.distributed_c10d._abort_process_group",
-        purpose="to abort all process groups of a rank that failed alone",
-        reason="with NCCL, destroy_process_group waits until the other ranks call it as well",
-        seen="torch 2.11 to 2.13",
-        upstream="https://github.com/pytorch/pytorch/issues/119797",
-        parameters=("group",),
-    ),
-    PrivateName(
-        name="torch.distributed.distributed_c10d._world",
-        purpose="to find all process groups of this process",
-        reason="no public function lists them",
-        seen="torch 2.11 to 2.13",
-    ),
-    PrivateName(
-        name="torch.distributed.ProcessGroup._get_backend",
-        purpose="to find the NCCL backend of a process group",
-        reason="no public function returns the backend of a group for one device type",
-        seen="torch 2.11 to 2.13",
-    ),
-)
+NAMES: Names = {
+    "torch.distributed.distributed_c10d": {
+        "_abort_process_group(group)": "abort all process groups of a rank that failed alone (pytorch#119797)",
+        "_world": "find all process groups of this process",
+    },
+    "torch.distributed.ProcessGroup": {"_get_backend": "find the NCCL backend of a process group"},
+}
 
 _inherited: set[str] = set()
 """The sockets that this process has from the one that forked it, such as those of a notebook's kernel."""

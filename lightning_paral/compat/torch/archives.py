@@ -6,16 +6,11 @@ from typing import Any
 
 import torch
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-NAMES = (
-    PrivateName(
-        name="torch._C.PyTorchFileReader.get_record_offset",
-        purpose="to let each rank write its shards into a checkpoint file",
-        reason="torch.load reads records, but no public function returns their offsets",
-        seen="torch 2.11 to 2.13",
-    ),
-)
+NAMES: Names = {
+    "torch._C.PyTorchFileReader": {"get_record_offset": "let each rank write its shards into a checkpoint file"},
+}
 
 
 def record_offset(path: str | os.PathLike[str]) -> Callable[[str], int]:

@@ -4,16 +4,11 @@ from collections.abc import Callable
 
 from torch.autograd import Variable
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-NAMES = (
-    PrivateName(
-        name="torch.autograd.Variable._execution_engine",
-        purpose="to run a callback when a backward pass ends",
-        reason="torch's public hooks run for tensors and nodes, not at the end of the pass; DDP and FSDP use this name",
-        seen="torch 2.11 to 2.13",
-    ),
-)
+NAMES: Names = {
+    "torch.autograd.Variable": {"_execution_engine": "run a callback when a backward pass ends"},
+}
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:

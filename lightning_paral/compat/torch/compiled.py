@@ -4,22 +4,12 @@ import sys
 
 from torch.nn import Module
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-NAMES = (
-    PrivateName(
-        name="torch._dynamo.OptimizedModule",
-        purpose="to recognize modules that torch.compile(module) returned",
-        reason="torch.compiler has no function that says whether a module is compiled",
-        seen="torch 2.11 to 2.13",
-    ),
-    PrivateName(
-        name="torch.nn.Module._compiled_call_impl",
-        purpose="to recognize modules compiled by module.compile()",
-        reason="torch.compiler has no function that says whether a module is compiled",
-        seen="torch 2.11 to 2.13",
-    ),
-)
+NAMES: Names = {
+    "torch._dynamo": {"OptimizedModule": "recognize modules that torch.compile(module) returned"},
+    "torch.nn.Module": {"_compiled_call_impl": "recognize modules compiled by module.compile()"},
+}
 
 
 def is_compiled(module: Module) -> bool:

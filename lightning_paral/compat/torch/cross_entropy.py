@@ -2,18 +2,18 @@
 
 from typing import Any
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-NAMES = tuple(
-    PrivateName(
-        name=f"torch._C._functions.{node}.{attribute}",
-        purpose="to weigh the losses of micro-batches by the targets that they do not ignore",
-        reason="torch documents the prefix _saved in its notes on autograd, and gives these values nowhere else",
-        seen="torch 2.11 to 2.13",
-    )
-    for node in ("NllLossBackward0", "NllLoss2DBackward0")
-    for attribute in ("_saved_total_weight", "_saved_reduction")
-)
+NAMES: Names = {
+    "torch._C._functions.NllLossBackward0": {
+        "_saved_total_weight": "weigh the losses of micro-batches by the targets that they do not ignore",
+        "_saved_reduction": "weigh the losses of micro-batches by the targets that they do not ignore",
+    },
+    "torch._C._functions.NllLoss2DBackward0": {
+        "_saved_total_weight": "weigh the losses of micro-batches by the targets that they do not ignore",
+        "_saved_reduction": "weigh the losses of micro-batches by the targets that they do not ignore",
+    },
+}
 _MEAN = 1
 _NUM_NODES = 32
 

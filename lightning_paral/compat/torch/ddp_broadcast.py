@@ -8,17 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 from lightning_paral.compat.torch.patches import replace_attributes
 
-NAMES = (
-    PrivateName(
-        name="torch.distributed._broadcast_coalesced",
-        purpose="to broadcast tensors of dtypes that gloo or NCCL do not support",
-        reason="DistributedDataParallel calls it for parameters and buffers, and has no option to replace it",
-        seen="torch 2.11 to 2.13",
-    ),
-)
+NAMES: Names = {
+    "torch.distributed": {"_broadcast_coalesced": "broadcast tensors of dtypes that gloo or NCCL do not support"},
+}
 
 _NAME = "_broadcast_coalesced"
 _SUPPORTED = {

@@ -4,26 +4,14 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-_REASON = "DistributedDataParallel has no public way to remove its hooks"
-
-NAMES = (
-    PrivateName(
-        name="torch.nn.parallel.DistributedDataParallel._check_reducer_finalized",
-        purpose="to check that the last backward pass produced all gradients",
-        reason=_REASON,
-        seen="torch 2.11 to 2.13",
-        parameters=("self",),
-    ),
-    PrivateName(
-        name="torch.nn.parallel.DistributedDataParallel._remove_autograd_hooks",
-        purpose="to remove the reducer's hooks from the parameters after a run",
-        reason=_REASON,
-        seen="torch 2.11 to 2.13",
-        parameters=("self",),
-    ),
-)
+NAMES: Names = {
+    "torch.nn.parallel.DistributedDataParallel": {
+        "_check_reducer_finalized": "check that the last backward pass produced all gradients",
+        "_remove_autograd_hooks": "remove the reducer's hooks from the parameters after a run",
+    },
+}
 
 
 def remove_reducer(model: DistributedDataParallel) -> None:

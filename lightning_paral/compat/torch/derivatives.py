@@ -7,42 +7,18 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 from lightning_paral.compat.torch.patches import replace_attributes
 
-NAMES = (
-    PrivateName(
-        name="torch.autograd._engine_run_backward",
-        purpose="to check which gradients the code of a step asks for",
-        reason="torch calls no public hook before torch.autograd.grad, which user code may have imported by name",
-        seen="torch 2.11 to 2.13",
-        parameters=("t_outputs",),
-    ),
-    PrivateName(
-        name="torch._C._functorch.peek_interpreter_stack",
-        purpose="to refuse transforms of torch.func around the layers of a pipeline",
-        reason="torch has no public function that tells whether code runs inside a transform",
-        seen="torch 2.11 to 2.13",
-    ),
-    PrivateName(
-        name="torch._C._functorch.is_functorch_wrapped_tensor",
-        purpose="to leave out tensors without memory where others are found by their memory",
-        reason="torch has no public function that recognizes tensors inside transforms",
-        seen="torch 2.11 to 2.13",
-    ),
-    PrivateName(
-        name="torch.Tensor._is_zerotensor",
-        purpose="to leave out tangents without memory where tensors are found by their memory",
-        reason="torch has no public function that recognizes the zeros of forward-mode AD",
-        seen="torch 2.11 to 2.13",
-    ),
-    PrivateName(
-        name="torch.autograd.forward_ad._current_level",
-        purpose="to refuse forward-mode AD around the layers of a pipeline",
-        reason="torch has no public function that tells whether a dual level is active",
-        seen="torch 2.11 to 2.13",
-    ),
-)
+NAMES: Names = {
+    "torch.autograd": {"_engine_run_backward(t_outputs)": "check which gradients the code of a step asks for"},
+    "torch._C._functorch": {
+        "peek_interpreter_stack": "refuse transforms of torch.func around the layers of a pipeline",
+        "is_functorch_wrapped_tensor": "leave out tensors without memory where others are found by their memory",
+    },
+    "torch.Tensor": {"_is_zerotensor": "leave out tangents without memory where tensors are found by their memory"},
+    "torch.autograd.forward_ad": {"_current_level": "refuse forward-mode AD around the layers of a pipeline"},
+}
 
 _INPUTS = 3  # the position of the inputs, which follow grad_outputs, retain_graph and create_graph
 

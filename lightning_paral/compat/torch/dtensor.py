@@ -7,37 +7,18 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-_SEEN = "torch 2.11 to 2.13"
-
-NAMES = (
-    PrivateName(
-        name="torch.distributed.tensor.DTensor._local_tensor",
-        purpose="to write to this rank's shard",
-        reason="with gradients enabled, to_local() returns a different tensor, and a GatheredView gathers before it",
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name="torch.distributed.tensor.DTensor._spec",
-        purpose="to support `tensor.data = value` for DTensors",
-        reason="no public function changes the placements of an existing DTensor",
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name="torch.distributed.tensor.DTensor._op_dispatcher",
-        purpose="to make operations return the same result as in one process",
-        reason="torch.distributed.tensor.experimental.register_sharding changes shardings, not results",
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name="torch.distributed.tensor._dispatch.OpDispatcher._custom_op_handlers",
-        purpose="to make operations return the same result as in one process",
-        reason="torch.distributed.tensor.experimental.register_sharding changes shardings, not results",
-        seen=_SEEN,
-        on_instances=True,
-    ),
-)
+NAMES: Names = {
+    "torch.distributed.tensor.DTensor": {
+        "_local_tensor": "write to this rank's shard",
+        "_spec": "support `tensor.data = value` for DTensors",
+        "_op_dispatcher": "make operations return the same result as in one process",
+    },
+    "torch.distributed.tensor._dispatch.OpDispatcher": {
+        "._custom_op_handlers": "make operations return the same result as in one process",
+    },
+}
 
 local_of: Callable[[Any], Tensor] = attrgetter("_local_tensor")
 """Return the local tensor of a DTensor, not a view of it."""

@@ -4,23 +4,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-NAMES = (
-    PrivateName(
-        name="torch.distributed.tensor.placement_types._StridedShard",
-        purpose="to save and load tensors that FSDP2 shards after tensor parallelism",
-        reason="fully_shard gives this placement to them, and no public name tells in which order they were sharded",
-        seen="torch 2.11 to 2.13",
-        parameters=("split_factor",),
-    ),
-    PrivateName(
-        name="torch.distributed.device_mesh.DeviceMesh._get_root_mesh",
-        purpose="to find the ranks outside of a mesh that hold the same tensors",
-        reason="a mesh has no public attribute for the mesh from which it was sliced",
-        seen="torch 2.11 to 2.13",
-    ),
-)
+NAMES: Names = {
+    "torch.distributed.tensor.placement_types": {
+        "_StridedShard(split_factor)": "save and load tensors that FSDP2 shards after tensor parallelism",
+    },
+    "torch.distributed.device_mesh.DeviceMesh": {
+        "_get_root_mesh": "find the ranks outside of a mesh that hold the same tensors",
+    },
+}
 
 
 def sharded_dim(placement: Placement) -> int | None:

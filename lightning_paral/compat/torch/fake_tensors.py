@@ -6,22 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-NAMES = (
-    PrivateName(
-        name="torch._subclasses.fake_tensor.FakeTensorMode",
-        purpose="to reserve space in a file for tensors that no rank holds in full",
-        reason="torch.serialization.skip_data expects fake tensors, which no public name creates",
-        seen="torch 2.11 to 2.13",
-    ),
-    PrivateName(
-        name="torch._subclasses.fake_tensor.DataDependentOutputException",
-        purpose="to follow modules that call `.item()` on tensors without values",
-        reason="no public class is a base of it",
-        seen="torch 2.11 to 2.13",
-    ),
-)
+NAMES: Names = {
+    "torch._subclasses.fake_tensor": {
+        "FakeTensorMode": "reserve space in a file for tensors that no rank holds in full",
+        "DataDependentOutputException": "follow modules that call `.item()` on tensors without values",
+    },
+}
 
 
 def fake_tensors(specs: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:

@@ -2,20 +2,17 @@
 
 import torch
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-_REASON = "the public functions that use it accept only full gradients, or DTensors of one mesh"
-
-NAMES = tuple(
-    PrivateName(name=f"torch.{name}", purpose=purpose, reason=_REASON, seen="torch 2.11 to 2.13")
-    for name, purpose in {
-        "_foreach_mul_": "to scale sharded gradients",
-        "_foreach_clamp_min_": "to clip sharded gradients by value",
-        "_foreach_clamp_max_": "to clip sharded gradients by value",
-        "_foreach_norm": "to compute the norm of sharded gradients",
-        "_amp_foreach_non_finite_check_and_unscale_": "to unscale gradients as torch.amp.GradScaler does",
-    }.items()
-)
+NAMES: Names = {
+    "torch": {
+        "_foreach_mul_": "scale sharded gradients",
+        "_foreach_clamp_min_": "clip sharded gradients by value",
+        "_foreach_clamp_max_": "clip sharded gradients by value",
+        "_foreach_norm": "compute the norm of sharded gradients",
+        "_amp_foreach_non_finite_check_and_unscale_": "unscale gradients as torch.amp.GradScaler does",
+    },
+}
 
 
 def writes_in_place(name: str) -> bool:

@@ -5,63 +5,23 @@ from typing import Any
 
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names, named
 
-_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
-_SEEN = "torch 2.11 to 2.13"
-_NO_HOOK = "no public hook runs when parameters are unsharded or resharded"
-
-_UNSHARD = PrivateName(
-    name=f"{_GROUP}._to_unsharded",
-    purpose="to call a function after parameters are unsharded",
-    reason=_NO_HOOK,
-    seen=_SEEN,
-    parameters=("self",),
-)
-_RESHARD = tuple(
-    PrivateName(
-        name=f"{_GROUP}.{name}",
-        purpose="to copy writes to unsharded parameters back to the shards before they are resharded",
-        reason=_NO_HOOK,
-        seen=_SEEN,
-        parameters=("self",),
-    )
-    for name in ("_to_sharded", "_to_sharded_post_forward")
-)
-NAMES = (
-    _UNSHARD,
-    *_RESHARD,
-    PrivateName(
-        name=f"{_GROUP}._wait_all_gather_streams_on_event",
-        purpose="to make the next all-gather wait for writes to shards",
-        reason="no public name gives the streams on which all-gathers run",
-        seen=_SEEN,
-        parameters=("self", "event"),
-    ),
-    PrivateName(
-        name=f"{_GROUP}._sharded_state",
-        purpose="to distinguish unsharded parameters from those resharded over fewer ranks",
-        reason="no public name gives the state of a group: the class is private",
-        seen=_SEEN,
-        on_instances=True,
-    ),
-    PrivateName(
-        name="torch.distributed.fsdp._fully_shard._fsdp_param.ShardedState.UNSHARDED",
-        purpose="to know whether parameters are unsharded",
-        reason="no public name gives the state of a group: the class is private",
-        seen=_SEEN,
-    ),
-    *(
-        PrivateName(
-            name=f"{_GROUP}.{attribute}",
-            purpose="to find the parameters of a unit",
-            reason="no public name lists the parameters that are gathered together: the class is private",
-            seen=_SEEN,
-            on_instances=True,
-        )
-        for attribute in ("fsdp_params", "device_handle", "is_unsharded")
-    ),
-)
+NAMES: Names = {
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": {
+        "_to_unsharded": "call a function after parameters are unsharded",
+        "_to_sharded": "copy writes back to the shards before they are resharded",
+        "_to_sharded_post_forward": "copy writes back to the shards before they are resharded",
+        "_wait_all_gather_streams_on_event(event)": "make the next all-gather wait for writes to shards",
+        "._sharded_state": "distinguish unsharded parameters from those resharded over fewer ranks",
+        ".fsdp_params": "find the parameters of a unit",
+        ".device_handle": "find the parameters of a unit",
+        ".is_unsharded": "find the parameters of a unit",
+    },
+    "torch.distributed.fsdp._fully_shard._fsdp_param.ShardedState": {
+        "UNSHARDED": "know whether parameters are unsharded",
+    },
+}
 
 
 def watch(group: Any, after_unshard: Callable[[], None], before_reshard: Callable[[], None]) -> None:
@@ -75,7 +35,7 @@ def watch(group: Any, after_unshard: Callable[[], None], before_reshard: Callabl
     Raises:
         PrivateNameError: this version of torch unshards or reshards in a different way.
     """
-    _UNSHARD.resolve()
+    named(NAMES, "_to_unsharded").resolve()
     unshard = group._to_unsharded
 
     def to_unsharded() -> None:
@@ -83,9 +43,8 @@ def watch(group: Any, after_unshard: Callable[[], None], before_reshard: Callabl
         after_unshard()
 
     group._to_unsharded = to_unsharded
-    for entry in _RESHARD:
-        entry.resolve()
-        method = entry.name.rpartition(".")[2]
+    for method in ("_to_sharded", "_to_sharded_post_forward"):
+        named(NAMES, method).resolve()
         setattr(group, method, _with_callback(before_reshard, group, getattr(group, method)))
 
 
@@ -97,11 +56,9 @@ def keep_unsharded(group: Any, is_needed: Callable[[], bool]) -> None:
     Raises:
         PrivateNameError: this version of torch reshards in a different way.
     """
-    entry = _RESHARD[0]
-    entry.resolve()
-    method = entry.name.rpartition(".")[2]
-    reshard = getattr(group, method)
-    setattr(group, method, lambda: None if is_needed() else reshard())
+    named(NAMES, "_to_sharded").resolve()
+    reshard = group._to_sharded
+    group._to_sharded = lambda: None if is_needed() else reshard()
 
 
 def _with_callback(before_reshard: Callable[[], None], group: Any, reshard: Callable[[], None]) -> Callable[[], None]:

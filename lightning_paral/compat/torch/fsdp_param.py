@@ -8,41 +8,27 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names, replace
 from lightning_paral.compat.torch.dtensor import local_of, set_local
 
-_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam"
-_PRIVATE = "the class is private, and no public name gives the unsharded parameter of a sharded one"
-
-_ENTRIES = {
-    attribute: PrivateName(
-        name=f"{_PARAM}.{attribute}", purpose=purpose, reason=_PRIVATE, seen="torch 2.11 to 2.13", on_instances=True
-    )
-    for attribute, purpose in {
-        "sharded_param": "to find the shard of a parameter",
-        "_sharded_param_data": "to make FSDP2 gather from memory that user code has assigned",
-        "_unsharded_param": "to find the unsharded parameter",
-        "_sharded_post_forward_param": "to recognize a parameter that is resharded over fewer ranks after forward",
-        "_param_fqn": "to name a parameter in errors",
-        "_module_info": "to find the modules that have a parameter",
-        "padded_sharded_param_size": "to know the size of a shard with padding",
-        "fsdp_placement": "to know along which dimension a parameter is sharded",
-        "mesh_info": "to know which shard this rank holds",
-        "param_dtype": "to know the dtype of the unsharded parameter",
-        "orig_dtype": "to name the dtype of a parameter",
-        "pin_memory": "to keep shards on the host in pinned memory",
-        "is_dtensor": "to unshard parameters that all tensor ranks have in full to ordinary tensors",
-    }.items()
+NAMES: Names = {
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": {
+        ".sharded_param": "find the shard of a parameter",
+        "._sharded_param_data": "make FSDP2 gather from memory that user code has assigned",
+        "._unsharded_param": "find the unsharded parameter",
+        "._sharded_post_forward_param": "recognize a parameter that is resharded over fewer ranks after forward",
+        "._param_fqn": "name a parameter in errors",
+        "._module_info": "find the modules that have a parameter",
+        ".padded_sharded_param_size": "know the size of a shard with padding",
+        ".fsdp_placement": "know along which dimension a parameter is sharded",
+        ".mesh_info": "know which shard this rank holds",
+        ".param_dtype": "know the dtype of the unsharded parameter",
+        ".orig_dtype": "name the dtype of a parameter",
+        ".pin_memory": "keep shards on the host in pinned memory",
+        ".is_dtensor": "unshard parameters that all tensor ranks have in full to plain tensors",
+        "._unsharded_dtensor_spec >=2.13": "unshard parameters that all tensor ranks have in full to plain tensors",
+    },
 }
-_UNSHARDED_SPEC = PrivateName(
-    name=f"{_PARAM}._unsharded_dtensor_spec",
-    purpose="to unshard parameters that all tensor ranks have in full to ordinary tensors",
-    reason=_PRIVATE,
-    seen="torch 2.13",
-    on_instances=True,
-    since="2.13",
-)
-NAMES = (*_ENTRIES.values(), _UNSHARDED_SPEC)
 
 SHARDS_INTEGERS = torch.__version__ >= "2.12"  # in torch 2.11, `fully_shard` fails halfway on integer parameters
 
@@ -79,7 +65,7 @@ def gather_from(param: Any, padded: Tensor, shard: Tensor) -> None:
         padded: the new input of the all-gather: 1-dimensional, and padded if shards are uneven.
         shard: a view of `padded` in the shape of this rank's shard.
     """
-    _ENTRIES["_sharded_param_data"].replace_on(param, padded)
+    replace(param, "_sharded_param_data", padded)
     set_local(param.sharded_param, shard)
 
 
@@ -98,7 +84,7 @@ def can_be_sharded(parameter: Tensor) -> bool:
 def keep_dtype(param: Any) -> None:
     """Gather a complex or integer `FSDPParam` in its own dtype; torch 2.11 would cast it to `param_dtype`."""
     if not param.orig_dtype.is_floating_point:
-        _ENTRIES["param_dtype"].replace_on(param, None)
+        replace(param, "param_dtype", None)
 
 
 def is_plain(param: Any) -> bool:
@@ -116,6 +102,6 @@ def unshard_replicas_to_plain(param: Any) -> None:
     FSDP2 would unshard it to a DTensor, which cannot be combined with the activations, ordinary tensors.
     """
     if param.is_dtensor and param.sharded_param.placements[-1].is_replicate():
-        _ENTRIES["is_dtensor"].replace_on(param, False)
+        replace(param, "is_dtensor", False)
         if hasattr(param, "_unsharded_dtensor_spec"):  # from torch 2.13 on, it decides what the parameter becomes
-            _UNSHARDED_SPEC.replace_on(param, None)
+            replace(param, "_unsharded_dtensor_spec", None)

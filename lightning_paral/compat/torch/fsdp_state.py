@@ -10,91 +10,28 @@ from torch import Tensor
 from torch.distributed._composable_state import _module_state_mapping
 from torch.nn import Module
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
-_SEEN = "torch 2.11 to 2.13"
-_AROUND = "public functions run FSDP2's hooks around forward, but not around a LightningModule's steps"
-
-NAMES = (
-    PrivateName(
-        name="torch.distributed.fsdp.FSDPModule._get_fsdp_state",
-        purpose="to unshard parameters around steps and methods",
-        reason=_AROUND,
-        seen=_SEEN,
-        parameters=("self",),
-    ),
-    PrivateName(
-        name=f"{_STATE}._lazy_init",
-        purpose="to know the parameter groups before the first step",
-        reason="FSDP2 initializes them in the first forward, after users' hooks have run",
-        seen=_SEEN,
-        parameters=("self",),
-    ),
-    PrivateName(
-        name=f"{_STATE}._pre_forward",
-        purpose="to unshard parameters before a step or a method",
-        reason="FSDPModule.unshard prepares neither the backward pass nor the prefetching of the next units",
-        seen=_SEEN,
-        parameters=("self", "module", "args", "kwargs"),
-    ),
-    PrivateName(
-        name=f"{_STATE}._post_forward",
-        purpose="to reshard parameters between a step or a method and its backward pass",
-        reason="FSDPModule.reshard does not make the backward pass unshard again",
-        seen=_SEEN,
-        parameters=("self", "module", "input", "output"),
-    ),
-    PrivateName(
-        name=f"{_STATE}._register_pre_backward_hook",
-        purpose="to reduce the root's gradients in a backward pass under manual optimization",
-        reason=_AROUND,
-        seen=_SEEN,
-        parameters=("self", "output"),
-    ),
-    *(
-        PrivateName(
-            name=f"{_STATE}.{handle}",
-            purpose="to remove FSDP2's hooks from forward, which ours replace",
-            reason=_AROUND,
-            seen=_SEEN,
-            on_instances=True,
-        )
-        for handle in ("_pre_forward_hook_handle", "_post_forward_hook_handle")
-    ),
-    PrivateName(
-        name=f"{_STATE}._fsdp_param_groups",
-        purpose="to find the parameters that are gathered together",
-        reason="no public name lists them",
-        seen="torch 2.12 and 2.13",
-        on_instances=True,
-        since="2.12",
-    ),
-    PrivateName(
-        name=f"{_STATE}._fsdp_param_group",
-        purpose="to find the parameters that are gathered together",
-        reason="no public name lists them",
-        seen="torch 2.11",
-        on_instances=True,
-        before="2.12",
-    ),
-    *(
-        PrivateName(
-            name=f"torch.distributed.fsdp.fully_shard.{attribute}",
-            purpose="to leave FSDP2's attributes out of saved modules",
-            reason="no public function removes these attributes or lists them",
-            seen=_SEEN,
-            on_instances=True,
-        )
-        for attribute in ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
-    ),
-    PrivateName(
-        name="torch.distributed._composable_state._module_state_mapping",
-        purpose="to restore a module after a run, as if it had never been sharded",
-        reason="no public function undoes fully_shard",
-        seen=_SEEN,
-    ),
-)
+NAMES: Names = {
+    "torch.distributed.fsdp.FSDPModule": {"_get_fsdp_state": "unshard parameters around steps and methods"},
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": {
+        "_lazy_init": "know the parameter groups before the first step",
+        "_pre_forward(module, args, kwargs)": "unshard parameters before a step or a method",
+        "_post_forward(module, input, output)": "reshard between a step and its backward pass",
+        "_register_pre_backward_hook(output)": "reduce the root's gradients under manual optimization",
+        "._pre_forward_hook_handle": "remove FSDP2's hooks from forward, which ours replace",
+        "._post_forward_hook_handle": "remove FSDP2's hooks from forward, which ours replace",
+        "._fsdp_param_groups >=2.12": "find the parameters that are gathered together",
+        "._fsdp_param_group <2.12": "find the parameters that are gathered together",
+    },
+    "torch.distributed.fsdp.fully_shard": {
+        "._is_fsdp_managed_module": "leave FSDP2's attributes out of saved modules",
+        "._fsdp_use_orig_params": "leave FSDP2's attributes out of saved modules",
+    },
+    "torch.distributed._composable_state": {
+        "_module_state_mapping": "restore a module after a run, as if it had never been sharded",
+    },
+}
 
 
 class ForwardHooks:

@@ -7,16 +7,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names, named
 
-_UNSCALE = PrivateName(
-    name="torch.amp.GradScaler._unscale_grads_",
-    purpose="to make all ranks skip the step if a gradient is not finite on any of them",
-    reason="the public unscale_ checks only local gradients, and step calls this method without it",
-    seen="torch 2.11 to 2.13",
-    parameters=("self", "optimizer", "inv_scale", "found_inf", "allow_fp16"),
-)
-NAMES = (_UNSCALE,)
+NAMES: Names = {
+    "torch.amp.GradScaler": {
+        "_unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)": "make all ranks skip the step together",
+    },
+}
 
 
 class UnscalingGradScaler(torch.amp.GradScaler):
@@ -27,7 +24,7 @@ class UnscalingGradScaler(torch.amp.GradScaler):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _UNSCALE.resolve()
+        named(NAMES, "_unscale_grads_").resolve()
         super().__init__(*args, **kwargs)
 
     def _unscale_grads_(

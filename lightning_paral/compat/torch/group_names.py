@@ -7,18 +7,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-NAMES = (
-    PrivateName(
-        name="torch.distributed.distributed_c10d._process_group_name",
-        purpose="to name a process group that only its own ranks create",
-        reason="torch names it by how many groups the process is in. If user code has created a group of some ranks, "
-        "this number differs between ranks, and they wait for each other under different names",
-        seen="torch 2.11 to 2.13",
-        parameters=("ranks", "use_hashed_name"),
-    ),
-)
+NAMES: Names = {
+    "torch.distributed.distributed_c10d": {
+        "_process_group_name(ranks, use_hashed_name)": "name a process group that only its own ranks create",
+    },
+}
 
 
 def new_named_group(

@@ -5,17 +5,13 @@ from datetime import timedelta
 
 from torch.distributed import distributed_c10d
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-NAMES = (
-    PrivateName(
-        name="torch.distributed.distributed_c10d._get_default_timeout",
-        purpose="to give the run's timeout to groups that torch, DeepSpeed or the user creates without one",
-        reason="new_group takes 10 or 30 minutes then, and DeepSpeed's new_group and init_device_mesh pass no timeout",
-        seen="torch 2.11 to 2.13",
-        parameters=("backend",),
-    ),
-)
+NAMES: Names = {
+    "torch.distributed.distributed_c10d": {
+        "_get_default_timeout(backend)": "give the run's timeout to groups that are created without one",
+    },
+}
 
 
 def use_default_timeout(timeout: timedelta) -> Callable[[], None]:

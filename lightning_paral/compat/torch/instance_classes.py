@@ -4,7 +4,6 @@ from typing import Any
 
 from torch.nn import Module
 
-NAMES = ()
 _MARK = "_lightning_paral_for_instance"
 
 

@@ -10,50 +10,37 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
-_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
-_RESET = "to reshard parameters that a failed iteration has left unsharded"
-_NOT_PUBLIC = "the public FSDPModule.reset_iter_state is missing before torch 2.13"
-_SEEN = "torch 2.11 to 2.13"
-
-NAMES = (
-    PrivateName(
-        name=f"{_STATE}.FSDPState._pre_forward",
-        purpose="to begin an iteration of FSDP2 when a step of a LightningModule begins",
-        reason="FSDP2 begins an iteration only in a hook around the root's forward",
-        seen=_SEEN,
-        parameters=("module", "args", "kwargs"),
-    ),
-    PrivateName(
-        name="torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState",
-        purpose=_RESET,
-        reason=_NOT_PUBLIC,
-        seen=_SEEN,
-    ),
-    PrivateName(
-        name="torch.distributed.fsdp.FSDPModule._get_fsdp_state",
-        purpose=_RESET,
-        reason=_NOT_PUBLIC,
-        seen=_SEEN,
-    ),
-    *(
-        PrivateName(name=f"{owner}.{name}", purpose=_RESET, reason=_NOT_PUBLIC, seen=_SEEN, on_instances=True)
-        for owner, names in {
-            f"{_STATE}.FSDPState": (
-                "_is_root", "_state_ctx", "_comm_ctx", "_device_handle", "_modules_to_run_forward", "_training_state",
-                "_fsdp_param_group",
-            ),
-            f"{_GROUP}.FSDPParamGroup": (
-                "_all_gather_result", "_post_reduce_event", "_all_reduce_state", "_reshard_after_forward_event",
-                "_wait_all_gather_streams_on_event", "_partial_reduce_output", "_post_forward_indices",
-                "_training_state", "_to_sharded",
-            ),
-        }.items()
-        for name in names
-    ),
-)  # fmt: skip
+NAMES: Names = {
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": {
+        "_pre_forward(module, args, kwargs)": "begin an iteration of FSDP2 when a step begins",
+        "._is_root": "reshard parameters that a failed iteration has left unsharded",
+        "._state_ctx": "reshard parameters that a failed iteration has left unsharded",
+        "._comm_ctx": "reshard parameters that a failed iteration has left unsharded",
+        "._device_handle": "reshard parameters that a failed iteration has left unsharded",
+        "._modules_to_run_forward": "reshard parameters that a failed iteration has left unsharded",
+        "._training_state": "reshard parameters that a failed iteration has left unsharded",
+        "._fsdp_param_group": "reshard parameters that a failed iteration has left unsharded",
+    },
+    "torch.distributed.fsdp._fully_shard._fsdp_common": {
+        "TrainingState": "reshard parameters that a failed iteration has left unsharded",
+    },
+    "torch.distributed.fsdp.FSDPModule": {
+        "_get_fsdp_state": "reshard parameters that a failed iteration has left unsharded",
+    },
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": {
+        "._all_gather_result": "reshard parameters that a failed iteration has left unsharded",
+        "._post_reduce_event": "reshard parameters that a failed iteration has left unsharded",
+        "._all_reduce_state": "reshard parameters that a failed iteration has left unsharded",
+        "._reshard_after_forward_event": "reshard parameters that a failed iteration has left unsharded",
+        "._wait_all_gather_streams_on_event": "reshard parameters that a failed iteration has left unsharded",
+        "._partial_reduce_output": "reshard parameters that a failed iteration has left unsharded",
+        "._post_forward_indices": "reshard parameters that a failed iteration has left unsharded",
+        "._training_state": "reshard parameters that a failed iteration has left unsharded",
+        "._to_sharded": "reshard parameters that a failed iteration has left unsharded",
+    },
+}
 
 
 def pre_forward(

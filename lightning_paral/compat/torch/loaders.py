@@ -6,22 +6,12 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names, replace
 
-_ITERATOR = PrivateName(
-    name="torch.utils.data.DataLoader._iterator",
-    on_instances=True,
-    purpose="to copy a loader without its persistent workers",
-    reason="a copy or pickle of a loader includes its workers, and no public method removes them",
-    seen="torch 2.11 to 2.13",
-)
-_INFO = PrivateName(
-    name="torch.utils.data._utils.worker._worker_info",
-    purpose="to tell an iterable dataset which part of its samples to yield",
-    reason="torch.utils.data.get_worker_info returns it, and nothing public sets it",
-    seen="torch 2.11 to 2.13",
-)
-NAMES = (_ITERATOR, _INFO)
+NAMES: Names = {
+    "torch.utils.data.DataLoader": {"._iterator": "copy a loader without its persistent workers"},
+    "torch.utils.data._utils.worker": {"_worker_info": "tell an iterable dataset which part of its samples to yield"},
+}
 
 
 def copy_without_workers(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
@@ -32,7 +22,7 @@ def copy_without_workers(loader: DataLoader[Any], **attributes: Any) -> DataLoad
     """
     changed = copy.copy(loader)
     changed.__dict__.update(attributes)
-    _ITERATOR.replace_on(changed, None)
+    replace(changed, "_iterator", None)
     return changed
 
 

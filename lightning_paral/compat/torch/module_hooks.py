@@ -7,7 +7,7 @@ from typing import Any
 from torch.nn import Module
 from torch.nn.modules.module import _WrappedHook
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
 FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 """Dictionaries of the hooks that run around forward."""
@@ -21,25 +21,24 @@ STATE_DICT = (
 )
 """Dictionaries of the hooks that run in `state_dict` and `load_state_dict`."""
 
-NAMES = (
-    *(
-        PrivateName(
-            name=f"torch.nn.Module.{name}",
-            purpose="to remove or replace hooks on the user's modules",
-            reason="only the code that registers a hook gets the handle that removes it",
-            seen="torch 2.11 to 2.13",
-            on_instances=True,
-        )
-        for name in (*ALL, *FLAGS, *STATE_DICT)
-    ),
-    PrivateName(
-        name="torch.nn.modules.module._WrappedHook.hook",
-        purpose="to find the function that the user registered as a state-dict hook",
-        reason="torch wraps the function in an object of this private class",
-        seen="torch 2.11 to 2.13",
-        on_instances=True,
-    ),
-)
+NAMES: Names = {
+    "torch.nn.Module": {
+        "._forward_pre_hooks": "remove or replace hooks on the user's modules",
+        "._forward_hooks": "remove or replace hooks on the user's modules",
+        "._backward_pre_hooks": "remove or replace hooks on the user's modules",
+        "._backward_hooks": "remove or replace hooks on the user's modules",
+        "._forward_pre_hooks_with_kwargs": "remove or replace hooks on the user's modules",
+        "._forward_hooks_with_kwargs": "remove or replace hooks on the user's modules",
+        "._forward_hooks_always_called": "remove or replace hooks on the user's modules",
+        "._state_dict_pre_hooks": "remove or replace hooks on the user's modules",
+        "._state_dict_hooks": "remove or replace hooks on the user's modules",
+        "._load_state_dict_pre_hooks": "remove or replace hooks on the user's modules",
+        "._load_state_dict_post_hooks": "remove or replace hooks on the user's modules",
+    },
+    "torch.nn.modules.module._WrappedHook": {
+        ".hook": "find the function that the user registered as a state-dict hook",
+    },
+}
 
 
 def hooks_in(module: Module, name: str) -> dict[int, Any]:

@@ -7,36 +7,15 @@ from operator import attrgetter
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-_REASON = (
-    "setattr and register_parameter call methods that modules and users override, and named_parameters(recurse=False) "
-    "omits entries that are None"
-)
-
-NAMES = (
-    PrivateName(
-        name="torch.nn.Module._parameters",
-        purpose="to replace a module's parameters without calling its methods",
-        reason=_REASON,
-        seen="torch 2.11 to 2.13",
-        on_instances=True,
-    ),
-    PrivateName(
-        name="torch.nn.Module._buffers",
-        purpose="to replace a module's buffers without calling its methods",
-        reason=_REASON,
-        seen="torch 2.11 to 2.13",
-        on_instances=True,
-    ),
-    PrivateName(
-        name="torch.nn.Module._modules",
-        purpose="to give a copy of a module copies of its submodules",
-        reason=_REASON,
-        seen="torch 2.11 to 2.13",
-        on_instances=True,
-    ),
-)
+NAMES: Names = {
+    "torch.nn.Module": {
+        "._parameters": "replace a module's parameters without calling its methods",
+        "._buffers": "replace a module's buffers without calling its methods",
+        "._modules": "give a copy of a module copies of its submodules",
+    },
+}
 
 own_parameters: Callable[[Module], dict[str, Parameter | None]] = attrgetter("_parameters")
 """Return a module's own dictionary of its direct parameters."""

@@ -5,16 +5,13 @@ from typing import Any
 
 import torch
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names, named
 
-_NEWTON_SCHULZ = PrivateName(
-    name="torch.optim._muon._zeropower_via_newtonschulz",
-    purpose="to make Muon orthogonalize full matrices instead of shards",
-    reason="Muon calls this module-level function, and has no option to replace it",
-    seen="torch 2.11 to 2.13",
-    parameters=("grad", "ns_coefficients", "ns_steps", "eps"),
-)
-NAMES = (_NEWTON_SCHULZ,)
+NAMES: Names = {
+    "torch.optim._muon": {
+        "_zeropower_via_newtonschulz(grad, ns_coefficients, ns_steps, eps)": "orthogonalize full matrices",
+    },
+}
 
 
 def replace_newton_schulz(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
@@ -23,7 +20,7 @@ def replace_newton_schulz(around: Callable[[Callable[..., Any]], Callable[..., A
     Raises:
         PrivateNameError: Muon in this version of torch calls a different function.
     """
-    before = _NEWTON_SCHULZ.resolve()
+    before = named(NAMES, "_zeropower_via_newtonschulz").resolve()
     muon: Any = torch.optim._muon
     muon._zeropower_via_newtonschulz = around(before)
 

@@ -5,17 +5,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-NAMES = (
-    PrivateName(
-        name="torch.distributed.distributed_c10d._get_default_store",
-        purpose="to let ranks exchange messages outside of collectives",
-        reason="no public function returns the store of a process group that other code has created",
-        seen="torch 2.11 to 2.13",
-        parameters=(),
-    ),
-)
+NAMES: Names = {
+    "torch.distributed.distributed_c10d": {"_get_default_store": "let ranks exchange messages outside of collectives"},
+}
 
 
 def default_store() -> Store:

@@ -4,17 +4,11 @@ from typing import Any
 
 from torch.nn import Module
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-NAMES = (
-    PrivateName(
-        name="torch.nn.Module._replicate_for_data_parallel",
-        purpose="to copy a module without its parameters",
-        reason="torch.nn.parallel.replicate also copies parameters, and fails for modules that refer to other modules",
-        seen="torch 2.11 to 2.13",
-        parameters=("self",),
-    ),
-)
+NAMES: Names = {
+    "torch.nn.Module": {"_replicate_for_data_parallel": "copy a module without its parameters"},
+}
 
 
 def copy_without_values(module: Any) -> Module:

@@ -6,17 +6,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 from torch.nn import Module
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 from lightning_paral.compat.torch.instance_classes import subclass_of
 
-NAMES = (
-    PrivateName(
-        name="torch.distributed.fsdp._fully_shard._fully_shard.cls_to_fsdp_cls",
-        purpose="to give the class of a sharded module the name of the user's class, and to support every class",
-        reason="fully_shard creates the class itself unless this dictionary has one, and has no option for it",
-        seen="torch 2.11 to 2.13",
-    ),
-)
+NAMES: Names = {
+    "torch.distributed.fsdp._fully_shard._fully_shard": {
+        "cls_to_fsdp_cls": "name the class of a sharded module as the user's class",
+    },
+}
 
 
 def prepare_class(module: Module) -> None:

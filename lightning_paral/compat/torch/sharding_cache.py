@@ -2,17 +2,13 @@
 
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-NAMES = (
-    PrivateName(
-        name="torch.distributed.tensor.debug._clear_sharding_prop_cache",
-        purpose="to make DTensor forget the meshes of destroyed process groups",
-        reason="no public function clears the cache, and destroy_process_group does not",
-        seen="torch 2.11 to 2.13",
-        parameters=(),
-    ),
-)
+NAMES: Names = {
+    "torch.distributed.tensor.debug": {
+        "_clear_sharding_prop_cache": "make DTensor forget the meshes of destroyed process groups",
+    },
+}
 
 
 def forget_meshes() -> None:

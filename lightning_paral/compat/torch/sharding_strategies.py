@@ -4,31 +4,18 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-_REASON = "no public name lists the operations that DTensor supports; the others raise an error when they run"
-_SEEN = "torch 2.11 to 2.13"
 _TABLES = ("op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules")
-_PROPAGATOR = "torch.distributed.tensor._sharding_prop.ShardingPropagator"
 
-NAMES = (
-    PrivateName(
-        name="torch.distributed.tensor.DTensor._op_dispatcher",
-        purpose="to look up which operations work on shards",
-        reason=_REASON,
-        seen=_SEEN,
-    ),
-    *(
-        PrivateName(
-            name=f"{_PROPAGATOR}.{table}",
-            purpose="to look up which operations work on shards",
-            reason=_REASON,
-            seen=_SEEN,
-            on_instances=True,
-        )
-        for table in _TABLES
-    ),
-)
+NAMES: Names = {
+    "torch.distributed.tensor.DTensor": {"_op_dispatcher": "look up which operations work on shards"},
+    "torch.distributed.tensor._sharding_prop.ShardingPropagator": {
+        ".op_strategy_funcs": "look up which operations work on shards",
+        ".op_single_dim_strategy_funcs": "look up which operations work on shards",
+        ".op_to_rules": "look up which operations work on shards",
+    },
+}
 
 
 def has_strategy(operation: Any) -> bool:

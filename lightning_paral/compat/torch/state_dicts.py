@@ -10,53 +10,22 @@ from typing import Any
 from torch.nn import Module
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names, named
 
 EXTRA_STATE = _EXTRA_STATE_KEY_SUFFIX
 """The suffix of state-dict keys whose values `Module.get_extra_state` returned."""
 
-_SEEN = "torch 2.11 to 2.13"
-_SAVE = PrivateName(
-    name="torch.nn.Module._save_to_state_dict",
-    purpose="to save a rank's shards in place of parameters",
-    reason="no public hook replaces how state_dict saves one submodule",
-    seen=_SEEN,
-    parameters=("self", "destination", "prefix", "keep_vars"),
-)
-_LOAD = PrivateName(
-    name="torch.nn.Module._load_from_state_dict",
-    purpose="to load only the shards that a rank holds",
-    reason="no public hook replaces how load_state_dict loads one submodule",
-    seen=_SEEN,
-    parameters=(
-        *("self", "state_dict", "prefix", "local_metadata", "strict"),
-        *("missing_keys", "unexpected_keys", "error_msgs"),
-    ),
-)
-NAMES = (
-    _SAVE,
-    _LOAD,
-    PrivateName(
-        name="torch.nn.Module._load_state_dict_pre_hooks",
-        purpose="to run the hooks that rename entries of older versions once instead of twice",
-        reason="no public function lists or disables the hooks of a module",
-        seen=_SEEN,
-        on_instances=True,
-    ),
-    PrivateName(
-        name="torch.nn.Module._metadata",  # an attribute of the dictionary that `state_dict` returns
-        purpose="to keep the versions of modules with a state dict",
-        reason="torch stores them in this private attribute of the dictionary",
-        seen=_SEEN,
-        on_instances=True,
-    ),
-    PrivateName(
-        name="torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX",
-        purpose="to distinguish extra states from parameters and buffers in a state dict",
-        reason="no public name gives the suffix of their keys",
-        seen=_SEEN,
-    ),
-)
+NAMES: Names = {
+    "torch.nn.Module": {
+        "_save_to_state_dict(destination, prefix, keep_vars)": "save shards in place of parameters",
+        "_load_from_state_dict(state_dict, prefix, local_metadata, strict)": "load only the shards that a rank holds",
+        "._load_state_dict_pre_hooks": "run the hooks that rename old entries once",
+        "._metadata": "keep the versions of modules with a state dict",
+    },
+    "torch.nn.modules.module": {
+        "_EXTRA_STATE_KEY_SUFFIX": "distinguish extra states from parameters and buffers in a state dict",
+    },
+}
 
 
 def is_of_load_state_dict(frame: FrameType) -> bool:
@@ -92,7 +61,7 @@ def save_own(part: Module, destination: dict[str, Any], prefix: str) -> None:
 @contextmanager
 def save_submodules_by(module: Module, method: Callable[..., None]) -> Iterator[None]:
     """Save each submodule with `method(part, own, destination, prefix, keep_vars)`, where `own` is its own method."""
-    with _shadowed(module, _SAVE, method):
+    with _shadowed(module, "_save_to_state_dict", method):
         yield
 
 
@@ -102,15 +71,14 @@ def load_submodules_by(module: Module, method: Callable[..., None]) -> Iterator[
 
     `rest` consists of `strict` and the lists of missing keys, unexpected keys and errors.
     """
-    with _shadowed(module, _LOAD, method):
+    with _shadowed(module, "_load_from_state_dict", method):
         yield
 
 
 @contextmanager
-def _shadowed(module: Module, entry: PrivateName, method: Callable[..., None]) -> Iterator[None]:
+def _shadowed(module: Module, name: str, method: Callable[..., None]) -> Iterator[None]:
     """Replace a method of each submodule of `module` with `method(part, own, ...)`, where `own` is the method."""
-    entry.resolve()
-    name = entry.name.rpartition(".")[2]
+    named(NAMES, name).resolve()
     parts = list(module.modules())
     before = [vars(part).get(name) for part in parts]
     try:

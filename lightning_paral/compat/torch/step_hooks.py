@@ -5,29 +5,19 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
 _PRE, _POST = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 
-NAMES = (
-    *(
-        PrivateName(
-            name=f"torch.optim.Optimizer.{name}",
-            purpose="to run the step hooks of the user's optimizer when another optimizer steps in its place",
-            reason="only the step of the optimizer itself runs them",
-            seen="torch 2.11 to 2.13",
-            on_instances=True,
-        )
-        for name in (_PRE, _POST)
-    ),
-    PrivateName(
-        name="torch.optim.lr_scheduler.LRScheduler._opt_called",
-        purpose="to keep schedulers from warning that the optimizer has not stepped",
-        reason="only the step of the optimizer itself sets it",
-        seen="torch 2.11 to 2.13",
-        on_instances=True,
-    ),
-)
+NAMES: Names = {
+    "torch.optim.Optimizer": {
+        "._optimizer_step_pre_hooks": "run the hooks of the user's optimizer when another steps in its place",
+        "._optimizer_step_post_hooks": "run the hooks of the user's optimizer when another steps in its place",
+    },
+    "torch.optim.lr_scheduler.LRScheduler": {
+        "._opt_called": "keep schedulers from warning that the optimizer has not stepped",
+    },
+}
 
 
 def no_hooks() -> dict[str, Any]:

@@ -3,29 +3,13 @@
 import torch
 from torch import Tensor, UntypedStorage
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-NAMES = (
-    PrivateName(
-        name="torch.UntypedStorage._cdata",
-        purpose="to distinguish storages without memory",
-        reason="data_ptr is 0 for all of them, and each call of untyped_storage() creates a new Python object",
-        seen="torch 2.11 to 2.13",
-    ),
-    PrivateName(
-        name="torch._C._storage_Use_Count",
-        purpose="to know whether other tensors share the memory of a tensor",
-        reason="no public function counts the references to a storage",
-        seen="torch 2.11 to 2.13",
-    ),
-    PrivateName(
-        name="torch.storage.TypedStorage._untyped_storage",
-        purpose="to find the storages in a checkpoint as torch.save does",
-        reason="TypedStorage.untyped() warns that typed storages are deprecated",
-        seen="torch 2.11 to 2.13",
-        on_instances=True,
-    ),
-)
+NAMES: Names = {
+    "torch.UntypedStorage": {"_cdata": "distinguish storages without memory"},
+    "torch._C": {"_storage_Use_Count": "know whether other tensors share the memory of a tensor"},
+    "torch.storage.TypedStorage": {"._untyped_storage": "find the storages in a checkpoint as torch.save does"},
+}
 
 
 def identity_of(storage: UntypedStorage) -> int:

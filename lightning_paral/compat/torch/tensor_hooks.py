@@ -4,22 +4,14 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-NAMES = (
-    PrivateName(
-        name="torch.Tensor._backward_hooks",
-        purpose="to call hooks of sharded parameters when the unsharded parameters get their gradients",
-        reason="no public function lists the hooks of a tensor",
-        seen="torch 2.11 to 2.13",
-    ),
-    PrivateName(
-        name="torch.Tensor._post_accumulate_grad_hooks",
-        purpose="to reject hooks on parameters that would never be called",
-        reason="no public function lists the hooks of a tensor",
-        seen="torch 2.11 to 2.13",
-    ),
-)
+NAMES: Names = {
+    "torch.Tensor": {
+        "_backward_hooks": "call hooks of sharded parameters when the unsharded parameters get their gradients",
+        "_post_accumulate_grad_hooks": "reject hooks on parameters that would never be called",
+    },
+}
 
 
 def gradient_hooks(tensor: Tensor) -> dict[int, Any]:

@@ -2,16 +2,13 @@
 
 from torch._utils import IMPORT_MAPPING, NAME_MAPPING
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
 __all__ = ["IMPORT_MAPPING", "NAME_MAPPING"]
 
-NAMES = tuple(
-    PrivateName(
-        name=f"torch._utils.{name}",
-        purpose="to accept exactly the names in a checkpoint that torch.load accepts",
-        reason="torch.load maps names with this table before it checks them, and no public name gives the table",
-        seen="torch 2.11 to 2.13",
-    )
-    for name in ("IMPORT_MAPPING", "NAME_MAPPING")
-)
+NAMES: Names = {
+    "torch._utils": {
+        "IMPORT_MAPPING": "accept exactly the names in a checkpoint that torch.load accepts",
+        "NAME_MAPPING": "accept exactly the names in a checkpoint that torch.load accepts",
+    },
+}

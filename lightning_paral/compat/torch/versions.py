@@ -5,16 +5,11 @@ from operator import attrgetter
 
 from torch import Tensor
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-NAMES = (
-    PrivateName(
-        name="torch.Tensor._version",
-        purpose="to detect in-place writes to tensors",
-        reason="the public torch.autograd.graph.increment_version increments the counter, but no public name reads it",
-        seen="torch 2.11 to 2.13",
-    ),
-)
+NAMES: Names = {
+    "torch.Tensor": {"_version": "detect in-place writes to tensors"},
+}
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 """Return the number of in-place operations that have written to a tensor or its views, which share the counter."""

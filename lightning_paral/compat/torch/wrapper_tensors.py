@@ -6,16 +6,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import Names
 
-NAMES = (
-    PrivateName(
-        name="torch.Tensor._make_wrapper_subclass",
-        purpose="to make tensors that represent data in files or on other ranks",
-        reason="torch documents no public way to create a tensor subclass without memory",
-        seen="torch 2.11 to 2.13",
-    ),
-)
+NAMES: Names = {
+    "torch.Tensor": {"_make_wrapper_subclass": "make tensors that represent data in files or on other ranks"},
+}
 
 
 class WithoutMemory(Tensor):

@@ -2,37 +2,51 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
+from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.compat.lightning.strategies import ddp_options, forget_static_graph, set_ddp_options
 from lightning_paral.compat.torch.ddp_reducer import remove_reducer
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.ddp.gradient_reduction import GradientReduction
 from lightning_paral.engines.ddp.options import explain_unused
-from lightning_paral.engines.ddp.reducer import ReducedParameters
-from lightning_paral.errors import UnusedParametersError
+from lightning_paral.engines.ddp.unreduced_backward import UnreducedBackwardGuard
+from lightning_paral.errors import ConfigurationError, UnusedParametersError
+from lightning_paral.model.requires_grad import TrainedParameters, TrainingAgreement, first_names
+from lightning_paral.model.user_hooks import has_hook
 
 log = logging.getLogger(__name__)
 
+_MANY_REBUILDS = 10
 _UNUSED_PARAMETERS = "Expected to have finished reduction in the prior iteration"
+_HOOKS_THAT_MAY_RUN_BACKWARD = (
+    *("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_before_backward"),
+    *("on_train_batch_start", "on_train_batch_end", "configure_gradient_clipping", "optimizer_step"),
+)
 
 
 class DDPRun:
     """Wraps the module of a strategy in DDP for one fit. Creating it is *collective* over the world.
 
+    A reducer has the parameters that require gradients when it is created. It never averages the gradient of a
+    parameter that is unfrozen later, and waits forever for the gradient of a parameter that is frozen later. So it is
+    replaced when the set of trained parameters has changed.
+
     Args:
         strategy: the strategy, whose `model` is wrapped.
         reduction: how gradients are averaged.
         wrap: `DDPStrategy.configure_ddp` of `strategy`, which wraps its `model`.
-        dims: the arrangement of the ranks.
+        dims: the arrangement of the ranks; the data ranks average their gradients.
         timeout: how long to wait for other ranks.
         undo: a stack of functions that restore the module, closed at the end of the fit.
     """
@@ -53,8 +67,19 @@ class DDPRun:
         self._wrap = wrap
         self._undo = undo
         self._is_static_graph_known = False
+        self._num_rebuilds = 0
         self._wrap_and_register()
-        self._parameters = ReducedParameters(self._module, dims, timeout, undo)
+        self._trained = TrainedParameters(self._module, undo)
+        self._reduced = self._needed = self._trained.by_name
+        self._synchronized = set(self._trained.all_by_name.values())
+        self._agreement = TrainingAgreement(self._trained, dims, timeout)
+        self._guard: UnreducedBackwardGuard | None = None
+        is_manual = not self._module.automatic_optimization
+        # If no user code can run a backward pass itself, parameters need no hooks.
+        if dims.data_size > 1 and (is_manual or has_hook(self._module, _HOOKS_THAT_MAY_RUN_BACKWARD)):
+            self._guard = UnreducedBackwardGuard(is_manual=is_manual)
+            self._guard.watch(self._reduced.values())
+            undo.callback(self._guard.end)
 
     @property
     def model(self) -> DistributedDataParallel:
@@ -72,6 +97,8 @@ class DDPRun:
         self._wrap()
         self._is_static_graph_known = False
         self._reduction.register(self.model, self._strategy.root_device)
+
+    # The reducer
 
     def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Make DDP find unused parameters if several optimizers take turns. *Collective* over the world if they do."""
@@ -93,25 +120,51 @@ class DDPRun:
             UnusedParametersError: parameters did not contribute to the loss of the previous step. The message names
                 them.
         """
-        keep_frozen = not self._module.automatic_optimization or bool(self.model.find_unused_parameters)
-        if self._parameters.needs_new_reducer(self._module.current_epoch, batch_idx, keep_frozen):
+        if self._agreement.update(self._module.current_epoch, batch_idx, self._is_outdated) and self._is_outdated():
             self._replace_reducer()
 
+    def _is_outdated(self) -> bool:
+        """Find the parameters that a new reducer would have; return whether they are others than those of this one."""
+        # Frozen parameters stay if they may be frozen for some steps only.
+        keeps_frozen = not self._module.automatic_optimization or self.model.find_unused_parameters
+        kept = set(self._reduced.values()) if keeps_frozen else set()
+        self._needed = {name: p for name, p in self._trained.all_by_name.items() if p.requires_grad or p in kept}
+        return bool(self._trained.by_name) and _ids(self._needed) != _ids(self._reduced)
+
     def _replace_reducer(self) -> None:
+        """Replace the reducer by one that has the needed parameters. *Collective* over the world."""
         old, options = self.model, ddp_options(self._strategy)
         with self._explain_unused_parameters():
             remove_reducer(old)
+        parameters = self._trained.all_by_name.values()
+        broadcast([p for p in parameters if p not in self._synchronized])
+        self._synchronized = set(parameters)
+        frozen = [p for p in self._needed.values() if not p.requires_grad]
         # The ranks already hold equal values, or differ on purpose, as they do in post-local SGD.
         set_ddp_options(self._strategy, options | {"init_sync": False})
         self._strategy.model = self._module
         try:
-            with self._parameters.for_next_reducer():
-                self._wrap_and_register()
+            for parameter in frozen:
+                parameter.requires_grad_(True)  # until the reducer has them
+            self._wrap_and_register()
         finally:
             set_ddp_options(self._strategy, options)
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+        self._reduced = self._needed
+        if self._guard is not None:
+            self._guard.watch(p for p in self._reduced.values() if p.requires_grad)
         self.model.require_forward_param_sync = old.require_forward_param_sync
         forget_static_graph(self._strategy)
-        log.info("DDP now reduces the gradients of %d parameters.", len(self._parameters.names))
+        log.info("DDP now reduces the gradients of %d parameters.", len(self._reduced))
+        self._num_rebuilds += 1
+        if self._num_rebuilds == _MANY_REBUILDS:
+            rank_zero_warn(
+                f"The set of trained parameters has changed {_MANY_REBUILDS} times, and DDP's reducer was rebuilt "
+                "each time. If parameters are frozen for some steps only, find_unused_parameters=True avoids this."
+            )
+
+    # A step
 
     @contextmanager
     def accumulating(self, without_reduction: AbstractContextManager[None]) -> Iterator[None]:
@@ -131,16 +184,18 @@ class DDPRun:
 
     @contextmanager
     def training_step(self) -> Iterator[None]:
-        """Run a training step inside the block.
+        """Run a training step inside the block. Under automatic optimization, DDP averages its gradients.
 
         Raises:
             UnusedParametersError: parameters did not contribute to the loss of the previous step. The message names
                 them.
         """
-        if not self._module.automatic_optimization:
+        is_manual = not self._module.automatic_optimization
+        if is_manual:
             # Lightning's forward redirection clears this flag, after which DDP would no longer broadcast buffers.
             self.model.require_forward_param_sync = True
-        with self._explain_unused_parameters(), self._parameters.step():
+        reduced = nullcontext() if self._guard is None or is_manual else self._guard.reduced()
+        with self._explain_unused_parameters(), reduced:
             yield
 
     @contextmanager
@@ -150,16 +205,26 @@ class DDPRun:
         except RuntimeError as error:
             if _UNUSED_PARAMETERS not in str(error):
                 raise
-            names = self._parameters.names
-            raise UnusedParametersError(explain_unused(str(error), names, self._strategy.global_rank)) from error
+            explained = explain_unused(str(error), list(self._reduced), self._strategy.global_rank)
+            raise UnusedParametersError(explained) from error
 
     def before_backward(self, loss: Tensor) -> None:
         """Prepare for the backward pass of `loss`.
 
         Raises:
-            ConfigurationError: parameters were unfrozen inside the step.
+            ConfigurationError: parameters were unfrozen inside the step. Their gradients would not be averaged.
         """
-        self._parameters.before_backward(loss)
+        if self._trained.have_changed():
+            reduced = set(self._reduced.values())
+            late = [name for name, p in self._trained.current_by_name().items() if p.requires_grad and p not in reduced]
+            if late:
+                raise ConfigurationError(
+                    "These parameters were unfrozen or added inside training_step, after DDP had fixed whose gradients "
+                    f"it averages in this step: {first_names(late)}. Unfreeze or add them before the step: in "
+                    "on_train_epoch_start or on_train_batch_start."
+                )
+        if self._guard is not None and loss.requires_grad:
+            self._guard.expect(loss)
 
     def optimizer_step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Return a context manager for the step of `optimizer`.
@@ -167,11 +232,15 @@ class DDPRun:
         Raises:
             ConfigurationError: on exit, if the step used gradients of a `loss.backward()` that DDP did not average.
         """
-        return self._parameters.optimizer_step(optimizer)
+        return nullcontext() if self._guard is None else self._guard.optimizer_step(optimizer)
 
     def before_validation(self) -> None:
         """Keep the first validation step from broadcasting buffers, which a rank without a batch would not join."""
         self.model.require_forward_param_sync = False
+
+
+def _ids(parameters: dict[str, Parameter]) -> list[int]:
+    return list(map(id, parameters.values()))
 
 
 def averaged_closure(optimizer: Optimizer, closure: Callable[[], Any], reduce: Callable[[Any], Any]) -> Any:

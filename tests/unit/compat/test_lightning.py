@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_paral.compat.lightning.methods import replace_methods, shadow_method
-from lightning_paral.compat.private_name import PrivateName
+from lightning_paral.compat.private_name import replace as set_private
 from lightning_paral.errors import PrivateNameError
 from tests.running import quiet_trainer
 
@@ -20,9 +20,7 @@ from tests.running import quiet_trainer
     [
         lambda: shadow_method(BoringModel(), "_gone", print),
         lambda: replace_methods(WeightAveraging, {"_gone": print}),
-        lambda: PrivateName(
-            name="torch.nn.Module._gone", on_instances=True, purpose="to show this", reason="none", seen="none"
-        ).replace_on(BoringModel(), None),
+        lambda: set_private(BoringModel(), "_gone", None),
     ],
     ids=["method of an instance", "method of a class", "attribute"],
 )

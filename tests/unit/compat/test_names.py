@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import lightning_paral.compat
-from lightning_paral.compat.private_name import PrivateName, is_named_by
+from lightning_paral.compat.private_name import TESTED, PrivateName, entries, is_named_by
 from lightning_paral.engines.zero.runtime.deepspeed import choose_accelerator, quiet_deepspeed
 from lightning_paral.errors import PrivateNameError
 from tests.source import PACKAGE, trees
@@ -22,7 +22,7 @@ MODULES = [
     for info in pkgutil.walk_packages(lightning_paral.compat.__path__, "lightning_paral.compat.")
     if not info.ispkg and not info.name.endswith(".private_name")
 ]
-ENTRIES = [entry for module in MODULES for entry in getattr(module, "NAMES", ())]
+ENTRIES = [entry for module in MODULES for entry in entries(getattr(module, "NAMES", {}))]
 
 
 def import_deepspeed() -> None:
@@ -33,7 +33,7 @@ def import_deepspeed() -> None:
 
 def wrong_with(entry: PrivateName) -> str:
     """Return what is wrong with an entry, or an empty text."""
-    explained = entry.purpose.startswith("to ") and entry.reason and entry.seen
+    explained = entry.purpose and entry.name.partition(".")[0] in TESTED
     try:
         if entry.is_used:
             entry.resolve()
@@ -64,7 +64,7 @@ def private_names_in(tree: ast.Module) -> Iterator[str]:
 def test_modules_declare_the_names_they_use() -> None:
     undeclared = []
     for module in MODULES:
-        declared = {part for entry in getattr(module, "NAMES", ()) for part in entry.name.split(".")}
+        declared = {part for entry in entries(getattr(module, "NAMES", {})) for part in entry.name.split(".")}
         tree = trees()[Path(str(module.__file__)).relative_to(PACKAGE).as_posix()]
         if missing := set(private_names_in(tree)) - declared - OWN - OF_PYTHON:
             undeclared.append(f"{module.__name__}: {', '.join(sorted(missing))}")
@@ -73,9 +73,7 @@ def test_modules_declare_the_names_they_use() -> None:
 
 
 def entry(name: str, parameters: tuple[str, ...] | None = None) -> PrivateName:
-    return PrivateName(
-        name=name, purpose="to show this", reason="none", seen="torch 2.11 to 2.13", parameters=parameters
-    )
+    return PrivateName(name=name, purpose="show this", parameters=parameters)
 
 
 @pytest.mark.parametrize(

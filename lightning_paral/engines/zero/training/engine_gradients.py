@@ -60,7 +60,7 @@ class EngineGradients:
 
     def clip_by_norm(self, max_norm: float) -> None:
         """Scale gradients in the next step so that their global 2-norm is at most `max_norm`. 0 turns this off."""
-        clip_next_step(self._optimizer, max_norm, self.stage)
+        clip_next_step(self._optimizer, max_norm)
 
     def clip_by_value(self, max_value: float) -> None:
         """Clamp each element to `[-max_value, max_value]`. No collective."""
