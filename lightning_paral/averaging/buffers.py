@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import WeightAveraging
 
-from lightning_paral.compat.lightning.averaging import SWAP, averages_of, swap_method
+from lightning_paral.compat.lightning.callbacks import SWAP, averages_of, swap_method
 from lightning_paral.compat.lightning.methods import replace_methods
 from lightning_paral.model.buffers import RankZeroBuffers
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_paral.averaging.averages import ShardedAverages, ShardedSWAAverages
 from lightning_paral.averaging.elementwise import check_elementwise
 from lightning_paral.checkpoint.sharded_state import WeightShards
-from lightning_paral.compat.lightning.averaging import (
+from lightning_paral.compat.lightning.callbacks import (
     COPY,
     SWAP,
     averages_of,

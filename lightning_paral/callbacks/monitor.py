@@ -13,8 +13,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_paral.compat.lightning.loops import step_of_loggers
 from lightning_paral.compat.lightning.methods import shadow_method
-from lightning_paral.compat.lightning.training_steps import step_of_loggers
 from lightning_paral.distributed.exchange import gather_objects
 from lightning_paral.distributed.process_group import host_group
 from lightning_paral.errors import ConfigurationError

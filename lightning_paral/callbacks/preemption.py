@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_paral.compat.lightning.preemption import stop_between_batches
+from lightning_paral.compat.lightning.loops import stop_between_batches
 from lightning_paral.distributed.exchange import gather_int_lists
 from lightning_paral.distributed.launcher import agree_on_exit
 from lightning_paral.errors import ConfigurationError

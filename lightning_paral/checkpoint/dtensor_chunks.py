@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_paral.checkpoint.layout import Chunk
-from lightning_paral.compat.torch.dtensor_layout import root_mesh, sharded_dim, split_factor
+from lightning_paral.compat.torch.dtensor import root_mesh, sharded_dim, split_factor
 from lightning_paral.errors import CheckpointError
 
 

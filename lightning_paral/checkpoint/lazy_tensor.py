@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 from lightning_paral.checkpoint.dtensor_chunks import chunk_of_dtensor
 from lightning_paral.checkpoint.layout import Chunk, chunks_of_flat_range, flat_range_of, full_chunk, intersection
 from lightning_paral.checkpoint.shards import flat
-from lightning_paral.compat.torch.pytree import tree_map_only
-from lightning_paral.compat.torch.wrapper_tensors import WithoutMemory, without_memory
+from lightning_paral.compat.torch.tensors import WithoutMemory, tree_map_only, without_memory
 from lightning_paral.errors import CheckpointError
 
 

@@ -33,7 +33,7 @@ def read_folder(path: Any, *, map_location: Any = None, weights_only: bool | Non
     """
     from lightning_paral.checkpoint.lazy_tensor import LazyTensor
     from lightning_paral.checkpoint.load import load  # `import lightning_paral` does not load it
-    from lightning_paral.compat.torch.pytree import tree_map_only
+    from lightning_paral.compat.torch.tensors import tree_map_only
     from lightning_paral.distributed.exchange import RankGroup
 
     checkpoint = load(os.fspath(path), RankGroup(), weights_only=weights_only is not False)

@@ -12,7 +12,7 @@ from lightning_paral.checkpoint.layout import balanced_range
 from lightning_paral.checkpoint.replicas import Replica, find_differing
 from lightning_paral.checkpoint.shards import NO_SHARD, FlatShard, LocalShard, flat_range, is_sharded, local_shard
 from lightning_paral.checkpoint.tree import WEIGHT_KEYS, TreePath, is_state_key, tensors_in, view_key
-from lightning_paral.compat.torch.pytree import tree_leaves
+from lightning_paral.compat.torch.tensors import tree_leaves
 from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.errors import CheckpointError
 

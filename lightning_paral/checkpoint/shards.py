@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_paral.checkpoint.dtensor_chunks import chunk_of_dtensor, writes_chunk
 from lightning_paral.checkpoint.layout import Chunk, chunks_of_flat_range, full_chunk
-from lightning_paral.compat.torch.wrapper_tensors import WithoutMemory, without_memory
+from lightning_paral.compat.torch.tensors import WithoutMemory, without_memory
 from lightning_paral.errors import CheckpointError
 
 

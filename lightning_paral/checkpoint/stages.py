@@ -13,7 +13,7 @@ from lightning_paral.checkpoint.save_plan import WriteItem
 from lightning_paral.checkpoint.state.optimizer import OTHER_ENTRIES_KEY, to_int_keys
 from lightning_paral.checkpoint.state.weights import PACKAGE_STATE_KEY
 from lightning_paral.checkpoint.tree import WEIGHT_KEYS, TreePath, insert, is_state_key, replace_at, tensors_in
-from lightning_paral.compat.torch.state_dicts import set_versions, versions_in
+from lightning_paral.compat.torch.modules import set_versions, versions_in
 from lightning_paral.distributed.exchange import RankGroup
 
 _PLACEHOLDER = torch.empty(0, device="meta")

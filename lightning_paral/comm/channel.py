@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_paral.comm.traffic import record_sent
-from lightning_paral.compat.torch.pytree import tree_flatten, tree_map_only, tree_unflatten
+from lightning_paral.compat.torch.tensors import tree_flatten, tree_map_only, tree_unflatten
 
 
 @dataclass(frozen=True)

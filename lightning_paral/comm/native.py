@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_paral.comm.reduction import Reduction, plan_reduction
-from lightning_paral.compat.torch.collectives import all_gather_single
+from lightning_paral.compat.torch.process_groups import all_gather_single
 
 
 def native_all_reduce(

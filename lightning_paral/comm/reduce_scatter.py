@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_paral.comm.point_to_point import Exchange, exchange, run_pipeline, wait
-from lightning_paral.compat.torch.collectives import reduce_scatter_single
+from lightning_paral.compat.torch.process_groups import reduce_scatter_single
 
 _DEPTH = 2
 

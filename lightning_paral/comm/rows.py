@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_paral.comm.reduce_scatter import sum_of_own_chunk
-from lightning_paral.compat.torch.collectives import all_gather_single
+from lightning_paral.compat.torch.process_groups import all_gather_single
 
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -10,9 +10,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, IterDataPipe
 
-from lightning_paral.compat.lightning.evaluation import set_results_of_fit
+from lightning_paral.compat.lightning.evaluation import injects_sampler, replace_preparation, set_results_of_fit
 from lightning_paral.compat.lightning.methods import shadow_method
-from lightning_paral.compat.lightning.samplers import injects_sampler, replace_preparation
 from lightning_paral.data.division import Mark, ShardSpec, strip_padding
 from lightning_paral.data.evaluation import ExactEvaluationLoops
 from lightning_paral.data.iterable import distribute_iterable, is_stateful, synchronize_self_sharded

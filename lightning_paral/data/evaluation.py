@@ -8,14 +8,16 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
-from lightning_paral.compat.lightning.combined_loader import batch_of, items_of, mode_of
 from lightning_paral.compat.lightning.evaluation import (
     EvaluationLoop,
     PredictionLoop,
     Step,
+    batch_of,
     call_at_end_of_loader,
     call_step_without_hooks,
     combined_loader_of,
+    items_of,
+    mode_of,
     replace_evaluation_step,
     replace_predict_step,
     set_results,

@@ -13,7 +13,7 @@ import numpy as np
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset
 
-from lightning_paral.compat.lightning.samplers import IndexBatchSampler
+from lightning_paral.compat.lightning.evaluation import IndexBatchSampler
 from lightning_paral.compat.torch.loaders import copy_without_workers, without_workers
 from lightning_paral.data.division import Marked, ShardSpec, too_few_batches
 from lightning_paral.data.order import GlobalOrder, Seed

@@ -14,7 +14,7 @@ from torch.serialization import default_restore_location
 from torchmetrics import MeanMetric, Metric, MetricCollection
 
 from lightning_paral.compat.lightning.methods import replace_methods
-from lightning_paral.compat.lightning.metrics import replace_gathering, set_computed, set_value_of_step
+from lightning_paral.compat.lightning.results import replace_gathering, set_computed, set_value_of_step
 from lightning_paral.data.rollback import rollback_side_effects, user_attributes
 from lightning_paral.distributed.mesh import ParallelDims
 

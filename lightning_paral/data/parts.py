@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torchmetrics import Metric
 
-from lightning_paral.compat.lightning.metrics import set_value_of_step, value_of_step
-from lightning_paral.compat.torch.cross_entropy import divisor_of
+from lightning_paral.compat.lightning.results import set_value_of_step, value_of_step
+from lightning_paral.compat.torch.tensors import divisor_of
 from lightning_paral.errors import ConfigurationError
 
 _SIGNATURE = inspect.signature(LightningModule.log)

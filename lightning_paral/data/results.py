@@ -13,8 +13,14 @@ from torch import Tensor
 from torch.nn import Module, SyncBatchNorm
 from torchmetrics import Metric
 
-from lightning_paral.compat.lightning.metrics import mark_updated, set_computed
-from lightning_paral.compat.lightning.results import Metadata, ResultCollection, ResultMetric, make_sync
+from lightning_paral.compat.lightning.results import (
+    Metadata,
+    ResultCollection,
+    ResultMetric,
+    make_sync,
+    mark_updated,
+    set_computed,
+)
 from lightning_paral.data.division import Mark
 from lightning_paral.data.logged_keys import (
     METRIC,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.compat.torch.modules import own_buffers
-from lightning_paral.compat.torch.wrapper_tensors import WithoutMemory
+from lightning_paral.compat.torch.tensors import WithoutMemory
 from lightning_paral.distributed.rng_state import global_states, set_global_states
 from lightning_paral.model.clipping import local_part
 from lightning_paral.model.engine_attributes import describes_shards

@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
 from lightning_paral.checkpoint.tensor_state import TensorState
-from lightning_paral.compat.torch.normalization import BatchNorm
+from lightning_paral.compat.torch.modules import BatchNorm
 from lightning_paral.strategies.base import ParalStrategy
 from lightning_paral.strategies.full_reads import FullTensorReaders
 

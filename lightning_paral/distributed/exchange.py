@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_paral.compat.torch.pytree import tree_leaves
+from lightning_paral.compat.torch.tensors import tree_leaves
 from lightning_paral.distributed.failure import mark_as_told
 from lightning_paral.distributed.process_group import host_group
 from lightning_paral.errors import CheckpointError, ConfigurationError, MissingCheckpointError, ParalError

@@ -28,8 +28,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.optim import Optimizer
 
-from lightning_paral.compat.torch.aborting import abort_nccl, close_connections
-from lightning_paral.compat.torch.process_groups import store_port
+from lightning_paral.compat.torch.process_groups import abort_nccl, close_connections, store_port
 from lightning_paral.distributed.watcher import POLL_SECONDS, RankWatcher
 from lightning_paral.errors import RankFailedError
 

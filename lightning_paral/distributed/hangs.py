@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from lightning_paral.compat.torch.aborting import nccl_errors
+from lightning_paral.compat.torch.process_groups import nccl_errors
 from lightning_paral.distributed.exchange import name_ranks
 from lightning_paral.distributed.frames import Place, place_of, place_of_thread
 from lightning_paral.distributed.watcher import Ignored, RankWatcher

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 
-from lightning_paral.compat.lightning.launchers import SubprocessScriptLauncher, TunerExit
+from lightning_paral.compat.lightning.strategies import SubprocessScriptLauncher, TunerExit
 from lightning_paral.distributed.launch_checks import check_port_is_free
 from lightning_paral.distributed.process_group import serves_store
 

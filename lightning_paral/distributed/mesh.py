@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_paral.compat.torch.group_names import new_named_group
-from lightning_paral.compat.torch.process_groups import is_alive
-from lightning_paral.compat.torch.sharding_cache import forget_meshes
+from lightning_paral.compat.torch.dtensor import forget_meshes
+from lightning_paral.compat.torch.process_groups import is_alive, new_named_group
 from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.distributed.process_group import host_group
 from lightning_paral.errors import ConfigurationError

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from torch.distributed.distributed_c10d import Store
 
-from lightning_paral.compat.torch.aborting import abort_all
-from lightning_paral.compat.torch.process_groups import is_alive
+from lightning_paral.compat.torch.process_groups import abort_all, is_alive
 from lightning_paral.distributed.rendezvous import connect, meet
 from lightning_paral.errors import ConfigurationError, ProcessGroupError
 

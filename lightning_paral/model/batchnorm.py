@@ -4,7 +4,7 @@ import torch
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from torch.nn import Module
 
-from lightning_paral.compat.torch.normalization import BatchNorm
+from lightning_paral.compat.torch.modules import BatchNorm
 from lightning_paral.errors import ConfigurationError
 
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from lightning_paral.comm.broadcast import broadcast
-from lightning_paral.compat.torch.ddp_ignored import ignored_by_ddp
+from lightning_paral.compat.torch.ddp import ignored_by_ddp
 from lightning_paral.compat.torch.modules import own_buffers
 from lightning_paral.distributed.mesh import ParallelDims
 

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from lightning_paral.comm.grouping import group_by_dtype_and_device
-from lightning_paral.compat.torch.foreach import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_
+from lightning_paral.compat.torch.optimizers import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_
 from lightning_paral.model.full_tensors import gradient_norm
 
 

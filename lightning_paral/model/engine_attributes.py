@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
-from lightning_paral.compat.deepspeed.modules import is_zero_attribute
-from lightning_paral.compat.torch import module_hooks
-from lightning_paral.compat.torch.fsdp_state import is_fsdp_attribute
-from lightning_paral.compat.torch.instance_classes import is_for_instance
+from lightning_paral.compat.deepspeed.stage3 import is_zero_attribute
+from lightning_paral.compat.torch import modules
+from lightning_paral.compat.torch.fsdp import is_fsdp_attribute
+from lightning_paral.compat.torch.modules import is_for_instance
 
 _ENGINES = ("torch.distributed", "deepspeed", "lightning_paral")
 
@@ -36,14 +36,14 @@ def attributes_without_engine(attributes: dict[str, Any], cls: type) -> dict[str
     """Return the attributes of a module of class `cls`, without the attributes and hooks that an engine has added."""
     kept = {}
     for name, value in attributes.items():
-        if name in (*module_hooks.ALL, *module_hooks.FLAGS, *module_hooks.STATE_DICT) and isinstance(value, dict):
+        if name in (*modules.ALL, *modules.FLAGS, *modules.STATE_DICT) and isinstance(value, dict):
             kept[name] = type(value)((key, hook) for key, hook in value.items() if not _comes_from_engine(hook))
         elif name == "_parameters" and isinstance(value, dict):
             kept[name] = dict(value.items())
         elif not _is_engine_attribute(name) and not (_shadows(name, value, cls) and _comes_from_engine(value)):
             kept[name] = value
-    hooks = {key for name in module_hooks.FORWARD for key in kept.get(name, ())}
-    for name in module_hooks.FLAGS:
+    hooks = {key for name in modules.FORWARD for key in kept.get(name, ())}
+    for name in modules.FLAGS:
         if isinstance(kept.get(name), dict):
             kept[name] = type(kept[name])((key, flag) for key, flag in kept[name].items() if key in hooks)
     return kept
@@ -60,7 +60,7 @@ def _shadows(name: str, value: Any, cls: type) -> bool:
 
 def _comes_from_engine(value: Any) -> bool:
     """Return whether a class, a function or an object comes from an engine or from this package."""
-    value = module_hooks.unwrapped(value)
+    value = modules.unwrapped(value)
     if isinstance(value, partial):
         return _comes_from_engine(value.func)
     if isinstance(value, MethodType):

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.nn import Parameter
 
 from lightning_paral.comm.grouping import group_by_dtype_and_device
-from lightning_paral.compat.torch.foreach import foreach_norm
+from lightning_paral.compat.torch.optimizers import foreach_norm
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 from torch.utils.weak import TensorWeakRef
 
-from lightning_paral.compat.torch.versions import version_of
+from lightning_paral.compat.torch.autograd import version_of
 from lightning_paral.errors import ConfigurationError
 
 _MIN_BYTES = 2**16  # less is not worth a copy

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.compat.torch import step_hooks
+from lightning_paral.compat.torch import optimizers
 
 
 def foreign_attribute(optimizer: Optimizer) -> str | None:
@@ -47,7 +47,7 @@ def run_trial(
     is_lr_zero = not isinstance(group.get("lr", True), Tensor) and group.get("lr", True) == 0
     lr = {"lr": 0.01} if is_lr_zero else {}  # a warmup may start at 0, where steps change nothing
     trial.__dict__.update(param_groups=[{**group, **lr, "params": parameters}], state=defaultdict(dict))
-    trial.__dict__.update(step_hooks.no_hooks())
+    trial.__dict__.update(optimizers.no_hooks())
     if isinstance(optimizer, torch.optim.Adagrad):  # only this optimizer creates its state in its constructor
         for parameter in parameters:
             trial.state[parameter] = {

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from lightning_paral.compat.torch.autograd import version_of
 from lightning_paral.compat.torch.modules import own_buffers
-from lightning_paral.compat.torch.versions import version_of
 
 _LARGE_NUMEL = 2**20
 

@@ -15,7 +15,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from lightning_paral.compat.torch.ddp_ignored import ignored_by_ddp
+from lightning_paral.compat.torch.ddp import ignored_by_ddp
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.watcher import exchange_in_store
 from lightning_paral.errors import ConfigurationError

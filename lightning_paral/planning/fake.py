@@ -16,10 +16,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_paral.compat.lightning.device_property import set_device_everywhere
-from lightning_paral.compat.lightning.strategies import set_module
-from lightning_paral.compat.torch.fake_tensors import fake_tensor_mode
+from lightning_paral.compat.lightning.strategies import set_device_everywhere, set_module
 from lightning_paral.compat.torch.modules import own_buffers, own_parameters
+from lightning_paral.compat.torch.tensors import fake_tensor_mode
 from lightning_paral.errors import ConfigurationError
 
 

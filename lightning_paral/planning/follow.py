@@ -17,8 +17,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_paral.compat.lightning.replaced_strategy import training_loaders
-from lightning_paral.compat.torch.fake_tensors import hide_accelerators
+from lightning_paral.compat.lightning.strategies import training_loaders
+from lightning_paral.compat.torch.tensors import hide_accelerators
 from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.options import ActivationCheckpointing
 from lightning_paral.planning.fake import FakeModule, StepSettings

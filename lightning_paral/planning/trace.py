@@ -11,10 +11,13 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.flop_counter import flop_registry
 
-from lightning_paral.compat.torch.dispatch import TorchDispatchMode, packet_of
-from lightning_paral.compat.torch.fake_tensors import is_value_missing
-from lightning_paral.compat.torch.pytree import tree_leaves
-from lightning_paral.compat.torch.storages import identity_of
+from lightning_paral.compat.torch.tensors import (
+    TorchDispatchMode,
+    identity_of,
+    is_value_missing,
+    packet_of,
+    tree_leaves,
+)
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.activation_checkpointing import checkpoint_units
 from lightning_paral.model.units import choose_units

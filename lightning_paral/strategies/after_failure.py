@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 
 from lightning_paral.compat.lightning.methods import shadow_method
-from lightning_paral.compat.torch.group_names import new_named_group
+from lightning_paral.compat.torch.process_groups import new_named_group
 from lightning_paral.distributed.exchange import RankGroup, all_ranks, explain
 from lightning_paral.distributed.failure import FailureWatch, as_consequence, remember_first
 from lightning_paral.distributed.hangs import Hangs

@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_paral.callbacks.monitor import ParalMonitor
-from lightning_paral.compat.lightning.replaced_strategy import replace_strategy
+from lightning_paral.compat.lightning.strategies import replace_strategy
 from lightning_paral.engines.zero.runtime.deepspeed import check_installed
 from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.model.host_memory_check import available_bytes

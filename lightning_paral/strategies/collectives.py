@@ -10,8 +10,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 
 from lightning_paral.comm.rows import gather_rows
-from lightning_paral.compat.torch.aborting import abort_nccl, call_on_mismatch, nccl_backends
-from lightning_paral.compat.torch.group_timeouts import use_default_timeout
+from lightning_paral.compat.torch.process_groups import abort_nccl, call_on_mismatch, nccl_backends, use_default_timeout
 from lightning_paral.distributed.failure import FailureWatch
 from lightning_paral.distributed.hangs import DIFFERENT, Hangs
 from lightning_paral.distributed.launcher import end_with_error

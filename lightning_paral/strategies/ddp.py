@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_paral.compat.lightning.strategies import ddp_options, layer_sync_of
-from lightning_paral.compat.torch.ddp_broadcast import broadcast_any_dtype
+from lightning_paral.compat.torch.ddp import broadcast_any_dtype
 from lightning_paral.engines.ddp.gradient_reduction import GradientReduction
 from lightning_paral.engines.ddp.options import DDPOptions
 from lightning_paral.engines.ddp.run import DDPRun, averaged_closure

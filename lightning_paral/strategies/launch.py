@@ -11,7 +11,7 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_paral.compat.checks import check_names
-from lightning_paral.compat.lightning.launchers import LightningSubprocessLauncher
+from lightning_paral.compat.lightning.strategies import LightningSubprocessLauncher
 from lightning_paral.distributed.launch_checks import check_device, check_environment, check_local_rank, check_ranks
 from lightning_paral.distributed.launcher import LaunchedRun, ScriptLauncher
 from lightning_paral.distributed.process_group import backend_for

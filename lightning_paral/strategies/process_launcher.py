@@ -24,8 +24,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from lightning_paral.compat.lightning.launchers import MultiProcessingLauncher, call_and_handle_interrupt
-from lightning_paral.compat.torch.sharding_cache import forget_meshes
+from lightning_paral.compat.lightning.strategies import MultiProcessingLauncher, call_and_handle_interrupt
+from lightning_paral.compat.torch.dtensor import forget_meshes
 from lightning_paral.distributed.launch_checks import check_port_is_free
 from lightning_paral.distributed.launcher import describe_status
 from lightning_paral.distributed.process_group import owned_group, release_at_exit, release_process_group

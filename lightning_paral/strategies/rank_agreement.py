@@ -14,9 +14,9 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_paral.compat.lightning.callbacks import change_monitored, restore_monitored
 from lightning_paral.compat.lightning.methods import shadow_method
-from lightning_paral.compat.lightning.monitored_values import change_monitored, restore_monitored
-from lightning_paral.compat.torch.ddp_ignored import ignored_by_ddp
+from lightning_paral.compat.torch.ddp import ignored_by_ddp
 from lightning_paral.distributed.divergence import EpochAgreement, ReplicaCheck
 from lightning_paral.distributed.exchange import check_same
 from lightning_paral.distributed.failure import FailureWatch

@@ -10,8 +10,8 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_paral.compat.torch.compiled import is_compiled
-from lightning_paral.compat.torch.pytree import tree_map_only
+from lightning_paral.compat.torch.modules import is_compiled
+from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.distributed.exchange import RankGroup, broadcast_from_first_rank, check_same_batch, every_rank
 from lightning_paral.distributed.mesh import TENSOR, ParallelDims
 from lightning_paral.distributed.rng_state import current_states, restore_states

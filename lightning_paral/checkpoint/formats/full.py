@@ -22,9 +22,8 @@ from lightning_paral.checkpoint.safe_load.unpickle import load_safely
 from lightning_paral.checkpoint.save_plan import WriteItem
 from lightning_paral.checkpoint.shards import bytes_of, flat
 from lightning_paral.checkpoint.tree import replace_at
-from lightning_paral.compat.torch.archives import record_offset
-from lightning_paral.compat.torch.fake_tensors import fake_tensors
-from lightning_paral.compat.torch.storages import identity_of, untyped
+from lightning_paral.compat.torch.files import record_offset
+from lightning_paral.compat.torch.tensors import fake_tensors, identity_of, untyped
 from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.errors import CheckpointError
 

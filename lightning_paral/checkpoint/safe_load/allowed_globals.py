@@ -22,7 +22,7 @@ from torch.serialization import get_safe_globals
 
 from lightning_paral.checkpoint.safe_load.numpy_arrays import check_array, check_dtype, item_bytes
 from lightning_paral.checkpoint.safe_load.opcodes import Made, Named, PickleError, RefusedError, check_key
-from lightning_paral.compat.torch.unpickling import IMPORT_MAPPING, NAME_MAPPING
+from lightning_paral.compat.torch.files import IMPORT_MAPPING, NAME_MAPPING
 
 _ENUMS = (RunningStage, TrainerFn, TrainerStatus)
 _MAX_EXPANDED_BYTES = 2**28

@@ -10,8 +10,7 @@ from torchmetrics import Metric
 
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.checkpoint.state.load_hooks import run_own_load_hooks, without_load_hooks
-from lightning_paral.compat.torch.modules import own_parameters
-from lightning_paral.compat.torch.state_dicts import load_submodules_by, save_submodules_by, versions_in
+from lightning_paral.compat.torch.modules import load_submodules_by, own_parameters, save_submodules_by, versions_in
 from lightning_paral.errors import CheckpointError
 
 

@@ -16,7 +16,7 @@ from lightning_paral.checkpoint.dtensor_chunks import chunk_of_dtensor, writes_c
 from lightning_paral.checkpoint.layout import Chunk, flat_range_of
 from lightning_paral.checkpoint.shards import FlatShard, flat, identity
 from lightning_paral.checkpoint.state.optimizer import State, param_names
-from lightning_paral.compat.torch.pytree import tree_map_only
+from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.errors import ConfigurationError
 
 Names = list[list[str]]

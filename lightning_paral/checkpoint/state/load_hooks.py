@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_paral.compat.torch.state_dicts import load_hooks, save_own, set_load_hooks, set_versions, versions_in
+from lightning_paral.compat.torch.modules import load_hooks, save_own, set_load_hooks, set_versions, versions_in
 
 
 def has_load_hooks(module: Module) -> bool:

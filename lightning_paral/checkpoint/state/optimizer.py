@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.io.arena import fresh_like
 from lightning_paral.checkpoint.lazy_tensor import materialize, read_into
-from lightning_paral.compat.torch.pytree import tree_map_only
+from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.errors import CheckpointError
 
 State = dict[str, Any]

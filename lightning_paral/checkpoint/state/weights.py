@@ -28,8 +28,8 @@ from lightning_paral.checkpoint.state.load_hooks import (
     without_load_hooks,
 )
 from lightning_paral.checkpoint.state.optimizer import list_names
-from lightning_paral.compat.torch.pytree import tree_map_only
-from lightning_paral.compat.torch.state_dicts import EXTRA_STATE, set_versions, versions_in
+from lightning_paral.compat.torch.modules import EXTRA_STATE, set_versions, versions_in
+from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.errors import CheckpointError
 

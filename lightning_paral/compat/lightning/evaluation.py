@@ -1,4 +1,4 @@
-"""The steps of Lightning's validation, test and prediction loops, and the collections to which they log."""
+"""Evaluation: steps and loaders of its loops."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -7,22 +7,28 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop as PredictionLoop
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as IndexBatchSampler
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.lightning.results import ResultCollection, check_overridden
 from lightning_paral.compat.private_name import Names, named, replace
+from lightning_paral.compat.torch.tensors import tree_unflatten
 
 __all__ = [
     "EvaluationLoop",
+    "IndexBatchSampler",
     "PredictionLoop",
     "Step",
     "call_at_end_of_loader",
     "call_step_without_hooks",
     "combined_loader_of",
+    "injects_sampler",
     "replace_evaluation_step",
     "replace_predict_step",
+    "replace_preparation",
     "results_of",
     "set_results",
     "set_results_of_fit",
@@ -52,11 +58,36 @@ NAMES: Names = {
     },
     "lightning.pytorch.Trainer": {
         "._logger_connector": "compute results over all ranks; restore logging after a padding batch",
+        "._data_connector": "distribute samples ourselves instead of with DistributedSampler",
+        "._accelerator_connector": "know the value of Trainer(use_distributed_sampler=...)",
     },
     "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector": {
         "._current_fx": "restore logging after a padding batch",
     },
+    "lightning.pytorch.loops.evaluation_loop._EvaluationLoop": {
+        "._data_source": "read the first batch before the run sets up its loaders",
+    },
+    "lightning.pytorch.loops.prediction_loop._PredictionLoop": {
+        "._data_source": "read the first batch before the run sets up its loaders",
+    },
+    "lightning.pytorch.utilities.combined_loader.CombinedLoader": {
+        "._mode": "know when a combination of loaders ends",
+        "._spec": "find the item of each loader in a batch",
+    },
+    "torch.utils._pytree.TreeSpec": {"flatten_up_to": "find the item of each loader in a batch"},
+    "lightning.pytorch.trainer.connectors.data_connector._DataConnector": {
+        "_prepare_dataloader(dataloader, shuffle, mode)": "distribute samples ourselves",
+    },
+    "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector": {
+        ".use_distributed_sampler": "know the value of Trainer(use_distributed_sampler=...)",
+    },
+    "lightning.pytorch.overrides.distributed": {
+        "_IndexBatchSamplerWrapper(batch_sampler)": "pass indices to callbacks that write predictions",
+    },
 }
+
+
+# The steps of Lightning's validation, test and prediction loops, and the collections to which they log
 
 Step = Callable[[Any, int, int, Any], None]
 """Takes a batch, its index, the loader's index, and the iterator if the step draws batches itself."""
@@ -137,3 +168,62 @@ def call_step_without_hooks(
     kwargs = loop._build_kwargs(batch, batch_idx, dataloader_idx)
     call._call_strategy_hook(trainer, hook_name, *loop._build_step_args_from_hook_kwargs(kwargs, hook_name))
     connector._current_fx = logged_by
+
+
+# The loaders of evaluations, before the loops have set them up
+
+
+def evaluation_loaders(trainer: Trainer, function: TrainerFn) -> Any:
+    """Return the loaders as the user's hook returns them, or as they were given to the Trainer.
+
+    Args:
+        trainer: the Trainer.
+        function: `FITTING` for the loaders of the validation in a fit.
+    """
+    loops: dict[Any, Any] = {
+        TrainerFn.FITTING: trainer.fit_loop.epoch_loop.val_loop,
+        TrainerFn.VALIDATING: trainer.validate_loop,
+        TrainerFn.TESTING: trainer.test_loop,
+        TrainerFn.PREDICTING: trainer.predict_loop,
+    }
+    return loops[function]._data_source.dataloader()
+
+
+# How Lightning combines several loaders, and their batches
+
+
+def mode_of(combined: CombinedLoader) -> str:
+    """Return `"sequential"`, `"min_size"`, `"max_size"` or `"max_size_cycle"`."""
+    mode: str = combined._mode
+    return mode
+
+
+def items_of(combined: CombinedLoader, batch: Any) -> list[Any]:
+    """Return the item of each loader in `batch`, in the order of `combined.flattened`."""
+    items: list[Any] = combined._spec.flatten_up_to(batch)
+    return items
+
+
+def batch_of(combined: CombinedLoader, items: list[Any]) -> Any:
+    """Return the batch that consists of `items`, one per loader in the order of `combined.flattened`."""
+    return tree_unflatten(items, combined._spec)
+
+
+# How Lightning prepares loaders for several ranks
+
+Preparation = Callable[[object, bool, RunningStage], object]
+"""Takes a loader, whether to shuffle it, and the running stage; returns the loader to use."""
+
+
+def replace_preparation(trainer: Trainer, prepare: Preparation, undo: ExitStack) -> Preparation:
+    """Replace Lightning's preparation of loaders with `prepare` until `undo` is closed; return Lightning's method."""
+    named(NAMES, "_prepare_dataloader").resolve()
+    connector = trainer._data_connector
+    plain: Preparation = connector._prepare_dataloader
+    shadow_method(connector, "_prepare_dataloader", prepare, undo)
+    return plain
+
+
+def injects_sampler(trainer: Trainer) -> bool:
+    """Return the value of `Trainer(use_distributed_sampler=...)`."""
+    return trainer._accelerator_connector.use_distributed_sampler

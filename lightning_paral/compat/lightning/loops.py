@@ -1,6 +1,7 @@
-"""The state and the loaders of the Trainer's loops."""
+"""The Trainer's loops: their state, loaders and counters, and where a fit stops or resumes."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -19,8 +20,22 @@ NAMES: Names = {
         "_should_accumulate": "know whether a backward pass is the last one before an optimizer step",
         "._combined_loader": "restart the training data at the position of a checkpoint",
         "._data_fetcher": "restart the training data at the position of a checkpoint",
+        "advance": "leave an epoch that is not finished without its end hooks",
+        "on_run_end": "leave a fit that is not finished without on_train_end",
+    },
+    "lightning.pytorch.loops._TrainingEpochLoop": {
+        "._batches_that_stepped": "log values with the same step as Lightning does",
+        "on_advance_end(data_fetcher)": "stop after a batch and its validation, before the next is fetched",
+        "_should_check_val_fx(data_fetcher)": "know whether Lightning counts a batch twice when a fit resumes",
+    },
+    "lightning.pytorch.Trainer": {"._checkpoint_connector": "choose the checkpoint that a fit resumes from"},
+    "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector": {
+        "resume_start(checkpoint_path, weights_only)": "choose the checkpoint that a fit resumes from",
     },
 }
+
+
+# The state and the loaders of the Trainer's loops
 
 
 def is_accumulating(trainer: Trainer) -> bool:
@@ -63,3 +78,112 @@ def call_once_after_setup_of_data(trainer: Trainer, then: Callable[[], None]) ->
 
     vars(loop).pop("setup_data", None)  # left by a run that failed before it created loaders
     shadow_method(loop, "setup_data", setup_data)
+
+
+# The step with which Lightning's training loop logs values
+
+
+def step_of_loggers(trainer: Trainer) -> int:
+    """Return the step with which Lightning logs values in a training batch."""
+    step: int = trainer.fit_loop.epoch_loop._batches_that_stepped
+    return step
+
+
+# Choose the checkpoint of a fit after the Trainer has started it
+
+
+def choose_checkpoint(trainer: Trainer, choose: Callable[[Callable[[str], None]], None]) -> Callable[[], None]:
+    """Let `choose` load a checkpoint at the start of the next fit, unless that fit has a `ckpt_path`.
+
+    Call this in or before the `setup` hook of callbacks.
+
+    Args:
+        trainer: the Trainer.
+        choose: called once, with a function that loads the checkpoint at a path. If this function raises, nothing has
+            been restored, and it may be called again with another path. If it is not called, or raises each time, the
+            fit does not resume.
+
+    Returns:
+        A function that undoes this. Calling it again, or after the checkpoint was chosen, has no effect.
+    """
+    connector: Any = trainer._checkpoint_connector
+    load = connector.resume_start
+
+    def undo() -> None:
+        vars(connector).pop("resume_start", None)
+
+    def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        undo()
+        load(checkpoint_path, weights_only=weights_only)
+        if checkpoint_path:
+            return
+        loaded = False
+
+        def load_at(path: str) -> None:
+            nonlocal loaded
+            loaded = False
+            load(path, weights_only=weights_only)
+            loaded = True
+
+        choose(load_at)
+        if not loaded:
+            load(None)  # forgets the path that could not be loaded
+
+    shadow_method(connector, "resume_start", resume_start)
+    return undo
+
+
+# Stop a fit between two batches, so that a resumed fit continues with the next one
+
+
+def stop_between_batches(
+    trainer: Trainer, is_stop: Callable[[], bool], on_stop: Callable[[], None], undo: ExitStack
+) -> None:
+    """Call `is_stop` after each training batch and its validation; if it returns true, call `on_stop` and end the fit.
+
+    The hooks of the end of an epoch and of the training are not called. A checkpoint that `on_stop` saves resumes with
+    the next batch.
+
+    Args:
+        trainer: the Trainer, at the beginning of a fit.
+        is_stop: a function without side effects on the training. It is not called after batches after which the fit
+            cannot stop: the last one, and those in an accumulation window, whose gradients no checkpoint has.
+        on_stop: a function that saves.
+        undo: an `ExitStack` that restores Lightning's methods.
+    """
+    fit_loop: Any = trainer.fit_loop
+    epoch_loop = fit_loop.epoch_loop
+    advance, on_advance_end, on_run_end = fit_loop.advance, epoch_loop.on_advance_end, fit_loop.on_run_end
+    has_stopped = False
+
+    def end_batch(data_fetcher: Any) -> None:
+        nonlocal has_stopped
+        on_advance_end(data_fetcher)
+        if is_accumulating(trainer) or _is_last(trainer) or not is_stop():
+            return
+        # The resumed fit skips the validation that is done, but counts the batch again.
+        is_counted_again = epoch_loop._should_check_val_fx(data_fetcher)
+        epoch_loop._batches_that_stepped -= is_counted_again
+        on_stop()
+        epoch_loop._batches_that_stepped += is_counted_again
+        has_stopped = True
+        raise StopIteration
+
+    def run_epoch() -> None:
+        advance()
+        if has_stopped:
+            raise StopIteration
+
+    def end_run() -> None:
+        if not has_stopped:
+            on_run_end()
+
+    shadow_method(epoch_loop, "on_advance_end", end_batch, undo)
+    shadow_method(fit_loop, "advance", run_epoch, undo)
+    shadow_method(fit_loop, "on_run_end", end_run, undo)
+
+
+def _is_last(trainer: Trainer) -> bool:
+    """Return whether the fit ends after the current batch by itself."""
+    is_stopping = trainer.should_stop and trainer.fit_loop.epoch_loop.done
+    return is_stopping or trainer.global_step >= trainer.max_steps > -1

@@ -1,15 +1,28 @@
-"""The collection behind `self.log`, and the metrics that hold its values."""
+"""Logged values: the collection behind `self.log`, and the caches of torchmetrics' metrics."""
 
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata as Metadata
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as ResultCollection
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync as Sync
+from torch import Tensor
+from torchmetrics import Metric
 
-from lightning_paral.compat.private_name import Names, named
+from lightning_paral.compat.lightning.methods import replace_methods, shadow_method
+from lightning_paral.compat.private_name import Names, named, replace
 
-__all__ = ["Metadata", "ResultCollection", "ResultMetric", "Sync", "check_overridden", "make_sync"]
+__all__ = [
+    "Metadata",
+    "ResultCollection",
+    "ResultMetric",
+    "Sync",
+    "check_overridden",
+    "make_sync",
+]
 
 NAMES: Names = {
     "lightning.pytorch.trainer.connectors.logger_connector.result._ResultCollection": {
@@ -25,7 +38,16 @@ NAMES: Names = {
         "_Metadata(fx, name, reduce_fx, dataloader_idx, metric_attribute)": "create a key that others have logged",
         "_Sync(fn, _should)": "define how a logged value is reduced",
     },
+    "torchmetrics.Metric": {
+        "._forward_cache": "log the value of a metric in a step, computed over all replicas",
+        "._computed": "give a metric the value computed over all ranks",
+        "._update_count": "compute a metric that other ranks have updated, but not this one, without a warning",
+        "_sync_dist(dist_sync_fn, process_group)": "gather list states of different lengths",
+    },
 }
+
+
+# The collection behind `self.log`, and the metrics that hold its values
 
 
 def check_overridden() -> None:
@@ -37,3 +59,44 @@ def check_overridden() -> None:
 def make_sync(reduce: Any, *, should: bool) -> Sync:
     """Return a `Sync` that reduces a value with `reduce` if `should` is true."""
     return Sync(fn=reduce, _should=should)
+
+
+# Caches of torchmetrics' metrics, and how metrics gather their states
+
+
+def replace_gathering(gather: Callable[..., None]) -> Callable[[], None]:
+    """Make metrics gather their states with `gather`; return a function that restores how they did.
+
+    Args:
+        gather: called with the metric, its own method for that, and the two arguments of this method, which are the
+            function that gathers a tensor, and, as `process_group`, a process group or `None`.
+    """
+    sync = Metric.sync
+
+    def sync_with_gather(self: Metric, *args: Any, **kwargs: Any) -> None:
+        # Set on the instance and only here, because subclasses have methods of their own, and copies would share it.
+        with ExitStack() as undo:
+            shadow_method(self, "_sync_dist", partial(gather, self, self._sync_dist), undo)
+            sync(self, *args, **kwargs)
+
+    return replace_methods(Metric, {"sync": sync_with_gather})
+
+
+def value_of_step(metric: Metric) -> Any:
+    """Return the value that the last call of `metric` returned."""
+    return metric._forward_cache
+
+
+def set_value_of_step(metric: Metric, value: Tensor) -> None:
+    """Replace the value that the last call of `metric` returned with `value`."""
+    replace(metric, "_forward_cache", value)
+
+
+def set_computed(metric: Metric, value: Tensor | None) -> None:
+    """Make `metric.compute()` return `value`, or compute again if `value` is `None`."""
+    replace(metric, "_computed", value)
+
+
+def mark_updated(metric: Metric) -> None:
+    """Mark `metric` as updated, because updates of other ranks are merged into it."""
+    replace(metric, "_update_count", max(1, metric.update_count))

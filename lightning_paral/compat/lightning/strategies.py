@@ -1,13 +1,38 @@
-"""Private attributes of Lightning's strategies that our strategies read or set."""
+"""Strategies, launchers and plugins of Lightning."""
 
-from typing import Any
+import multiprocessing
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
 
-from lightning.pytorch import LightningModule
+import torch
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin, _update_properties
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, Strategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
+from lightning.pytorch.strategies.strategy import _ForwardRedirection as ForwardRedirection
+from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
+from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
 from torch.distributed.device_mesh import DeviceMesh
+from torch.multiprocessing.spawn import start_processes
+from torch.nn import Module
 
-from lightning_paral.compat.private_name import Names, replace
+from lightning_paral.compat.lightning.methods import shadow_method
+from lightning_paral.compat.private_name import Names, named, replace
+
+__all__ = [
+    "ForwardRedirection",
+    "LightningSubprocessLauncher",
+    "MultiProcessingLauncher",
+    "SubprocessScriptLauncher",
+    "TunerExit",
+    "call_and_handle_interrupt",
+]
 
 NAMES: Names = {
     "lightning.pytorch.strategies.Strategy": {
@@ -24,7 +49,56 @@ NAMES: Names = {
     },
     "lightning.pytorch.strategies.ModelParallelStrategy": {"._device_mesh": "give the strategy our own mesh"},
     "lightning.pytorch.LightningModule": {"._device_mesh": "make self.device_mesh return the strategy's mesh"},
+    "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector": {
+        "_lazy_init_strategy": "give a strategy that is chosen late its devices and plugins",
+        "_check_and_init_precision": "create the precision plugin that fits the chosen strategy",
+    },
+    "lightning.pytorch.Trainer": {"._accelerator_connector": "reach the object that holds the strategy"},
+    "lightning.pytorch.loops.fit_loop._FitLoop": {
+        "._data_source": "read the first training batch before the run sets up its loaders",
+    },
+    "lightning.pytorch.strategies.strategy._ForwardRedirection": {
+        "__call__(wrapper_module, original_module, method_name)": "run DeepSpeed's hooks on the root once per step",
+    },
+    "lightning.pytorch.strategies.launchers": {
+        "_SubprocessScriptLauncher(cluster_environment, num_processes, num_nodes)": "check before processes start",
+        "_MultiProcessingLauncher(strategy, start_method)": "start ranks in notebooks, and copy what they leave",
+    },
+    "lightning.pytorch.strategies.launchers._SubprocessScriptLauncher": {
+        "_call_children_scripts": "take the processes over before Lightning's observer knows them",
+    },
+    "lightning.pytorch.strategies.launchers._MultiProcessingLauncher": {
+        "_wrapping_function(process_idx, trainer, function, args, kwargs, return_queue)": "run a function in a rank",
+        "_recover_results_in_main_process(worker_output, trainer)": "copy weights and metrics of rank 0 back",
+    },
+    "lightning.pytorch.strategies.launchers.multiprocessing._GlobalStateSnapshot": {
+        "capture": "give spawned ranks the states of the random generators",
+    },
+    "lightning.pytorch.trainer.call": {
+        "_call_and_handle_interrupt(trainer, trainer_fn)": "call the hooks for exceptions in forked ranks",
+    },
+    "lightning.pytorch.utilities.exceptions": {
+        "_TunerExitException": "tell the end of a search for a learning rate or a batch size from a failure",
+    },
+    "lightning.pytorch.plugins.Precision": {
+        "_after_closure(model, optimizer)": "run hooks and clipping before the step of a sharded optimizer",
+    },
+    "lightning.pytorch.callbacks.GradientAccumulationScheduler": {
+        "on_train_start(trainer, pl_module)": "let GradientAccumulationScheduler work under ZeRO",
+    },
+    "lightning.pytorch.core.optimizer": {
+        "_MockOptimizer": "run ZeRO without an optimizer if configure_optimizers returns None",
+    },
+    "lightning.fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin": {
+        "._device": "make self.device of a replica return the replica's device",
+    },
+    "lightning.fabric.utilities.device_dtype_mixin": {
+        "_update_properties(root, device)": "make self.device return the device that computes",
+    },
 }
+
+
+# Private attributes of Lightning's strategies that our strategies read or set
 
 
 def layer_sync_of(strategy: ParallelStrategy) -> LayerSync | None:
@@ -68,3 +142,114 @@ def forget_static_graph(strategy: DDPStrategy) -> None:
 def set_module(strategy: Strategy, module: LightningModule) -> None:
     """Make `strategy.lightning_module` return `module`."""
     replace(strategy, "_lightning_module", module)
+
+
+# Replace the strategy of a Trainer while a run begins
+
+
+def replace_strategy(trainer: Trainer, strategy: Strategy) -> None:
+    """Make `strategy` that of the Trainer, with the Trainer's devices, cluster environment, precision and plugins."""
+    connector: Any = trainer._accelerator_connector
+    connector.strategy = strategy
+    connector.precision_plugin = connector._check_and_init_precision()
+    connector._lazy_init_strategy()
+
+
+def training_loaders(trainer: Trainer) -> Any:
+    """Return the training loaders as the user's hook returns them, or as they were given to `Trainer.fit`."""
+    return trainer.fit_loop._data_source.dataloader()
+
+
+# Lightning's launchers, which run the user's script again or start processes of `multiprocessing`
+
+LightningSubprocessLauncher = _SubprocessScriptLauncher
+"""Lightning's class, which Lightning's strategies use."""
+
+
+class SubprocessScriptLauncher(_SubprocessScriptLauncher):
+    """Lightning's launcher, with a method that a subclass can override to take over the processes."""
+
+    def start_others(self, start: Callable[[], None]) -> None:
+        """Start the other local ranks by calling `start`, which adds them to `procs`.
+
+        Lightning then observes the processes in `procs`, and kills all if one fails.
+        """
+        start()
+
+    def _call_children_scripts(self) -> None:
+        self.start_others(super()._call_children_scripts)
+
+
+class MultiProcessingLauncher(_MultiProcessingLauncher):
+    """Lightning's launcher of processes, in parts."""
+
+    def __init__(self, strategy: Any, method: Literal["spawn", "fork", "forkserver"]) -> None:
+        super().__init__(strategy, method)
+        self.strategy, self.method = strategy, method
+
+    def start(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], trainer: Trainer
+    ) -> tuple[Any, Any]:
+        """Call `function` in a process for each local rank.
+
+        Returns:
+            tuple: the `ProcessContext`, and a queue for the output of local rank 0.
+        """
+        queue = multiprocessing.get_context(self.method).SimpleQueue()
+        states = None if self.method == "fork" else _GlobalStateSnapshot.capture()
+        ranks: Any = start_processes(  # type: ignore[no-untyped-call]
+            self._wrapping_function,
+            args=(trainer, function, args, kwargs, queue, states),
+            nprocs=self.strategy.num_processes,
+            join=False,
+            start_method=self.method,
+        )
+        self.procs = ranks.processes
+        return ranks, queue
+
+    def restore(self, output: Any, trainer: Trainer) -> None:
+        """Give the Trainer and its module the weights and metrics in the output of local rank 0."""
+        self._recover_results_in_main_process(output, trainer)
+
+
+# The hooks and gradient clipping that a precision plugin of Lightning runs between an optimizer's closure and step
+
+
+def after_closure(plugin: Precision, module: LightningModule, optimizer: Any) -> None:
+    """Run the `on_before_optimizer_step` hooks, and clip gradients as configured in the Trainer."""
+    plugin._after_closure(module, optimizer)
+
+
+# The check in `GradientAccumulationScheduler` that rejects every `DeepSpeedStrategy`
+
+
+def replace_check(callback: GradientAccumulationScheduler, check: Callable[..., None]) -> None:
+    """Replace the callback's own check with `check(callback, trainer, module)`."""
+    named(NAMES, "on_train_start").resolve()
+    replacement: Any = partial(check, callback)
+    shadow_method(callback, "on_train_start", replacement)
+
+
+# The placeholder that Lightning uses if there is no optimizer
+
+
+def is_mock_optimizer(optimizer: object) -> bool:
+    """Return whether `optimizer` is Lightning's placeholder for a `configure_optimizers` that returns `None`."""
+    return isinstance(optimizer, _MockOptimizer)
+
+
+# The property `device` of LightningModules and other modules of Lightning
+
+
+def set_device(module: Module, device: torch.device) -> None:
+    """Make the property `device` of `module` itself, if it has one, return `device`; nothing is moved."""
+    if isinstance(module, _DeviceDtypeModuleMixin):
+        if "_device" not in module.__dict__:
+            replace(module, "_device", device)  # raises a PrivateNameError
+        # `Module.__setattr__` would be too slow: this runs for each replica in each step.
+        module.__dict__["_device"] = device
+
+
+def set_device_everywhere(root: Module, device: torch.device) -> None:
+    """Make the property `device` of `root` and its submodules return `device`; nothing is moved."""
+    _update_properties(root, device=device)

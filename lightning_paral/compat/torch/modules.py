@@ -1,21 +1,64 @@
-"""The dictionaries in which a module keeps its own parameters, buffers and submodules."""
+"""The dictionaries of modules, their hooks and state dicts, and classes for single modules."""
 
+import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
+from types import FrameType
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _WrappedHook
 
-from lightning_paral.compat.private_name import Names
+from lightning_paral.compat.private_name import Names, named
+
+__all__ = [
+    "BatchNorm",
+    "InstanceNorm",
+]
 
 NAMES: Names = {
     "torch.nn.Module": {
         "._parameters": "replace a module's parameters without calling its methods",
         "._buffers": "replace a module's buffers without calling its methods",
         "._modules": "give a copy of a module copies of its submodules",
+        "._forward_pre_hooks": "remove or replace hooks on the user's modules",
+        "._forward_hooks": "remove or replace hooks on the user's modules",
+        "._backward_pre_hooks": "remove or replace hooks on the user's modules",
+        "._backward_hooks": "remove or replace hooks on the user's modules",
+        "._forward_pre_hooks_with_kwargs": "remove or replace hooks on the user's modules",
+        "._forward_hooks_with_kwargs": "remove or replace hooks on the user's modules",
+        "._forward_hooks_always_called": "remove or replace hooks on the user's modules",
+        "._state_dict_pre_hooks": "remove or replace hooks on the user's modules",
+        "._state_dict_hooks": "remove or replace hooks on the user's modules",
+        "._load_state_dict_pre_hooks": "remove or replace hooks on the user's modules",
+        "._load_state_dict_post_hooks": "remove or replace hooks on the user's modules",
+        "_replicate_for_data_parallel": "copy a module without its parameters",
+        "_compiled_call_impl": "recognize modules compiled by module.compile()",
+        "_save_to_state_dict(destination, prefix, keep_vars)": "save shards in place of parameters",
+        "_load_from_state_dict(state_dict, prefix, local_metadata, strict)": "load only the shards that a rank holds",
+        "._metadata": "keep the versions of modules with a state dict",
+    },
+    "torch.nn.modules.module._WrappedHook": {
+        ".hook": "find the function that the user registered as a state-dict hook",
+    },
+    "torch.nn.modules.batchnorm": {"_BatchNorm": "find layers that normalize over the batch"},
+    "torch.nn.modules.instancenorm": {
+        "_InstanceNorm": "find layers whose weights must have the dtype of their statistics",
+    },
+    "torch._dynamo": {"OptimizedModule": "recognize modules that torch.compile(module) returned"},
+    "torch.nn.modules.module": {
+        "_EXTRA_STATE_KEY_SUFFIX": "distinguish extra states from parameters and buffers in a state dict",
     },
 }
+
+
+# The dictionaries in which a module keeps its own parameters, buffers and submodules
 
 own_parameters: Callable[[Module], dict[str, Parameter | None]] = attrgetter("_parameters")
 """Return a module's own dictionary of its direct parameters."""
@@ -50,3 +93,220 @@ def show_parameters(module: Module, shown: Mapping[str, Parameter | None]) -> It
         yield
     finally:
         vars(module)["_parameters"] = own
+
+
+# The dictionaries in which a module keeps its hooks
+
+FORWARD = ("_forward_pre_hooks", "_forward_hooks")
+"""Dictionaries of the hooks that run around forward."""
+ALL = (*FORWARD, "_backward_pre_hooks", "_backward_hooks")
+"""Dictionaries of all hooks that run in a step."""
+FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+"""Dictionaries of flags, by hook id, that specify how forward hooks are called."""
+STATE_DICT = (
+    *("_state_dict_pre_hooks", "_state_dict_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+"""Dictionaries of the hooks that run in `state_dict` and `load_state_dict`."""
+
+
+def hooks_in(module: Module, name: str) -> dict[int, Any]:
+    """Return the dictionary `name` of hooks or flags of `module`."""
+    hooks: dict[int, Any] = getattr(module, name)
+    return hooks
+
+
+def forward_hooks(module: Module) -> dict[int, Any]:
+    """Return the forward hooks of `module`."""
+    return hooks_in(module, "_forward_hooks")
+
+
+def unwrapped(hook: Any) -> Any:
+    """Return the function that was registered as `hook`, which torch may have wrapped."""
+    return hook.hook if isinstance(hook, _WrappedHook) else hook
+
+
+@contextmanager
+def without_fsdp_loading(module: Module) -> Iterator[None]:
+    """Make `load_state_dict` of `module` call none of FSDP2's hooks inside the block, which expect shards."""
+    tables = [hooks_in(module, name) for name in ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")]
+    before = [dict(table) for table in tables]
+    for table in tables:
+        for key, hook in list(table.items()):
+            if getattr(unwrapped(hook), "__module__", "").startswith("torch.distributed.fsdp."):
+                del table[key]
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.clear()
+            table.update(hooks)
+
+
+def hook_tables(module: Module) -> dict[str, dict[int, Any]]:
+    """Return all dictionaries of hooks and flags of `module`, by attribute name."""
+    return {name: hooks_in(module, name) for name in (*ALL, *FLAGS, *STATE_DICT)}
+
+
+# Classes for single modules: subclasses with the name of the user's class, created for every kind of class
+
+_MARK = "_lightning_paral_for_instance"
+
+
+def is_for_instance(cls: type) -> bool:
+    """Return whether `subclass_of` has made `cls`."""
+    return _MARK in vars(cls)
+
+
+def subclass_of(original: type[Module], first: type, attributes: dict[str, Any]) -> type:
+    """Return a class whose methods are those of `first`, and then those of `original`.
+
+    It has the name of `original`. No code of a metaclass or `__init_subclass__` of `original` runs, because that could
+    register the class.
+
+    Args:
+        original: the class of a module.
+        first: a class, or mixin, whose methods override those of `original`.
+        attributes: further attributes of the class.
+    """
+    attributes = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        _MARK: True,
+        **attributes,
+    }
+    return _simple_class(original, first, attributes) or _unregistered_class(original, first, attributes)
+
+
+def _simple_class(original: type[Module], first: type, attributes: dict[str, Any]) -> type | None:
+    """Return a class with two bases, or `None` if it cannot be created or would be registered."""
+    if type(original) is not type or any("__init_subclass__" in vars(base) for base in original.__mro__[:-1]):
+        return None
+    created = type(original.__name__, (first, original), dict(attributes))
+    try:
+        object.__new__(original).__class__ = created
+    except TypeError:  # the object layouts differ
+        return None
+    return created
+
+
+class _NoInitSubclass:
+    """Keeps the `__init_subclass__` of a user's class from being called."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+
+def _unregistered_class(original: type[Module], first: type, attributes: dict[str, Any]) -> type:
+    """Return a class that is created without running code of a metaclass or `__init_subclass__` of `original`."""
+
+    class Meta(type(original)):  # type: ignore[misc]
+        def __new__(mcs, name: str, bases: tuple[type, ...], attributes: dict[str, Any]) -> Any:
+            return type.__new__(mcs, name, bases, attributes)
+
+        def __init__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, Any]) -> None:
+            type.__init__(cls, name, bases, attributes)
+
+        def mro(cls) -> list[type]:
+            # `original` must be the first base for its object layout, but the methods of `first` must be found first.
+            of_first = [base for base in first.__mro__ if base not in original.__mro__]
+            return [cls, _NoInitSubclass, *of_first, *original.__mro__]
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        # `type(module)(...)` creates an ordinary module: slicing a ModuleList needs this.
+        return original(*args, **kwargs)
+
+    created: type = Meta(original.__name__, (original, first), attributes | {"__new__": new})
+    return created
+
+
+# Copies of modules without parameters, as `DataParallel` creates them
+
+
+def copy_without_values(module: Any) -> Module:
+    """Return a copy of `module` that has copies of its dictionaries, but no parameters."""
+    copy: Module = module._replicate_for_data_parallel()
+    return copy
+
+
+# Recognize modules that were compiled by torch.compile
+
+
+def is_compiled(module: Module) -> bool:
+    """Return whether `module` itself was compiled, by `torch.compile(module)` or `module.compile()`."""
+    compiler = sys.modules.get("torch._dynamo")  # slow to import, and already imported if anything was compiled
+    is_result = compiler is not None and isinstance(module, compiler.OptimizedModule)
+    return is_result or module._compiled_call_impl is not None
+
+
+# How `Module.state_dict` and `Module.load_state_dict` save and load each submodule
+
+EXTRA_STATE = _EXTRA_STATE_KEY_SUFFIX
+"""The suffix of state-dict keys whose values `Module.get_extra_state` returned."""
+
+
+def is_of_load_state_dict(frame: FrameType) -> bool:
+    """Return whether `frame` is that of the method with which `Module.load_state_dict` loads one submodule."""
+    return frame.f_code is Module._load_from_state_dict.__code__
+
+
+def versions_in(state_dict: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
+    """Return the metadata that torch keeps with a state dict, by module name, or `None` if there is none."""
+    return getattr(state_dict, "_metadata", None)
+
+
+def set_versions(state_dict: "OrderedDict[str, Any]", versions: Any) -> None:
+    """Attach `versions`, from `versions_in`, to `state_dict`."""
+    state_dict._metadata = versions  # type: ignore[attr-defined]
+
+
+def load_hooks(part: Module) -> "dict[int, Callable[..., Any]]":
+    """Return the hooks that change a state dict before `part` loads it, without those of submodules."""
+    return part._load_state_dict_pre_hooks
+
+
+def set_load_hooks(part: Module, hooks: "dict[int, Callable[..., Any]]") -> None:
+    """Replace the hooks that change a state dict before `part` loads it, without those of submodules."""
+    part._load_state_dict_pre_hooks = hooks
+
+
+def save_own(part: Module, destination: dict[str, Any], prefix: str) -> None:
+    """Add the parameters, buffers and extra state of `part`, without submodules, to `destination`, under `prefix`."""
+    part._save_to_state_dict(destination, prefix, keep_vars=True)
+
+
+@contextmanager
+def save_submodules_by(module: Module, method: Callable[..., None]) -> Iterator[None]:
+    """Save each submodule with `method(part, own, destination, prefix, keep_vars)`, where `own` is its own method."""
+    with _shadowed(module, "_save_to_state_dict", method):
+        yield
+
+
+@contextmanager
+def load_submodules_by(module: Module, method: Callable[..., None]) -> Iterator[None]:
+    """Load each submodule with `method(part, own, state_dict, prefix, metadata, *rest)`, where `own` is its own method.
+
+    `rest` consists of `strict` and the lists of missing keys, unexpected keys and errors.
+    """
+    with _shadowed(module, "_load_from_state_dict", method):
+        yield
+
+
+@contextmanager
+def _shadowed(module: Module, name: str, method: Callable[..., None]) -> Iterator[None]:
+    """Replace a method of each submodule of `module` with `method(part, own, ...)`, where `own` is the method."""
+    named(NAMES, name).resolve()
+    parts = list(module.modules())
+    before = [vars(part).get(name) for part in parts]
+    try:
+        for part in parts:
+            vars(part)[name] = partial(method, part, getattr(part, name))
+        yield
+    finally:
+        for part, kept in zip(parts, before, strict=True):
+            vars(part).pop(name, None)
+            if kept is not None:
+                vars(part)[name] = kept

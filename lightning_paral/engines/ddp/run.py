@@ -16,7 +16,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.compat.lightning.strategies import ddp_options, forget_static_graph, set_ddp_options
-from lightning_paral.compat.torch.ddp_reducer import remove_reducer
+from lightning_paral.compat.torch.ddp import remove_reducer
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.ddp.gradient_reduction import GradientReduction
 from lightning_paral.engines.ddp.options import explain_unused

@@ -10,7 +10,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_paral.compat.torch.backward import call_at_end_of_backward
+from lightning_paral.compat.torch.autograd import call_at_end_of_backward
 from lightning_paral.errors import ConfigurationError
 
 

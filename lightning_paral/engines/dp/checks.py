@@ -10,7 +10,7 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
-from lightning_paral.compat.torch.compiled import is_compiled
+from lightning_paral.compat.torch.modules import is_compiled
 from lightning_paral.data.loaders import samplers
 from lightning_paral.distributed.launch_checks import check_device
 from lightning_paral.errors import ConfigurationError

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 from torchmetrics import Metric, MetricCollection
 
-from lightning_paral.compat.torch.pytree import tree_leaves
+from lightning_paral.compat.torch.tensors import tree_leaves
 
 
 def is_metric(module: object) -> bool:

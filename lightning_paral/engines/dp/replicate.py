@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_paral.compat.lightning.device_property import set_device
-from lightning_paral.compat.torch.modules import own_buffers, own_children, own_parameters
-from lightning_paral.compat.torch.replicas import copy_without_values
+from lightning_paral.compat.lightning.strategies import set_device
+from lightning_paral.compat.torch.modules import copy_without_values, own_buffers, own_children, own_parameters
 from lightning_paral.engines.dp.broadcast import broadcast, copy_to
 from lightning_paral.engines.dp.metrics import MetricCopies, is_metric
 from lightning_paral.errors import ConfigurationError

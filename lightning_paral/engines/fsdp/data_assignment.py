@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_paral.compat.torch.dtensor import copy_data_and_layout, local_of, set_local
-from lightning_paral.compat.torch.fsdp_param import gather_from, name_of
+from lightning_paral.compat.torch.fsdp import gather_from, name_of
 from lightning_paral.engines.fsdp.local_rows import own_chunk
 from lightning_paral.engines.fsdp.view_writes import GatheredView
 from lightning_paral.errors import ConfigurationError

@@ -8,7 +8,7 @@ from torch.nn import Parameter
 
 from lightning_paral.checkpoint.shards import refuse_export
 from lightning_paral.compat.torch.dtensor import operation_handlers
-from lightning_paral.compat.torch.fsdp_param import name_of
+from lightning_paral.compat.torch.fsdp import name_of
 from lightning_paral.compat.torch.patches import replace_attributes
 from lightning_paral.engines.fsdp.data_assignment import DataDescriptor
 from lightning_paral.engines.fsdp.gathered_ops import CONVERSIONS

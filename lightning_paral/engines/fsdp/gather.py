@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_paral.checkpoint.dtensor_chunks import chunks_by_rank
 from lightning_paral.checkpoint.layout import chunks_of_flat_range
 from lightning_paral.checkpoint.shards import flat
-from lightning_paral.compat.torch.collectives import all_gather_single
+from lightning_paral.compat.torch.process_groups import all_gather_single
 from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.model.host_memory_check import host_memory_shortage

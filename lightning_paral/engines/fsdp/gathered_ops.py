@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_paral.compat.torch.dispatch import schema_of
-from lightning_paral.compat.torch.dtensor import local_of
-from lightning_paral.compat.torch.sharding_strategies import has_strategy
+from lightning_paral.compat.torch.dtensor import has_strategy, local_of
+from lightning_paral.compat.torch.tensors import schema_of
 from lightning_paral.engines.fsdp.local_rows import (
     as_full,
     full_from_chunk,

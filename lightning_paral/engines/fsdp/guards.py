@@ -8,9 +8,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
-from lightning_paral.compat.torch.fsdp_param import is_param_of, owners_of
+from lightning_paral.compat.torch.autograd import gradient_hooks, post_accumulate_grad_hooks
+from lightning_paral.compat.torch.fsdp import is_param_of, owners_of
 from lightning_paral.compat.torch.patches import replace_attributes
-from lightning_paral.compat.torch.tensor_hooks import gradient_hooks, post_accumulate_grad_hooks
 from lightning_paral.engines.fsdp.snapshot import LEFT_SHARDED
 from lightning_paral.errors import ConfigurationError
 

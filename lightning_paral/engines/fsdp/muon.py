@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from lightning_paral.compat.torch.muon import replace_newton_schulz
+from lightning_paral.compat.torch.optimizers import replace_newton_schulz
 from lightning_paral.engines.fsdp.local_rows import own_chunk, shard_like
 
 

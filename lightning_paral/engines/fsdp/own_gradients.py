@@ -6,7 +6,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from lightning_paral.compat.torch.derivatives import check_backward_passes
+from lightning_paral.compat.torch.autograd import check_backward_passes
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.gradient_graph import node_of, nodes_of
 

@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from lightning_paral.compat.torch.fsdp_param import name_of, owners_of, unsharded_param
-from lightning_paral.compat.torch.tensor_hooks import gradient_hooks
+from lightning_paral.compat.torch.autograd import gradient_hooks
+from lightning_paral.compat.torch.fsdp import name_of, owners_of, unsharded_param
 from lightning_paral.engines.fsdp.guards import refuse_hook
 
 

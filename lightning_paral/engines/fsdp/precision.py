@@ -10,8 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import Bilinear, GroupNorm, LayerNorm, Module
 from torch.optim import Optimizer
 
-from lightning_paral.compat.torch.foreach import check_and_unscale_
-from lightning_paral.compat.torch.grad_scaler import UnscalingGradScaler
+from lightning_paral.compat.torch.optimizers import UnscalingGradScaler, check_and_unscale_
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.clipping import clip_by_norm, clip_by_value, local_gradients
 

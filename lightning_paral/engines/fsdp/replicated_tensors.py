@@ -12,8 +12,8 @@ from torch.nn import Module, Parameter
 from lightning_paral.checkpoint.dtensor_chunks import ranks_with_same_chunk
 from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.comm.grouping import group_by_dtype_and_device
-from lightning_paral.compat.torch.backward import call_at_end_of_backward
-from lightning_paral.compat.torch.fsdp_param import can_be_sharded
+from lightning_paral.compat.torch.autograd import call_at_end_of_backward
+from lightning_paral.compat.torch.fsdp import can_be_sharded
 from lightning_paral.distributed.exchange import digest_of
 
 _DATA: Any = Tensor.data

@@ -8,8 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from lightning_paral.compat.torch.fsdp_param import unsharded_param
-from lightning_paral.compat.torch.fsdp_state import groups_of
+from lightning_paral.compat.torch.fsdp import groups_of, unsharded_param
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.requires_grad import TrainedParameters, TrainingAgreement, first_names

@@ -19,13 +19,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torchmetrics import Metric
 
-from lightning_paral.compat.lightning.device_property import set_device_everywhere
-from lightning_paral.compat.torch.fsdp_param import keep_dtype, unshard_replicas_to_plain
-from lightning_paral.compat.torch.fsdp_state import groups_of, initialize
-from lightning_paral.compat.torch.iteration import reset_iteration
-from lightning_paral.compat.torch.modules import own_buffers, own_parameters
-from lightning_paral.compat.torch.normalization import BatchNorm, InstanceNorm
-from lightning_paral.compat.torch.sharded_classes import prepare_class
+from lightning_paral.compat.lightning.strategies import set_device_everywhere
+from lightning_paral.compat.torch.fsdp import (
+    groups_of,
+    initialize,
+    keep_dtype,
+    prepare_class,
+    reset_iteration,
+    unshard_replicas_to_plain,
+)
+from lightning_paral.compat.torch.modules import BatchNorm, InstanceNorm, own_buffers, own_parameters
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.fsdp.dtensors import DTensorSemantics
 from lightning_paral.engines.fsdp.gather import GatherToHost

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_paral.compat.torch.dispatch import schema_of
 from lightning_paral.compat.torch.dtensor import local_of, operation_handlers
+from lightning_paral.compat.torch.tensors import schema_of
 from lightning_paral.engines.fsdp import gathered_ops
 from lightning_paral.engines.fsdp.local_rows import as_full, full_from_chunk, is_replicated, own_chunk, shard_like
 from lightning_paral.engines.fsdp.view_writes import GatheredView, mark_gathered

@@ -6,9 +6,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
-from lightning_paral.compat.torch.fsdp_state import forget
-from lightning_paral.compat.torch.module_hooks import hook_tables
-from lightning_paral.compat.torch.modules import own_parameters
+from lightning_paral.compat.torch.fsdp import forget
+from lightning_paral.compat.torch.modules import hook_tables, own_parameters
 from lightning_paral.engines.fsdp.gather import GatherToHost
 
 LEFT_SHARDED = "_lightning_paral_left_sharded"

@@ -13,11 +13,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
-from lightning_paral.compat.torch.fsdp_group import keep_unsharded
-from lightning_paral.compat.torch.fsdp_param import unsharded_param
-from lightning_paral.compat.torch.fsdp_state import ForwardHooks, groups_of, initialize
+from lightning_paral.compat.torch.fsdp import (
+    ForwardHooks,
+    groups_of,
+    initialize,
+    keep_unsharded,
+    prepare_class,
+    unsharded_param,
+)
 from lightning_paral.compat.torch.modules import own_parameters
-from lightning_paral.compat.torch.sharded_classes import prepare_class
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.process_group import host_group
 from lightning_paral.engines.fsdp.dtensors import DTensorSemantics

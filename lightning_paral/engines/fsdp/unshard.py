@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from lightning_paral.compat.torch.fsdp_state import ForwardHooks, groups_of
-from lightning_paral.compat.torch.iteration import pre_forward
+from lightning_paral.compat.torch.fsdp import ForwardHooks, groups_of, pre_forward
 from lightning_paral.engines.fsdp.explain_errors import MIXED
 
 _LIBRARIES = ("torch", "transformers", "lightning", "torchmetrics")

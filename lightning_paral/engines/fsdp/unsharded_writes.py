@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from lightning_paral.compat.checks import check_instance
-from lightning_paral.compat.torch import fsdp_group, fsdp_param
+from lightning_paral.compat.torch import fsdp
+from lightning_paral.compat.torch.autograd import version_of
 from lightning_paral.compat.torch.dtensor import local_of
-from lightning_paral.compat.torch.versions import version_of
 from lightning_paral.engines.fsdp.data_assignment import check_assigned
 from lightning_paral.engines.fsdp.guards import refuse_hook
 from lightning_paral.engines.fsdp.local_rows import own_chunk, shard_like
@@ -141,7 +141,7 @@ class WatchedGroup:
         self._began = False
         for part in (group, *group.fsdp_params[:1]):
             check_instance("torch", part)
-        fsdp_group.watch(group, self._after_unshard, self._before_reshard)
+        fsdp.watch(group, self._after_unshard, self._before_reshard)
 
     def shares_memory(self, param: Tensor, value: Tensor) -> bool:
         """Return whether `value` uses the memory of an unsharded parameter of this unit other than `param`."""
@@ -156,17 +156,17 @@ class WatchedGroup:
             return
         self._began = True
         params = self._group.fsdp_params
-        self._watched = [(param, self._watch(param)) for param in params if fsdp_param.is_plain(param)]
+        self._watched = [(param, self._watch(param)) for param in params if fsdp.is_plain(param)]
         for param in params:
-            unsharded = fsdp_param.unsharded_param(param)
+            unsharded = fsdp.unsharded_param(param)
             if isinstance(unsharded, DTensor):
                 self._split.append((param, unsharded, _versions(unsharded)))
             self._gradient_hooks.attach(param)
 
     def _watch(self, param: Any) -> UnshardedParameter:
-        unsharded: Any = fsdp_param.unsharded_param(param)
+        unsharded: Any = fsdp.unsharded_param(param)
         unsharded.__class__ = UnshardedParameter
-        unsharded._name, unsharded._is_of_another = str(fsdp_param.name_of(param)), self._is_of_another
+        unsharded._name, unsharded._is_of_another = str(fsdp.name_of(param)), self._is_of_another
         unsharded._sharded = lambda: param.sharded_param if self._in_hooks() else None
         unsharded._register_hook = partial(self._gradient_hooks.register, param)
         unsharded._gathered, unsharded._seen = _DATA.__get__(unsharded), version_of(unsharded)
@@ -178,7 +178,7 @@ class WatchedGroup:
         for param, tensor, versions in self._split:
             if _versions(tensor) != versions:
                 raise ConfigurationError(
-                    f"{fsdp_param.name_of(param)} was changed in a step, or in a method of its unit, where it is split "
+                    f"{fsdp.name_of(param)} was changed in a step, or in a method of its unit, where it is split "
                     "over the tensor ranks. Change it in a hook such as on_train_batch_end or on_before_zero_grad."
                 )
         for param, unsharded in self._watched:
@@ -195,7 +195,7 @@ class WatchedGroup:
             finally:
                 unsharded.watch_again()
         if changed:
-            fsdp_group.await_writes(self._group)
+            fsdp.await_writes(self._group)
 
 
 def _versions(unsharded: DTensor) -> tuple[int, int]:
@@ -207,7 +207,7 @@ def _versions(unsharded: DTensor) -> tuple[int, int]:
 def _copy_own_shard(param: Any, unsharded: UnshardedParameter) -> None:
     local = local_of(param.sharded_param)
     if local.numel() > 0:
-        local.copy_(fsdp_param.local_shard_view(param, unsharded.detach()))
+        local.copy_(fsdp.local_shard_view(param, unsharded.detach()))
     if unsharded._assigned:  # FSDP2 reshards from its own memory, perhaps over fewer ranks
         unsharded._gathered.copy_(unsharded.detach())
 
@@ -215,7 +215,7 @@ def _copy_own_shard(param: Any, unsharded: UnshardedParameter) -> None:
 def _explain_lost_precision(param: Any) -> str:
     dtype = str(param.param_dtype).removeprefix("torch.")
     return (
-        f"{fsdp_param.name_of(param)} was changed while it was unsharded, in a step or in a method of its unit. An "
+        f"{fsdp.name_of(param)} was changed while it was unsharded, in a step or in a method of its unit. An "
         f"unsharded parameter is a copy in {dtype}, which is less precise than "
         f"{str(param.orig_dtype).removeprefix('torch.')}. Change it in a hook such as on_train_batch_end or "
         "on_before_zero_grad, where parameters are sharded and exact, or train with precision='32-true' or 'bf16-true'."

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass, version_of
 from lightning_paral.compat.torch.dtensor import local_of
-from lightning_paral.compat.torch.foreach import writes_in_place
-from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
-from lightning_paral.compat.torch.versions import version_of
+from lightning_paral.compat.torch.optimizers import writes_in_place
 from lightning_paral.engines.fsdp.local_rows import full_from_chunk, is_replicated, own_chunk
 from lightning_paral.errors import ConfigurationError
 

@@ -18,8 +18,8 @@ from torch.nn import Module, Parameter
 from torchmetrics import Metric
 
 from lightning_paral.compat.lightning.methods import shadow_method
-from lightning_paral.compat.torch.versions import version_of
-from lightning_paral.compat.torch.wrapper_tensors import WithoutMemory
+from lightning_paral.compat.torch.autograd import version_of
+from lightning_paral.compat.torch.tensors import WithoutMemory
 from lightning_paral.data.rollback import user_attributes
 from lightning_paral.engines.pipeline.results import StepResults
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_paral.comm.channel import Channel, TensorSpec, with_tensors
-from lightning_paral.compat.torch.pytree import tree_flatten, tree_map_only
+from lightning_paral.compat.torch.tensors import tree_flatten, tree_map_only
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.pipeline.derivatives import THROUGH_STAGES
 from lightning_paral.engines.pipeline.groups import PipelineGroups

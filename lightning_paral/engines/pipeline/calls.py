@@ -8,8 +8,8 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from lightning_paral.compat.torch.derivatives import is_in_transform
-from lightning_paral.compat.torch.instance_classes import subclass_of
+from lightning_paral.compat.torch.autograd import is_in_transform
+from lightning_paral.compat.torch.modules import subclass_of
 from lightning_paral.engines.pipeline.boundaries import Boundaries
 from lightning_paral.engines.pipeline.derivatives import EarlierStages, refuse_gradients_through_stages
 from lightning_paral.engines.pipeline.ends import NotCopied

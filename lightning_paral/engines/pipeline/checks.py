@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn import Module
 
-from lightning_paral.compat.torch.normalization import BatchNorm
+from lightning_paral.compat.torch.modules import BatchNorm
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.pipeline.guards import hook_on_parameter
 from lightning_paral.errors import ConfigurationError

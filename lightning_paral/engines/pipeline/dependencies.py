@@ -6,9 +6,8 @@ from typing import Any
 from torch import Tensor, UntypedStorage
 
 from lightning_paral.checkpoint.shards import FlatShard
-from lightning_paral.compat.torch.derivatives import is_of_transform
-from lightning_paral.compat.torch.dispatch import TorchDispatchMode
-from lightning_paral.compat.torch.pytree import tree_leaves, tree_map_only
+from lightning_paral.compat.torch.autograd import is_of_transform
+from lightning_paral.compat.torch.tensors import TorchDispatchMode, tree_leaves, tree_map_only
 from lightning_paral.engines.pipeline.calls import BEFORE_UNITS
 from lightning_paral.errors import CheckpointError, ConfigurationError
 from lightning_paral.model.units import Unit

@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_paral.compat.torch.derivatives import check_backward_passes
-from lightning_paral.compat.torch.pytree import tree_leaves
+from lightning_paral.compat.torch.autograd import check_backward_passes
+from lightning_paral.compat.torch.tensors import tree_leaves
 from lightning_paral.engines.pipeline.elsewhere import is_elsewhere
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.gradient_graph import node_of, nodes_of

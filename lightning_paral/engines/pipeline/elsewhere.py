@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.shards import FlatShard
-from lightning_paral.compat.torch.state_dicts import is_of_load_state_dict
+from lightning_paral.compat.torch.modules import is_of_load_state_dict
 from lightning_paral.errors import ConfigurationError
 
 _DATA: Any = Tensor.data

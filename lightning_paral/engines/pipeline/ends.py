@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lightning_paral.compat.torch.instance_classes import subclass_of
-from lightning_paral.compat.torch.modules import own_buffers, own_parameters
+from lightning_paral.compat.torch.modules import own_buffers, own_parameters, subclass_of
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.units import Units
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from lightning_paral.comm.grouping import group_by_dtype_and_device
-from lightning_paral.compat.torch.foreach import foreach_mul_
+from lightning_paral.compat.torch.optimizers import foreach_mul_
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.process_group import group_for, host_group
 from lightning_paral.engines.pipeline.groups import PipelineGroups

@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from lightning_paral.compat.torch.autograd import gradient_hooks, post_accumulate_grad_hooks
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.compat.torch.patches import replace_attributes
-from lightning_paral.compat.torch.tensor_hooks import gradient_hooks, post_accumulate_grad_hooks
 from lightning_paral.errors import ConfigurationError
 
 

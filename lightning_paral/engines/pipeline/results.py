@@ -11,8 +11,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_paral.comm.channel import Channel, with_tensors
-from lightning_paral.compat.lightning.metrics import set_value_of_step, value_of_step
-from lightning_paral.compat.torch.pytree import tree_map
+from lightning_paral.compat.lightning.results import set_value_of_step, value_of_step
+from lightning_paral.compat.torch.tensors import tree_map
 from lightning_paral.data.parts import LogRecord, merge_logs
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.pipeline.boundaries import Waiting

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_paral.compat.torch.pytree import tree_map_only
+from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.data.parts import LogRecord, join_training_output, num_samples_of, split_batch
 from lightning_paral.data.rollback import user_attributes
 from lightning_paral.distributed.exchange import check_same_batch

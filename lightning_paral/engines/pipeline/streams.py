@@ -8,8 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_paral.compat.torch.dispatch import TorchDispatchMode
-from lightning_paral.compat.torch.pytree import tree_leaves
+from lightning_paral.compat.torch.tensors import TorchDispatchMode, tree_leaves
 from lightning_paral.distributed.rng_state import derive_seed, seed_torch, set_torch_states, torch_states
 
 _MODULUS = 2**63 - 1

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_paral.compat.torch.cross_entropy import divisor_of
+from lightning_paral.compat.torch.tensors import divisor_of
 
 
 class MicroBatchWeights:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
+from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
 from lightning_paral.engines.tensor import split_functions, split_pieces, split_reshapes, split_shapes
 from lightning_paral.engines.tensor.arguments import Part, tensors_in, with_tensors
 from lightning_paral.engines.tensor.collectives import copy_to_ranks

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.checkpoint.dtensor_chunks import chunk_of_dtensor
-from lightning_paral.compat.torch.module_hooks import without_fsdp_loading
-from lightning_paral.compat.torch.modules import own_parameters, show_parameters
+from lightning_paral.compat.torch.modules import own_parameters, show_parameters, without_fsdp_loading
 from lightning_paral.data.parts import first_samples
 from lightning_paral.data.rollback import rollback_side_effects
 from lightning_paral.distributed.exchange import any_rank, gather_int_lists, gather_objects

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_paral.compat.torch.collectives import all_gather_single
+from lightning_paral.compat.torch.process_groups import all_gather_single
 
 
 class _Copy(torch.autograd.Function):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_paral.compat.torch.graph_attributes import GRAPH_ATTRIBUTES
+from lightning_paral.compat.torch.autograd import GRAPH_ATTRIBUTES
 
 
 def functions(names: str) -> Iterable[Any]:

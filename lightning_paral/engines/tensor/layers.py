@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Embedding, Module
 
 from lightning_paral.comm.rows import gather_rows, sum_to_rows
+from lightning_paral.compat.torch.autograd import version_of
 from lightning_paral.compat.torch.modules import own_parameters
-from lightning_paral.compat.torch.versions import version_of
 from lightning_paral.engines.tensor.activations import SplitActivation
 from lightning_paral.engines.tensor.collectives import (
     copy_to_ranks,

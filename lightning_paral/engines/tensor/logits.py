@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_paral.compat.torch.pytree import tree_leaves
+from lightning_paral.compat.torch.tensors import tree_leaves
 from lightning_paral.engines.tensor.cross_entropy import LossOptions, split_cross_entropy
 from lightning_paral.engines.tensor.functions import functions
 from lightning_paral.engines.tensor.layout import Layout

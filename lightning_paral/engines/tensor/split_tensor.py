@@ -11,11 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_paral.compat.torch.dispatch import schema_of
-from lightning_paral.compat.torch.pytree import tree_leaves, tree_map_only
-from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
-from lightning_paral.compat.torch.versions import version_of
-from lightning_paral.compat.torch.wrapper_tensors import without_memory
+from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass, version_of
+from lightning_paral.compat.torch.tensors import schema_of, tree_leaves, tree_map_only, without_memory
 from lightning_paral.engines.tensor.arguments import tensors_in
 from lightning_paral.engines.tensor.functions import METADATA, OF_SHAPE, functions, getters
 from lightning_paral.engines.tensor.in_place import error_of_function, in_place_error

@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_paral.compat.torch.dispatch import schema_of, without_modes
-from lightning_paral.compat.torch.pytree import tree_flatten, tree_map
-from lightning_paral.compat.torch.storages import identity_of
-from lightning_paral.compat.torch.torch_function import DisableTorchFunction
+from lightning_paral.compat.torch.autograd import DisableTorchFunction
+from lightning_paral.compat.torch.tensors import identity_of, schema_of, tree_flatten, tree_map, without_modes
 
 _aten = torch.ops.aten
 OVERWRITING = {

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from lightning_paral.compat.torch.dispatch import TorchDispatchMode, schema_of
-from lightning_paral.compat.torch.pytree import tree_flatten, tree_map
+from lightning_paral.compat.torch.tensors import TorchDispatchMode, schema_of, tree_flatten, tree_map
 from lightning_paral.model.deferred.op_log import OVERWRITING, OpLog, View, generator_state
 from lightning_paral.model.pretrained import is_placeholder
 

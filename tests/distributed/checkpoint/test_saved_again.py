@@ -8,7 +8,7 @@ import torch
 
 from lightning_paral.checkpoint.lazy_tensor import materialize
 from lightning_paral.checkpoint.load import load
-from lightning_paral.compat.torch.pytree import tree_map_only
+from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.distributed.exchange import RankGroup
 from tests.contract.cases import MAIN, labels, with_ranks
 from tests.models.resumable import SaveOnce, losses

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_paral.comm.channel import Channel, TensorSpec, with_tensors
-from lightning_paral.compat.torch.pytree import tree_map_only
+from lightning_paral.compat.torch.tensors import tree_map_only
 
 SHAPES = [(2, 3), (2, 3), (4,), (4,), (2, 3), (0, 3), (5, 1)]
 

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 def gather(num_elements: int, most_bytes: int) -> tuple[list[float], int]:
     """Return what this rank has gathered in place, and the number of calls of torch's collective for lists."""
-    from lightning_paral.compat.deepspeed.backend import make_backend
-    from lightning_paral.compat.deepspeed.operators import disable_shared_memory
+    from lightning_paral.compat.deepspeed.runtime import disable_shared_memory, make_backend
     from lightning_paral.engines.zero.runtime import gloo
 
     rank, num_ranks = dist.get_rank(), dist.get_world_size()

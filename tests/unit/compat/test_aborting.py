@@ -5,7 +5,7 @@ import select
 import socket
 import traceback
 
-from lightning_paral.compat.torch.aborting import close_connections
+from lightning_paral.compat.torch.process_groups import close_connections
 
 
 def connected() -> tuple[socket.socket, socket.socket, int]:

@@ -11,11 +11,7 @@ import pytest
 import torch
 
 from lightning_paral.compat import checks
-from lightning_paral.compat.deepspeed import (
-    backend,
-    operators,
-    zero_init,
-)
+from lightning_paral.compat.deepspeed import runtime, stage3
 from lightning_paral.errors import PrivateNameError
 from tests.unit.compat.renaming import rename
 from tests.unit.compat.test_names import import_deepspeed
@@ -26,9 +22,9 @@ ZERO_INIT = "deepspeed.runtime.zero.partition_parameters.Init"
 @pytest.fixture(autouse=True)
 def _deepspeed() -> Iterator[None]:
     import_deepspeed()
-    before = backend.current_backend()
+    before = runtime.current_backend()
     yield
-    backend.use_backend(before)
+    runtime.use_backend(before)
 
 
 def source_of(function: Callable[..., Any]) -> str:
@@ -90,7 +86,7 @@ def test_collectives_of_deepspeed_reach_the_methods_that_are_overridden() -> Non
     import deepspeed.comm as dist
 
     tensor, recorder = torch.zeros(2), Recorder()
-    backend.use_backend(recorder)
+    runtime.use_backend(recorder)
 
     dist.reduce(tensor, 0)
     dist.all_reduce(tensor)
@@ -109,7 +105,7 @@ def test_collectives_of_deepspeed_reach_the_methods_that_are_overridden() -> Non
 def test_shared_memory_is_disabled() -> None:
     from deepspeed.comm.torch import build_shm_op
 
-    operators.disable_shared_memory()
+    runtime.disable_shared_memory()
 
     assert build_shm_op() is None, "DeepSpeed compiles shared-memory collectives under another name"
 
@@ -134,7 +130,7 @@ def test_init_replaces_the_constructors_that_are_restored() -> None:
         and ast.unparse(node.targets[0].value) == "torch"
     ]
 
-    assert set(replaced) == set(zero_init.CONSTRUCTORS), "zero.Init replaces other functions of torch than CONSTRUCTORS"
+    assert set(replaced) == set(stage3.CONSTRUCTORS), "zero.Init replaces other functions of torch than CONSTRUCTORS"
 
 
 # Backward passes and steps

@@ -19,15 +19,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Linear, Parameter
 
 from lightning_paral.compat import checks
-from lightning_paral.compat.torch import (
-    backward,
-    module_hooks,
-    sharding_cache,
-    state_dicts,
-    storages,
-    versions,
-)
-from lightning_paral.compat.torch.grad_scaler import UnscalingGradScaler
+from lightning_paral.compat.torch import autograd, dtensor, modules, tensors
+from lightning_paral.compat.torch.optimizers import UnscalingGradScaler
 from lightning_paral.errors import PrivateNameError
 from tests.unit.compat.renaming import rename
 
@@ -40,36 +33,36 @@ def one_rank() -> Iterator[None]:
     try:
         yield
     finally:
-        sharding_cache.forget_meshes()
+        dtensor.forget_meshes()
         dist.destroy_process_group()
 
 
 def test_version_counts_in_place_writes_of_views_and_not_of_detached_data() -> None:
     tensor = torch.zeros(3)
-    before = versions.version_of(tensor)
+    before = autograd.version_of(tensor)
 
     tensor[0].add_(1)
 
-    assert versions.version_of(tensor) == before + 1, "a write through a view no longer increments the version"
+    assert autograd.version_of(tensor) == before + 1, "a write through a view no longer increments the version"
     tensor.data.add_(1)
-    assert versions.version_of(tensor) == before + 1, "writes through `.data` are counted twice"
+    assert autograd.version_of(tensor) == before + 1, "writes through `.data` are counted twice"
 
 
 def test_storages_count_their_users() -> None:
     tensor = torch.zeros(3)
 
-    assert storages.use_count(tensor) == 2, (
+    assert tensors.use_count(tensor) == 2, (
         "an unshared tensor has another count: stage 3 cannot tell whether users hold it"
     )
     view = tensor[1:]
-    assert storages.use_count(tensor) == 3, "a view no longer counts: users' writes to views would be lost"
-    assert storages.identity_of(view.untyped_storage()) == storages.identity_of(tensor.untyped_storage())
+    assert tensors.use_count(tensor) == 3, "a view no longer counts: users' writes to views would be lost"
+    assert tensors.identity_of(view.untyped_storage()) == tensors.identity_of(tensor.untyped_storage())
 
 
 def test_storages_without_memory_are_recognized() -> None:
     first, second = torch.empty(3, device="meta"), torch.empty(3, device="meta")
 
-    assert storages.identity_of(first.untyped_storage()) != storages.identity_of(second.untyped_storage()), (
+    assert tensors.identity_of(first.untyped_storage()) != tensors.identity_of(second.untyped_storage()), (
         "deferred construction would mistake two tensors for one"
     )
 
@@ -78,7 +71,7 @@ def test_callback_queued_in_a_hook_runs_once_after_the_backward_pass() -> None:
     first, second = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     seen = []
     loss = (first * second).sum()
-    loss.register_hook(lambda _: backward.call_at_end_of_backward(lambda: seen.append((first.grad, second.grad))))
+    loss.register_hook(lambda _: autograd.call_at_end_of_backward(lambda: seen.append((first.grad, second.grad))))
 
     loss.backward()
 
@@ -88,7 +81,7 @@ def test_callback_queued_in_a_hook_runs_once_after_the_backward_pass() -> None:
 
 def test_hook_tables_hold_the_hooks_that_are_registered() -> None:
     module = Linear(2, 2)
-    before = {name: set(table) for name, table in module_hooks.hook_tables(module).items()}
+    before = {name: set(table) for name, table in modules.hook_tables(module).items()}
     module.register_forward_pre_hook(lambda *_: None, with_kwargs=True)
     module.register_forward_hook(lambda *_: None, always_call=True, with_kwargs=True)
     module.register_state_dict_post_hook(lambda *_: None)
@@ -98,9 +91,9 @@ def test_hook_tables_hold_the_hooks_that_are_registered() -> None:
     module.register_full_backward_hook(lambda *_: None)
     module.register_full_backward_pre_hook(lambda *_: None)
 
-    gained = {name for name, table in module_hooks.hook_tables(module).items() if set(table) - before[name]}
-    [wrapped] = module_hooks.hooks_in(module, "_load_state_dict_pre_hooks").values()
-    assert module_hooks.unwrapped(wrapped).__name__ == "<lambda>"
+    gained = {name for name, table in modules.hook_tables(module).items() if set(table) - before[name]}
+    [wrapped] = modules.hooks_in(module, "_load_state_dict_pre_hooks").values()
+    assert modules.unwrapped(wrapped).__name__ == "<lambda>"
 
     assert gained == before.keys(), "hooks are kept elsewhere: those of a run would stay on the module"
     new = {name for name in vars(module) if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))}
@@ -110,11 +103,11 @@ def test_hook_tables_hold_the_hooks_that_are_registered() -> None:
 def test_state_dicts_carry_versions_of_modules() -> None:
     state = nn.BatchNorm1d(2).state_dict()
 
-    assert state_dicts.versions_in(state) == {"": {"version": 2}}, "batch norm of old checkpoints would load wrongly"
+    assert modules.versions_in(state) == {"": {"version": 2}}, "batch norm of old checkpoints would load wrongly"
     copied: OrderedDict[str, Any] = OrderedDict(state)
-    assert state_dicts.versions_in(copied) is None
-    state_dicts.set_versions(copied, state_dicts.versions_in(state))
-    assert state_dicts.versions_in(copied) == {"": {"version": 2}}
+    assert modules.versions_in(copied) is None
+    modules.set_versions(copied, modules.versions_in(state))
+    assert modules.versions_in(copied) == {"": {"version": 2}}
 
 
 def test_scaler_unscales_and_steps_through_a_replaced_method() -> None:

@@ -8,8 +8,7 @@ from torch.nn import Embedding, Linear, Module, MultiheadAttention, Parameter, T
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from lightning_paral.compat.torch.module_hooks import ALL, FORWARD, hooks_in
-from lightning_paral.compat.torch.modules import own_parameters
+from lightning_paral.compat.torch.modules import ALL, FORWARD, hooks_in, own_parameters
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_paral.compat.lightning.evaluation_sources import evaluation_loaders
-from lightning_paral.compat.lightning.replaced_strategy import training_loaders
-from lightning_paral.compat.torch.compiled import is_compiled
+from lightning_paral.compat.lightning.evaluation import evaluation_loaders
+from lightning_paral.compat.lightning.strategies import training_loaders
+from lightning_paral.compat.torch.modules import is_compiled
 from lightning_paral.engines.tensor.planner.observations import Observations
 from lightning_paral.engines.tensor.planner.trace import DataflowTrace, reason_of
 from lightning_paral.errors import ConfigurationError

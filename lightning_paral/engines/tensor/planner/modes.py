@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 from torch.overrides import TorchFunctionMode
 
-from lightning_paral.compat.torch.dispatch import TorchDispatchMode
+from lightning_paral.compat.torch.tensors import TorchDispatchMode
 
 
 class Observer(Protocol):

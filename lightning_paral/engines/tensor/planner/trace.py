@@ -8,9 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_paral.compat.torch.fake_tensors import is_value_missing
 from lightning_paral.compat.torch.modules import own_parameters
-from lightning_paral.compat.torch.pytree import tree_leaves
+from lightning_paral.compat.torch.tensors import is_value_missing, tree_leaves
 from lightning_paral.engines.tensor import proven
 from lightning_paral.engines.tensor.arguments import tensors_in
 from lightning_paral.engines.tensor.planner.candidates import Layer, has_backward_hooks, layers_of

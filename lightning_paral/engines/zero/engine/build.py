@@ -14,9 +14,8 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.compat.checks import check_instance
-from lightning_paral.compat.deepspeed.masters import link_round_robin_masters, relink_masters, share_masters
-from lightning_paral.compat.deepspeed.overlap import overlaps, reduce_skipped_by_hooks
-from lightning_paral.compat.deepspeed.weight_dtype import keep_given_dtype
+from lightning_paral.compat.deepspeed.engine import keep_given_dtype, overlaps, reduce_skipped_by_hooks
+from lightning_paral.compat.deepspeed.optimizer import link_round_robin_masters, relink_masters, share_masters
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.engines.zero.engine.checks import check_first_dtype, check_parameters
 from lightning_paral.engines.zero.engine.hooks import allow_any_output
@@ -30,8 +29,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from lightning_paral.comm.broadcast import broadcast
-from lightning_paral.compat.deepspeed.coordinator import share_coordinator
-from lightning_paral.compat.deepspeed.forward_stack import remove_from_forwards
+from lightning_paral.compat.deepspeed.stage3 import remove_from_forwards, share_coordinator
 from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer, make_engine_optimizer
 from lightning_paral.model.buffers import buffers_to_broadcast
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
-from lightning_paral.compat.deepspeed import zero_init
-from lightning_paral.compat.deepspeed.linear import preserve_linear
-from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
+from lightning_paral.compat.deepspeed import stage3
+from lightning_paral.compat.deepspeed.stage3 import preserve_linear
+from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
 from lightning_paral.engines.zero.engine.same_construction import SameConstruction
 from lightning_paral.engines.zero.parameters.partition import (
     is_partitioned,
@@ -44,7 +44,7 @@ def build_partitioned(config: dict[str, Any], module: Module | None) -> Iterator
     # torch caches the functions that a device context changes. Fill the cache before `zero.Init` replaces some of them.
     with torch.device("meta"):
         torch.empty(0)
-    constructors = zero_init.plain_constructors()
+    constructors = stage3.plain_constructors()
     same = SameConstruction()
     before = set() if module is None else set(module.parameters())
     with preserve_linear():  # `zero.Init` replaces `F.linear` permanently
@@ -53,7 +53,7 @@ def build_partitioned(config: dict[str, Any], module: Module | None) -> Iterator
         initialization = _Initialization(same)
         init = deepspeed.zero.Init(config_dict_or_path=config, tensor_overrides=device_only)
         _for_any_layout(init, same, initialization)
-        zero_init.keep_decorated_constructors(init)
+        stage3.keep_decorated_constructors(init)
         with init, initialization:
             _pause_while_loading(init, constructors, same)
             yield
@@ -79,7 +79,7 @@ def _for_any_layout(init: Any, same: SameConstruction, initialization: "_Initial
         with view_scalars_as_bytes(), initialization.paused():
             partition(parameter)
 
-    zero_init.partition_parameters_by(init, partition_any)
+    stage3.partition_parameters_by(init, partition_any)
 
 
 def _pause_while_loading(init: Any, constructors: dict[str, Callable[..., Tensor]], same: SameConstruction) -> None:
@@ -98,8 +98,8 @@ def _pause_while_loading(init: Any, constructors: dict[str, Callable[..., Tensor
             same.expect_module(module)
             partition(module)
 
-    zero_init.partition_modules_by(init, partition_unless_loading)
-    zero_init.choose_constructors(constructors, is_loading_pretrained)
+    stage3.partition_modules_by(init, partition_unless_loading)
+    stage3.choose_constructors(constructors, is_loading_pretrained)
 
 
 @torch.no_grad()
@@ -112,7 +112,7 @@ def _partition(init: Any, parameters: Iterable[Parameter]) -> None:
             # The parameter may be a private mapping of a file. Values received into it would occupy memory until the
             # file is unmapped.
             parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format)
-        zero_init.partition_full(init, parameter)
+        stage3.partition_full(init, parameter)
 
 
 def warn_about_different_draws(parameters: dict[str, Parameter], device: torch.device) -> None:

@@ -9,10 +9,9 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_paral.compat.deepspeed.output_hooks import show_outputs_as
-from lightning_paral.compat.lightning.accumulation import replace_check
-from lightning_paral.compat.lightning.forward_redirection import ForwardRedirection
-from lightning_paral.compat.torch.module_hooks import FORWARD, hooks_in
+from lightning_paral.compat.deepspeed.stage3 import show_outputs_as
+from lightning_paral.compat.lightning.strategies import ForwardRedirection, replace_check
+from lightning_paral.compat.torch.modules import FORWARD, hooks_in
 from lightning_paral.errors import ConfigurationError
 
 

@@ -14,7 +14,7 @@ from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
 from lightning_paral.compat.lightning.loops import is_accumulating
-from lightning_paral.compat.lightning.precision import after_closure
+from lightning_paral.compat.lightning.strategies import after_closure
 from lightning_paral.engines.zero.runtime.config import PRECISIONS
 from lightning_paral.engines.zero.training.joint_gradients import Gradients, JointGradients
 from lightning_paral.engines.zero.training.loss_scale import DynamicLossScale, scale_losses

@@ -15,9 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_paral.checkpoint.lazy_tensor import materialize, read_flat_range
 from lightning_paral.checkpoint.shards import FlatShard
-from lightning_paral.compat.deepspeed import parameter_files
-from lightning_paral.compat.deepspeed.modules import end_forward
-from lightning_paral.compat.deepspeed.parameters import join_group
+from lightning_paral.compat.deepspeed import stage3
+from lightning_paral.compat.deepspeed.stage3 import end_forward, join_group
 from lightning_paral.errors import ConfigurationError
 
 
@@ -71,7 +70,7 @@ def read_partition(parameter: Any) -> Tensor:
     start, numel = local_flat_range(parameter)
 
     def read() -> Tensor:
-        with parameter_files.in_memory(parameter, write=False):
+        with stage3.in_memory(parameter, write=False):
             return local_shard(parameter).clone()
 
     return FlatShard(parameter.ds_shape, parameter.dtype, start, numel, read)
@@ -86,7 +85,7 @@ def write_partition(parameter: Any, full: Tensor) -> bool:
     if not is_stage3_parameter(parameter):
         return False
     start, _ = local_flat_range(parameter)
-    with parameter_files.in_memory(parameter, write=True):
+    with stage3.in_memory(parameter, write=True):
         read_flat_range(full, start, local_shard(parameter))
     write_gathered(parameter, full)
     return True
@@ -106,8 +105,8 @@ def write_gathered(parameter: Any, full: Tensor) -> None:
 
 def is_stored_in(folder: Path, parameter: Any) -> bool:
     """Return whether this rank's shard of `parameter` is in a file below `folder`, and not in memory."""
-    on_nvme = is_partitioned(parameter) and parameter_files.is_in_file_only(parameter)
-    return on_nvme and parameter_files.folder_of(parameter).is_relative_to(folder)
+    on_nvme = is_partitioned(parameter) and stage3.is_in_file_only(parameter)
+    return on_nvme and stage3.folder_of(parameter).is_relative_to(folder)
 
 
 # Preparing modules and parameters for DeepSpeed

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 from torch.nn import Module
 
-from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
+from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.requires_grad import TrainedParameters, first_names
 

@@ -5,10 +5,14 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_paral.compat.deepspeed import parameter_files
-from lightning_paral.compat.deepspeed.modules import is_engine_attribute, is_zero_attribute, restore_container
-from lightning_paral.compat.deepspeed.parameters import is_from_deepspeed
-from lightning_paral.compat.torch import module_hooks
+from lightning_paral.compat.deepspeed import stage3
+from lightning_paral.compat.deepspeed.stage3 import (
+    is_engine_attribute,
+    is_from_deepspeed,
+    is_zero_attribute,
+    restore_container,
+)
+from lightning_paral.compat.torch import modules
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.engines.zero.parameters.partition import (
     full_numel,
@@ -37,7 +41,7 @@ class ModuleSnapshot:
     @property
     def is_on_nvme(self) -> bool:
         """Whether parameters were built in files on NVMe, where they stay."""
-        return any(parameter_files.has_file(parameter) for parameter, _ in self._parameters)
+        return any(stage3.has_file(parameter) for parameter, _ in self._parameters)
 
     @property
     def num_bytes(self) -> int:
@@ -78,14 +82,14 @@ _Recorded = tuple[set[str], dict[str, set[int]], type]
 
 
 def _attributes_and_hooks(part: Module) -> _Recorded:
-    hooks = {name: set(module_hooks.hooks_in(part, name)) for name in module_hooks.ALL}
+    hooks = {name: set(modules.hooks_in(part, name)) for name in modules.ALL}
     return set(vars(part)), hooks, type(own_parameters(part))
 
 
 def _restore_module(part: Module, recorded: _Recorded, unpartition: bool) -> None:
     names, hooks, container = recorded
     for name, recorded_keys in hooks.items():
-        installed = module_hooks.hooks_in(part, name)
+        installed = modules.hooks_in(part, name)
         for key in set(installed) - recorded_keys:
             del installed[key]
     for name in set(vars(part)) - names:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_paral.compat.torch.torch_function import DisableTorchFunctionSubclass
+from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
 from lightning_paral.engines.zero.parameters.partition import full_shape, is_stage3_parameter
 
 if TYPE_CHECKING:

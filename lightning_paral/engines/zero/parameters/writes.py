@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lightning_paral.compat.deepspeed.forward_stack import innermost_forward
-from lightning_paral.compat.torch.storages import use_count
-from lightning_paral.compat.torch.versions import version_of
+from lightning_paral.compat.deepspeed.stage3 import innermost_forward
+from lightning_paral.compat.torch.autograd import version_of
+from lightning_paral.compat.torch.tensors import use_count
 from lightning_paral.engines.zero.parameters.partition import full_shape, is_stage3_parameter
 from lightning_paral.engines.zero.parameters.watched import Partitioned, plain_data, replace_partitioned, unwatch, watch
 from lightning_paral.errors import ConfigurationError

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lightning_paral.compat.deepspeed.removed_options import removed_options
+from lightning_paral.compat.deepspeed.runtime import removed_options
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.suggestions import did_you_mean, nearest_names
 

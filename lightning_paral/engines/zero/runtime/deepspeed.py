@@ -13,13 +13,19 @@ from lightning.fabric.plugins import ClusterEnvironment
 from packaging.version import Version
 
 from lightning_paral.compat.checks import check_instance, check_names
-from lightning_paral.compat.deepspeed.backend import current_backend, make_backend, use_backend, use_new_names
-from lightning_paral.compat.deepspeed.counters import read_counters, set_counters
-from lightning_paral.compat.deepspeed.forward_stack import forget_forwards
-from lightning_paral.compat.deepspeed.linear import restore_linear
-from lightning_paral.compat.deepspeed.operators import check_shared_memory_disabled, disable_shared_memory
-from lightning_paral.compat.deepspeed.process_groups import release_groups
-from lightning_paral.compat.deepspeed.remains import forget_autocast, forget_contexts, forget_modules
+from lightning_paral.compat.deepspeed.runtime import (
+    check_shared_memory_disabled,
+    current_backend,
+    disable_shared_memory,
+    forget_autocast,
+    forget_contexts,
+    forget_modules,
+    make_backend,
+    release_groups,
+    use_backend,
+    use_new_names,
+)
+from lightning_paral.compat.deepspeed.stage3 import forget_forwards, read_counters, restore_linear, set_counters
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.tested_versions import TESTED_VERSIONS, oldest_tested
 

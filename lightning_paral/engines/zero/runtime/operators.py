@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_paral.compat.deepspeed.operators import is_for_cuda, load_operators_by
+from lightning_paral.compat.deepspeed.runtime import is_for_cuda, load_operators_by
 from lightning_paral.engines.zero.runtime import ninja
 from lightning_paral.engines.zero.runtime.deepspeed import restore_variables
 from lightning_paral.errors import ConfigurationError

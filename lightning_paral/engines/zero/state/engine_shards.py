@@ -12,8 +12,8 @@ from torch.nn import Module, Parameter
 from lightning_paral.checkpoint.lazy_tensor import materialize, read_flat_range
 from lightning_paral.checkpoint.shards import FlatShard
 from lightning_paral.checkpoint.state.optimizer import SavedOptimizer, State, hyper_parameters, to_int_keys
-from lightning_paral.compat.deepspeed.masters import link_states, link_states_of_next_step
-from lightning_paral.compat.deepspeed.overlap import overlaps
+from lightning_paral.compat.deepspeed.engine import overlaps
+from lightning_paral.compat.deepspeed.optimizer import link_states, link_states_of_next_step
 from lightning_paral.engines.zero.parameters.partition import write_gathered
 from lightning_paral.engines.zero.state.fp32_partitions import FlatRange, Partition, SubgroupSwapper, make_partitions
 from lightning_paral.engines.zero.training.usage import Usage

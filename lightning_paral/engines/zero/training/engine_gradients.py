@@ -5,10 +5,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_paral.compat.deepspeed import gradients
-from lightning_paral.compat.deepspeed.clipping import clip_next_step
-from lightning_paral.compat.deepspeed.copies import discard_offloaded_gradients, wait_for_copies, zero_gradient_on_host
-from lightning_paral.compat.deepspeed.offload import is_offloaded
+from lightning_paral.compat.deepspeed import engine
+from lightning_paral.compat.deepspeed.engine import (
+    clip_next_step,
+    discard_offloaded_gradients,
+    wait_for_copies,
+    zero_gradient_on_host,
+)
+from lightning_paral.compat.deepspeed.optimizer import is_offloaded
 from lightning_paral.engines.zero.training.usage import NamedParameters
 
 if TYPE_CHECKING:
@@ -49,7 +53,7 @@ class EngineGradients:
 
     def norm(self) -> Tensor:
         """Return the global 2-norm before clipping by norm: a scalar, fp32. *Collective*."""
-        return gradients.scaled_norm(self._optimizer, self.stage) / self._loss_scale
+        return engine.scaled_norm(self._optimizer, self.stage) / self._loss_scale
 
     def full(self, parameter: Parameter) -> Tensor | None:
         """Return the full gradient of `parameter` in fp32; `None` if it has none. *Collective*."""
@@ -65,13 +69,13 @@ class EngineGradients:
     def clip_by_value(self, max_value: float) -> None:
         """Clamp each element to `[-max_value, max_value]`. No collective."""
         limit = max_value * self._loss_scale
-        gradients.clamp_gradients(self._optimizer, self.stage, limit, offloaded=self.are_offloaded)
+        engine.clamp_gradients(self._optimizer, self.stage, limit, offloaded=self.are_offloaded)
 
     def drop(self) -> None:
         """Drop the gradients of the window."""
         self._optimizer.zero_grad()
         if self.stage < 3:
-            gradients.forget_window(self._optimizer, offloaded=self.are_offloaded)
+            engine.forget_window(self._optimizer, offloaded=self.are_offloaded)
             if self.are_offloaded:
                 discard_offloaded_gradients(self._optimizer)
 
@@ -80,4 +84,4 @@ class EngineGradients:
         for _, parameter in unused if self.stage < 3 and self.are_offloaded else ():
             zero_gradient_on_host(self._optimizer, parameter)
         for _, parameter in unused if self.stage == 3 else ():
-            gradients.zero_kept_gradient(self._optimizer, parameter, offloaded=self.are_offloaded)
+            engine.zero_kept_gradient(self._optimizer, parameter, offloaded=self.are_offloaded)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lightning_paral.compat.deepspeed.loss_scale import scale_by
+from lightning_paral.compat.deepspeed.engine import scale_by
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

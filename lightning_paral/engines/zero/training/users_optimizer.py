@@ -16,9 +16,9 @@ from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
 from lightning_paral.checkpoint.state.optimizer import hyper_parameters, param_names
-from lightning_paral.compat.deepspeed.processor import cache_cpu_info
-from lightning_paral.compat.lightning.optimizers import is_mock_optimizer
-from lightning_paral.compat.torch import step_hooks
+from lightning_paral.compat.deepspeed.runtime import cache_cpu_info
+from lightning_paral.compat.lightning.strategies import is_mock_optimizer
+from lightning_paral.compat.torch import optimizers
 from lightning_paral.engines.zero.runtime.operators import load_operator
 from lightning_paral.engines.zero.training.elementwise import check_elementwise
 from lightning_paral.engines.zero.training.step_in_pieces import can_step_in_pieces, step_in_pieces
@@ -30,7 +30,7 @@ def make_twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     twin: Optimizer = object.__new__(type(optimizer))
     attributes = {name: value for name, value in vars(optimizer).items() if name != "step"}  # wrapped by schedulers
     twin.__dict__.update(attributes, param_groups=groups, state=defaultdict(dict))
-    twin.__dict__.update(step_hooks.no_hooks())
+    twin.__dict__.update(optimizers.no_hooks())
     return twin
 
 
@@ -91,7 +91,7 @@ class UsersOptimizer:
                 f"{len(self.optimizer.param_groups)} now. ZeRO shards the groups that exist when the run begins: give "
                 "all groups to the optimizer in configure_optimizers, or train with paral_ddp or paral_fsdp."
             )
-        step_hooks.run_pre_hooks(self.optimizer)
+        optimizers.run_pre_hooks(self.optimizer)
         for users, twins in self._pairs:
             twins.update({key: _like(value, twins.get(key)) for key, value in hyper_parameters(users).items()})
 
@@ -99,8 +99,8 @@ class UsersOptimizer:
         """Copy back hyper-parameters, which some optimizers change in a step, and run the user's post-step hooks."""
         for users, twins in self._pairs:
             users.update({key: value for key, value in hyper_parameters(twins).items() if key in users})
-        step_hooks.mark_stepped(self.optimizer)
-        step_hooks.run_post_hooks(self.optimizer)
+        optimizers.mark_stepped(self.optimizer)
+        optimizers.run_post_hooks(self.optimizer)
 
 
 def _like(value: Any, current: Any) -> Any:

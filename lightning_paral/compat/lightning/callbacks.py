@@ -1,11 +1,13 @@
-"""Private state and methods of Lightning's weight-averaging callbacks."""
+"""Callbacks of Lightning: averages of weights, and the values by which checkpoints are chosen."""
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 
+from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.private_name import Names, replace
 
 NAMES: Names = {
@@ -24,7 +26,13 @@ NAMES: Names = {
         "._scheduler_state": "remove the schedulers that a loaded checkpoint replaces",
         "_clear_schedulers(trainer)": "remove the schedulers that a loaded checkpoint replaces",
     },
+    "lightning.pytorch.callbacks.ModelCheckpoint": {
+        "_monitor_candidates(trainer)": "let all ranks choose the best checkpoint by the same values",
+    },
 }
+
+
+# Private state and methods of Lightning's weight-averaging callbacks
 
 SWAP, COPY = "_swap_models", "_copy_average_to_current"
 """Names of methods of `WeightAveraging`: one swaps averages and weights, one copies the averages to the weights."""
@@ -71,3 +79,30 @@ def replace_schedulers_late(callback: StochasticWeightAveraging, trainer: Traine
     is_late = callback._model_contains_batch_norm is not None  # `on_fit_start` has been called
     if is_late and callback._scheduler_state is not None:
         callback._clear_schedulers(trainer)
+
+
+# The values by which `ModelCheckpoint` chooses the best checkpoints and names files
+
+
+def change_monitored(callback: ModelCheckpoint, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Let `callback` use what `change` returns for its values, until `restore_monitored`."""
+    shadow_method(callback, "_monitor_candidates", _ChangedValues(callback, change))
+
+
+def restore_monitored(callback: ModelCheckpoint) -> None:
+    """Undo `change_monitored`."""
+    vars(callback).pop("_monitor_candidates", None)
+
+
+class _ChangedValues:
+    """Replaces the method `_monitor_candidates` of one callback. A copy of it has the method of its class."""
+
+    def __init__(self, callback: ModelCheckpoint, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        self._callback = callback
+        self._change = change
+
+    def __call__(self, trainer: Trainer) -> dict[str, Any]:
+        return self._change(type(self._callback)._monitor_candidates(self._callback, trainer))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MethodType, (type(self._callback)._monitor_candidates, self._callback)

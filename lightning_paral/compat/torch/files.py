@@ -1,16 +1,29 @@
-"""The positions of tensors in files written by `torch.save`."""
+"""Files of `torch.save`: positions of tensors, and names of Python 2."""
 
 import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._utils import IMPORT_MAPPING, NAME_MAPPING
 
 from lightning_paral.compat.private_name import Names
 
+__all__ = [
+    "IMPORT_MAPPING",
+    "NAME_MAPPING",
+]
+
 NAMES: Names = {
     "torch._C.PyTorchFileReader": {"get_record_offset": "let each rank write its shards into a checkpoint file"},
+    "torch._utils": {
+        "IMPORT_MAPPING": "accept exactly the names in a checkpoint that torch.load accepts",
+        "NAME_MAPPING": "accept exactly the names in a checkpoint that torch.load accepts",
+    },
 }
+
+
+# The positions of tensors in files written by `torch.save`
 
 
 def record_offset(path: str | os.PathLike[str]) -> Callable[[str], int]:

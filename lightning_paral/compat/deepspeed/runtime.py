@@ -1,0 +1,240 @@
+"""DeepSpeed's backend, operators and module-level state."""
+
+import ast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial, wraps
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_paral.compat.private_name import Names, named
+from lightning_paral.compat.torch.process_groups import all_gather_single, is_alive, reduce_scatter_single
+
+NAMES: Names = {
+    "deepspeed.comm.comm": {
+        "cdb": "run DeepSpeed's collectives through our own backend, and to remove it after a run",
+        "default_pg_timeout": "create a backend with the timeout that init_distributed uses",
+    },
+    "deepspeed.comm.torch.TorchBackend": {
+        ".all_gather_function": "call torch's collective under its current name, which raises no warning",
+        ".reduce_scatter_function": "call torch's collective under its current name, which raises no warning",
+        "reduce": "override it with an implementation for gloo",
+        "reduce_scatter_tensor": "override it with an implementation for gloo",
+        "all_reduce": "override it with an implementation for gloo",
+        "all_gather_into_tensor": "override it with an implementation for gloo",
+        ".shm_comm_op": "check that shared-memory collectives are disabled",
+    },
+    "deepspeed.utils.groups": {
+        "_WORLD_GROUP": "destroy the process group that a run has left behind",
+        "_ZERO_PARAM_INTRA_PARALLEL_GROUP": "destroy the process group that a run has left behind",
+        "_ALL_TO_ALL_GROUP": "destroy the process group that a run has left behind",
+        "_release_process_group_references(group)": "make DeepSpeed forget its destroyed process groups",
+    },
+    "deepspeed.ops.op_builder.builder.OpBuilder": {
+        "jit_load(verbose)": "cache compiled operators by version and processor, one at a time",
+        "_loaded_ops": "let DeepSpeed find operators loaded from our folder",
+    },
+    "deepspeed.ops.op_builder.cpu": {
+        "AsyncIOBuilder": "compile the NVMe operator on a node that has GPUs but no CUDA toolkit",
+    },
+    "deepspeed.ops.op_builder.builder": {"CUDAOpBuilder": "know which operators depend on the CUDA toolkit"},
+    "deepspeed.ops": {"__compatible_ops__": "keep DeepSpeed from compiling shared-memory collectives (deepspeed#7625)"},
+    "deepspeed.runtime.zero.partition_parameters": {
+        "zero_init_context": "end a `zero.Init` context that an exception has left open",
+        "top_level_context": "end a `zero.Init` context that an exception has left open",
+    },
+    "deepspeed.runtime.torch_autocast": {
+        "TORCH_AUTOCAST_INITIALIZED": "keep DeepSpeed from treating a later fp32 run as one under autocast",
+        "TORCH_AUTOCAST_DTYPE": "keep DeepSpeed from treating a later fp32 run as one under autocast",
+    },
+    "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator": {
+        "_PartitionedParameterCoordinator__params_to_release": "empty it: it would keep modules and engines alive",
+    },
+    "deepspeed.runtime.config": {
+        "_REMOVED_TOP_LEVEL_CONFIG_KEYS": "distinguish removed options from valid and from misspelled ones",
+    },
+}
+
+
+# The backend that runs DeepSpeed's collectives, which is a module-level variable of DeepSpeed
+
+
+def current_backend() -> Any:
+    """Return DeepSpeed's backend, or `None` if it has none."""
+    import deepspeed
+
+    return deepspeed.comm.comm.cdb
+
+
+def make_backend(cls: Any, name: str) -> Any:
+    """Return an instance of `cls`, a subclass of `TorchBackend`, for torch's backend `name` and the default group."""
+    import deepspeed
+
+    return cls(name, deepspeed.comm.comm.default_pg_timeout, None)
+
+
+def use_backend(backend: Any) -> None:
+    """Make DeepSpeed run its collectives through `backend`; `None` removes the current backend."""
+    import deepspeed
+
+    deepspeed.comm.comm.cdb = backend
+
+
+def use_new_names(backend: Any) -> None:
+    """Make `backend` call single-tensor collectives under their current names in torch.
+
+    A filter could not ignore these warnings only where DeepSpeed causes them: torch attributes them to its own file.
+    """
+    backend.all_gather_function = all_gather_single
+    backend.reduce_scatter_function = reduce_scatter_single
+
+
+# Process groups that DeepSpeed creates on demand, and keeps in module-level variables
+
+
+def release_groups() -> None:
+    """Destroy DeepSpeed's process groups that still exist, and make it forget all of them."""
+    from deepspeed.utils import groups
+
+    made = (groups._WORLD_GROUP, groups._ZERO_PARAM_INTRA_PARALLEL_GROUP, *groups._ALL_TO_ALL_GROUP.values())
+    for group in made:
+        if is_alive(group):  # otherwise it was destroyed with an earlier default group
+            dist.destroy_process_group(group)
+    groups._release_process_group_references()
+
+
+# The information that DeepSpeed reads about the processor
+
+
+@contextmanager
+def cache_cpu_info() -> Iterator[None]:
+    """Inside this context, make DeepSpeed's CPU optimizers read the processor's vendor only once per process.
+
+    Each `DeepSpeedCPUAdam` (0.19.8) reads it with `cpuinfo`, which starts a process and takes a second.
+    """
+    import cpuinfo
+
+    read = cpuinfo.get_cpu_info
+    cpuinfo.get_cpu_info = _cpu_info
+    try:
+        yield
+    finally:
+        cpuinfo.get_cpu_info = read
+
+
+@cache
+def _cpu_info() -> Any:
+    from cpuinfo.cpuinfo import get_cpu_info
+
+    return get_cpu_info()
+
+
+# Replace the function that loads DeepSpeed's operators, and disable some operators
+#
+# DeepSpeed 0.19.8 compiles a missing operator silently, in any process that needs it, and stores it in torch's cache.
+# That cache does not distinguish versions, and a process waits forever for the lock of a process that was killed. All
+# operators are loaded by `OpBuilder.jit_load`, including those that users' code loads.
+
+_SHARED_MEMORY = ("deepspeed_shm_comm", "shm_comm")
+
+
+@contextmanager
+def load_operators_by(load: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[None]:
+    """Inside this context, call `load(builder, compile_and_load)` to load an operator that is not installed."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    plain = OpBuilder.jit_load
+    if hasattr(plain, "__wrapped__"):  # inside another such context
+        yield
+        return
+
+    @wraps(plain)
+    def jit_load(self: Any, verbose: bool = True) -> Any:
+        builder = _without_cuda(self)
+        module = load(builder, partial(plain, builder, verbose))
+        OpBuilder._loaded_ops[self.name] = module
+        return module
+
+    OpBuilder.jit_load = jit_load
+    try:
+        yield
+    finally:
+        OpBuilder.jit_load = plain
+
+
+def _without_cuda(builder: Any) -> Any:
+    """Return the CPU builder in place of the CUDA builder of `async_io`, which compiles the same sources.
+
+    The sources do not use CUDA, but the CUDA builder needs the CUDA toolkit: without it, for example with torch's
+    wheels, it fails with a TypeError. It also links the CUDA driver's library, but does not search the
+    toolkit's folder of stubs.
+    """
+    from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
+
+    return AsyncIOBuilder() if is_for_cuda(builder) and builder.name == AsyncIOBuilder.NAME else builder
+
+
+def is_for_cuda(builder: Any) -> bool:
+    """Return whether `builder` compiles with the CUDA toolkit."""
+    from deepspeed.ops.op_builder.builder import CUDAOpBuilder
+
+    return isinstance(builder, CUDAOpBuilder)
+
+
+def disable_shared_memory() -> None:
+    """Keep backends that are created after this call from compiling shared-memory collectives."""
+    import deepspeed
+
+    for name in _SHARED_MEMORY:
+        deepspeed.ops.__compatible_ops__[name] = False
+
+
+def check_shared_memory_disabled(backend: Any) -> None:
+    """Raise a `PrivateNameError` if `backend` has compiled shared-memory collectives."""
+    if backend.shm_comm_op is not None:
+        raise named(NAMES, "__compatible_ops__").error("it no longer disables them")
+
+
+# State that a run leaves in DeepSpeed's module-level variables and in a cache, which would affect the next run
+
+
+def forget_contexts() -> None:
+    """Mark every `zero.Init` context as ended."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    partition_parameters.zero_init_context = 0
+    partition_parameters.top_level_context = None
+
+
+def forget_autocast() -> None:
+    """Mark `torch_autocast` as never configured."""
+    from deepspeed.runtime import torch_autocast
+
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+    torch_autocast.TORCH_AUTOCAST_DTYPE = None
+
+
+def forget_modules() -> None:
+    """Empty the cache in which stage 3 keeps the modules of all runs."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    decorated: Any = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+    within = [decorated, *(cell.cell_contents for cell in getattr(decorated, "__closure__", None) or ())]
+    caches = [each for each in within if hasattr(each, "cache_clear")]
+    if not caches:
+        raise named(NAMES, "_PartitionedParameterCoordinator__params_to_release").error("its decorators have no cache")
+    for each in caches:
+        each.cache_clear()
+
+
+# Options that DeepSpeed has removed and now rejects, read from its source without importing it
+
+
+def removed_options(tree: ast.Module) -> Iterator[str]:
+    """Yield the options that a source file of DeepSpeed lists as removed."""
+    for node in tree.body:
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Dict):
+            continue
+        if any(isinstance(target, ast.Name) and target.id.startswith("_REMOVED_") for target in node.targets):
+            yield from (str(key.value) for key in node.value.keys if isinstance(key, ast.Constant))

@@ -1,0 +1,391 @@
+"""FSDP2: the state of sharded modules, their groups of parameters, and the parameters themselves."""
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
+from torch.nn import Module, Parameter
+
+from lightning_paral.compat.private_name import Names, named, replace
+from lightning_paral.compat.torch.dtensor import local_of, set_local
+from lightning_paral.compat.torch.modules import subclass_of
+
+NAMES: Names = {
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": {
+        ".sharded_param": "find the shard of a parameter",
+        "._sharded_param_data": "make FSDP2 gather from memory that user code has assigned",
+        "._unsharded_param": "find the unsharded parameter",
+        "._sharded_post_forward_param": "recognize a parameter that is resharded over fewer ranks after forward",
+        "._param_fqn": "name a parameter in errors",
+        "._module_info": "find the modules that have a parameter",
+        ".padded_sharded_param_size": "know the size of a shard with padding",
+        ".fsdp_placement": "know along which dimension a parameter is sharded",
+        ".mesh_info": "know which shard this rank holds",
+        ".param_dtype": "know the dtype of the unsharded parameter",
+        ".orig_dtype": "name the dtype of a parameter",
+        ".pin_memory": "keep shards on the host in pinned memory",
+        ".is_dtensor": "unshard parameters that all tensor ranks have in full to plain tensors",
+        "._unsharded_dtensor_spec >=2.13": "unshard parameters that all tensor ranks have in full to plain tensors",
+    },
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": {
+        "_to_unsharded": "call a function after parameters are unsharded",
+        "_to_sharded": "copy writes back to the shards before they are resharded",
+        "_to_sharded_post_forward": "copy writes back to the shards before they are resharded",
+        "_wait_all_gather_streams_on_event(event)": "make the next all-gather wait for writes to shards",
+        "._sharded_state": "distinguish unsharded parameters from those resharded over fewer ranks",
+        ".fsdp_params": "find the parameters of a unit",
+        ".device_handle": "find the parameters of a unit",
+        ".is_unsharded": "find the parameters of a unit",
+        "._all_gather_result": "reshard parameters that a failed iteration has left unsharded",
+        "._post_reduce_event": "reshard parameters that a failed iteration has left unsharded",
+        "._all_reduce_state": "reshard parameters that a failed iteration has left unsharded",
+        "._reshard_after_forward_event": "reshard parameters that a failed iteration has left unsharded",
+        "._wait_all_gather_streams_on_event": "reshard parameters that a failed iteration has left unsharded",
+        "._partial_reduce_output": "reshard parameters that a failed iteration has left unsharded",
+        "._post_forward_indices": "reshard parameters that a failed iteration has left unsharded",
+        "._training_state": "reshard parameters that a failed iteration has left unsharded",
+        "._to_sharded": "reshard parameters that a failed iteration has left unsharded",
+    },
+    "torch.distributed.fsdp._fully_shard._fsdp_param.ShardedState": {
+        "UNSHARDED": "know whether parameters are unsharded",
+    },
+    "torch.distributed.fsdp.FSDPModule": {"_get_fsdp_state": "unshard parameters around steps and methods"},
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": {
+        "_lazy_init": "know the parameter groups before the first step",
+        "_pre_forward(module, args, kwargs)": "unshard parameters before a step or a method",
+        "_post_forward(module, input, output)": "reshard between a step and its backward pass",
+        "_register_pre_backward_hook(output)": "reduce the root's gradients under manual optimization",
+        "._pre_forward_hook_handle": "remove FSDP2's hooks from forward, which ours replace",
+        "._post_forward_hook_handle": "remove FSDP2's hooks from forward, which ours replace",
+        "._fsdp_param_groups >=2.12": "find the parameters that are gathered together",
+        "._fsdp_param_group <2.12": "find the parameters that are gathered together",
+        "._is_root": "reshard parameters that a failed iteration has left unsharded",
+        "._state_ctx": "reshard parameters that a failed iteration has left unsharded",
+        "._comm_ctx": "reshard parameters that a failed iteration has left unsharded",
+        "._device_handle": "reshard parameters that a failed iteration has left unsharded",
+        "._modules_to_run_forward": "reshard parameters that a failed iteration has left unsharded",
+        "._training_state": "reshard parameters that a failed iteration has left unsharded",
+        "._fsdp_param_group": "reshard parameters that a failed iteration has left unsharded",
+    },
+    "torch.distributed.fsdp.fully_shard": {
+        "._is_fsdp_managed_module": "leave FSDP2's attributes out of saved modules",
+        "._fsdp_use_orig_params": "leave FSDP2's attributes out of saved modules",
+    },
+    "torch.distributed._composable_state": {
+        "_module_state_mapping": "restore a module after a run, as if it had never been sharded",
+    },
+    "torch.distributed.fsdp._fully_shard._fsdp_common": {
+        "TrainingState": "reshard parameters that a failed iteration has left unsharded",
+    },
+    "torch.distributed.fsdp._fully_shard._fully_shard": {
+        "cls_to_fsdp_cls": "name the class of a sharded module as the user's class",
+    },
+}
+
+
+# FSDP2's private object for a parameter, `FSDPParam`, which has the sharded and the unsharded parameter
+
+SHARDS_INTEGERS = torch.__version__ >= "2.12"  # in torch 2.11, `fully_shard` fails halfway on integer parameters
+
+name_of: Callable[[Any], str] = attrgetter("_param_fqn")
+"""Return the name of the parameter of an `FSDPParam` in the root module."""
+
+
+def unsharded_param(param: Any) -> Tensor | None:
+    """Return the unsharded parameter of an `FSDPParam`, or `None` if it has never been unsharded.
+
+    The result is the same object each time: FSDP2 frees and refills its memory.
+    """
+    return getattr(param, "_unsharded_param", None)
+
+
+def is_param_of(value: object, param: Any) -> bool:
+    """Return whether `value` is the sharded or unsharded parameter that FSDP2 sets on modules for an `FSDPParam`."""
+    own = (getattr(param, name, None) for name in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param"))
+    return value is not None and any(value is one for one in own)
+
+
+def owners_of(param: Any) -> list[tuple[Module, str]]:
+    """Return the modules that own the parameter of an `FSDPParam`, with its name in each: several if it is tied."""
+    info = param._module_info
+    modules, names = [info.module, *info.shared_modules], [info.param_name, *info.shared_param_names]
+    return list(zip(modules, names, strict=True))
+
+
+def gather_from(param: Any, padded: Tensor, shard: Tensor) -> None:
+    """Make FSDP2 gather a parameter from memory that it has not allocated.
+
+    Args:
+        param: the `FSDPParam`.
+        padded: the new input of the all-gather: 1-dimensional, and padded if shards are uneven.
+        shard: a view of `padded` in the shape of this rank's shard.
+    """
+    replace(param, "_sharded_param_data", padded)
+    set_local(param.sharded_param, shard)
+
+
+def local_shard_view(param: Any, unsharded: Tensor) -> Tensor:
+    """Return the view of `unsharded`, the unsharded parameter, that corresponds to this rank's nonempty shard."""
+    local, dim = local_of(param.sharded_param), param.fsdp_placement.dim
+    start = param.mesh_info.shard_mesh_rank * param.padded_sharded_param_size[dim]
+    return unsharded.narrow(dim, start, local.size(dim))
+
+
+def can_be_sharded(parameter: Tensor) -> bool:
+    """Return whether FSDP2 shards parameters of this dtype: in torch 2.11, the dtype must support gradients."""
+    return SHARDS_INTEGERS or parameter.is_floating_point() or parameter.is_complex()
+
+
+def keep_dtype(param: Any) -> None:
+    """Gather a complex or integer `FSDPParam` in its own dtype; torch 2.11 would cast it to `param_dtype`."""
+    if not param.orig_dtype.is_floating_point:
+        replace(param, "param_dtype", None)
+
+
+def is_plain(param: Any) -> bool:
+    """Return whether an `FSDPParam` was unsharded to an ordinary `Parameter`, outside of inference mode.
+
+    A parameter that was a DTensor before `fully_shard` is unsharded to a DTensor, and inference tensors have no version
+    counter.
+    """
+    return type(param._unsharded_param) is Parameter and not param._unsharded_param.is_inference()
+
+
+def unshard_replicas_to_plain(param: Any) -> None:
+    """Unshard an `FSDPParam` to an ordinary tensor if all tensor ranks have it in full. Call it after `fully_shard`.
+
+    FSDP2 would unshard it to a DTensor, which cannot be combined with the activations, ordinary tensors.
+    """
+    if param.is_dtensor and param.sharded_param.placements[-1].is_replicate():
+        replace(param, "is_dtensor", False)
+        if hasattr(param, "_unsharded_dtensor_spec"):  # from torch 2.13 on, it decides what the parameter becomes
+            replace(param, "_unsharded_dtensor_spec", None)
+
+
+# Callbacks for when FSDP2 unshards and reshards a group of parameters
+
+
+def watch(group: Any, after_unshard: Callable[[], None], before_reshard: Callable[[], None]) -> None:
+    """Call functions whenever the parameters of `group` are unsharded or resharded, as long as `group` exists.
+
+    Args:
+        group: an `FSDPParamGroup`.
+        after_unshard: called after parameters have been unsharded.
+        before_reshard: called before unsharded parameters are resharded.
+
+    Raises:
+        PrivateNameError: this version of torch unshards or reshards in a different way.
+    """
+    named(NAMES, "_to_unsharded").resolve()
+    unshard = group._to_unsharded
+
+    def to_unsharded() -> None:
+        unshard()
+        after_unshard()
+
+    group._to_unsharded = to_unsharded
+    for method in ("_to_sharded", "_to_sharded_post_forward"):
+        named(NAMES, method).resolve()
+        setattr(group, method, _with_callback(before_reshard, group, getattr(group, method)))
+
+
+def keep_unsharded(group: Any, is_needed: Callable[[], bool]) -> None:
+    """Leave the parameters of `group` unsharded while `is_needed()`, even if `state_dict` reshards them.
+
+    Call it after `watch`. The group still reshards when `is_needed()` is false.
+
+    Raises:
+        PrivateNameError: this version of torch reshards in a different way.
+    """
+    named(NAMES, "_to_sharded").resolve()
+    reshard = group._to_sharded
+    group._to_sharded = lambda: None if is_needed() else reshard()
+
+
+def _with_callback(before_reshard: Callable[[], None], group: Any, reshard: Callable[[], None]) -> Callable[[], None]:
+    def to_sharded() -> None:
+        if group._sharded_state is ShardedState.UNSHARDED:
+            before_reshard()
+        reshard()
+
+    return to_sharded
+
+
+def await_writes(group: Any) -> None:
+    """Make the next all-gather of `group` wait for writes to the shards that are queued on the current stream."""
+    event = group.device_handle.Event()
+    event.record()
+    group._wait_all_gather_streams_on_event(event)
+
+
+# FSDP2's state of a sharded module, and the hooks that it runs around `forward`
+#
+# `fully_shard` registers hooks only around `forward`. Steps and other methods of a module need the same hooks. torch's
+# `register_fsdp_forward_method` registers them for methods, but reshards as soon as a nested call ends.
+
+
+class ForwardHooks:
+    """Removes FSDP2's hooks from the `forward` of a sharded module. The caller must do their work instead."""
+
+    def __init__(self, module: Any) -> None:
+        state = module._get_fsdp_state()
+        state._pre_forward_hook_handle.remove()
+        state._post_forward_hook_handle.remove()
+        self.state = state
+        self._module = module
+
+    def after(self, output: Any) -> Any:
+        """Reshard the parameters after forward; return `output`, whose backward pass unshards them again."""
+        return self.state._post_forward(self._module, (), output)
+
+    def expect_backward(self, output: Tensor) -> None:
+        """Make the backward pass of `output` reduce the gradients of the module."""
+        self.state._register_pre_backward_hook(output)
+
+
+def initialize(root: Any) -> None:
+    """Initialize FSDP2 for the sharded module `root`, as its first forward would."""
+    root._get_fsdp_state()._lazy_init()
+
+
+def groups_of(module: Any) -> list[Any]:
+    """Return the `FSDPParamGroup`s of a sharded module: before torch 2.12, at most one."""
+    return groups_of_state(module._get_fsdp_state())
+
+
+def groups_of_state(state: Any) -> list[Any]:
+    """Return the `FSDPParamGroup`s of the sharded module whose `FSDPState` is `state`."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def is_fsdp_attribute(name: str) -> bool:
+    """Return whether `name` is an attribute that `fully_shard` sets on modules."""
+    return name.startswith(("_fsdp", "_is_fsdp", "__composable_api_state_key"))
+
+
+def forget(module: Module) -> None:
+    """Make FSDP2 forget that `module` was sharded."""
+    _module_state_mapping.pop(module, None)
+
+
+# Begin an iteration of FSDP2, and reset its state after an error
+#
+# In torch 2.11 to 2.13, an iteration begins only in `FSDPState._pre_forward`, a hook around the root's `forward`. No
+# public function begins one for `training_step`. The function that resets it, `FSDPModule.reset_iter_state`, is public
+# in torch 2.13.
+
+
+def pre_forward(
+    state: Any, module: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> tuple[Any, Any]:
+    """Run the hook that FSDP2 runs before `forward` of a sharded module.
+
+    Without arguments, the root's hook raises an IndexError on CUDA in torch 2.11 and 2.12, because it takes the first
+    element of an empty list (`torch.distributed.utils._to_kwargs`). It therefore gets `None` as an argument.
+
+    Args:
+        state: the state of `module`, from `module._get_fsdp_state()`.
+        module: the sharded module.
+        args: the positional arguments of `forward`.
+        kwargs: the keyword arguments of `forward`.
+
+    Returns:
+        `args` and `kwargs`, moved to the module's device.
+    """
+    if args or kwargs:
+        moved: tuple[Any, Any] = state._pre_forward(module, args, kwargs or {})
+        return moved
+    state._pre_forward(module, (None,), {})
+    return (), {}
+
+
+def reset_iteration(root: Any) -> None:
+    """Reset FSDP2's state of the sharded module `root` after a failed iteration, and reshard its parameters.
+
+    The function does nothing if no iteration has begun, for example because sharding itself failed.
+    """
+    state = root._get_fsdp_state()
+    if state._is_root is None:
+        return
+    if hasattr(root, "reset_iter_state"):  # torch 2.13 and later
+        root.reset_iter_state()
+        return
+    shared, communication = state._state_ctx, state._comm_ctx
+    stream = state._device_handle.current_stream()
+    pending = [communication.all_gather_state]
+    communication.all_gather_state = None
+    if hasattr(communication, "reduce_scatter_states"):  # torch 2.12 and later
+        pending += communication.reduce_scatter_states
+        communication.reduce_scatter_states.clear()
+    else:
+        pending.append(communication.reduce_scatter_state)
+        communication.reduce_scatter_state = None
+    for each in pending:
+        _wait(stream, None if each is None else each.event)
+    communication.post_forward_order.clear()
+    for each in shared.all_states:
+        each._modules_to_run_forward.clear()
+        each._training_state = TrainingState.IDLE
+        for group in _groups(each):
+            _reset_group(group, stream)
+    shared.iter_forward_root = None
+    shared.post_backward_final_callback_queued = False
+
+
+def _reset_group(group: Any, stream: Any) -> None:
+    gathered, reduced = group._all_gather_result, group._all_reduce_state
+    if gathered is not None:
+        _wait(stream, gathered.all_gather_event)
+        if isinstance(gathered.all_gather_work, dist.Work):
+            gathered.all_gather_work.wait()
+    _wait(stream, group._post_reduce_event)
+    _wait(stream, None if reduced is None else reduced.event)
+    group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+    if group._reshard_after_forward_event is not None:
+        group._wait_all_gather_streams_on_event(group._reshard_after_forward_event)
+        group._reshard_after_forward_event = None
+    group._partial_reduce_output = None
+    group._post_forward_indices.clear()
+    group._training_state = TrainingState.IDLE
+    group._to_sharded()
+
+
+def _groups(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 and later
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
+def _wait(stream: Any, event: Any) -> None:
+    if event is not None:
+        stream.wait_event(event)
+
+
+# Classes of sharded modules that have the names of the user's classes, and can be created for every class
+
+
+def prepare_class(module: Module) -> None:
+    """Create the class that `fully_shard` assigns to `module`, in place of torch's (torch 2.11 to 2.13).
+
+    torch's class has a name such as `FSDPLinear`, which appears in messages. torch cannot create it if `Generic` or
+    another class without `__dict__` is the first base (`object layout differs`), or if `__init_subclass__` requires
+    arguments. Metaclasses and `__init_subclass__` methods that register classes would also register torch's class.
+    """
+    original = type(module)
+    if original not in cls_to_fsdp_cls and not issubclass(original, FSDPModule):
+        cls_to_fsdp_cls[original] = subclass_of(original, FSDPModule, {"__deepcopy__": _refuse_deepcopy})
+
+
+def _refuse_deepcopy(*_: Any) -> NoReturn:
+    raise AssertionError("FSDP does not support deepcopy.")  # torch's own message, which a caller explains

@@ -1,0 +1,131 @@
+"""Optimizers: operations on many tensors at once, step hooks, Muon, and the gradient scaler."""
+
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_paral.compat.private_name import Names, named
+
+NAMES: Names = {
+    "torch": {
+        "_foreach_mul_": "scale sharded gradients",
+        "_foreach_clamp_min_": "clip sharded gradients by value",
+        "_foreach_clamp_max_": "clip sharded gradients by value",
+        "_foreach_norm": "compute the norm of sharded gradients",
+        "_amp_foreach_non_finite_check_and_unscale_": "unscale gradients as torch.amp.GradScaler does",
+    },
+    "torch.optim.Optimizer": {
+        "._optimizer_step_pre_hooks": "run the hooks of the user's optimizer when another steps in its place",
+        "._optimizer_step_post_hooks": "run the hooks of the user's optimizer when another steps in its place",
+    },
+    "torch.optim.lr_scheduler.LRScheduler": {
+        "._opt_called": "keep schedulers from warning that the optimizer has not stepped",
+    },
+    "torch.optim._muon": {
+        "_zeropower_via_newtonschulz(grad, ns_coefficients, ns_steps, eps)": "orthogonalize full matrices",
+    },
+    "torch.amp.GradScaler": {
+        "_unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)": "make all ranks skip the step together",
+    },
+}
+
+
+# Operations on many tensors at once, which launch fewer CUDA kernels than a loop over the tensors
+
+
+def writes_in_place(name: str) -> bool:
+    """Return whether torch's function `name` writes to DTensors in place without incrementing version counters."""
+    return name.startswith("_foreach_") and name.endswith("_")
+
+
+foreach_mul_ = torch._foreach_mul_
+foreach_clamp_min_ = torch._foreach_clamp_min_
+foreach_clamp_max_ = torch._foreach_clamp_max_
+foreach_norm = torch._foreach_norm
+check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+
+
+# The step hooks of an optimizer, and the mark that schedulers check
+
+_PRE, _POST = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+
+
+def no_hooks() -> dict[str, Any]:
+    """Return the attributes of an optimizer that has no step hooks."""
+    return {name: OrderedDict() for name in (_PRE, _POST)}
+
+
+def run_pre_hooks(optimizer: Optimizer) -> None:
+    """Run the step pre-hooks of `optimizer`."""
+    for hook in getattr(optimizer, _PRE, {}).values():
+        hook(optimizer, (), {})
+
+
+def run_post_hooks(optimizer: Optimizer) -> None:
+    """Run the step post-hooks of `optimizer`."""
+    for hook in getattr(optimizer, _POST, {}).values():
+        hook(optimizer, (), {})
+
+
+def mark_stepped(optimizer: Optimizer) -> None:
+    """Mark `optimizer` as stepped for its schedulers."""
+    vars(optimizer)["_opt_called"] = True
+
+
+# The orthogonalization in `torch.optim.Muon`
+
+
+def replace_newton_schulz(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace torch's function with `around(torch's function)`; return a function that restores it.
+
+    Raises:
+        PrivateNameError: Muon in this version of torch calls a different function.
+    """
+    before = named(NAMES, "_zeropower_via_newtonschulz").resolve()
+    muon: Any = torch.optim._muon
+    muon._zeropower_via_newtonschulz = around(before)
+
+    def undo() -> None:
+        muon._zeropower_via_newtonschulz = before
+
+    return undo
+
+
+# A gradient scaler whose subclasses define how gradients are unscaled
+
+
+class UnscalingGradScaler(torch.amp.GradScaler):
+    """Unscales gradients with a method that subclasses define.
+
+    Raises:
+        PrivateNameError: `GradScaler` in this version of torch unscales in a different way.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        named(NAMES, "_unscale_grads_").resolve()
+        super().__init__(*args, **kwargs)
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        return self.unscale_gradients(optimizer, inv_scale, found_inf)
+
+    @abstractmethod
+    def unscale_gradients(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor
+    ) -> dict[torch.device, Tensor]:
+        """Multiply the gradients of `optimizer` by `inv_scale`, in place, and check whether they are finite.
+
+        Args:
+            optimizer: the optimizer whose gradients are unscaled.
+            inv_scale: the factor, a 0-dimensional tensor.
+            found_inf: a tensor of shape `[1]` or `[]` with the value 0.0, which means that all gradients are finite.
+
+        Returns:
+            For each device, a tensor like `found_inf` that is not 0.0 if some gradient is not finite.
+        """

@@ -1,0 +1,171 @@
+"""Tensors without memory, storages, operations of the dispatcher, and nested containers."""
+
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+
+from lightning_paral.compat.private_name import Names
+
+__all__ = [
+    "TorchDispatchMode",
+    "packet_of",
+    "schema_of",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+    "without_modes",
+]
+
+NAMES: Names = {
+    "torch.utils._pytree": {
+        "tree_flatten(tree)": "find the tensors among the arguments of an operation",
+        "tree_leaves(tree)": "find the tensors in a state",
+        "tree_map(func, tree)": "replace the tensors among the arguments of an operation",
+        "tree_map_only(type_or_types_or_pred, func, tree)": "replace the tensors in a checkpoint",
+        "tree_unflatten(leaves, treespec)": "rebuild a batch in the structure of Lightning's CombinedLoader",
+    },
+    "torch.UntypedStorage": {"_cdata": "distinguish storages without memory"},
+    "torch._C": {"_storage_Use_Count": "know whether other tensors share the memory of a tensor"},
+    "torch.storage.TypedStorage": {"._untyped_storage": "find the storages in a checkpoint as torch.save does"},
+    "torch.Tensor": {"_make_wrapper_subclass": "make tensors that represent data in files or on other ranks"},
+    "torch._subclasses.fake_tensor": {
+        "FakeTensorMode": "reserve space in a file for tensors that no rank holds in full",
+        "DataDependentOutputException": "follow modules that call `.item()` on tensors without values",
+    },
+    "torch.utils._python_dispatch": {
+        "TorchDispatchMode": "intercept every operation",
+        "_disable_current_modes": "run operations without intercepting them",
+    },
+    "torch._ops.OpOverload": {
+        "._schema": "know the arguments of an operation, and which of them it writes to",
+        "._overloadpacket": "find the formula for the floating-point operations of an operation",
+    },
+    "torch._C._functions.NllLossBackward0": {
+        "_saved_total_weight": "weigh the losses of micro-batches by the targets that they do not ignore",
+        "_saved_reduction": "weigh the losses of micro-batches by the targets that they do not ignore",
+    },
+    "torch._C._functions.NllLoss2DBackward0": {
+        "_saved_total_weight": "weigh the losses of micro-batches by the targets that they do not ignore",
+        "_saved_reduction": "weigh the losses of micro-batches by the targets that they do not ignore",
+    },
+}
+
+
+# Identity and reference counts of storages
+
+
+def identity_of(storage: UntypedStorage) -> int:
+    """Return a number that identifies this storage as long as it exists."""
+    identity: int = storage._cdata
+    return identity
+
+
+def use_count(tensor: Tensor) -> int:
+    """Return the number of references to the storage of `tensor`: 2 if no other tensor shares it.
+
+    The tensor itself and the storage object that this function creates count as one each.
+    """
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
+def untyped(storage: object) -> UntypedStorage | None:
+    """Return the untyped storage of `storage`, or `None` if it is not a storage."""
+    found = storage._untyped_storage if isinstance(storage, torch.storage.TypedStorage) else storage
+    return found if isinstance(found, UntypedStorage) else None
+
+
+# Create tensors of our own classes that have a shape but no memory
+
+
+class WithoutMemory(Tensor):
+    """The base of our classes of tensors that have a shape but no memory."""
+
+
+T = TypeVar("T", bound=Tensor)
+
+
+def without_memory(cls: type[T], shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> T:
+    """Return a tensor of class `cls`, which must define `__torch_dispatch__`; `device=None` means CPU."""
+    tensor: T = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+    return tensor
+
+
+# Tensors without memory: to reserve space in a file, and to follow a training step without computing it
+
+
+def fake_tensors(specs: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+    """Return a tensor without memory for each shape and dtype, for `torch.serialization.skip_data`."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
+
+    with FakeTensorMode():
+        return [torch.empty(shape, dtype=dtype) for shape, dtype in specs]
+
+
+def fake_tensor_mode() -> Any:
+    """Return a context in which new tensors have no memory, and operations compute shapes only.
+
+    Inside, real tensors that an operation takes are treated as fake ones; `from_tensor` of the mode converts a tensor.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def hide_accelerators() -> None:
+    """Make torch see no accelerator for the rest of this process, a fork in which asking one raises an error.
+
+    Optimizers ask before each step whether the stream of the device is being captured.
+    """
+    torch.cuda.is_available = lambda: False
+    torch.accelerator.current_accelerator = lambda *_, **__: None
+
+
+def is_value_missing(error: BaseException) -> bool:
+    """Return whether `error` says that an operation needs the value of a tensor that has none, as `.item()` does."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+
+    return isinstance(error, DataDependentOutputException)
+
+
+# Operations of torch's dispatcher, and modes that intercept them
+
+packet_of: Callable[[Any], Any] = attrgetter("_overloadpacket")
+"""Return the operation to which an overload belongs: `aten.mm` for `aten.mm.default`."""
+
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""Return the schema of an operation, a `torch.FunctionSchema`."""
+
+without_modes: Callable[[], Any] = _disable_current_modes
+"""Return a context manager in which no mode intercepts operations."""
+
+
+# What a cross entropy divides by
+
+_MEAN = 1
+_NUM_NODES = 32
+
+
+def divisor_of(loss: Any) -> Any:
+    """Return what the cross entropy, or `nll_loss`, that `loss` was computed from has divided its sum by.
+
+    It is one with `reduction="mean"`. Of the graph, the nodes next to `loss` are searched, and the first one counts.
+
+    Returns:
+        The number of targets that are not ignored, or the sum of their class weights: a 0-dimensional tensor on the
+        device of the loss. `None` if there is no cross entropy.
+    """
+    nodes: list[Any] = [loss.grad_fn]
+    for node in nodes:
+        if getattr(node, "_saved_reduction", None) == _MEAN and hasattr(node, "_saved_total_weight"):
+            return node._saved_total_weight
+        if len(nodes) < _NUM_NODES:
+            nodes += [following for following, _ in getattr(node, "next_functions", ())]
+    return None
