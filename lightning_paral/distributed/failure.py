@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.optim import Optimizer
 
-from lightning_paral.compat.torch.process_groups import abort_nccl, close_connections, store_port
+from lightning_paral.compat.torch.process_groups import abort_nccl, close_connections, own_endpoints, store_port
 from lightning_paral.distributed.watcher import POLL_SECONDS, RankWatcher
 from lightning_paral.errors import RankFailedError
 
@@ -262,7 +262,7 @@ class FailureWatch:
         self._learned_at = self._lost_at = 0.0
         self._left_at: float | None = None
         self._num_reactions = 0
-        self._has_answered = self._is_over = False
+        self._has_answered = self._has_published = self._is_over = False
         self._before: Any = None
         """The handler of SIGTERM before this rank left the run."""
         _take_signal(self)
@@ -282,6 +282,7 @@ class FailureWatch:
         if is_interruption(error) or is_told(error):
             self._wait_for_cause()
         first = self.first.report(failure_of(error, self.rank, where))
+        self._publish_endpoints()
         raised = as_consequence(error, self.first.why_interrupted())
         if raised is error and first.rank == self.rank:
             if self._found is not None and is_interruption(error):
@@ -414,11 +415,27 @@ class FailureWatch:
         elif self._num_reactions > 0:  # not at once: if all ranks raise the same error, each leaves the run by itself
             if self._num_reactions == 1:  # in a thread, because NCCL may wait for kernels that never end
                 threading.Thread(target=abort_nccl, name="lightning_paral_abort", daemon=True).start()
-            close_connections(self._store_port)
+            self._publish_endpoints()
+            close_connections(self._endpoints_of_others(), self._store_port)
             if self._num_reactions > 1 and _current is self:
                 with suppress(OSError):
                     signal.pthread_kill(self._watcher.main_thread, _SIGNUM)
         self._num_reactions += 1
+
+    def _publish_endpoints(self) -> None:
+        """Tell the other ranks which connections are those of this rank, so that they close no others; once."""
+        if not self._has_published:
+            self._has_published = True
+            with suppress(*_UNREACHABLE):
+                self.first.store.set(f"endpoints/{self.rank}", json.dumps(own_endpoints(self._store_port)))
+
+    def _endpoints_of_others(self) -> set[str]:
+        keys = [f"endpoints/{rank}" for rank in range(self.first.world_size) if rank != self.rank]
+        with suppress(*_UNREACHABLE):
+            return {
+                each for key in keys if self.first.store.check([key]) for each in json.loads(self.first.store.get(key))
+            }
+        return set()
 
     @property
     def has_left(self) -> bool:

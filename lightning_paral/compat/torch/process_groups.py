@@ -4,7 +4,7 @@ import ctypes
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -120,8 +120,6 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 
 # Abort NCCL communicators and gloo without the other ranks, and learn of the errors that they have found
 
-_inherited: set[str] = set()
-"""The sockets that this process has from the one that forked it, such as those of a notebook's kernel."""
 _on_mismatch: Callable[[], None] | None = None
 
 
@@ -167,35 +165,35 @@ def abort_all() -> None:
     _abort_process_group()
 
 
-def close_connections(store_port: int | None) -> None:
-    """Shut down the TCP connections of this process, so that its collectives over gloo end with an error.
+def own_endpoints(store_port: int | None) -> list[str]:
+    """Return this process's ends of its TCP connections, except those from or to `store_port`; without /proc, none."""
+    return [own for own, _, _ in _connections(store_port)]
+
+
+def close_connections(others: Collection[str], store_port: int | None) -> None:
+    """Shut down the connections of which `others` are the other ends, so that collectives over gloo end with an error.
 
     `ProcessGroupGloo.abort` does nothing, and destroying the group closes no connection as long as anything refers to
-    it (torch 2.13). Connections to `store_port` and inherited ones stay open. Without /proc, this does nothing.
+    it (torch 2.13).
     """
-    for descriptor, name in _sockets():
-        # An error: it was closed in the meantime, or is not connected.
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
-            is_tcp = found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6)
-            if name in _inherited or not is_tcp:
-                continue
-            if store_port not in (found.getsockname()[1], found.getpeername()[1]):
-                found.shutdown(socket.SHUT_RDWR)
+    for _, other, connection in _connections(store_port):
+        if other in others:
+            with suppress(OSError):  # it was closed in the meantime
+                connection.shutdown(socket.SHUT_RDWR)
 
 
-def _sockets() -> Iterator[tuple[int, str]]:
+def _connections(store_port: int | None) -> Iterator[tuple[str, str, socket.socket]]:
     for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with suppress(OSError):
-            if (name := os.readlink(f"/proc/self/fd/{number}")).startswith("socket:"):
-                yield int(number), name
+        # An error: it was closed in the meantime, is no socket, or is not connected.
+        with suppress(OSError), socket.socket(fileno=os.dup(int(number))) as found:
+            if found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6):
+                own, other = found.getsockname(), found.getpeername()
+                if store_port not in (own[1], other[1]):
+                    yield _text(own), _text(other), found
 
 
-def _note_inherited() -> None:
-    _inherited.update(name for _, name in _sockets())
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
-    os.register_at_fork(after_in_child=_note_inherited)
+def _text(address: Any) -> str:
+    return f"{str(address[0]).removeprefix('::ffff:')}:{address[1]}"  # of a socket of IPv6 that uses IPv4
 
 
 def call_on_mismatch(call: Callable[[], None] | None) -> None:
