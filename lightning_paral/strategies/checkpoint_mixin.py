@@ -1,17 +1,214 @@
 """Save and load checkpoints: a checkpoint of one strategy can be loaded by every other, at any world size."""
 
 from collections.abc import Mapping
+from datetime import timedelta
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim import Optimizer
+
+from lightning_paral.checkpoint.async_save import BackgroundSaver
+from lightning_paral.checkpoint.io.storage import remove_at
 from lightning_paral.checkpoint.io.urls import without_scheme
-from lightning_paral.checkpoint.state.loss_scale import add_loss_scale_of_plugin
-from lightning_paral.checkpoint.state.weights import PACKAGE_STATE_KEY, load_weights
-from lightning_paral.distributed.exchange import all_ranks
-from lightning_paral.distributed.rng_state import restore_states
-from lightning_paral.errors import CheckpointError
+from lightning_paral.checkpoint.shards import is_sharded
+from lightning_paral.checkpoint.state.loss_scale import add_loss_scale_of_ddp, add_loss_scale_of_plugin
+from lightning_paral.checkpoint.state.saved_modules import without_engines
+from lightning_paral.checkpoint.state.weights import (
+    PACKAGE_STATE_KEY,
+    load_weights,
+    package_state,
+    replicated_storages,
+    sharded_state_dict,
+)
+from lightning_paral.checkpoint.tree import tensors_in
+from lightning_paral.compat.lightning.strategies import averages_models
+from lightning_paral.distributed.exchange import RankGroup, all_ranks, explain
+from lightning_paral.distributed.rng_state import current_states, restore_states
+from lightning_paral.errors import CheckpointError, StorageOptionsError
 from lightning_paral.model.engine_attributes import is_left_partitioned
-from lightning_paral.strategies.checkpoint_saving import CheckpointSaving
+from lightning_paral.options import DEFAULT_TIMEOUT, CheckpointOptions, Form
+from lightning_paral.strategies.description import StrategyDescription
+from lightning_paral.strategies.full_reads import FullTensorReaders
+
+
+class CheckpointSaving(FullTensorReaders, StrategyDescription):
+    """Mixin, placed before the Lightning base: save through the `ShardedState` of the run."""
+
+    _checkpoint_options: CheckpointOptions
+    _async_timeout: timedelta = DEFAULT_TIMEOUT
+    """How long ranks wait for each other in a background save."""
+    _saver: BackgroundSaver | None = None
+    _has_saved: bool = False
+    _rng_states_of_fit: dict[str, Any] | None = None
+    """The states of the random generators at the end of the last fit.
+
+    A checkpoint saved later contains these, so that numbers drawn after the fit do not change a resumed fit.
+    """
+
+    @property
+    def _has_users_checkpoint_io(self) -> bool:
+        """Whether the user passed their own `CheckpointIO`."""
+        return type(self.checkpoint_io) is not TorchCheckpointIO
+
+    @property
+    def _checkpoint_form(self) -> Form:
+        return self._checkpoint_options.form or self._default_form
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state by name, as tensors of full shape. This rank may hold only a shard of a tensor."""
+        assert self.lightning_module is not None
+        state = self._sharded_state
+        state.collect_writes()
+        return sharded_state_dict(self.lightning_module, state.read_shard, self._checkpoint_options.save_frozen)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer in torch's format, with the parameters' names added to each group."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        return self._sharded_state.optimizer_state(optimizer)
+
+    @property
+    def _is_running(self) -> bool:
+        """Whether a run has begun and its teardown is not finished."""
+        return True
+
+    @property
+    def _can_save_in_background(self) -> bool:
+        """Whether a `teardown` will follow, which waits for a background save and reports its failure."""
+        assert self.lightning_module is not None
+        return self._is_running and self.lightning_module.trainer.state.status != TrainerStatus.INTERRUPTED
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write `checkpoint` to `filepath`, completely or not at all. *Collective* over the world during a run.
+
+        Raises:
+            CheckpointError: a rank could not write; raised on all ranks. An earlier checkpoint at `filepath` is intact.
+            ConfigurationError: the optimizer's state was lost at the end of the run.
+            StorageOptionsError: `storage_options` were given, but no `CheckpointIO` that accepts them.
+        """
+        from lightning_paral.checkpoint.save import SaveJob  # here, because Distributed Checkpoint is slow to import
+
+        assert self.lightning_module is not None
+        if self._has_users_checkpoint_io:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None:
+            raise StorageOptionsError(
+                f"`Trainer.save_checkpoint(..., storage_options=...)` was given {storage_options!r:.100}, and "
+                f"{type(self).__name__} accepts none. Set the options in fsspec's configuration. Under paral_ddp and "
+                "paral_dp, your own `CheckpointIO` receives them."
+            )
+        checkpoint = dict(checkpoint)  # hooks keep the original
+        ranks = self._saving_ranks(checkpoint, filepath)
+        if ranks is None:
+            return
+        self._add_package_state(checkpoint, ranks)
+        path = ranks.gather(without_scheme(filepath))[0]
+        replicated = replicated_storages(self.lightning_module)
+        name, local_sgd = type(self).__name__, averages_models(self)
+        stages = self.dims.stages if ranks.world_size == self.dims.num_ranks else None
+        checkpoint = self._without_others(checkpoint)
+        save = SaveJob.prepare(checkpoint, path, self._checkpoint_form, ranks, replicated, name, local_sgd, stages)
+        save.is_first_of_run, self._has_saved = not self._has_saved, True
+        if not self._checkpoint_options.async_save or not self._can_save_in_background:
+            if self._saver is not None:
+                self._wait_for_background_save()
+            save.write(ranks)
+            return
+        if self._saver is None:
+            self._saver = BackgroundSaver(self._async_timeout, pin=self.root_device.type == "cuda")
+        self._saver.wait()  # the staging buffers of the previous save are about to be overwritten
+        staging = self._saver.staging
+        ranks.run_on_all(f"Saving {path}", lambda: save.stage(staging))
+        self._saver.start(save.write)
+
+    def _without_others(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return `checkpoint` without the tensors of which only other pipeline stages have elements."""
+        return checkpoint
+
+    def finish_saving(self) -> None:
+        """Wait until a save in the background has finished.
+
+        Raises:
+            CheckpointError: the save failed.
+        """
+        if self._saver is not None:
+            self._saver.wait()
+
+    def _wait_for_background_save(self) -> None:
+        """Wait for a background save. After an exception it may fail because a rank has died; then warn."""
+        assert self._saver is not None
+        try:
+            self._saver.wait()
+        except Exception as error:
+            if self._can_save_in_background:
+                raise
+            rank_zero_warn(f"The background save that was in progress failed: {explain(error)}")
+
+    def _saving_ranks(self, checkpoint: dict[str, Any], filepath: Any) -> RankGroup | None:
+        """Return the ranks that save `checkpoint`; `None` if this rank is not one of them.
+
+        Raises:
+            CheckpointError: the checkpoint contains shards, and the process group of the ranks that hold them is gone.
+        """
+        ranks, world_size = all_ranks(), getattr(self, "world_size", 1)
+        if ranks.world_size == world_size:
+            return ranks
+        if any(is_sharded(tensor) for _, tensor in tensors_in(checkpoint)):
+            raise CheckpointError(
+                f"Saving {filepath} failed: each of {world_size} ranks holds a shard of the state, and their process "
+                "group was released after a failure, or by a run with a different world size. Save earlier, or save "
+                "only the weights: trainer.save_checkpoint(path, weights_only=True)."
+            )
+        return RankGroup() if self.is_global_zero else None
+
+    def _add_package_state(self, checkpoint: dict[str, Any], ranks: RankGroup) -> None:
+        """Add to `checkpoint` what this package needs to load it. *Collective* over `ranks`."""
+        assert self.lightning_module is not None
+        add_loss_scale_of_ddp(checkpoint, type(self.precision_plugin).__qualname__)
+        rng_states = None if self._is_running and self._is_fit else self._rng_states_of_fit
+        rng_states = rng_states or current_states(self._own_devices)
+        added = package_state(self.lightning_module, self._checkpoint_options.save_frozen, ranks, rng_states)
+        if ranks.world_size < self.dims.num_ranks:  # rank 0 saves alone; those of the others are most often equal
+            added["random_states"] *= self.dims.num_ranks
+        checkpoint[PACKAGE_STATE_KEY] = added
+        if self._default_form == "sharded":
+            without_engines(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, after the background save if one is running; keep any other folder, with a warning.
+
+        A `CheckpointIO` that the user passed removes checkpoints in its own way.
+        """
+        if self._has_users_checkpoint_io:
+            super().remove_checkpoint(filepath)
+            return
+        if not self.is_global_zero:
+            return
+        if self._saver is not None:
+            self._saver.after(partial(remove_at, without_scheme(filepath)))  # its replacement may not be complete yet
+        else:
+            remove_at(without_scheme(filepath))
+
+    def teardown(self) -> None:
+        """Wait for a background save, and keep the random states of a fit for later saves.
+
+        Raises:
+            CheckpointError: the background save failed.
+        """
+        if self._is_fit:
+            self._rng_states_of_fit = current_states(self._own_devices)
+        saver, self._saver = self._saver, None
+        try:
+            if saver is not None:
+                saver.close()
+        finally:
+            super().teardown()
 
 
 class CheckpointMixin(CheckpointSaving):

@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 from lightning_paral.compat.lightning.callbacks import change_monitored, restore_monitored
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.torch.ddp import ignored_by_ddp
+from lightning_paral.data.distribute import RunData
 from lightning_paral.distributed.divergence import EpochAgreement, ReplicaCheck
 from lightning_paral.distributed.exchange import check_same
 from lightning_paral.distributed.failure import FailureWatch
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.strategies.description import StrategyDescription
-from lightning_paral.strategies.run_data import RunData
 
 _SAME_SETTINGS = "They decide which collectives a rank calls. Give all ranks the same settings."
 _SAME_MODULE = (

@@ -27,7 +27,7 @@ TOPICS = {
     "ZeRO": "engines/zero strategies/zero",
     "Pipeline": "engines/pipeline strategies/pipeline",
     "Tensor parallelism": "engines/tensor strategies/tensor_parallel",
-    "Checkpoints": "checkpoint strategies/checkpoint_mixin strategies/checkpoint_saving",
+    "Checkpoints": "checkpoint strategies/checkpoint_mixin",
     "Plans": "planning",
     "Checks of a project and a machine": "diagnostics",
     "Versions": "compat tested_versions _version",
