@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_paral.compat.deepspeed import optimizer
+from lightning_paral.compat.deepspeed import optimizer as zero_optimizer
 from lightning_paral.compat.deepspeed.optimizer import master_range_of
 from lightning_paral.engines.zero.parameters.partition import full_shape, local_flat_range
 
@@ -101,7 +101,7 @@ class SubgroupSwapper:
 
     def is_on_nvme(self, index: int) -> bool:
         """Return whether the sub-group is on NVMe."""
-        return optimizer.is_on_nvme(self._optimizer, index)
+        return zero_optimizer.is_on_nvme(self._optimizer, index)
 
     @contextmanager
     def keep_loaded(self) -> Iterator[None]:
@@ -132,18 +132,18 @@ class SubgroupSwapper:
         self._read(index)
         try:
             yield
-            optimizer.swap_out(self._optimizer, index)
+            zero_optimizer.swap_out(self._optimizer, index)
             self._loaded = None
         finally:
             self._release()
 
     def _read(self, index: int) -> None:
-        optimizer.swap_in(self._optimizer, index)
+        zero_optimizer.swap_in(self._optimizer, index)
         self._loaded = index
 
     def _release(self) -> None:
         if self._loaded is not None:
-            optimizer.release_buffers(self._optimizer, self._loaded)
+            zero_optimizer.release_buffers(self._optimizer, self._loaded)
             self._loaded = None
 
 
@@ -158,7 +158,7 @@ class Stage3Partition(Partition):
     @property
     def has_own_memory(self) -> bool:
         """Whether the fp32 weights are not in the memory of the parameters' own shards."""
-        return not optimizer.shares_memory_with_parameters(self._optimizer, self._index)
+        return not zero_optimizer.shares_memory_with_parameters(self._optimizer, self._index)
 
     @contextmanager
     def in_memory(self, *, write: bool) -> Iterator[tuple[Tensor, dict[str, Any]]]:
@@ -172,17 +172,17 @@ class Stage3Partition(Partition):
     @property
     def flat(self) -> Tensor:
         """The fp32 weights; empty while they are on NVMe."""
-        return optimizer.flat_weights(self._optimizer, self._index)
+        return zero_optimizer.flat_weights(self._optimizer, self._index)
 
     @property
     def state(self) -> dict[str, Any]:
         """The optimizer's state. Those of its tensors that are as long as `flat` are empty while `flat` is empty."""
-        state: dict[str, Any] = optimizer.stepping_optimizer(self._optimizer, self._index).state[self.flat]
+        state: dict[str, Any] = zero_optimizer.stepping_optimizer(self._optimizer, self._index).state[self.flat]
         return state
 
     def publish(self) -> None:
         """Update the weights that forward passes use from `flat`, which must be in memory."""
-        optimizer.copy_flat_weights_to_parameters(self._optimizer, self._index)
+        zero_optimizer.copy_flat_weights_to_parameters(self._optimizer, self._index)
 
 
 def make_partitions(optimizer: Any, stage: int, swapper: SubgroupSwapper) -> list[Partition]:
@@ -204,7 +204,7 @@ def _flat_ranges(parameters: Sequence[Any]) -> dict[int, FlatRange]:
 
 
 def _stage3_flat_range(parameter: Any, optimizer: Any) -> FlatRange:
-    position, padded_numel = optimizer.position_of(optimizer, parameter)
+    position, padded_numel = zero_optimizer.position_of(optimizer, parameter)
     start, numel = local_flat_range(parameter)
     assert numel <= padded_numel
     return FlatRange(full_shape(parameter), start, numel, position)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_paral.compat.deepspeed import engine
+from lightning_paral.compat.deepspeed import engine as zero_engine
 from lightning_paral.compat.deepspeed.engine import (
     clip_next_step,
     discard_offloaded_gradients,
@@ -53,7 +53,7 @@ class EngineGradients:
 
     def norm(self) -> Tensor:
         """Return the global 2-norm before clipping by norm: a scalar, fp32. *Collective*."""
-        return engine.scaled_norm(self._optimizer, self.stage) / self._loss_scale
+        return zero_engine.scaled_norm(self._optimizer, self.stage) / self._loss_scale
 
     def full(self, parameter: Parameter) -> Tensor | None:
         """Return the full gradient of `parameter` in fp32; `None` if it has none. *Collective*."""
@@ -69,13 +69,13 @@ class EngineGradients:
     def clip_by_value(self, max_value: float) -> None:
         """Clamp each element to `[-max_value, max_value]`. No collective."""
         limit = max_value * self._loss_scale
-        engine.clamp_gradients(self._optimizer, self.stage, limit, offloaded=self.are_offloaded)
+        zero_engine.clamp_gradients(self._optimizer, self.stage, limit, offloaded=self.are_offloaded)
 
     def drop(self) -> None:
         """Drop the gradients of the window."""
         self._optimizer.zero_grad()
         if self.stage < 3:
-            engine.forget_window(self._optimizer, offloaded=self.are_offloaded)
+            zero_engine.forget_window(self._optimizer, offloaded=self.are_offloaded)
             if self.are_offloaded:
                 discard_offloaded_gradients(self._optimizer)
 
@@ -84,4 +84,4 @@ class EngineGradients:
         for _, parameter in unused if self.stage < 3 and self.are_offloaded else ():
             zero_gradient_on_host(self._optimizer, parameter)
         for _, parameter in unused if self.stage == 3 else ():
-            engine.zero_kept_gradient(self._optimizer, parameter, offloaded=self.are_offloaded)
+            zero_engine.zero_kept_gradient(self._optimizer, parameter, offloaded=self.are_offloaded)

@@ -6,7 +6,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_paral.compat.deepspeed import engine
+from lightning_paral.compat.deepspeed import engine as zero_engine
 from lightning_paral.compat.deepspeed.optimizer import link_states
 from lightning_paral.engines.zero.parameters.writes import Writes
 from lightning_paral.engines.zero.training.engine_gradients import EngineGradients
@@ -121,7 +121,7 @@ class PartitionedGradients:
             self._adds_to_old = by_hand and self._has_old
         elif self._num_passes == 1:
             self._shards.zero_stale(self._usage.not_yet_used())  # this pass may add to them
-        engine.begin_pass(self._optimizer)
+        zero_engine.begin_pass(self._optimizer)
         self._num_passes += 1
 
     def before_shared_backward(self) -> None:
@@ -130,7 +130,7 @@ class PartitionedGradients:
             self.engine.set_gradient_accumulation_boundary(False)
         if self._num_passes == 1:
             self._shards.zero_stale(self._usage.not_yet_used())
-        engine.begin_shared_pass(self.engine)
+        zero_engine.begin_shared_pass(self.engine)
         self._usage.begin_pass()
         self._usage.was_reached = False
 
@@ -140,14 +140,14 @@ class PartitionedGradients:
         Raises:
             ConfigurationError: it reached some, but gradients of this step have already been read or clipped.
         """
-        engine.end_shared_pass(self.engine)
+        zero_engine.end_shared_pass(self.engine)
         self._usage.end_pass()
         if not self._usage.was_reached:
-            engine.end_unreached_pass(self.engine)
+            zero_engine.end_unreached_pass(self.engine)
             return
         if self._complete:
             self._refuse_more()
-        engine.end_reached_pass(self.engine)
+        zero_engine.end_reached_pass(self.engine)
         if self._num_passes == 0:
             self._adds_to_old = self._has_old
         self._num_passes += 1
@@ -173,11 +173,11 @@ class PartitionedGradients:
         missed = self._usage.missed_by_last_pass() if self._shards.are_offloaded and self.stage >= 2 else ()
         self._usage.close_window()
         if self._complete and missed:
-            engine.end_window_for(self._optimizer, self.stage, [parameter for _, parameter in missed])
+            zero_engine.end_window_for(self._optimizer, self.stage, [parameter for _, parameter in missed])
         if not self._complete:
             self.engine.set_gradient_accumulation_boundary(True)
             if self.stage >= 2:
-                engine.end_window(self._optimizer)
+                zero_engine.end_window(self._optimizer)
             else:
                 self.engine.allreduce_gradients()
         self._shards.zero_stale(self._usage.unused)
