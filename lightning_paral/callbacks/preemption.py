@@ -23,6 +23,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_paral.compat.lightning.loops import stop_between_batches
+from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.distributed.exchange import gather_int_lists
 from lightning_paral.distributed.launcher import agree_on_exit
 from lightning_paral.errors import ConfigurationError
@@ -87,7 +88,7 @@ class Preemption(Callback):
         """Whether the last fit was stopped before its end."""
         self.checkpoint_path: str | None = None
         """Where the last fit was saved when it was stopped."""
-        self._undo = ExitStack()
+        self._undo, self._undo_after = ExitStack(), ExitStack()
         self._handlers: dict[int, Any] = {}
         """The handlers of the signals when the run began."""
         self._is_listening = False
@@ -99,6 +100,7 @@ class Preemption(Callback):
             ConfigurationError: there are several ranks, and the strategy is not one of this package.
         """
         self.end()
+        self._undo_after.close()
         environment = _slurm(trainer)
         requeue_signal = (environment and environment.requeue_signal) or signal.SIGUSR1
         signums = (signal.SIGTERM, requeue_signal) if self._saves else (signal.SIGTERM,)
@@ -134,7 +136,8 @@ class Preemption(Callback):
         self.end()
         if stage == "fit" and self.was_preempted and self.exit_status != "return":
             for callback in trainer.checkpoint_callbacks:
-                vars(callback)["on_exception"] = lambda *_: None  # they would save the same state again
+                # They would save the same state again.
+                shadow_method(callback, "on_exception", _do_nothing, self._undo_after)
             raise SystemExit(self._status(self._cause))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -165,7 +168,7 @@ class Preemption(Callback):
         process = os.getpid()
 
         def handle(number: int, frame: FrameType | None) -> None:
-            if os.getpid() != process:  # forked, so the signal is not for the run
+            if os.getpid() != process or not self._is_listening:  # forked, or restored after the run
                 signal.signal(number, previous)
                 os.kill(os.getpid(), number)
                 return
@@ -221,6 +224,7 @@ class Preemption(Callback):
         self.was_preempted, self.checkpoint_path = True, path
         if self.exit_status != "return":
             agree_on_exit(self._status(self._cause))
+        self._is_saving = False
         rank_zero_info(f"Training can be resumed from {path}.")
 
     def _path(self, trainer: Trainer) -> str:
@@ -264,6 +268,8 @@ class Preemption(Callback):
 
         def look() -> None:
             why = f"{_reason(signal.SIGTERM)}, but no batch ended for {seconds:g} s"
+            if not self._is_listening:
+                return
             if self._is_saving or _num_ended(trainer) > num_ended or _is_in("save_checkpoint"):
                 self._end_if_hung(trainer, seconds)
             elif trainer.world_size == 1:
@@ -303,6 +309,10 @@ def handle_signals(trainer: Trainer) -> Preemption | None:
     stop = _StopOnSigterm(margin=None)
     stop.setup(trainer, trainer.lightning_module, trainer.state.fn or "")
     return stop
+
+
+def _do_nothing(*_: object) -> None:
+    pass
 
 
 def _slurm(trainer: Trainer) -> SLURMEnvironment | None:

@@ -87,8 +87,6 @@ class RankGroup:
     world_size: int = 1
     group: Any = None
     """The process group; `None` for the default group, or for a single process without one."""
-    members: tuple[int, ...] = ()
-    """The global ranks, in the order of the group, if the other ranks of the world have died; empty otherwise."""
 
     @property
     def is_rank_0(self) -> bool:

@@ -30,6 +30,9 @@ _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 3.0
 """How long a process may take to report its own error, after another one has ended."""
 
+_LEAVE_SECONDS = 60.0
+"""How long a process may take for its hooks, after all have agreed on a status."""
+
 _agreed_status: int | None = None
 
 
@@ -119,14 +122,17 @@ class ScriptLauncher(SubprocessScriptLauncher):
             return error
         try:
             return self._run.report_failure(error)
-        except Exception as later:  # of a signal handler: torch's raises the true cause if a loader's worker was killed
-            with suppress(Exception):
+        except BaseException as later:  # of a signal handler: torch's raises the cause if a loader's worker was killed
+            with suppress(BaseException):
                 return self._run.report_failure(later)
             return error
 
     def start_others(self, start: Callable[[], None]) -> None:
         """Start the other local ranks, and poll them in place of Lightning's observer."""
         global _children
+        if self.num_processes == 1:
+            start()
+            return
         folder = tempfile.mkdtemp(prefix="lightning_paral-")
         os.environ[_LAUNCHED_BY] = f"{os.getpid()}:{folder}"
         try:
@@ -265,7 +271,7 @@ class _Children:
         error = _calls.error
         is_uncaught = getattr(sys, "last_value", None) is not None  # Python has printed it
         gives_up = _agreed_status is None and (is_uncaught or (error is not None and not isinstance(error, Exception)))
-        deadline = time.monotonic() + _GRACE_SECONDS
+        deadline = time.monotonic() + (_GRACE_SECONDS if _agreed_status is None else _LEAVE_SECONDS)
         while running := [rank for rank, process in self.processes.items() if process.poll() is None]:
             if time.monotonic() > deadline and (gives_up or any(map(self._waits_in_vain, running))):
                 self._end()

@@ -84,7 +84,6 @@ class RankWatcher:
     """
 
     def __init__(self, run: str, patience: float, poll_seconds: float = POLL_SECONDS) -> None:
-        self.run = run
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.main_thread = threading.get_ident()
         """The identifier of the thread that trains."""

@@ -116,6 +116,8 @@ class ProcessLauncher(MultiProcessingLauncher):
                 multiprocessing.connection.wait(running, timeout=0.1)
                 if not queue.empty():
                     output = queue.get()
+            if output is None and not queue.empty():
+                output = queue.get()
             has_raised = any(map(os.path.exists, ranks.error_files))
             while not ranks.join(grace_period=_RAISED_SECONDS if has_raised else _DIED_SECONDS):
                 pass

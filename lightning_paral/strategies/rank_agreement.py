@@ -17,10 +17,8 @@ from torch.optim import Optimizer
 from lightning_paral.compat.lightning.callbacks import change_monitored, restore_monitored
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.torch.ddp import ignored_by_ddp
-from lightning_paral.data.distribute import RunData
 from lightning_paral.distributed.divergence import EpochAgreement, ReplicaCheck
 from lightning_paral.distributed.exchange import check_same
-from lightning_paral.distributed.failure import FailureWatch
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.strategies.description import StrategyDescription
@@ -56,8 +54,6 @@ class RankAgreement(StrategyDescription):
     divergence_check_every: int | None = None
     """The option `divergence_check_every`: after how many optimizer steps replicas are compared; `None`: never."""
     _watcher: RankWatcher | None = None
-    _failures: FailureWatch | None = None
-    _data: RunData
     _steps: EpochAgreement | None = None
     """During a fit with several ranks."""
     _replica_check: ReplicaCheck | None = None

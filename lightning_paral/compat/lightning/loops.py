@@ -159,7 +159,10 @@ def stop_between_batches(
     def end_batch(data_fetcher: Any) -> None:
         nonlocal has_stopped
         on_advance_end(data_fetcher)
-        if is_accumulating(trainer) or _is_last(trainer) or not is_stop():
+        if is_accumulating(trainer) or trainer.global_step >= trainer.max_steps > -1:
+            return
+        # All ranks call `is_stop`, also those of which only one has set `should_stop`.
+        if not is_stop() or (trainer.should_stop and epoch_loop.done):
             return
         # The resumed fit skips the validation that is done, but counts the batch again.
         is_counted_again = epoch_loop._should_check_val_fx(data_fetcher)
@@ -181,9 +184,3 @@ def stop_between_batches(
     shadow_method(epoch_loop, "on_advance_end", end_batch, undo)
     shadow_method(fit_loop, "advance", run_epoch, undo)
     shadow_method(fit_loop, "on_run_end", end_run, undo)
-
-
-def _is_last(trainer: Trainer) -> bool:
-    """Return whether the fit ends after the current batch by itself."""
-    is_stopping = trainer.should_stop and trainer.fit_loop.epoch_loop.done
-    return is_stopping or trainer.global_step >= trainer.max_steps > -1

@@ -70,7 +70,7 @@ def fail(strategy: str, where: str, folder: str) -> str:
     try:
         trainer.fit(Failing(where), shuffled(2))
     except (KeyError, RankFailedError) as error:
-        return f"{type(error).__name__} {sorted(path.name for path in Path(folder).iterdir())}"
+        return type(error).__name__
     return "no error"
 
 
@@ -81,9 +81,9 @@ def resumed_and_uninterrupted(strategy: str, folder: str) -> list[Fitted]:
 
 def test_checkpoint_is_not_saved_if_ranks_hold_shards_and_one_fails_alone(in_own_world, tmp_path: Path) -> None:
     (tmp_path / "earlier").touch()
-    expected = [f"{error} ['earlier']" for error in ("RankFailedError", "KeyError")]
 
-    assert in_own_world(2, fail, "paral_fsdp", "alone", str(tmp_path)) == expected
+    assert in_own_world(2, fail, "paral_fsdp", "alone", str(tmp_path)) == ["RankFailedError", "KeyError"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["earlier"]
 
 
 SAVED = ["failed.ckpt", "last.ckpt", "own.ckpt"]
@@ -99,7 +99,8 @@ SAVED = ["failed.ckpt", "last.ckpt", "own.ckpt"]
 def test_ranks_save_together_after_an_error_and_raise_it(
     on_ranks, rank_pool, tmp_path: Path, strategy: str, where: str, errors: list[str]
 ) -> None:
-    assert on_ranks(2, fail, strategy, where, str(tmp_path)) == [f"{error} {SAVED}" for error in errors]
+    assert on_ranks(2, fail, strategy, where, str(tmp_path)) == errors
+    assert sorted(path.name for path in tmp_path.iterdir()) == SAVED
 
     rank_pool.renew_world()
     for uninterrupted, *others in on_ranks(2, resumed_and_uninterrupted, strategy, str(tmp_path)):
