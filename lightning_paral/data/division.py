@@ -93,7 +93,10 @@ class Marked:
 
     def pin_memory(self) -> "Marked":
         """Return the same with tensors in pinned memory, for loaders with `pin_memory=True`."""
-        return dataclasses.replace(self, batch=apply_to_collection(self.batch, Tensor, Tensor.pin_memory))
+        if hasattr(self.batch, "pin_memory"):
+            return dataclasses.replace(self, batch=self.batch.pin_memory())
+        pinned = apply_to_collection(self.batch, Tensor, Tensor.pin_memory, allow_frozen=True)
+        return dataclasses.replace(self, batch=pinned)
 
 
 @dataclass(frozen=True)

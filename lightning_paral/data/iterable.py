@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
-from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
 from lightning_paral.compat.private_name import is_named_by
 from lightning_paral.compat.torch.loaders import copy_without_workers, set_worker_info
@@ -23,7 +23,7 @@ from lightning_paral.data.division import (
     reject_or_warn_about_repeated_sample,
     too_few_batches,
 )
-from lightning_paral.data.loaders import Loader, with_iteration
+from lightning_paral.data.loaders import Batches, Loader, with_iteration
 from lightning_paral.data.order import OrderRNG, Seed
 from lightning_paral.distributed.exchange import any_rank, every_rank, gather_ints
 from lightning_paral.distributed.rng_state import derive_seed
@@ -64,6 +64,8 @@ def distribute_iterable(
         )
     dataset = cast(Iterable[Any], loader.dataset)
     stream = ShardedIterable(dataset, shard, batch_size, loader.drop_last, seed, loader_index)
+    # A class of the user's that iterates itself must not see the states among the batches.
+    stream.keeps_states &= type(loader).__iter__ is DataLoader.__iter__
     return with_stream(loader, stream), stream
 
 
@@ -117,6 +119,8 @@ class ShardedIterable(IterableDataset[Any]):
         self.keeps_states = shard.remainder != "pad" and is_stateful(dataset)
         """Whether a run resumes by the dataset's own state."""
         self._states: dict[int, dict[str, Any]] = {}  # after each of the last steps
+        self._at_start: Any = None  # the dataset's state before it was read in this process
+        self._starts_over = False
         self.rejects_repeated_samples = False
         """Whether a training batch with fewer samples than ranks is an error."""
         self.has_warned = False
@@ -151,6 +155,8 @@ class ShardedIterable(IterableDataset[Any]):
         each part. Without them, the stream is read again.
         """
         size, num_workers = self.global_batch_size, max(1, self.num_workers)
+        if self._saved.get("samples") == num_steps * size:  # no step has been taken since
+            return dict(self._saved)
         last = [self._states.get(step) for step in range(max(0, num_steps - num_workers), num_steps)]
         states: list[Any] = last[-1:] if last and last[-1] and last[-1]["part"] is None else last
         turns = range(num_steps - len(states), num_steps)
@@ -169,7 +175,12 @@ class ShardedIterable(IterableDataset[Any]):
         """
         self.set_epoch(epoch)
         self._skip, self._saved = position["samples"], position
+        self.start_over()
         return self._skip // self.global_batch_size
+
+    def start_over(self) -> None:
+        """Make the next iteration read the dataset from its start, whatever was read ahead in this process."""
+        self._starts_over = True
 
     def without_marks(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches of training without marks. Record how uneven steps are divided, and the dataset's states."""
@@ -224,6 +235,12 @@ class ShardedIterable(IterableDataset[Any]):
         states = {each["part"]: each for each in saved.get("states", ())} if self.keeps_states else {}
         fills_last_step = self.shard.remainder == "wrap" and self.shard.data_size > 1
         starts_there = None in states and not fills_last_step
+        if self.keeps_states and worker is None:
+            if self._at_start is None:
+                self._at_start = copy.deepcopy(dataset.state_dict())
+            elif self._starts_over and not starts_there:
+                dataset.load_state_dict(copy.deepcopy(self._at_start))
+            self._starts_over = False
         if starts_there:
             dataset.load_state_dict(states[None]["dataset"])
             rng.states = states[None]["generators"]
@@ -245,7 +262,9 @@ class ShardedIterable(IterableDataset[Any]):
                     num_missing = num_samples_to_skip - sum(1 for _ in islice(stream, num_samples_to_skip))
         if state is not None:
             dataset.load_state_dict(state["dataset"])
-            rng.states, stream = state["generators"], iter(dataset)
+            rng.states = state["generators"]
+            with rng.drawing():
+                stream = iter(dataset)
         had = saved.get("num_workers", self.num_workers)
         if info.was_asked and num_steps_to_skip and (had != self.num_workers or num_missing >= step_size):
             raise ConfigurationError(
@@ -365,7 +384,7 @@ def synchronize_self_sharded(loader: Loader, shard: ShardSpec, group: dist.Proce
 
     def iterate(batches: Iterator[Any]) -> Iterator[Any]:
         agree = partial(any_rank, group=group), partial(every_rank, group=group)
-        in_step = in_lockstep(batches, partial(iter, loader), shard, *agree)
+        in_step = in_lockstep(batches, cast(Batches, batches).start_over, shard, *agree)
         return _mark_all(in_step) if shard.remainder == "pad" else in_step
 
     try:

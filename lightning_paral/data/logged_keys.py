@@ -46,7 +46,7 @@ class LoggedHistory:
         self._num_reductions += 1
         self._last.append((self._num_reductions, self.where, what))
 
-    def error(self, dims: ParallelDims) -> ConfigurationError:
+    def error(self, what: str, dims: ParallelDims) -> ConfigurationError:
         """Return the error for values that ranks have reduced with others. Wait a while for ranks that find it too."""
         # The number distinguishes this error from one in an earlier fit, whose history may still be in the store.
         number = default_store().add(f"lightning_paral/logged/{dims.rank}", 1)
@@ -54,7 +54,7 @@ class LoggedHistory:
         histories = {rank: {each[0]: (each[1], each[2]) for each in json.loads(text)} for rank, text in found.items()}
         where, difference = first_difference(histories) or (
             self.where,
-            f"rank {dims.rank} {self._last[-1][2]} and another rank did not",
+            f"rank {dims.rank} {what} and another rank did not",
         )
         return ConfigurationError(
             f"The ranks have not synchronized the same values in {where}: {difference}. {_EVERY_RANK}"
@@ -162,7 +162,7 @@ class CheckedReduce:
             self._differs.add(differs)
             reduced = reduced.masked_fill(differs, torch.nan)  # no logger gets a mean of different keys
         elif differs:
-            raise self._history.error(self._dims)
+            raise self._history.error(what, self._dims)
         return reduced[:-2].reshape(value.shape).to(_dtype_of_result(value, reduce_op))
 
     def _weighted(self, value: Tensor, group: Any) -> Tensor:

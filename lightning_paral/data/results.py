@@ -189,7 +189,7 @@ class SharedResults(ResultCollection):
         """Return the values for callbacks, loggers and the progress bar."""
         values = super().metrics(on_step)
         if self._differs.read(wait=not on_step):
-            raise self.history.error(self.dims)
+            raise self.history.error("synchronized a value", self.dims)
         return values
 
     def join(self, module: LightningModule) -> None:

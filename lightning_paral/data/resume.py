@@ -44,6 +44,7 @@ class DataPosition:
         fit_loop = self._trainer.fit_loop
         num_steps = num_processed(fit_loop.epoch_loop.batch_progress)
         is_last = fit_loop.epoch_loop.batch_progress.is_last_batch
+        epochs: Any = fit_loop.epoch_progress.current
         own = [_own_state(loader, None if is_last else num_steps) for loader in self._stateful_loaders()]
         return {
             "seed": self._seed.value,
@@ -51,6 +52,7 @@ class DataPosition:
             # `completed` after its end hooks, and `started` omits one after resuming at the end of an epoch.
             "epoch": self.sources[0].epoch if self.sources else 0,
             "loaders": [_position(source, num_steps) for source in self.sources],
+            "is_counted": epochs.processed >= epochs.started,
             "own_states": (all_ranks().gather(own) if with_all_ranks else [own]) if own else [],
         }
 
@@ -79,12 +81,17 @@ class DataPosition:
         inside_epoch = state["epoch"] == epoch and num_steps > 0 and len(state["loaders"]) == len(self.sources)
         is_last = fit_loop.epoch_loop.batch_progress.is_last_batch
         has_loaded = self._load_own_states(state.get("own_states", []), 0 if is_last else num_steps)
+        streams = [each for each in self.sources if isinstance(each, ShardedIterable) and each.keeps_states]
+        for stream in streams:
+            stream.start_over()
         if self.sources:  # otherwise the user's own loaders decide where they start
             if inside_epoch:
                 self._move(state["loaders"], epoch, num_steps)
             else:
                 restore()
-        if self.sources or has_loaded:
+        # At the end of an epoch, reading what has a state of its own ahead would lose batches of the next one.
+        is_at_end = is_last and num_steps > 0 and not state.get("is_counted", True) and (has_loaded or bool(streams))
+        if (self.sources or has_loaded) and not is_at_end:
             # The current iterator starts at the first batch, and its workers may already have loaded some batches.
             restart_training_data(self._trainer)
         if inside_epoch:
@@ -111,7 +118,13 @@ class DataPosition:
     def _load_own_states(self, by_rank: list[list[Any]], num_steps: int) -> bool:
         """Load the loaders' own states of this rank. Return whether there are any."""
         ranks, loaders = all_ranks(), self._stateful_loaders()
+        if not by_rank and not loaders:
+            return False
         if not by_rank or len(by_rank[0]) != len(loaders):
+            rank_zero_warn(
+                f"The checkpoint has the own states of {len(by_rank[0]) if by_rank else 0} training loaders, but here "
+                f"{len(loaders)} of them save their own. They start with their first batch."
+            )
             return False
         if len(by_rank) != ranks.world_size:
             rank_zero_warn(
