@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from tests.models.recorded import fit, flat
@@ -81,6 +82,57 @@ def test_stream_continues_by_its_own_state_at_another_number_of_ranks(on_ranks, 
     (found,) = on_ranks(1, resumed, str(tmp_path))
 
     assert flat(found[0]) == expected[:8]
+
+
+class Continuing(IterableDataset[torch.Tensor]):
+    """Continues where the last iteration ended, as a connection to a server does."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.position < 7:
+            self.position += 1
+            yield torch.tensor(float(self.position))
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class SaveIn(Callback):
+    """Saves a checkpoint in a hook at the end of the first epoch, in its validation or after it."""
+
+    def __init__(self, hook: str, path: str) -> None:
+        self.hook, self.path = hook, path
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.save(trainer, "on_validation_end")
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.save(trainer, "on_train_epoch_end")
+
+    def save(self, trainer: Any, hook: str) -> None:
+        if hook == self.hook and not trainer.current_epoch and not trainer.sanity_checking:
+            trainer.save_checkpoint(self.path)
+
+
+def around_the_end(hook: str, path: str) -> Any:
+    def fitted(**options: Any) -> list[Any]:
+        return fit(DataLoader(Continuing(), 2), DataLoader([torch.zeros(1)]), max_epochs=2, **options).trained
+
+    return fitted(callbacks=[SaveIn(hook, path)]), fitted(ckpt_path=path)
+
+
+@pytest.mark.parametrize("hook", ["on_validation_end", "on_train_epoch_end"])
+def test_nothing_that_was_read_ahead_is_lost_at_the_end_of_an_epoch(on_ranks, tmp_path, hook: str) -> None:
+    ((whole, resumed),) = on_ranks(1, around_the_end, hook, str(tmp_path / "end.ckpt"))
+
+    assert flat(whole) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0] * 2
+    assert flat(resumed) == flat(whole)[7:]
 
 
 class Own(DataLoader[float]):
