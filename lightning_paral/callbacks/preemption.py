@@ -258,9 +258,11 @@ class Preemption(Callback):
 
     def _expect_progress(self, trainer: Trainer) -> None:
         """End the run if it makes no progress after SIGTERM. Also called in a thread, if the main one hangs."""
-        if self.grace is not None and self._is_listening and not self._expects_progress:
+        if self._is_listening and not self._expects_progress:
             self._expects_progress = True
-            self._end_if_hung(trainer, self.grace)
+            getattr(trainer.strategy, "ask_who_lives", lambda: None)()
+            if self.grace is not None:
+                self._end_if_hung(trainer, self.grace)
 
     def _end_if_hung(self, trainer: Trainer, seconds: float) -> None:
         """End the run if no batch ends and nothing is saved in some seconds; otherwise look again after as long."""

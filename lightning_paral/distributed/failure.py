@@ -35,6 +35,8 @@ from lightning_paral.errors import RankFailedError
 END_SECONDS = 3.0
 """How long a rank may take to leave the run after any rank has failed; then its process is ended. For as long, ranks
 wait for each other: for votes, and until the failed rank has printed its error."""
+_ANSWER_SECONDS = 4 * POLL_SECONDS
+"""How long the watcher of a rank that lives may take to answer."""
 LEAVE_SECONDS = 60.0
 """How long hooks and the teardown may take once a rank has left the run, not counting a save."""
 
@@ -263,6 +265,7 @@ class FailureWatch:
         self._left_at: float | None = None
         self._num_reactions = 0
         self._has_answered = self._has_published = self._is_over = False
+        self._asked_at = 0.0
         self._before: Any = None
         """The handler of SIGTERM before this rank left the run."""
         _take_signal(self)
@@ -295,13 +298,17 @@ class FailureWatch:
         """Wait for the failure that interrupted this rank. If nobody reports one, find the ranks that have died."""
         try:
             self.first.store.set("who is there", "")
-            if not _wait_until(lambda: self.first.check() is not None, 4 * POLL_SECONDS):
-                others = [rank for rank in range(self.first.world_size) if rank != self.rank]
-                dead = [rank for rank in others if not self.first.store.check([f"here/{rank}"])]
-                if dead:
-                    self.report_death(dead[0], "its process ended without an exception")
+            if not _wait_until(lambda: self.first.check() is not None, _ANSWER_SECONDS):
+                self._report_dead()
         except _UNREACHABLE:
             self.first.report(self._end_of_store())
+
+    def _report_dead(self) -> None:
+        """Report the first rank that has not answered."""
+        for rank in range(self.first.world_size):
+            if rank != self.rank and not self.first.store.check([f"here/{rank}"]):
+                self.report_death(rank, "its process ended without an exception")
+                return
 
     def _explain_exit(self, error: BaseException, where: str) -> BaseException:
         """Print a line for `sys.exit` and Ctrl-C, for which Python prints nothing, and do not exit with status 0.
@@ -353,6 +360,12 @@ class FailureWatch:
 
     # Called in any thread
 
+    def ask_who_lives(self) -> None:
+        """Report a rank that does not answer in a moment. torchrun sends SIGTERM also if a process has died."""
+        with suppress(*_UNREACHABLE):
+            self.first.store.set("who is there", "")
+            self._asked_at = time.monotonic()
+
     def end_with(self, error: Exception, where: str) -> None:
         """End the run with `error`, which a topic has found, unless another failure ends it.
 
@@ -382,6 +395,9 @@ class FailureWatch:
             self.first.check()
             self._answer(store)
             self._lost_at = 0.0
+            if self._asked_at and time.monotonic() - self._asked_at > _ANSWER_SECONDS:
+                self._asked_at = 0.0
+                self._report_dead()
         except _UNREACHABLE:
             self._lost_at = self._lost_at or time.monotonic()
             if time.monotonic() - self._lost_at > END_SECONDS and not self._is_over:

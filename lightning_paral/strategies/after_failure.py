@@ -101,6 +101,11 @@ class AfterFailure(StrategyDescription):
         if self._failures is not None:
             self._failures.report_death(rank, how)
 
+    def ask_who_lives(self) -> None:
+        """End the run if the process of a rank has died. Call this after SIGTERM, which torchrun sends then too."""
+        if self._failures is not None:
+            self._failures.ask_who_lives()
+
     def _explain_exit_outside_of_run(self, error: BaseException) -> None:
         """Do not exit with status 0 if this rank called `sys.exit(0)` before or after a run with several ranks."""
         if isinstance(error, SystemExit) and not error.code and self.world_size > 1 and agreed_status() is None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -85,7 +86,9 @@ class ProcessLauncher(MultiProcessingLauncher):
             check_port_is_free(environment)  # which chooses the port, for all ranks
             self._check(trainer)
         try:
-            output = self._run(partial(_run_in_rank, trainer, function, self.method), args, kwargs, trainer)
+            with TemporaryDirectory(prefix="lightning_paral-") as self._returned:
+                run_in_rank = partial(_run_in_rank, trainer, function, self.method, self._returned)
+                output = self._run(run_in_rank, args, kwargs, trainer)
         finally:
             strategy.lightning_module.trainer = trainer  # Lightning's teardown needs it after an error
         result, names = torch.load(io.BytesIO(output.trainer_results), weights_only=False)
@@ -111,13 +114,16 @@ class ProcessLauncher(MultiProcessingLauncher):
         processes, output = ranks.processes, None
         try:
             while running := [each.sentinel for each in processes if each.exitcode is None]:
-                if any(each.exitcode for each in processes):
+                if any(each.exitcode for each in processes) or self._exited_early(processes) is not None:
                     break
                 multiprocessing.connection.wait(running, timeout=0.1)
                 if not queue.empty():
                     output = queue.get()
             if output is None and not queue.empty():
                 output = queue.get()
+            early = self._exited_early(processes)
+            if early is not None:
+                raise RankFailedError(f"Rank {self._first_rank + early} died without an error: {describe_status(0)}.")
             has_raised = any(map(os.path.exists, ranks.error_files))
             while not ranks.join(grace_period=_RAISED_SECONDS if has_raised else _DIED_SECONDS):
                 pass
@@ -136,6 +142,11 @@ class ProcessLauncher(MultiProcessingLauncher):
         if output is None:
             raise RankFailedError("The ranks ended without a result: rank 0 called sys.exit or os._exit.")
         return output
+
+    def _exited_early(self, processes: Any) -> int | None:
+        """Return the local rank of a process that ended with status 0 before its function returned."""
+        ended = [number for number, each in enumerate(processes) if each.exitcode == 0]
+        return next((number for number in ended if not os.path.exists(f"{self._returned}/{number}")), None)
 
     def _first_cause(self, ranks: Any, first: Any) -> BaseException:
         """Return the error to raise after ranks have ended, of which `first` is the one that was noticed first."""
@@ -177,7 +188,9 @@ class ProcessLauncher(MultiProcessingLauncher):
         gc.collect()
 
 
-def _run_in_rank(trainer: Trainer, function: Callable[..., Any], method: str, *args: Any, **kwargs: Any) -> bytes:
+def _run_in_rank(
+    trainer: Trainer, function: Callable[..., Any], method: str, returned: str, *args: Any, **kwargs: Any
+) -> bytes:
     """Call `function` in the process of a rank; return what it returned, and the names in the module's state.
 
     Raises:
@@ -206,6 +219,7 @@ def _run_in_rank(trainer: Trainer, function: Callable[..., Any], method: str, *a
         release_at_exit()  # forked processes do not call functions of `atexit`
     buffer = io.BytesIO()
     torch.save((move_data_to_device(result, "cpu"), list(module.state_dict())), buffer)
+    Path(returned, str(strategy.local_rank)).touch()
     return buffer.getvalue()
 
 
