@@ -19,7 +19,7 @@ from lightning_paral.errors import ConfigurationError
 
 _LARGEST_SUM = 2**52
 """An upper bound for sums of fingerprints, so that they are exact in float64."""
-_EXCHANGE_TIMEOUT = timedelta(seconds=5)
+_EXCHANGE_TIMEOUT = timedelta(seconds=10)
 _NUM_REMEMBERED = 64
 """How many of the last reductions a rank remembers."""
 _NUM_NAMED = 8

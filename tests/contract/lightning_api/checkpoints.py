@@ -49,7 +49,8 @@ def on_exception(run: Run) -> dict[str, Any]:
         raised = "nothing"
     except ArithmeticError as error:
         raised = str(error)
-    names = sorted(path.name for path in (run.folder / "kept").iterdir())
+    # Replicas do not wait for rank 0, which saves alone.
+    names = [""] if run.rank else sorted(path.name for path in (run.folder / "kept").iterdir())
     return {"raised": raised, "files": OfRankZero(names), "saved": run.saved(run.folder / "kept" / names[0])}
 
 
