@@ -35,6 +35,8 @@ from lightning_paral.errors import RankFailedError
 END_SECONDS = 3.0
 """How long a rank may take to leave the run after any rank has failed; then its process is ended. For as long, ranks
 wait for each other: for votes, and until the failed rank has printed its error."""
+_ALONE_SECONDS = 0.5
+"""How long a rank may take to leave the run by itself, because all ranks may have raised the same error."""
 _ANSWER_SECONDS = 4 * POLL_SECONDS
 """How long the watcher of a rank that lives may take to answer."""
 LEAVE_SECONDS = 60.0
@@ -428,7 +430,8 @@ class FailureWatch:
                 self._end_process()
         elif now - self._learned_at > END_SECONDS:
             self._end_process()
-        elif self._num_reactions > 0:  # not at once: if all ranks raise the same error, each leaves the run by itself
+        elif now - self._learned_at > _ALONE_SECONDS:
+            self._num_reactions += 1
             if self._num_reactions == 1:  # in a thread, because NCCL may wait for kernels that never end
                 threading.Thread(target=abort_nccl, name="lightning_paral_abort", daemon=True).start()
             self._publish_endpoints()
@@ -436,7 +439,6 @@ class FailureWatch:
             if self._num_reactions > 1 and _current is self:
                 with suppress(OSError):
                     signal.pthread_kill(self._watcher.main_thread, _SIGNUM)
-        self._num_reactions += 1
 
     def _publish_endpoints(self) -> None:
         """Tell the other ranks which connections are those of this rank, so that they close no others; once."""
