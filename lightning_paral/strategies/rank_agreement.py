@@ -18,7 +18,7 @@ from lightning_paral.compat.lightning.callbacks import change_monitored, restore
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.torch.ddp import ignored_by_ddp
 from lightning_paral.distributed.divergence import EpochAgreement, ReplicaCheck
-from lightning_paral.distributed.exchange import check_same
+from lightning_paral.distributed.exchange import Facts, check_same
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.strategies.description import StrategyDescription
@@ -38,8 +38,6 @@ _SAME_HYPER_PARAMETERS = (
 )
 
 
-Facts = dict[tuple[str, str], str]
-"""What must be equal on all ranks: a value for each subject and verb."""
 _OF_THE_TRAINER = (
     *("precision", "min_epochs", "max_epochs", "min_steps", "max_steps", "accumulate_grad_batches"),
     *("gradient_clip_val", "gradient_clip_algorithm", "check_val_every_n_epoch", "val_check_interval"),
@@ -245,7 +243,7 @@ def _facts_of_tensors(module: Module, *, trains: bool, shares_buffers: bool, sha
         shares_buffers: whether buffers are broadcast.
         shape_of: returns the full shape of a parameter.
     """
-    facts: Facts = {}
+    facts: dict[tuple[str, str], str] = {}
     ignored = ignored_by_ddp(module)
     for name, parameter in module.named_parameters():
         if name not in ignored:
@@ -268,7 +266,7 @@ def _facts_of_optimizers(optimizers: Sequence[Any], schedulers: Sequence[Any], m
         module: the module that has the parameters; `None` leaves their names out.
     """
     names = {} if module is None else {id(parameter): name for name, parameter in module.named_parameters()}
-    facts: Facts = {}
+    facts: dict[tuple[str, str], str] = {}
     for number, optimizer in enumerate(optimizers):
         subject = f"Optimizer {number}"
         facts[subject, "is"] = _name_of(optimizer)

@@ -29,7 +29,6 @@ __all__ = [
     "replace_evaluation_step",
     "replace_predict_step",
     "replace_preparation",
-    "results_of",
     "set_results",
     "set_results_of_fit",
 ]
@@ -91,11 +90,6 @@ NAMES: Names = {
 
 Step = Callable[[Any, int, int, Any], None]
 """Takes a batch, its index, the loader's index, and the iterator if the step draws batches itself."""
-
-
-def results_of(loop: EvaluationLoop) -> ResultCollection:
-    """Return the collection to which hooks log during `loop`."""
-    return loop._results
 
 
 def set_results(loop: EvaluationLoop, results: ResultCollection) -> None:
