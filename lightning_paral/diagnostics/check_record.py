@@ -27,7 +27,7 @@ from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
 from lightning_paral.checkpoint.tensor_state import TensorState
 from lightning_paral.compat.torch.modules import BatchNorm
 from lightning_paral.strategies.base import ParalStrategy
-from lightning_paral.strategies.full_reads import FullTensorReaders
+from lightning_paral.strategies.checkpoint_mixin import CheckpointMixin
 
 _HOOKS = (
     *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
@@ -154,7 +154,7 @@ class Recorder(Callback):
 
         def read() -> Tensors:
             strategy = trainer.strategy
-            values = strategy.full_state_dict() if isinstance(strategy, FullTensorReaders) else module.state_dict()
+            values = strategy.full_state_dict() if isinstance(strategy, CheckpointMixin) else module.state_dict()
             trained = {name for name, _ in module.named_parameters(remove_duplicate=False)}
             kinds = {name: "parameter" if name in trained else "buffer" for name in values}
             return {(kinds[name], name): value for name, value in values.items() if isinstance(value, Tensor)}
@@ -287,7 +287,7 @@ class _AfterHooks(PassThroughProfiler):
 
 def _reader(trainer: Trainer, module: LightningModule) -> Any:
     strategy = trainer.strategy
-    if isinstance(strategy, FullTensorReaders):
+    if isinstance(strategy, CheckpointMixin):
         return strategy
     return TensorState(module, trainer.optimizers, strategy.root_device, EndedOptimizers())
 

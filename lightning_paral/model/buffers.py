@@ -28,14 +28,15 @@ class RankZeroBuffers:
         module: the module that has the buffers. They are looked up for each broadcast, so they may be replaced.
         enabled: whether to broadcast. Nothing is broadcast if only one rank holds the buffers.
         dims: the ranks of the run. All ranks of a pipeline stage hold the same buffers; the first of them broadcasts.
-        in_training: whether `before_training_step` broadcasts; `False` if the engine does that itself.
+        in_training: whether to broadcast in training steps; `False` if the engine does that itself.
     """
 
     def __init__(self, module: Module, enabled: bool, dims: ParallelDims, *, in_training: bool = True) -> None:
         self._module = module
         self._dims = dims
         self._enabled = enabled and dist.is_initialized() and len(dims.stage_ranks) > 1
-        self._in_training = in_training
+        self.in_training = in_training
+        """Whether `before_training_step` has to be called."""
         self._due = True
         self._accumulating = False
 
@@ -50,7 +51,7 @@ class RankZeroBuffers:
 
     def before_training_step(self) -> None:
         """Broadcast the buffers if an accumulation window begins. If so, *collective* over the world."""
-        if self._due and self._in_training:
+        if self._due:
             self.broadcast()
         self._due = not self._accumulating
 

@@ -35,16 +35,20 @@ class TrainedParameters:
 
     def __init__(self, module: Module, undo: ExitStack) -> None:
         self._module = module
-        self._registered = False
         for register in (register_module_parameter_registration_hook, register_module_module_registration_hook):
             undo.callback(register(self._note_registration).remove)
+        self.parameters: list[Parameter]
+        """All parameters as of the last `update`."""
+        self.has_new: bool
+        """Whether a parameter may be new since then."""
         self._find_parameters()
-        self._flags = self._read()
+        self.flags = self._read()
+        """Which of `parameters` required a gradient then."""
 
     @property
     def all_by_name(self) -> dict[str, Parameter]:
         """All parameters as of the last `update`, by name."""
-        return dict(zip(self._names, self._parameters, strict=True))
+        return dict(zip(self._names, self.parameters, strict=True))
 
     def current_by_name(self) -> dict[str, Parameter]:
         """Return all parameters that the module has now, by name."""
@@ -58,27 +62,27 @@ class TrainedParameters:
 
     def have_changed(self) -> bool:
         """Return whether a `requires_grad` has changed since the last `update`, or a parameter may be new."""
-        return self._registered or self._read() != self._flags
+        return self.has_new or self._read() != self.flags
 
     def update(self) -> list[str]:
         """Read all flags; return the names of parameters that are new or whose flag has changed since the last call."""
-        before = dict(zip(self._names, self._flags, strict=True))
+        before = dict(zip(self._names, self.flags, strict=True))
         objects = self.all_by_name
         self._find_parameters()
-        self._flags = self._read()
-        now = zip(self._names, self._parameters, self._flags, strict=True)
+        self.flags = self._read()
+        now = zip(self._names, self.parameters, self.flags, strict=True)
         return [name for name, p, flag in now if objects.get(name) is not p or before[name] != flag]
 
     def _read(self) -> list[bool]:
-        return list(map(_requires_grad, self._parameters))
+        return list(map(_requires_grad, self.parameters))
 
     def _find_parameters(self) -> None:
         named = self.current_by_name()
-        self._names, self._parameters = list(named), list(named.values())
-        self._registered = False
+        self._names, self.parameters = list(named), list(named.values())
+        self.has_new = False
 
     def _note_registration(self, *_: Any) -> None:
-        self._registered = True
+        self.has_new = True
 
 
 class TrainingAgreement:
@@ -94,7 +98,8 @@ class TrainingAgreement:
         self.trained = trained
         self._dims = dims
         self._timeout = timeout
-        self._epoch: int | None = None
+        self.epoch: int | None = None
+        """The epoch of the last step."""
         self._epoch_name = ""
         """A random name that rank 0 draws for each epoch, because the store may still hold keys of an earlier fit."""
 
@@ -115,7 +120,7 @@ class TrainingAgreement:
         Raises:
             ConfigurationError: the ranks disagree. The message names the parameters.
         """
-        epoch_begins, self._epoch = epoch != self._epoch, epoch
+        epoch_begins, self.epoch = epoch != self.epoch, epoch
         if not epoch_begins and not self.trained.have_changed():
             return False
         changed = self.trained.update()

@@ -1,11 +1,19 @@
-"""Check whether the user's code overrides certain hooks, to skip work that only those hooks need."""
+"""The Trainer of a user's module, and whether the user's code overrides certain hooks."""
 
 from collections.abc import Iterable
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 _LIGHTNING = ("lightning", "pytorch_lightning")
+
+
+def trainer_of(module: LightningModule | None) -> Trainer | None:
+    """Return the Trainer that `module` is attached to, or `None` if there is none."""
+    try:
+        return None if module is None else module.trainer
+    except RuntimeError:  # Lightning raises it if no Trainer is attached
+        return None
 
 
 def has_hook(module: LightningModule, hooks: Iterable[str]) -> bool:
@@ -17,3 +25,10 @@ def has_hook(module: LightningModule, hooks: Iterable[str]) -> bool:
 
 def _is_user_class(cls: type) -> bool:
     return cls.__module__.partition(".")[0] not in _LIGHTNING
+
+
+def is_built_later(module: LightningModule, trainer: Trainer) -> bool:
+    """Return whether hooks may build a part of `module` after the processes have started."""
+    if any(is_overridden(hook, module) for hook in ("configure_model", "configure_sharded_model", "setup")):
+        return True
+    return any(not type(each).setup.__module__.startswith("lightning.") for each in vars(trainer)["callbacks"])

@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 
 from lightning_paral.compat.lightning.methods import shadow_method
@@ -23,19 +24,22 @@ from lightning_paral.distributed.launcher import agreed_status
 from lightning_paral.distributed.process_group import explain_timeout
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.errors import CheckpointError
-from lightning_paral.model.trainer_of import trainer_of
-from lightning_paral.strategies.description import StrategyDescription
+from lightning_paral.model.user_hooks import trainer_of
+from lightning_paral.options import Form
 
 
-class AfterFailure(StrategyDescription):
-    """Mixin, placed before the Lightning base: all ranks learn of an error, and then wait for no other rank.
+class AfterFailure:
+    """All ranks learn of an error, and then wait for no other rank.
 
     If every rank holds all values, rank 0 saves alone. If ranks hold shards, they save if each has raised an error of
     its own after the same optimizer step.
+
+    Args:
+        strategy: the strategy, for all of its runs.
+        timeout: how long ranks wait for each other when they join, and in every collective.
+        form: the form of checkpoints if the user does not choose one; `"sharded"` if ranks may hold shards.
     """
 
-    timeout: timedelta
-    """How long ranks wait for each other when they join, and in every collective."""
     _run: str = ""
     """The name of the run, equal on all ranks; empty between runs."""
     _watcher: RankWatcher | None = None
@@ -53,6 +57,24 @@ class AfterFailure(StrategyDescription):
     _undo_guard: ExitStack | None = None
     """After a failure, what removes the guard of the hooks that are called then."""
 
+    def __init__(self, strategy: ParallelStrategy, timeout: timedelta, form: Form) -> None:
+        self._strategy, self.timeout, self._default_form = strategy, timeout, form
+
+    @property
+    def lightning_module(self) -> LightningModule | None:
+        """The module of the run."""
+        return self._strategy.lightning_module
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._strategy.world_size
+
+    @property
+    def global_rank(self) -> int:
+        """This rank."""
+        return self._strategy.global_rank
+
     @property
     def _is_failing(self) -> bool:
         """Whether an exception ended the run, and the teardown is not finished."""
@@ -61,7 +83,7 @@ class AfterFailure(StrategyDescription):
 
     @property
     def _timeout_option(self) -> str:
-        return f"{type(self).__name__}(timeout=...)"
+        return f"{type(self._strategy).__name__}(timeout=...)"
 
     # Called before Lightning's hooks for exceptions
 
@@ -139,8 +161,8 @@ class AfterFailure(StrategyDescription):
         except BaseException as error:
             if self._failures is not None:
                 remember_first(error, self._failures.first)
-                self.on_exception(error)
-                self.teardown()
+                self._strategy.on_exception(error)
+                self._strategy.teardown()
             raise
 
     def _save_after_failure(self, save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
@@ -204,11 +226,8 @@ class AfterFailure(StrategyDescription):
         except (dist.DistError, RuntimeError):  # a rank has died since
             return None
 
-    def _saving_ranks(self, checkpoint: dict[str, Any], filepath: Any) -> RankGroup | None:
-        """Return the ranks that save `checkpoint`; `None` if this rank is not one of them."""
-        if not self._is_failing or self._failures is None:
-            ranks: RankGroup | None = super()._saving_ranks(checkpoint, filepath)  # type: ignore[misc]
-            return ranks
+    def _saving_ranks(self) -> RankGroup | None:
+        """Return the ranks that save after a failure; `None` if this rank is not one of them."""
         if self._default_form == "full":
             return RankGroup() if self.global_rank == 0 else None
         return self._reachable()

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_paral.callbacks.monitor import ParalMonitor
 from lightning_paral.compat.lightning.strategies import replace_strategy
+from lightning_paral.distributed.exchange import all_ranks
 from lightning_paral.engines.zero.runtime.deepspeed import check_installed
 from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.model.host_memory_check import available_bytes
@@ -77,22 +78,6 @@ class ParalAutoStrategy(ParalStrategy, DDPStrategy):
         if name == "post_setup" and self._is_fit and self._chosen is None:
             self._become_chosen()
 
-    @property
-    def is_in_run(self) -> bool:
-        """Whether the ranks have joined, and the run has not ended."""
-        return super().is_in_run if self._chosen is None else self._chosen.is_in_run
-
-    def report_failure(self, error: BaseException) -> BaseException:
-        """Tell the other ranks that `error` ends the run on this one, and return the error to raise."""
-        return super().report_failure(error) if self._chosen is None else self._chosen.report_failure(error)
-
-    def report_death(self, rank: int, how: str) -> None:
-        """Tell all ranks that a process has ended without an exception."""
-        if self._chosen is None:
-            super().report_death(rank, how)
-        else:
-            self._chosen.report_death(rank, how)
-
     def _print_start_line(self, trainer: Trainer) -> None:
         """Print nothing: the chosen strategy prints its line."""
 
@@ -105,7 +90,7 @@ class ParalAutoStrategy(ParalStrategy, DDPStrategy):
         strategy = self._make(self._agree_on_layout(trainer))
         self.teardown()
         replace_strategy(trainer, strategy)
-        self._chosen = strategy
+        self._chosen, self._watch = strategy, strategy._watch  # the launcher, which knows only this one, asks it
         strategy.connect(module)
         strategy.setup_environment()
 
@@ -115,14 +100,11 @@ class ParalAutoStrategy(ParalStrategy, DDPStrategy):
         Raises:
             ConfigurationError: nothing fits.
         """
-        memory = min(self._gathered(self._memory()))
+        memory = min(all_ranks().gather(self._memory()))
         outcome: Layout | str = self.broadcast(self._choose(trainer, memory) if self.global_rank == 0 else None)
         if isinstance(outcome, str):
             raise ConfigurationError(f"paral_auto: {outcome}")
         return outcome
-
-    def _gathered(self, value: int) -> list[int]:
-        return [self.broadcast(value, src) for src in range(self.world_size)]
 
     def _memory(self) -> int:
         """Return how many bytes a rank may use."""

@@ -1,4 +1,4 @@
-"""The base of all strategies with several ranks: process group, sampler injection and checkpoint."""
+"""The base of all strategies with several ranks: what happens in a run, in the order in which it happens."""
 
 import os
 from collections.abc import Callable, Generator, Mapping
@@ -7,100 +7,48 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_paral.averaging.buffers import broadcast_when_swapped
 from lightning_paral.averaging.callbacks import forget_ended
 from lightning_paral.averaging.run import RunAverages
 from lightning_paral.callbacks.preemption import Preemption, handle_signals
 from lightning_paral.checkpoint.sharded_state import WeightShards
+from lightning_paral.compat.torch.process_groups import abort_nccl, nccl_backends
 from lightning_paral.data.distribute import RunData
 from lightning_paral.data.loaders import draws_as_one_process
+from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.distributed.host_allocator import RETURNED_WHILE_BUILDING, FreedInPieces, return_large_tensors
-from lightning_paral.distributed.process_group import join_process_group
+from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.distributed.process_group import join_process_group, owned_group
 from lightning_paral.model.activation_checkpointing import checkpoint_units
 from lightning_paral.model.buffers import RankZeroBuffers
-from lightning_paral.model.trainer_of import trainer_of
-from lightning_paral.options import RankOptions, Sampling
+from lightning_paral.model.user_hooks import trainer_of
+from lightning_paral.options import ActivationCheckpointing, RankOptions, Sampling
+from lightning_paral.strategies import library_warnings
 from lightning_paral.strategies.checkpoint_mixin import CheckpointMixin
 from lightning_paral.strategies.collectives import Collectives
-from lightning_paral.strategies.description import StrategyDescription
 from lightning_paral.strategies.launch import CheckedLaunch
-from lightning_paral.strategies.library_warnings import RESUMED_INSIDE_EPOCH, IgnoredWarnings
-from lightning_paral.strategies.rank_agreement import RankAgreement
+from lightning_paral.strategies.rank_agreement import RankAgreement, skipped_step
+from lightning_paral.strategies.run_watch import RunWatch
 from lightning_paral.strategies.start_line import print_start_line
 
 
-class SharedBuffers(StrategyDescription):
-    """Mixin, placed before the Lightning base: every rank trains and validates with rank 0's buffers.
+def precision_made_by(convert: Callable[[Precision], Precision]) -> Any:
+    """Return a property `precision_plugin` whose setter replaces Lightning's plugin by what `convert` returns."""
+    inherited: Any = ParallelStrategy.precision_plugin
 
-    They are broadcast before the training step that begins an accumulation window, at the start of validation, and at
-    the end of training. Validation therefore evaluates the buffers that checkpoints contain.
-    """
+    def replace(strategy: Any, plugin: Precision | None) -> None:
+        inherited.fset(strategy, None if plugin is None else convert(plugin))
 
-    _buffers: RankZeroBuffers | None = None
-    """Set during a fit."""
-    _undo_broadcast_of_averages: Callable[[], None] | None = None
-
-    def make_buffers(self) -> RankZeroBuffers:
-        """Return the object that broadcasts the buffers during a fit.
-
-        Override this if the engine broadcasts buffers at some of these times itself.
-        """
-        assert self.lightning_module is not None
-        return RankZeroBuffers(self.lightning_module, self.shares_buffers, self.dims)
-
-    def _fit_buffers(self) -> RankZeroBuffers | None:
-        """Return the object that broadcasts the buffers, created by the first call in a fit; `None` in evaluation."""
-        # Created on demand, so that a subclass that overrides `setup` cannot forget to create it.
-        if self._buffers is None and self._is_fit:
-            self._buffers = self.make_buffers()
-            if self._default_form == "full":  # otherwise our averaging callbacks share the averages
-                self._undo_broadcast_of_averages = broadcast_when_swapped(self._buffers)
-        return self._buffers
-
-    def _end_buffers(self) -> None:
-        self._buffers = None
-        if self._undo_broadcast_of_averages is not None:
-            self._undo_broadcast_of_averages()
-            self._undo_broadcast_of_averages = None
-
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """Accumulate gradients in backward passes inside this context."""
-        with super().block_backward_sync(), self._accumulating_buffers():
-            yield
-
-    def _accumulating_buffers(self) -> AbstractContextManager[None]:
-        """Return a context in which training steps do not end an accumulation window."""
-        buffers = self._fit_buffers()
-        return nullcontext() if buffers is None else buffers.accumulating()
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the training step with rank 0's buffers. *Collective* over the world."""
-        buffers = self._fit_buffers()
-        if buffers is not None:
-            buffers.before_training_step()
-        return super().training_step(*args, **kwargs)
-
-    def on_validation_start(self) -> None:
-        """Give all ranks rank 0's buffers. *Collective* over the world during a fit."""
-        super().on_validation_start()
-        buffers = self._fit_buffers()
-        if buffers is not None:
-            buffers.broadcast()
-
-    def on_train_end(self) -> None:
-        """Give all ranks rank 0's buffers. *Collective* over the world."""
-        super().on_train_end()
-        buffers = self._fit_buffers()
-        if buffers is not None:
-            buffers.broadcast()
+    return property(inherited.fget, replace, doc="The plugin that converts, autocasts, scales and clips.")
 
 
-class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, CheckpointMixin, ParallelStrategy):
+class ParalStrategy(CheckpointMixin, ParallelStrategy):
     """Mixin, placed before a Lightning strategy: `class ParalDDPStrategy(ParalStrategy, DDPStrategy)`.
 
     The contract of a subclass (docs/guides/own-strategy.md shows a complete one):
@@ -110,27 +58,50 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, Ch
     - It *must* wrap the module and reduce the gradients: override the methods of the Lightning base that do this, such
       as `configure_ddp` and `post_backward`. All ranks must start with equal parameters.
     - It *should* set `strategy_name`, and *must* set `forward_has_collectives = True` if a forward pass of the module
-      is collective. `StrategyDescription` documents all attributes that describe a strategy.
+      is collective.
     - It *must* override `dims` unless every rank holds a full replica, and `_sharded_state` if ranks hold shards.
     - It *may* override `make_buffers`, or set `shares_buffers = False`, if the engine broadcasts buffers itself.
     - A method that it overrides *must* call the same method of `super()`. The only exception is a `setup` that itself
       does everything that `setup` of the Lightning base does; in a fit, such a `setup` *must* call
       `checkpoint_activations` before it wraps the module.
 
-    `teardown` and the checkpoint methods run in this order: subclass, this class, `CheckpointMixin`, Lightning base.
+    It has its parts as objects, which the methods below call in the order in which things happen: `CheckedLaunch`,
+    `RunWatch` (does the run live?), `Collectives`, `RunData` (which samples?), `RankZeroBuffers`, `RankAgreement` (are
+    the ranks equal?) and `RunAverages`.
     """
 
+    # What describes a strategy. A subclass sets these in its class or its constructor.
+
+    strategy_name: str
+    """The registered name, such as `"paral_ddp"`, with which the start line begins.
+
+    If a strategy does not set it, the start line begins with the name of the class.
+    """
+    forward_has_collectives: bool = False
+    """Whether a forward pass of the module is *collective*.
+
+    If so, ranks that run out of evaluation data run padding batches until all ranks have run out.
+    """
+    shares_buffers: bool = True
+    """Whether all ranks train and validate with rank 0's buffers, as under DDP."""
+    _averaging_obstacle: str | None = None
+    """Why callbacks cannot average weights under this strategy, and what to do; `None` if they can."""
+    process_group_backend: str | None
+    num_nodes: int
+    num_processes: int
+    """These three are Lightning's."""
     sampling: Sampling = Sampling()
     """How samples are distributed over the ranks."""
 
-    _data: RunData
+    # Set during a run:
+    _buffers: RankZeroBuffers | None = None
+    """In a fit."""
     _averages: RunAverages | None = None
+    """If states are sharded. Otherwise Lightning averages full weights."""
     _freed: FreedInPieces | None = None
     """On CPU with sharded states."""
-    _ignored_warnings: IgnoredWarnings | None = None
     _stop_on_sigterm: Preemption | None = None
     """With several ranks, unless the user's `Preemption` handles signals."""
-    _undo_recomputation: Callable[[], None] | None = None
 
     def __init__(self, options: RankOptions, **keywords: Any) -> None:
         """Keep the options of `RankOptions`, and pass `keywords` to the constructor of the Lightning base."""
@@ -138,18 +109,65 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, Ch
 
     def _construct_base(self, construct: Callable[..., None], options: RankOptions, keywords: dict[str, Any]) -> None:
         """Keep the options that all strategies with ranks take, and call the constructor of the Lightning base."""
+        self._options = options
         self.sampling = options.sampling
         self.timeout = self._async_timeout = options.longest_wait
         self._checkpoint_options = options.checkpoint_options
-        self._activation_checkpointing = options.activation_checkpointing
-        self._given_start_method = options.start_method
         self.divergence_check_every = options.divergence_check_every
+        self._launch = CheckedLaunch(self, options.start_method)
+        self._watch = RunWatch(self, self.timeout, self._default_form)
+        self._collectives = Collectives(self, self._watch)
+        self._agreement = RankAgreement(self)
         self._data = RunData()
+        self._at_end = ExitStack()
+        """Undoes at the end of a run what its beginning has changed, in reverse order."""
         construct(process_group_backend=options.process_group_backend, timeout=self.timeout, **keywords)
         for name, given in options.of_trainer.items():
             setattr(self, name, given)
 
+    @property
+    def layout(self) -> Any:
+        """How a plan counts the strategy with its options; `None` if it cannot be planned."""
+        return getattr(self._options, "layout", None)
+
+    @property
+    def activation_checkpointing(self) -> ActivationCheckpointing | None:
+        """The option `activation_checkpointing`; `None`: no unit recomputes its activations."""
+        return self._options.activation_checkpointing
+
     # Process group
+
+    @property
+    def dims(self) -> ParallelDims:
+        """The arrangement of the ranks: which ranks draw different samples, and which hold the same tensors.
+
+        By default, every rank holds a full replica and draws different samples.
+        """
+        return ParallelDims(rank=self.global_rank, replicate=self.world_size)
+
+    def set_world_ranks(self) -> None:
+        """Check the Trainer's settings, then set this process's rank in the environment and in Lightning's logging.
+
+        The Trainer calls this in every process, at the end of its construction, before it starts other processes.
+        Under torchrun, the number of nodes is that of torchrun: with `--nnodes 1:2` it may change at each restart.
+
+        Raises:
+            ConfigurationError: the Trainer's settings do not fit the strategy.
+            PrivateNameError: the installed torch or Lightning lacks a private name that this package uses.
+        """
+        self._launch.check_environment()
+        self._check_configured()
+        super().set_world_ranks()  # type: ignore[misc]
+        self._launch.check_ranks()
+
+    def _check_configured(self) -> None:
+        """Raise a `ConfigurationError` if the strategy does not support the Trainer's settings."""
+        self._launch.check_settings()
+
+    @property
+    def launcher(self) -> Any:
+        """Our version of Lightning's launcher of the other processes; Lightning's own if it is of another kind."""
+        return self._launch.launcher(super().launcher)
 
     def setup_distributed(self) -> None:
         """Begin a run: join or create the process group, and distribute the loaders. *Collective* over the world.
@@ -161,38 +179,129 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, Ch
             ProcessGroupError: not all ranks joined within `timeout`.
         """
         assert self.lightning_module is not None
-        assert self.cluster_environment is not None
         trainer = self.lightning_module.trainer
-        self._why_interrupted = ""
-        if self._ignored_warnings is None:
-            self._ignored_warnings = IgnoredWarnings()
-        if self._default_form == "sharded" and self.root_device.type == "cpu":
-            return_large_tensors(RETURNED_WHILE_BUILDING)
-            self._freed = FreedInPieces()
+        self._watch.forget_last()
+        self._prepare_process(trainer)
+        self._join()
+        self._watch.begin()
+        self._collectives.begin()
+        self._agreement.check_settings(trainer)
+        self._stop_on_sigterm = handle_signals(trainer)
+        if self._stop_on_sigterm is not None:
+            self._at_end.callback(self._stop_on_sigterm.end)
+        seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
+        self._data.begin(trainer, self.dims, self.sampling, seed, forward_has_collectives=self.forward_has_collectives)
+        self._at_end.callback(self._data.end)
+        self._agreement.begin(trainer, self._watch.watcher, self._at_end)
+        if self._is_fit:
+            self._print_start_line(trainer)
+
+    def _prepare_process(self, trainer: Trainer) -> None:
+        """Change what has to be changed before the ranks join and callbacks are set up."""
+        library_warnings.ignore(self._at_end)
         if self._default_form == "sharded":
             save_frozen = self._checkpoint_options.save_frozen
             self._averages = RunAverages(trainer, save_frozen=save_frozen, obstacle=self._averaging_obstacle)
+            self._at_end.callback(self._averages.end)
+            if self.root_device.type == "cpu":
+                return_large_tensors(RETURNED_WHILE_BUILDING)
+                self._freed = FreedInPieces()
+
+    def _join(self) -> None:
+        assert self.cluster_environment is not None
         self.set_world_ranks()
         if not draws_as_one_process(self.sampling, self.dims.data_size):
             reset_seed()  # as Lightning does with several processes; one process continues the generators' sequence
         join_process_group(self.cluster_environment, self.root_device, self.process_group_backend, self.timeout)
-        self._begin_run()
-        self._check_same_settings(trainer)
-        self._stop_on_sigterm = handle_signals(trainer)
-        seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
-        self._data.begin(trainer, self.dims, self.sampling, seed, forward_has_collectives=self.forward_has_collectives)
-        self._begin_agreement(trainer)
-        self._print_start_line(trainer)
 
     def _print_start_line(self, trainer: Trainer) -> None:
         print_start_line(trainer, self)
+
+    @property
+    def is_in_run(self) -> bool:
+        """Whether the ranks have joined, and the run has not ended."""
+        return bool(self._watch.name)
+
+    @property
+    def _is_running(self) -> bool:
+        return self.is_in_run
+
+    def report_failure(self, error: BaseException) -> BaseException:
+        """Tell the other ranks that `error` ends the run on this one, and return the error to raise."""
+        return self._watch.report_failure(error)
+
+    def report_death(self, rank: int, how: str) -> None:
+        """Tell all ranks that a process has ended without an exception."""
+        self._watch.report_death(rank, how)
+
+    def ask_who_lives(self) -> None:
+        """End the run if the process of a rank has died. Call this after SIGTERM, which torchrun sends then too."""
+        self._watch.ask_who_lives()
+
+    def hear_signal(self, signum: int, call: Callable[[], None]) -> None:
+        """Call `call` in a thread after each signal `signum`, even if the main thread waits in a collective."""
+        self._watch.hear_signal(signum, call)
+
+    def end_hung_run(self, why: str, remedy: str = "") -> None:
+        """End the run on all ranks with an error that says why and where they wait. Call this in a thread."""
+        self._watch.end_hung_run(why, remedy)
+
+    def log_where_all_are(self, why: str) -> None:
+        """Log in which line each rank is, after the sentence `why`. Call this in a thread."""
+        self._watch.log_where_all_are(why)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Abort NCCL: a rank that failed in a step leaves work on its device that waits for the other ranks."""
+        super().on_exception(exception)
+        if self.world_size > 1 and nccl_backends() and owned_group() is not None:
+            abort_nccl()
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks. *Collective*; nothing without a process group, or after a failure of some ranks."""
+        self._collectives.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the `obj` of rank `src`, or after a failure of some ranks that of this one. *Collective*."""
+        return self._collectives.broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce `tensor` over the ranks, in place, and return it. *Collective* over `group`.
+
+        Unlike Lightning's method, this one averages CPU tensors in CUDA runs as well, and has no extra barrier.
+
+        Args:
+            tensor: a tensor of any dtype, on the CPU or on this rank's device. Other objects are returned unchanged.
+            group: the process group; `None` means all data ranks.
+            reduce_op: `"mean"`, a `ReduceOp`, or the name of one.
+
+        Returns:
+            Any: `tensor`. For the mean of integers, a new floating-point tensor, which Lightning needs to count the
+                samples of logged values. After a failure, `tensor` is unchanged.
+        """
+        return self._collectives.reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Return the tensors of the ranks, stacked. *Collective* over `group`.
+
+        Args:
+            tensor: a tensor with the same shape on all ranks.
+            group: the process group. `None` and the default group, which `LightningModule.all_gather` gives, mean all
+                data ranks, so that each sample counts once.
+            sync_grads: whether gradients flow to the tensors of all ranks.
+        """
+        gathered = self._collectives.all_gather(tensor, group, sync_grads)
+        return super().all_gather(tensor, group, sync_grads) if gathered is None else gathered
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
+        """Return whether `decision` is true on all ranks or, with `all=False`, on any. *Collective* over all ranks."""
+        return self._collectives.decide(decision, all)
 
     # Model wrapping
 
     def checkpoint_activations(self) -> None:
         """Apply the option `activation_checkpointing` to the module; `teardown` undoes it."""
-        if self.lightning_module is not None and self._activation_checkpointing is not None:
-            self._undo_recomputation = checkpoint_units(self.lightning_module, self._activation_checkpointing)
+        if self.lightning_module is not None and self.activation_checkpointing is not None:
+            self._at_end.callback(checkpoint_units(self.lightning_module, self.activation_checkpointing))
 
     def setup(self, trainer: Trainer) -> None:
         """Set up the module; in a fit, apply the option `activation_checkpointing`. *Collective* over the world.
@@ -200,22 +309,130 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, Ch
         Raises:
             ConfigurationError: the ranks have different parameters or optimizers.
         """
-        self._check_same_module()
+        self._agreement.check_module(trains=self._is_fit)
         if self._is_fit:
             self.checkpoint_activations()
         super().setup(trainer)
 
-    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the backward pass. If ranks have different numbers of samples, weight the loss by this rank's number."""
-        weight = self._data.loss_weight()
-        if weight != 1.0:
-            closure_loss = closure_loss * weight
-        return super().backward(closure_loss, *args, **kwargs)
+    def _begin_setup(self, trainer: Trainer) -> tuple[LightningModule, bool]:
+        """Begin a `setup` that does not call that of the Lightning base; return the module, and whether to train it."""
+        assert self.lightning_module is not None
+        assert self.accelerator is not None
+        self._restores_after_setup = self.restore_checkpoint_after_setup
+        self.accelerator.setup(trainer)
+        return self.lightning_module, self._is_fit
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Create the optimizers and schedulers. *Collective* over the world.
+
+        Raises:
+            ConfigurationError: the ranks have different optimizers or schedulers.
+        """
+        super().setup_optimizers(trainer)
+        self._agreement.check_optimizers()
+
+    @staticmethod
+    def full_shape(tensor: Any) -> Any:
+        """Return the full shape of a parameter or buffer, which may be sharded."""
+        return tensor.shape
+
+    def replicas(self) -> dict[str, tuple[Tensor, int]]:
+        """Return by name the tensors of which other ranks hold replicas, each with a number: 0 if it is in full.
+
+        Tensors of ranks with the same name and number must be equal after each optimizer step.
+        """
+        assert self.lightning_module is not None
+        return {name: (parameter, 0) for name, parameter in self.lightning_module.named_parameters()}
+
+    def make_buffers(self) -> RankZeroBuffers:
+        """Return the object that gives all ranks rank 0's buffers during a fit.
+
+        They are broadcast before the training step that begins an accumulation window, at the start of validation, and
+        at the end of training. Validation therefore evaluates the buffers that checkpoints contain. Override this if
+        the engine broadcasts buffers at some of these times itself.
+        """
+        assert self.lightning_module is not None
+        return RankZeroBuffers(self.lightning_module, self.shares_buffers, self.dims)
+
+    def _fit_buffers(self) -> RankZeroBuffers | None:
+        """Return what broadcasts the buffers, made by the first call in a fit; `None` in evaluation."""
+        # Made on demand, so that a subclass that overrides `setup` cannot forget it.
+        if self._buffers is None and self._is_fit:
+            self._buffers = self.make_buffers()
+            if self._default_form == "full":  # otherwise our averaging callbacks share the averages
+                self._at_end.callback(broadcast_when_swapped(self._buffers))
+        return self._buffers
 
     def _attach_averages(self, make_shards: Callable[[], WeightShards]) -> None:
         """Start averaging weights if a callback asks for it; call this after sharding. *Collective* over the world."""
         if self._averages is not None:
             self._averages.attach(make_shards, self._fit_buffers(), self.load_model_state_dict)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Accumulate gradients in backward passes inside this context."""
+        with super().block_backward_sync(), self._accumulating_buffers():
+            yield
+
+    def _accumulating_buffers(self) -> AbstractContextManager[None]:
+        """Return a context in which training steps do not end an accumulation window."""
+        buffers = self._fit_buffers()
+        return buffers.accumulating() if buffers is not None and buffers.in_training else nullcontext()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the training step with rank 0's buffers. *Collective* over the world.
+
+        Raises:
+            ConfigurationError: under automatic optimization, the step returned `None`.
+        """
+        buffers = self._buffers or self._fit_buffers()
+        if buffers is not None and buffers.in_training:
+            buffers.before_training_step()
+        output = super().training_step(*args, **kwargs)
+        module = self.lightning_module
+        if output is None and module is not None and module.automatic_optimization and self.dims.num_ranks > 1:
+            raise skipped_step(module.trainer, self.dims.rank)
+        return output
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the backward pass. If ranks have different numbers of samples, weight the loss by this rank's number."""
+        weight, steps = self._data.loss_weight(), self._agreement.steps
+        if weight != 1.0:
+            closure_loss = closure_loss * weight
+        if steps is not None and getattr(self.model, "require_backward_grad_sync", True):
+            steps.backwards += 1
+        return super().backward(closure_loss, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Run an optimizer step; every `divergence_check_every` steps, compare replicas first. *Collective* if so.
+
+        Raises:
+            ConfigurationError: replicas of a parameter differ.
+        """
+        steps, replica_check = self._agreement.steps, self._agreement.replica_check
+        if replica_check is not None and steps is not None:
+            # Before the next step: under ZeRO, the step gives all ranks the values of the owners of the shards.
+            replica_check.after_step(steps.optimizer_steps)
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if steps is not None:
+            steps.optimizer_steps += 1
+        return result
+
+    def on_validation_start(self) -> None:
+        """Give all ranks rank 0's buffers. *Collective* over the world during a fit."""
+        super().on_validation_start()
+        self._take_signals()
+        self._broadcast_buffers()
+
+    def on_train_end(self) -> None:
+        """Give all ranks rank 0's buffers. *Collective* over the world."""
+        super().on_train_end()
+        self._broadcast_buffers()
+
+    def _broadcast_buffers(self) -> None:
+        buffers = self._fit_buffers()
+        if buffers is not None:
+            buffers.broadcast()
 
     # Sampler injection
 
@@ -227,15 +444,10 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, Ch
     def on_train_start(self) -> None:
         """Move to the position in the data of a loaded checkpoint. *Collective* over the world if it has one."""
         super().on_train_start()
-        if self._data.resume(self._own_devices) and self._ignored_warnings is not None:
-            self._ignored_warnings.add(RESUMED_INSIDE_EPOCH)
+        if self._data.resume(self._own_devices):
+            library_warnings.ignore(self._at_end, library_warnings.RESUMED_INSIDE_EPOCH)
         if self._stop_on_sigterm is not None and self.lightning_module is not None:
             self._stop_on_sigterm.on_train_start(self.lightning_module.trainer, self.lightning_module)
-
-    def on_validation_start(self) -> None:
-        """Take the signals from Lightning, with several ranks."""
-        super().on_validation_start()
-        self._take_signals()
 
     def on_test_start(self) -> None:
         """Take the signals from Lightning, with several ranks."""
@@ -268,9 +480,15 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, Ch
             ConfigurationError: the optimizer's state was lost at the end of the run.
             StorageOptionsError: `storage_options` were given, but no `CheckpointIO` that accepts them.
         """
+        if self._launch.leaves_save_to_ranks(self.launcher, checkpoint, filepath):
+            return
         with self._sharded_state.reading():
-            checkpoint = self._data.with_position(checkpoint, with_all_ranks=not self._is_failing)
+            checkpoint = self._data.with_position(checkpoint, with_all_ranks=not self._watch.is_failing)
             super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _saving_ranks(self, checkpoint: dict[str, Any], filepath: Any) -> RankGroup | None:
+        has_failed = self._watch.is_failing and self._watch.watcher is not None
+        return self._watch.saving_ranks() if has_failed else super()._saving_ranks(checkpoint, filepath)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint; in a fit, load the position in the data as well. *Collective* over the world.
@@ -278,7 +496,7 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, Ch
         Raises:
             CheckpointError: it is missing or damaged, has untrusted code, or has no optimizer state to resume from.
         """
-        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
+        checkpoint = super().load_checkpoint(*args, **kwargs)
         self._data.load(checkpoint, self._own_state.get("random_states", []) if self._is_fit else None)
         trainer = trainer_of(self.lightning_module)
         if trainer is not None and not self._is_fit:
@@ -293,21 +511,9 @@ class ParalStrategy(CheckedLaunch, SharedBuffers, RankAgreement, Collectives, Ch
 
     def teardown(self) -> None:
         """End the run. The next run reuses the process group, except after a failure with several ranks."""
-        with ExitStack() as at_end:
-            at_end.callback(self._end_run)
-            if self._ignored_warnings is not None:
-                at_end.callback(self._ignored_warnings.end)
-                self._ignored_warnings = None
-            if self._undo_recomputation is not None:
-                at_end.callback(self._undo_recomputation)
-                self._undo_recomputation = None
-            at_end.callback(super().teardown)
-            if self._stop_on_sigterm is not None:
-                at_end.callback(self._stop_on_sigterm.end)
-                self._stop_on_sigterm = None
-            at_end.callback(self._data.end)
-            if self._averages is not None:
-                at_end.callback(self._averages.end)
-                self._averages = None
-            at_end.callback(self._end_agreement)
-            self._end_buffers()
+        with ExitStack() as ends:  # each is called, also after an error of another, the last one first
+            ends.callback(self._watch.end)
+            ends.callback(self._collectives.end)
+            ends.callback(super().teardown)
+            ends.enter_context(self._at_end.pop_all())
+            self._buffers = self._averages = self._freed = self._stop_on_sigterm = None

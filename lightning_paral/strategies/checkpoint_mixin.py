@@ -1,21 +1,27 @@
-"""Save and load checkpoints: a checkpoint of one strategy can be loaded by every other, at any world size."""
+"""Save, load and read in full what a strategy trains: a checkpoint of one can be loaded by every other."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.async_save import BackgroundSaver
 from lightning_paral.checkpoint.io.storage import remove_at
 from lightning_paral.checkpoint.io.urls import without_scheme
+from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.checkpoint.shards import is_sharded
+from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
 from lightning_paral.checkpoint.state.loss_scale import add_loss_scale_of_ddp, add_loss_scale_of_plugin
 from lightning_paral.checkpoint.state.saved_modules import without_engines
 from lightning_paral.checkpoint.state.weights import (
@@ -25,20 +31,32 @@ from lightning_paral.checkpoint.state.weights import (
     replicated_storages,
     sharded_state_dict,
 )
+from lightning_paral.checkpoint.tensor_state import TensorState
 from lightning_paral.checkpoint.tree import tensors_in
 from lightning_paral.compat.lightning.strategies import averages_models
 from lightning_paral.distributed.exchange import RankGroup, all_ranks, explain
+from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.rng_state import current_states, restore_states
 from lightning_paral.errors import CheckpointError, StorageOptionsError
 from lightning_paral.model.engine_attributes import is_left_partitioned
+from lightning_paral.model.user_hooks import trainer_of
 from lightning_paral.options import DEFAULT_TIMEOUT, CheckpointOptions, Form
-from lightning_paral.strategies.description import StrategyDescription
-from lightning_paral.strategies.full_reads import FullTensorReaders
 
 
-class CheckpointSaving(FullTensorReaders, StrategyDescription):
-    """Mixin, placed before the Lightning base: save through the `ShardedState` of the run."""
+class CheckpointMixin(ParallelStrategy):
+    """Mixin, placed before the Lightning base: save, load and read through the `ShardedState` of the run.
 
+    A mixin and no part, because `paral_dp`, which has one process, shares it, and Lightning calls most of its methods.
+    """
+
+    _ended: ClassVar[EndedOptimizers] = EndedOptimizers()
+    """The optimizers of past runs under any strategy, because a module may be trained by several strategies in turn."""
+    _default_form: Form = "full"
+    """The form of checkpoints if the user does not choose one.
+
+    `"sharded"` also declares that ranks may hold shards of weights. Averaging callbacks then keep shards, weights are
+    restored after `setup` if the module is sharded before it, and a user's `CheckpointIO` is rejected.
+    """
     _checkpoint_options: CheckpointOptions
     _async_timeout: timedelta = DEFAULT_TIMEOUT
     """How long ranks wait for each other in a background save."""
@@ -49,6 +67,97 @@ class CheckpointSaving(FullTensorReaders, StrategyDescription):
 
     A checkpoint saved later contains these, so that numbers drawn after the fit do not change a resumed fit.
     """
+    _own_state: Mapping[str, Any] = MappingProxyType({})
+    """The entries for this package in the checkpoint that was loaded last. They are removed before hooks see it."""
+    _restores_after_setup: bool | None = None
+    """The value of `restore_checkpoint_after_setup`, fixed from `setup` to `teardown`."""
+
+    # What is saved and read
+
+    @property
+    def dims(self) -> ParallelDims:
+        """The arrangement of the ranks; by default, there is one."""
+        return ParallelDims()
+
+    @property
+    def _own_devices(self) -> Sequence[torch.device]:
+        """The devices of this process."""
+        return [self.root_device]
+
+    @property
+    def _is_fit(self) -> bool:
+        """Whether the current run is a fit; between runs, whether the last one was."""
+        trainer = trainer_of(self.lightning_module)
+        return trainer is not None and trainer.state.fn == TrainerFn.FITTING
+
+    @property
+    def _is_running(self) -> bool:
+        """Whether a run has begun and its teardown is not finished."""
+        return True
+
+    @property
+    def _sharded_state(self) -> ShardedState:
+        """The current state of the module, during a run or between runs."""
+        assert self.lightning_module is not None
+        return TensorState(self.lightning_module, self.optimizers, self.root_device, self._ended)
+
+    # Readers for hooks: every rank gets the same values
+
+    def gradient_norm(self, optimizer: Any = None) -> Tensor:
+        """Return the global 2-norm of the gradients before clipping, as a 0-dimensional tensor of fp32 or wider.
+
+        *Collective* over the world if gradients are sharded.
+
+        Args:
+            optimizer: count only the gradients of the parameters of this optimizer; `None` counts all parameters.
+
+        Raises:
+            GradientsNotReadyError: under ZeRO, unless called between the last backward pass and the optimizer step.
+        """
+        return self._sharded_state.gradient_norm(optimizer)
+
+    def full_gradient(self, parameter: Parameter) -> Tensor | None:
+        """Return a full copy of the gradient of `parameter`, averaged over the ranks; `None` if it has none.
+
+        The copy has the device and dtype of the parameter; under ZeRO it is fp32. *Collective* over the world if
+        gradients are sharded.
+
+        Raises:
+            GradientsNotReadyError: under ZeRO, unless called between the last backward pass and the optimizer step.
+        """
+        return self._sharded_state.full_gradient(parameter)
+
+    def full_parameter(self, parameter: Parameter) -> Tensor:
+        """Return a full copy of `parameter`, in its own dtype, or in fp32 if the optimizer has fp32 master weights.
+
+        *Collective* over the world if parameters or master weights are sharded.
+        """
+        return self._sharded_state.full_parameter(parameter)
+
+    def full_state_dict(self, module: Module | None = None) -> dict[str, Any]:
+        """Return `module.state_dict()` with full copies of parameters in host memory, on every rank.
+
+        Parameters are gathered one after the other, and are those that `full_parameter` returns. *Collective* over the
+        world: call it on all ranks, and write a file on one of them.
+
+        Args:
+            module: the LightningModule, which is the default, or a part of it.
+        """
+        self.lightning_module_state_dict()  # collects what user code has written, and buffers of other stages
+        assert self.lightning_module is not None
+        return sharded_state_dict(module or self.lightning_module, lambda p: self.full_parameter(p).cpu(), True)
+
+    def full_optimizer_state(self, parameter: Parameter, key: str) -> Tensor:
+        """Return a full copy of the optimizer's state `key` of `parameter`, such as `"exp_avg"`.
+
+        *Collective* over the world if the state is sharded.
+
+        Raises:
+            ValueError: the state does not exist; optimizers create their states in the first step.
+        """
+        return self._sharded_state.full_optimizer_state(parameter, key)
+
+    # Save
 
     @property
     def _has_users_checkpoint_io(self) -> bool:
@@ -71,11 +180,6 @@ class CheckpointSaving(FullTensorReaders, StrategyDescription):
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         return self._sharded_state.optimizer_state(optimizer)
-
-    @property
-    def _is_running(self) -> bool:
-        """Whether a run has begun and its teardown is not finished."""
-        return True
 
     @property
     def _can_save_in_background(self) -> bool:
@@ -195,29 +299,7 @@ class CheckpointSaving(FullTensorReaders, StrategyDescription):
         else:
             remove_at(without_scheme(filepath))
 
-    def teardown(self) -> None:
-        """Wait for a background save, and keep the random states of a fit for later saves.
-
-        Raises:
-            CheckpointError: the background save failed.
-        """
-        if self._is_fit:
-            self._rng_states_of_fit = current_states(self._own_devices)
-        saver, self._saver = self._saver, None
-        try:
-            if saver is not None:
-                saver.close()
-        finally:
-            super().teardown()
-
-
-class CheckpointMixin(CheckpointSaving):
-    """Mixin, placed before the Lightning base: save and load through the `ShardedState` of the run."""
-
-    _own_state: Mapping[str, Any] = MappingProxyType({})
-    """The entries for this package in the checkpoint that was loaded last. They are removed before hooks see it."""
-    _restores_after_setup: bool | None = None
-    """The value of `restore_checkpoint_after_setup`, fixed from `setup` to `teardown`."""
+    # Load
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Return the checkpoint at `checkpoint_path`, verified. Tensors are read when they are used. *Collective*.
@@ -292,10 +374,17 @@ class CheckpointMixin(CheckpointSaving):
         restore_states(self._own_state.get("random_states", []), all_ranks(), self._own_devices)
 
     def teardown(self) -> None:
-        """End the run; see `CheckpointSaving.teardown`.
+        """Wait for a background save, and keep the random states of a fit for later saves.
 
         Raises:
-            CheckpointError: a background save failed.
+            CheckpointError: the background save failed.
         """
         self._restores_after_setup = None
-        super().teardown()
+        if self._is_fit:
+            self._rng_states_of_fit = current_states(self._own_devices)
+        saver, self._saver = self._saver, None
+        try:
+            if saver is not None:
+                saver.close()
+        finally:
+            super().teardown()

@@ -1,18 +1,16 @@
 """Distributed data parallel: a replica on each rank; a choice of all-reduce algorithms averages the gradients."""
 
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_paral.compat.lightning.strategies import ddp_options, layer_sync_of
+from lightning_paral.compat.lightning.strategies import layer_sync_of
 from lightning_paral.compat.torch.ddp import broadcast_any_dtype
-from lightning_paral.engines.ddp.gradient_reduction import GradientReduction
 from lightning_paral.engines.ddp.options import DDPOptions
 from lightning_paral.engines.ddp.run import DDPRun, averaged_closure
 from lightning_paral.model.batchnorm import check_sync_batchnorm
@@ -20,7 +18,6 @@ from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.foreign_parameters import check_optimizer_parameters
 from lightning_paral.option_types import takes
-from lightning_paral.planning.layout import Layout
 from lightning_paral.strategies.base import ParalStrategy
 
 
@@ -40,15 +37,10 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
 
     strategy_name = "paral_ddp"
 
+    _options: DDPOptions
+
     @takes(DDPOptions)
     def __init__(self, options: DDPOptions) -> None:
-        self._reduction = GradientReduction(
-            options.all_reduce,
-            options.wire_dtype,
-            hook=options.ddp_comm_hook,
-            state=options.ddp_comm_state,
-            wrapper=options.ddp_comm_wrapper,
-        )
         super().__init__(
             options,
             ddp_comm_state=options.ddp_comm_state,
@@ -58,15 +50,9 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             **options.for_torch,
         )
-        self.strategy_name = "paral_ddp_ring" if options.all_reduce == "ring" else "paral_ddp"
-        # Set during a run:
-        self._ddp: DDPRun | None = None
-        self._undo = ExitStack()
-
-    @property
-    def layout(self) -> Layout:
-        """How a plan counts the strategy."""
-        return Layout(strategy=self.strategy_name, engine="ddp", recomputes=self.activation_checkpointing is not None)
+        self.shares_buffers = options.broadcast_buffers is not False
+        self.strategy_name = options.strategy_name
+        self._ddp: DDPRun | None = None  # set during a fit
 
     # Process group: `ParalStrategy`.
 
@@ -80,21 +66,17 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
                 would not be averaged.
         """
         assert self.lightning_module is not None
-        if trainer.state.fn == TrainerFn.FITTING:
+        if self._is_fit:
             check_sync_batchnorm(self.lightning_module, layer_sync_of(self), self.root_device)
-        self._undo.callback(broadcast_any_dtype(self.lightning_module))
+        self._at_end.callback(broadcast_any_dtype(self.lightning_module))
         super().setup(trainer)  # calls `configure_ddp`, then `setup_optimizers`
 
     def configure_ddp(self) -> None:
         """Wrap the module in `DistributedDataParallel`. *Collective* over the world."""
         assert self.lightning_module is not None
         check_embeddings(self.lightning_module, self.dims.data_size)
-        self._ddp = DDPRun(self, self._reduction, super().configure_ddp, self.dims, self.timeout, self._undo)
+        self._ddp = DDPRun(self, self._options, super().configure_ddp, self.dims, self.timeout, self._at_end)
         self._fit_buffers()
-
-    @property
-    def _broadcasts_buffers(self) -> bool:
-        return bool(ddp_options(self).get("broadcast_buffers", True))
 
     def make_buffers(self) -> RankZeroBuffers:
         """Return the object that broadcasts buffers for validation; in training steps, DDP broadcasts them itself."""
@@ -118,8 +100,7 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Accumulate gradients on each rank in backward passes inside this context."""
-        blocked = super().block_backward_sync()
-        with blocked if self._ddp is None else self._ddp.accumulating(blocked):
+        with self._engine.accumulating(super().block_backward_sync()):
             yield
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -141,8 +122,7 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         Raises:
             UnusedParametersError: some parameters did not contribute to the loss of the previous step.
         """
-        with nullcontext() if self._ddp is None else self._ddp.training_step():
-            return super().training_step(*args, **kwargs)
+        return self._engine.training_step(super().training_step, args, kwargs)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward pass, in which gradients are averaged. *Collective* over the world.
@@ -150,8 +130,7 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         Raises:
             ConfigurationError: parameters were unfrozen inside the step, which is too late.
         """
-        if self._ddp is not None:
-            self._ddp.before_backward(closure_loss)
+        self._engine.before_backward(closure_loss)
         return super().backward(closure_loss, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
@@ -161,7 +140,7 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
             ConfigurationError: gradients were computed by `loss.backward()`, which does not average them.
         """
         closure = averaged_closure(optimizer, closure, self.reduce)
-        with nullcontext() if self._ddp is None else self._ddp.optimizer_step(optimizer):
+        with self._engine.optimizer_step(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def on_validation_start(self) -> None:
@@ -170,13 +149,16 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         if self._ddp is not None:
             self._ddp.before_validation()
 
+    @property
+    def _engine(self) -> DDPRun:
+        assert self._ddp is not None
+        return self._ddp
+
     # Sampler injection: `ParalStrategy`.
 
     # Checkpoint: `CheckpointMixin`. By default, one ordinary Lightning file; each rank writes an equal part of it.
 
     def teardown(self) -> None:
         """Unwrap the module, and release the threads and streams that reduced its gradients."""
-        self._undo.close()
         self._ddp = None
         super().teardown()
-        self._reduction.shutdown()

@@ -10,7 +10,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_paral.compat.checks import check_names
 from lightning_paral.compat.lightning.strategies import layer_sync_of
-from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.process_group import owned_group, release_process_group
 from lightning_paral.engines.dp.checks import check_draws_all, check_one_process, check_replicable
 from lightning_paral.engines.dp.run import DPRun
@@ -62,6 +61,8 @@ class ParalDPStrategy(CheckpointMixin, ParallelStrategy):
     """
 
     strategy_name = "paral_dp"
+    activation_checkpointing = None
+    """The option, which this strategy does not have."""
 
     @takes(DPOptions)
     def __init__(self, options: DPOptions) -> None:
@@ -88,11 +89,6 @@ class ParalDPStrategy(CheckpointMixin, ParallelStrategy):
     def world_size(self) -> int:
         """1, the number of processes."""
         return 1
-
-    @property
-    def dims(self) -> ParallelDims:
-        """The arrangement of one rank; the replicas of a step are threads of this process."""
-        return ParallelDims()
 
     def set_world_ranks(self) -> None:
         """Check the Trainer's settings; the Trainer calls this at the end of its construction.
@@ -169,7 +165,8 @@ class ParalDPStrategy(CheckpointMixin, ParallelStrategy):
             if trainer.state.fn == TrainerFn.FITTING:
                 check_embeddings(module, len(self._own_devices))
         super().setup(trainer)
-        print_start_line(trainer, self)
+        if self._is_fit:
+            print_start_line(trainer, self)
         self._dp = DPRun(module, self._own_devices)
 
     def model_to_device(self) -> None:
@@ -229,7 +226,7 @@ class ParalDPStrategy(CheckpointMixin, ParallelStrategy):
         return self._dp is not None
 
     def teardown(self) -> None:
-        """Stop the threads, and end the run; see `CheckpointSaving.teardown`.
+        """Stop the threads, and end the run; see `CheckpointMixin.teardown`.
 
         Raises:
             CheckpointError: a background save failed.

@@ -5,9 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -26,8 +24,7 @@ from lightning_paral.model.batchnorm import sync_batchnorm
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.deferred.recording import has_mapped_weights, recording
 from lightning_paral.option_types import takes
-from lightning_paral.planning.layout import Layout, Place
-from lightning_paral.strategies.base import ParalStrategy
+from lightning_paral.strategies.base import ParalStrategy, precision_made_by
 from lightning_paral.strategies.tensor_parallel import TensorParallel, gather_split
 
 
@@ -52,43 +49,20 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
     forward_has_collectives = True
     _default_form = "sharded"
 
+    precision_plugin = precision_made_by(sharded_precision)
+
+    _options: FSDPOptions
+
     @takes(FSDPOptions)
     def __init__(self, options: FSDPOptions) -> None:
-        self._options = options
         super().__init__(options)
-        self.strategy_name = self._options.strategy_name
-        self.shares_buffers = self._options.broadcast_buffers
-        self._units, self._min_params = self._options.units, self._options.min_params
+        self.strategy_name = options.strategy_name
+        self.shares_buffers = options.broadcast_buffers
         self._has_printed_units = False
         # Set during a run:
         self._deferred: DeferredConstruction | None = None
         self._fsdp: FSDPRun | None = None
         self._tensor: TensorParallel | None = None
-
-    @property
-    def precision_plugin(self) -> Precision:
-        """The plugin that converts, autocasts, scales and clips; the setter replaces Lightning's plugins by FSDP's."""
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        ParallelStrategy.precision_plugin.fset(self, None if plugin is None else sharded_precision(plugin))  # type: ignore[attr-defined]
-
-    @property
-    def layout(self) -> Layout:
-        """How a plan counts the strategy."""
-        options = self._options
-        place: Place = "host" if options.offload else "device"
-        return Layout(
-            strategy=self.strategy_name,
-            engine="fsdp",
-            optimizer_place=place,
-            parameter_place=place,
-            replicas=options.replicate,
-            reshards=options.reshard_after_forward is not False,
-            tensor=None if options.tensor_parallel == "node" else options.tensor_parallel,
-            recomputes=self.activation_checkpointing is not None,
-        )
 
     # Process group
 
@@ -133,14 +107,10 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         Raises:
             ConfigurationError: the module cannot be sharded, or an optimizer cannot update shards.
         """
-        module, is_fit = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
-        assert module is not None
-        assert self.accelerator is not None
-        self._restores_after_setup = self.restore_checkpoint_after_setup
-        self.accelerator.setup(trainer)
+        module, is_fit = self._begin_setup(trainer)
         evaluate_without_inference_mode(trainer)
         check_module(module)
-        self._check_same_module()
+        self._agreement.check_module(trains=is_fit)
         if is_fit:
             check_before_fit(module, self.dims)
             sync_batchnorm(module, layer_sync_of(self), self.root_device)
@@ -160,7 +130,8 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         self.setup_precision_plugin()
         self.barrier()
 
-    def _replicas(self) -> dict[str, tuple[Tensor, int]]:
+    def replicas(self) -> dict[str, tuple[Tensor, int]]:
+        """Return by name the tensors of which other ranks hold replicas, with the number of the shard."""
         assert self.lightning_module is not None
         return local_replicas(self.lightning_module)
 
@@ -240,7 +211,9 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         return super()._sharded_state if self._fsdp is None else self._state_of(self._fsdp)
 
     def _state_of(self, run: FSDPRun) -> FSDPState:
-        return FSDPState(run, self.optimizers, self._ended, self._is_failing, self._reachable, self.num_processes)
+        return FSDPState(
+            run, self.optimizers, self._ended, self._watch.is_failing, self._watch.reachable, self.num_processes
+        )
 
     def _module_is_sharded(self) -> bool:
         assert self.lightning_module is not None
@@ -267,7 +240,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         layer_sync = layer_sync_of(self)
         try:
             if run is not None:
-                self._state_of(run).restore(self._ended, failed=self._is_failing and self.world_size > 1)
+                self._state_of(run).restore(self._ended, failed=self._watch.is_failing and self.world_size > 1)
         finally:
             set_device_mesh(self, None if run is None else self.lightning_module, None)
             super().teardown()

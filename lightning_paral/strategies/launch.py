@@ -2,13 +2,13 @@
 
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from lightning_paral.compat.checks import check_names
 from lightning_paral.compat.lightning.strategies import LightningSubprocessLauncher
@@ -16,104 +16,123 @@ from lightning_paral.distributed.launch_checks import check_device, check_enviro
 from lightning_paral.distributed.launcher import LaunchedRun, ScriptLauncher
 from lightning_paral.distributed.process_group import backend_for
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.before_launch import check_before_launch
-from lightning_paral.model.trainer_of import trainer_of
+from lightning_paral.model.activation_checkpointing import checkpointed_units
+from lightning_paral.model.units import choose_units
+from lightning_paral.model.user_hooks import is_built_later, trainer_of
 from lightning_paral.options import StartMethod
-from lightning_paral.strategies.description import StrategyDescription
 from lightning_paral.strategies.process_launcher import ProcessLauncher
 
 _PYTEST = "a run of pytest"
 _TEST_RUNNERS = ("pytest", "py.test", "_jb_pytest_runner.py")
 
 
-class CheckedLaunch(StrategyDescription):
-    """Mixin, placed before the Lightning base: report mistakes before other processes are started."""
+class CheckedLaunch:
+    """The part of a strategy that reports mistakes before other processes are started, and chooses their launcher.
 
-    process_group_backend: str | None
-    num_nodes: int
-    num_processes: int
+    Args:
+        strategy: the strategy, a `ParalStrategy`, for all of its runs.
+        start_method: the option `start_method`.
+    """
+
     _replaced: tuple[object, StartMethod] | None = None
     """Lightning's launcher, which `_own_launcher` replaces, and the start method."""
     _own_launcher: ScriptLauncher | ProcessLauncher | None = None
-    _given_start_method: StartMethod | None = None
 
-    def set_world_ranks(self) -> None:
-        """Check the Trainer's settings, then set this process's rank in the environment and in Lightning's logging.
+    def __init__(self, strategy: Any, start_method: StartMethod | None) -> None:
+        self._strategy, self._given_start_method = strategy, start_method
 
-        The Trainer calls this in every process, at the end of its construction, before it starts other processes.
-        Under torchrun, the number of nodes is that of torchrun: with `--nnodes 1:2` it may change at each restart.
+    def check_environment(self) -> None:
+        """Check what a launcher has set for this process. Under torchrun, take the number of nodes from it.
 
         Raises:
-            ConfigurationError: the Trainer's settings do not fit the strategy.
+            ConfigurationError: something is missing or contradicts itself.
             PrivateNameError: the installed torch or Lightning lacks a private name that this package uses.
         """
         check_names("torch", "lightning")
-        if self.cluster_environment is not None:
-            check_environment(self.cluster_environment)
-        if isinstance(self.cluster_environment, TorchElasticEnvironment):
-            self.num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", self.num_nodes))
-        self._check_configured()
-        super().set_world_ranks()  # type: ignore[misc]
-        if self.cluster_environment is not None:
-            check_ranks(self.cluster_environment, self.num_processes, self.num_nodes)
+        strategy = self._strategy
+        if strategy.cluster_environment is not None:
+            check_environment(strategy.cluster_environment)
+        if isinstance(strategy.cluster_environment, TorchElasticEnvironment):
+            strategy.num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", strategy.num_nodes))
 
-    def _check_configured(self) -> None:
-        """Raise a `ConfigurationError` if the strategy does not support the Trainer's settings."""
-        check_local_rank(self.local_rank, self.num_processes)
-        check_device(self.root_device)
-        backend_for(self.root_device, self.process_group_backend)
+    def check_ranks(self) -> None:
+        """Raise a `ConfigurationError` if the ranks, which have been set, do not fit the Trainer."""
+        strategy = self._strategy
+        if strategy.cluster_environment is not None:
+            check_ranks(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+
+    def check_settings(self) -> None:
+        """Raise a `ConfigurationError` if no strategy supports the Trainer's settings."""
+        strategy = self._strategy
+        check_local_rank(strategy.local_rank, strategy.num_processes)
+        check_device(strategy.root_device)
+        backend_for(strategy.root_device, strategy.process_group_backend)
         _ = self._start_method_now
-        if self._default_form == "sharded" and type(self.checkpoint_io) is not TorchCheckpointIO:
+        if strategy._default_form == "sharded" and type(strategy.checkpoint_io) is not TorchCheckpointIO:
             raise ConfigurationError(
-                f"{type(self.checkpoint_io).__name__} saves the state of one rank, and under {type(self).__name__} no "
-                "rank has the full state. Remove it from the Trainer's plugins. To save in the background, use "
-                "CheckpointOptions(async_save=True)."
+                f"{type(strategy.checkpoint_io).__name__} saves the state of one rank, and under "
+                f"{type(strategy).__name__} no rank has the full state. Remove it from the Trainer's plugins. To save "
+                "in the background, use CheckpointOptions(async_save=True)."
             )
 
-    @property
-    def launcher(self) -> Any:
-        """Our version of Lightning's launcher of the other processes; Lightning's own if it is of another kind."""
-        theirs, environment, method = super().launcher, self.cluster_environment, self._start_method_now
+    def launcher(self, theirs: Any) -> Any:
+        """Return our version of Lightning's launcher of the other processes; `theirs` if it is of another kind."""
+        strategy, method = self._strategy, self._start_method_now
+        environment = strategy.cluster_environment
         is_missing = theirs is None and environment is not None and environment.creates_processes_externally
         if method == "popen" and type(theirs) is not LightningSubprocessLauncher and not is_missing:
             return theirs
         if self._replaced != (theirs, method):
-            assert environment is not None
-            check, run = partial(check_before_launch, self), cast(LaunchedRun, self)
+            check, run = self._check_module, cast(LaunchedRun, strategy)
             self._replaced = theirs, method
             if method == "popen":
-                self._own_launcher = ScriptLauncher(environment, self.num_processes, self.num_nodes, check, run)
+                self._own_launcher = ScriptLauncher(environment, strategy.num_processes, strategy.num_nodes, check, run)
             else:
-                self._own_launcher = ProcessLauncher(self, method, check)
+                self._own_launcher = ProcessLauncher(strategy, method, check)
         return self._own_launcher
 
-    @property
-    def _start_method_now(self) -> StartMethod:
-        """How this process starts the other local ranks; `"popen"` also if it starts none."""
-        environment = self.cluster_environment
-        if environment is None or environment.creates_processes_externally:
-            return "popen"
-        if self.num_processes == 1 and self._given_start_method is None:
-            return "popen"
-        return choose_start_method(self._given_start_method)
+    def _check_module(self, trainer: Trainer) -> None:
+        """Raise a `ConfigurationError` if the module lacks units that the options name, in one process.
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save `checkpoint`.
+        A module that is built in `configure_model` or `setup` is checked after that, on every rank.
+        """
+        module, options = self._strategy.lightning_module, self._strategy._options
+        if trainer.state.fn != TrainerFn.FITTING or is_built_later(module, trainer):
+            return
+        if options.activation_checkpointing is not None:
+            checkpointed_units(module, options.activation_checkpointing)
+        units, min_params = getattr(options, "units", "auto"), getattr(options, "min_params", None)
+        if units != "auto" or min_params is not None:
+            choose_units(module, units, min_params, children=not module.automatic_optimization)
+
+    def leaves_save_to_ranks(self, launcher: Any, checkpoint: dict[str, Any], filepath: Any) -> bool:
+        """Return whether ranks that this process has started, and that have the state of the run, have saved it.
 
         Raises:
-            ConfigurationError: it contains the state of optimizers that were in forked or spawned ranks.
+            ConfigurationError: `checkpoint` contains the state of optimizers that were in forked or spawned ranks.
         """
-        trainer, launcher = trainer_of(self.lightning_module), self.launcher
-        is_launcher = isinstance(launcher, ProcessLauncher)
-        if is_launcher and trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED:
-            return  # the ranks, which have the state of the run, have saved it
-        if is_launcher and launcher.has_fit and "optimizer_states" in checkpoint:
+        trainer = trainer_of(self._strategy.lightning_module)
+        if not isinstance(launcher, ProcessLauncher):
+            return False
+        if trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED:
+            return True
+        if launcher.has_fit and "optimizer_states" in checkpoint:
             raise ConfigurationError(
                 f"{filepath} was not saved: the ranks of the last fit have ended, and the state of their optimizers "
                 "with them. Save during the fit, for example with ModelCheckpoint(save_last=True), or save the weights "
                 "only: trainer.save_checkpoint(path, weights_only=True)."
             )
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        return False
+
+    @property
+    def _start_method_now(self) -> StartMethod:
+        """How this process starts the other local ranks; `"popen"` also if it starts none."""
+        environment = self._strategy.cluster_environment
+        if environment is None or environment.creates_processes_externally:
+            return "popen"
+        if self._strategy.num_processes == 1 and self._given_start_method is None:
+            return "popen"
+        return choose_start_method(self._given_start_method)
 
 
 def choose_start_method(given: StartMethod | None) -> StartMethod:

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 
@@ -40,26 +40,18 @@ def _is_no_advice(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("While redistributing from")
 
 
-class IgnoredWarnings:
-    """Ignores library warnings from construction to `end`. Can be copied together with its owner.
+def ignore(undo: ExitStack, *library_warnings: LibraryWarning) -> None:
+    """Ignore library warnings until `undo` is closed; without any given, those that no user can do anything about.
 
     Warning filters are global to the process. Changes that other code makes to them in the meantime are kept.
     """
-
-    def __init__(self) -> None:
-        self._added: list[Any] = []
-        for warning in _ALWAYS_IGNORED:
-            self.add(warning)
-
-    def add(self, warning: LibraryWarning) -> None:
-        """Add a warning to ignore."""
+    for warning in library_warnings or _ALWAYS_IGNORED:
         before = list(warnings.filters)
         warnings.filterwarnings("ignore", warning.message, warning.category, warning.module)
-        if warnings.filters[0] not in before:  # otherwise the user added the same filter, and `end` must keep it
-            self._added.append(warnings.filters[0])
+        if warnings.filters[0] not in before:  # otherwise the user added the same filter, which has to be kept
+            undo.callback(_remove, warnings.filters[0])
 
-    def end(self) -> None:
-        """Remove the filters."""
-        for each in self._added:
-            with suppress(ValueError):  # the filters may have been reset
-                warnings.filters.remove(each)  # type: ignore[attr-defined]
+
+def _remove(added: Any) -> None:
+    with suppress(ValueError):  # the filters may have been reset
+        warnings.filters.remove(added)  # type: ignore[attr-defined]

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
@@ -36,10 +35,8 @@ from lightning_paral.engines.pipeline.state import PipelineState
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.deferred.recording import has_mapped_weights, recording
 from lightning_paral.option_types import takes
-from lightning_paral.planning.layout import Layout
-from lightning_paral.strategies.base import ParalStrategy
-from lightning_paral.strategies.counted_flops import CountedFlops
-from lightning_paral.strategies.stage_shards import make_stage_shards
+from lightning_paral.strategies.base import ParalStrategy, precision_made_by
+from lightning_paral.strategies.stages import CountedFlops, make_stage_shards
 
 
 class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
@@ -61,38 +58,20 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
     forward_has_collectives = True
     _default_form = "sharded"
 
+    precision_plugin = precision_made_by(stage_precision)
+
+    _options: PipelineOptions
+
     @takes(PipelineOptions)
     def __init__(self, options: PipelineOptions) -> None:
-        self._options = options
         super().__init__(options)
-        self.shares_buffers = self._options.broadcast_buffers
-        self._units, self._min_params = self._options.units, self._options.min_params
+        self.shares_buffers = options.broadcast_buffers
         self._has_printed_units = False
         self._counted = CountedFlops()
         # Set during a run:
         self._deferred: DeferredConstruction | None = None
         self._pipeline: PipelineRun | None = None
         self._shards: StepShards | None = None
-
-    @property
-    def precision_plugin(self) -> Precision:
-        """The plugin that converts, autocasts and clips; the setter replaces Lightning's plugins by ours."""
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        ParallelStrategy.precision_plugin.fset(self, None if plugin is None else stage_precision(plugin))  # type: ignore[attr-defined]
-
-    @property
-    def layout(self) -> Layout:
-        """How a plan counts the strategy."""
-        return Layout(
-            strategy=self.strategy_name,
-            engine="pipeline",
-            stages=self._options.stages,
-            micro_batches=self._options.micro_batches,
-            recomputes=self.activation_checkpointing is not None,
-        )
 
     # Process group
 
@@ -132,12 +111,8 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
         Raises:
             ConfigurationError: the module cannot be divided.
         """
-        module, is_fit = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
-        assert module is not None
-        assert self.accelerator is not None
-        self._restores_after_setup = self.restore_checkpoint_after_setup
-        self.accelerator.setup(trainer)
-        self._check_same_module()
+        module, is_fit = self._begin_setup(trainer)
+        self._agreement.check_module(trains=is_fit)
         if is_fit:
             check_before_fit(module, self.dims, has_sync_batchnorm=layer_sync_of(self) is not None)
         if trainer.state.fn == TrainerFn.PREDICTING:
@@ -189,7 +164,8 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
         assert isinstance(self.precision_plugin, StageClipping)
         self.precision_plugin.gradients = gradients
 
-    def _replicas(self) -> dict[str, tuple[Tensor, int]]:
+    def replicas(self) -> dict[str, tuple[Tensor, int]]:
+        """Return by name the tensors of this stage of which other ranks hold replicas, with the number of the shard."""
         assert self.lightning_module is not None
         replicas = local_replicas(self.lightning_module)
         return {name: each for name, each in replicas.items() if not is_elsewhere(each[0])}
@@ -242,7 +218,7 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state by name, with empty shards for the parameters of other stages. *Collective*."""
-        if self._pipeline is not None and not self._is_failing:
+        if self._pipeline is not None and not self._watch.is_failing:
             self._pipeline.share_buffers()
         return super().lightning_module_state_dict()
 
@@ -269,6 +245,6 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
         self._set_clipped(None)
         try:
             if run is not None:
-                self._state_of(run).restore(self._ended, failed=self._is_failing and self.world_size > 1)
+                self._state_of(run).restore(self._ended, failed=self._watch.is_failing and self.world_size > 1)
         finally:
             super().teardown()

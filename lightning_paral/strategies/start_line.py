@@ -5,7 +5,6 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.distributed.tensor import DTensor
@@ -20,10 +19,8 @@ from lightning_paral.quantities import format_bytes
 def print_start_line(trainer: Trainer, strategy: Any) -> None:
     """Print the line on rank 0 as soon as the fit has its training loaders, before the first progress bar.
 
-    Call this when a run begins. It does nothing in evaluation.
+    Call this when a fit begins.
     """
-    if trainer.state.fn != TrainerFn.FITTING:
-        return
 
     def print_line() -> None:
         if trainer.train_dataloader is not None:

@@ -1,15 +1,13 @@
 """ZeRO on DeepSpeed: optimizer state (stage 1), gradients (2) and parameters (3) sharded over the ranks."""
 
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.plugins import Precision
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_paral.checkpoint.sharded_state import ShardedState
@@ -32,9 +30,7 @@ from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.explain_errors import explain, explain_errors
 from lightning_paral.model.foreign_parameters import check_optimizer_parameters
 from lightning_paral.option_types import takes
-from lightning_paral.options import Offload
-from lightning_paral.planning.layout import Layout, Place
-from lightning_paral.strategies.base import ParalStrategy
+from lightning_paral.strategies.base import ParalStrategy, precision_made_by
 
 
 class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
@@ -56,11 +52,13 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
     """
 
     strategy_name = "paral_zero"
+    precision_plugin = precision_made_by(as_zero_precision)
+    _default_form = "sharded"
+    _options: ZeROOptions
 
     @takes(ZeROOptions)
     def __init__(self, options: ZeROOptions) -> None:
         check_installed()
-        self._options = options
         self.stage = options.stage
         self.strategy_name = options.strategy_name
         self.forward_has_collectives = options.stage == 3
@@ -74,17 +72,6 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         self._run_state: ZeroRun | None = None
         """Set from `setup` to `teardown`."""
         self._folders = RunFolders()
-        self._undo = ExitStack()
-        """Undoes at teardown what `setup_distributed` changed in this process."""
-
-    @property
-    def precision_plugin(self) -> Precision:
-        """The plugin that converts the module, autocasts, and runs backward passes and optimizer steps."""
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        Strategy.precision_plugin.fset(self, None if plugin is None else as_zero_precision(plugin))  # type: ignore[attr-defined]
 
     @property
     def _zero_precision(self) -> ZeROPrecision:
@@ -92,22 +79,6 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
             self.precision_plugin = ZeROPrecision("32-true")
         assert isinstance(self.precision_plugin, ZeROPrecision)
         return self.precision_plugin
-
-    @property
-    def layout(self) -> Layout:
-        """How a plan counts the strategy."""
-
-        def place(offload: Offload | None) -> Place:
-            return "device" if offload is None else "host" if offload.device == "cpu" else "nvme"
-
-        return Layout(
-            strategy=self.strategy_name,
-            engine="zero",
-            stage=self.stage,
-            optimizer_place=place(self._options.optimizer_offload),
-            parameter_place=place(self._options.parameter_offload),
-            recomputes=self.activation_checkpointing is not None,
-        )
 
     # Process group
 
@@ -132,20 +103,14 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         DDPStrategy.setup_environment(self)
 
     def setup_distributed(self) -> None:
-        """Join or create the process group, and pass it to DeepSpeed. *Collective* over the world.
-
-        Raises:
-            ConfigurationError: the Trainer's settings do not fit the strategy; an averaging callback cannot work.
-            PrivateNameError: an installed library lacks a private name that this package uses.
-            ProcessGroupError: not all ranks joined within `timeout`.
-        """
+        """Join or create the process group, and pass it to DeepSpeed. *Collective* over the world."""
         super().setup_distributed()
         assert self.cluster_environment is not None
         ranks = (self.global_rank, self.world_size, self.local_rank)
         level = self._options.logging_level
-        self._undo.enter_context(deepspeed_process_group(self.cluster_environment, ranks, level, self.root_device))
-        self._undo.enter_context(keep_operators())
-        folders = self._folders.make(self._options, self._run, self.global_rank)
+        self._at_end.enter_context(deepspeed_process_group(self.cluster_environment, ranks, level, self.root_device))
+        self._at_end.enter_context(keep_operators())
+        folders = self._folders.make(self._options, self._watch.name, self.global_rank)
         self.config = self._options.engine_config(self._zero_precision.precision, self.root_device, folders)
 
     # Model wrapping
@@ -173,52 +138,42 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         Raises:
             ConfigurationError: ZeRO cannot train the module, or cannot use an optimizer of `configure_optimizers`.
         """
-        module = self.lightning_module
-        assert self.accelerator is not None
-        assert module is not None
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        self._restores_after_setup = self.restore_checkpoint_after_setup
-        self.accelerator.setup(trainer)
+        module, is_fit = self._begin_setup(trainer)
         rejoin(module)
-        self._check_same_module()
-        if fitting:
+        self._agreement.check_module(trains=is_fit)
+        if is_fit:
             sync_batchnorm(module, layer_sync_of(self), self.root_device)
+        precision, per_node = self._zero_precision, self.num_processes
         settings = RunSettings(
-            options=self._options,
-            config=self.config,
-            precision=self._zero_precision,
-            dims=self.dims,
-            ranks_per_node=self.num_processes,
+            options=self._options, config=self.config, precision=precision, dims=self.dims, ranks_per_node=per_node
         )
-        run = ZeroRun(module, self.optimizers, self.root_device, self._ended, settings)
-        self._run_state = run
+        self._run_state = run = ZeroRun(module, self.optimizers, self.root_device, self._ended, settings)
         allow_accumulation_schedules(trainer)
         self.model = self.precision_plugin.convert_module(module)
-        if fitting:
-            self._setup_training(run)
+        if is_fit:
+            self._setup_training(run, module)
         else:
             self.model = run.evaluate()
         set_forward_redirection(self, run.redirection())
         self.barrier()
 
-    _full_shape: Any = staticmethod(full_shape)
-    _is_sharded: Any = staticmethod(is_stage3_parameter)
+    full_shape: Any = staticmethod(full_shape)
 
-    def _setup_training(self, run: ZeroRun) -> None:
-        module = self.lightning_module
-        assert module is not None
+    def replicas(self) -> dict[str, tuple[Tensor, int]]:
+        """Return by name the parameters of which other ranks hold replicas: those that stage 3 has not partitioned."""
+        return {name: each for name, each in super().replicas().items() if not is_stage3_parameter(each[0])}
+
+    def _setup_training(self, run: ZeroRun, module: LightningModule) -> None:
         self.checkpoint_activations()
         check_embeddings(module, self.dims.data_size, "ZeRO")
         run.check_size()
         with show_full_shapes(module):
             Strategy.setup_optimizers(self, module.trainer)
-            self._check_same_optimizers()
+            self._agreement.check_optimizers()
         check_optimizer_parameters(self.optimizers, module)
         self.model = run.train(self.optimizers)
         if run.trains:
-            buffers = self._fit_buffers()
-            assert buffers is not None
-            buffers.broadcast()
+            self._broadcast_buffers()
             self._attach_averages(run.weight_shards)
 
     @property
@@ -229,8 +184,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Accumulate gradients in backward passes inside this context."""
-        # `ZeROPrecision.backward` accumulates. Lightning's method calls `engine.no_sync`, which DeepSpeed rejects at
-        # stages 2 and 3.
+        # `ZeROPrecision.backward` does. Lightning's method calls `engine.no_sync`, which stages 2 and 3 reject.
         with self._accumulating_buffers():
             yield
 
@@ -240,9 +194,8 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         Raises:
             ConfigurationError: parameters were unfrozen or added after training began, or used while partitioned.
         """
-        assert self._run_state is not None
-        self._run_state.check_fixed()
-        with explain_errors(partial(explanation, stage=self.stage)), self._run_state.saving_views():
+        self._engine.check_fixed()
+        with explain_errors(partial(explanation, stage=self.stage)), self._engine.saving_views():
             return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -251,16 +204,18 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         Raises:
             ConfigurationError: parameters were unfrozen after training began.
         """
-        assert self._run_state is not None
-        self._run_state.check_fixed()
+        self._engine.check_fixed()
         with explain_errors(partial(explanation, stage=self.stage)):
             return super().backward(closure_loss, *args, **kwargs)
+
+    @property
+    def _engine(self) -> ZeroRun:
+        assert self._run_state is not None
+        return self._run_state
 
     # Sampler injection: see `ParalStrategy`.
 
     # Checkpoint: see `CheckpointMixin`. It is a folder to which each rank writes its shards: flat ranges of tensors.
-
-    _default_form = "sharded"
 
     @property
     def _sharded_state(self) -> ShardedState:
@@ -284,13 +239,12 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         At stage 3, parameters stay partitioned after a failure with several ranks, or if a node lacks the memory for a
         module that was built partitioned. A later run under ZeRO accepts such a module.
         """
-        failed = self._is_failing and self.world_size > 1  # a collective could hang: other ranks may not call it
+        failed = self._watch.is_failing and self.world_size > 1  # a collective could hang: other ranks may not call it
         self.model = self.lightning_module
         try:
             if self._run_state is not None:
                 self._run_state.restore(self._ended, failed=failed)
         finally:
             self._run_state = None
-            self._undo.close()
             super().teardown()
             self._folders.leave(self.lightning_module)

@@ -14,6 +14,7 @@ from lightning_paral.comm import WireDtype
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.option_types import Positive
 from lightning_paral.options import RankOptions
+from lightning_paral.planning.layout import Layout
 
 AllReduceName = Literal["auto", "ring", "native", "reduce_broadcast", "all_to_all"]
 _INDICES_WITHOUT_GRADIENT = re.compile(r"did not receive grad for rank \d+:((?: \d+)+)")
@@ -121,6 +122,17 @@ class DDPOptions(RankOptions, DistributedDataParallelOptions):
                 "or train with post-local SGD: ddp_comm_state=PostLocalSGDState(...) and "
                 "ddp_comm_hook=post_localSGD_hook."
             )
+
+    @property
+    def strategy_name(self) -> str:
+        """The registered name that is closest to these options."""
+        return "paral_ddp_ring" if self.all_reduce == "ring" else "paral_ddp"
+
+    @property
+    def layout(self) -> Layout:
+        """How a plan counts the strategy."""
+        recomputes = self.activation_checkpointing is not None
+        return Layout(strategy=self.strategy_name, engine="ddp", recomputes=recomputes)
 
 
 def explain_unused(message: str, names: list[str], rank: int) -> str:

@@ -1,11 +1,13 @@
 """One fit under DDP: wrap the module, and replace its reducer when the set of trained parameters changes."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
@@ -14,12 +16,15 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
+from lightning_paral.comm import ALL_REDUCE, AllReduce
 from lightning_paral.comm.broadcast import broadcast
+from lightning_paral.comm.by_size import all_reduce_by_size
+from lightning_paral.comm.ddp_hook import BucketReducer
+from lightning_paral.comm.reduction import WIRE_DTYPES
 from lightning_paral.compat.lightning.strategies import ddp_options, forget_static_graph, set_ddp_options
 from lightning_paral.compat.torch.ddp import remove_reducer
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.engines.ddp.gradient_reduction import GradientReduction
-from lightning_paral.engines.ddp.options import explain_unused
+from lightning_paral.engines.ddp.options import DDPOptions, explain_unused
 from lightning_paral.engines.ddp.unreduced_backward import UnreducedBackwardGuard
 from lightning_paral.errors import ConfigurationError, UnusedParametersError
 from lightning_paral.model.requires_grad import TrainedParameters, TrainingAgreement, first_names
@@ -27,6 +32,7 @@ from lightning_paral.model.user_hooks import has_hook
 
 log = logging.getLogger(__name__)
 
+_requires_grad = attrgetter("requires_grad")
 _MANY_REBUILDS = 10
 _UNUSED_PARAMETERS = "Expected to have finished reduction in the prior iteration"
 _HOOKS_THAT_MAY_RUN_BACKWARD = (
@@ -44,7 +50,7 @@ class DDPRun:
 
     Args:
         strategy: the strategy, whose `model` is wrapped.
-        reduction: how gradients are averaged.
+        options: the options of `ParalDDPStrategy`; they choose what averages the gradients.
         wrap: `DDPStrategy.configure_ddp` of `strategy`, which wraps its `model`.
         dims: the arrangement of the ranks; the data ranks average their gradients.
         timeout: how long to wait for other ranks.
@@ -54,7 +60,7 @@ class DDPRun:
     def __init__(
         self,
         strategy: DDPStrategy,
-        reduction: GradientReduction,
+        options: DDPOptions,
         wrap: Callable[[], None],
         dims: ParallelDims,
         timeout: timedelta,
@@ -63,7 +69,8 @@ class DDPRun:
         assert strategy.lightning_module is not None
         self._strategy = strategy
         self._module: LightningModule = strategy.lightning_module
-        self._reduction = reduction
+        self._options = options
+        self._buckets: BucketReducer | None = None
         self._wrap = wrap
         self._undo = undo
         self._is_static_graph_known = False
@@ -96,9 +103,24 @@ class DDPRun:
     def _wrap_and_register(self) -> None:
         self._wrap()
         self._is_static_graph_known = False
-        self._reduction.register(self.model, self._strategy.root_device)
+        self._register_reduction()
 
     # The reducer
+
+    def _register_reduction(self) -> None:
+        """Make the new DDP average gradients as the options choose: by a hook, or by one of our all-reduces."""
+        options, device = self._options, self._strategy.root_device
+        hook, wrapper = options.ddp_comm_hook, options.ddp_comm_wrapper
+        if hook is not None and device.type != "cuda":
+            # Lightning registers hooks on CUDA only; DDP accepts them on every backend.
+            self.model.register_comm_hook(options.ddp_comm_state, hook if wrapper is None else wrapper(hook))
+        all_reduce = _all_reduce_of(options, device)
+        if all_reduce is not None and self._buckets is None:
+            wire_dtype = None if options.wire_dtype is None else WIRE_DTYPES[options.wire_dtype]
+            self._buckets = BucketReducer(all_reduce, self.model.process_group, device, wire_dtype)
+            self._undo.callback(self._buckets.shutdown)
+        if self._buckets is not None:
+            self._buckets.register(self.model)
 
     def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Make DDP find unused parameters if several optimizers take turns. *Collective* over the world if they do."""
@@ -120,8 +142,16 @@ class DDPRun:
             UnusedParametersError: parameters did not contribute to the loss of the previous step. The message names
                 them.
         """
-        if self._agreement.update(self._module.current_epoch, batch_idx, self._is_outdated) and self._is_outdated():
-            self._replace_reducer()
+        epoch = self._module.current_epoch
+        if epoch != self._agreement.epoch or self._have_changed():
+            self._agreement.update(epoch, batch_idx, self._is_outdated)
+            if self._is_outdated():
+                self._replace_reducer()
+
+    def _have_changed(self) -> bool:
+        """Return whether a `requires_grad` has changed since the ranks agreed, or a parameter may be new."""
+        trained = self._trained
+        return trained.has_new or list(map(_requires_grad, trained.parameters)) != trained.flags
 
     def _is_outdated(self) -> bool:
         """Find the parameters that a new reducer would have; return whether they are others than those of this one."""
@@ -134,8 +164,11 @@ class DDPRun:
     def _replace_reducer(self) -> None:
         """Replace the reducer by one that has the needed parameters. *Collective* over the world."""
         old, options = self.model, ddp_options(self._strategy)
-        with self._explain_unused_parameters():
+        try:
             remove_reducer(old)
+        except RuntimeError as error:
+            self._explain_unused(error)
+            raise
         parameters = self._trained.all_by_name.values()
         broadcast([p for p in parameters if p not in self._synchronized])
         self._synchronized = set(parameters)
@@ -182,9 +215,13 @@ class DDPRun:
             with without_reduction:
                 yield
 
-    @contextmanager
-    def training_step(self) -> Iterator[None]:
-        """Run a training step inside the block. Under automatic optimization, DDP averages its gradients.
+    def training_step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a training step. Under automatic optimization, DDP averages its gradients.
+
+        Args:
+            step: the `training_step` of Lightning's strategy.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
 
         Raises:
             UnusedParametersError: parameters did not contribute to the loss of the previous step. The message names
@@ -194,17 +231,16 @@ class DDPRun:
         if is_manual:
             # Lightning's forward redirection clears this flag, after which DDP would no longer broadcast buffers.
             self.model.require_forward_param_sync = True
-        reduced = nullcontext() if self._guard is None or is_manual else self._guard.reduced()
-        with self._explain_unused_parameters(), reduced:
-            yield
-
-    @contextmanager
-    def _explain_unused_parameters(self) -> Iterator[None]:
         try:
-            yield
+            with nullcontext() if self._guard is None or is_manual else self._guard.reduced():
+                return step(*args, **kwargs)
         except RuntimeError as error:
-            if _UNUSED_PARAMETERS not in str(error):
-                raise
+            self._explain_unused(error)
+            raise
+
+    def _explain_unused(self, error: RuntimeError) -> None:
+        """Raise an `UnusedParametersError` if `error` is DDP's about unused parameters."""
+        if _UNUSED_PARAMETERS in str(error):
             explained = explain_unused(str(error), list(self._reduced), self._strategy.global_rank)
             raise UnusedParametersError(explained) from error
 
@@ -214,7 +250,7 @@ class DDPRun:
         Raises:
             ConfigurationError: parameters were unfrozen inside the step. Their gradients would not be averaged.
         """
-        if self._trained.have_changed():
+        if self._have_changed():
             reduced = set(self._reduced.values())
             late = [name for name, p in self._trained.current_by_name().items() if p.requires_grad and p not in reduced]
             if late:
@@ -237,6 +273,16 @@ class DDPRun:
     def before_validation(self) -> None:
         """Keep the first validation step from broadcasting buffers, which a rank without a batch would not join."""
         self.model.require_forward_param_sync = False
+
+
+def _all_reduce_of(options: DDPOptions, device: torch.device) -> AllReduce | None:
+    """Return the function of ours that averages gradients; `None` if DDP's own reducer or the hook does."""
+    is_narrow = options.wire_dtype is not None
+    if options.all_reduce == "auto" and is_narrow and device.type == "cpu":
+        return all_reduce_by_size
+    if options.all_reduce in ("auto", "native"):
+        return ALL_REDUCE["native"] if is_narrow else None
+    return ALL_REDUCE[options.all_reduce]
 
 
 def _ids(parameters: dict[str, Parameter]) -> list[int]:

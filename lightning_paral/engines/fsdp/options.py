@@ -8,6 +8,7 @@ from lightning_paral.engines.fsdp.precision import ReduceDtype
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.option_types import Positive
 from lightning_paral.options import RankOptions, UnitChoice, check_unit_choice
+from lightning_paral.planning.layout import Layout, Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +95,21 @@ class FSDPOptions(RankOptions):
         if self.tensor_parallel > 1:
             return "paral_fsdp_tp"
         return "paral_fsdp_offload" if self.offload else "paral_fsdp"
+
+    @property
+    def layout(self) -> Layout:
+        """How a plan counts the strategy."""
+        place: Place = "host" if self.offload else "device"
+        return Layout(
+            strategy=self.strategy_name,
+            engine="fsdp",
+            optimizer_place=place,
+            parameter_place=place,
+            replicas=self.replicate,
+            reshards=self.reshard_after_forward is not False,
+            tensor=None if self.tensor_parallel == "node" else self.tensor_parallel,
+            recomputes=self.activation_checkpointing is not None,
+        )
 
     def _check_tensor_parallel(self) -> None:
         if self.tensor_parallel == "node" and self.replicate != 1:

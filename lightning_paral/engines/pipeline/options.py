@@ -9,6 +9,7 @@ from lightning_paral.engines.pipeline.schedule import Schedule
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.option_types import Positive
 from lightning_paral.options import RankOptions, UnitChoice, check_unit_choice
+from lightning_paral.planning.layout import Layout
 
 Balance = Literal["params", "time"] | Sequence[Positive]
 MICRO_BATCHES_PER_STAGE = 4
@@ -74,6 +75,17 @@ class PipelineOptions(RankOptions):
                 f"balance={list(self.balance)!r} divides the units among {len(self.balance)} stages, but "
                 f"stages={self.stages}. Give one number for each stage."
             )
+
+    @property
+    def layout(self) -> Layout:
+        """How a plan counts the strategy."""
+        return Layout(
+            strategy="paral_pp",
+            engine="pipeline",
+            stages=self.stages,
+            micro_batches=self.micro_batches,
+            recomputes=self.activation_checkpointing is not None,
+        )
 
     def num_stages(self, world_size: int) -> int:
         """Return the number of stages of `world_size` ranks; by default the length of `balance`, or one per rank."""

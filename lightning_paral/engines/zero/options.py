@@ -13,6 +13,7 @@ from lightning_paral.engines.zero.runtime.config import complete, load_config, m
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.option_types import AtLeast, Positive
 from lightning_paral.options import Offload, RankOptions
+from lightning_paral.planning.layout import Layout, Place
 
 PATH_VARIABLE = "PARAL_NVME_PATH"
 """The environment variable that contains the folder for `"nvme"`, and thus for `strategy="paral_zero3_nvme"`."""
@@ -117,6 +118,22 @@ class ZeROOptions(RankOptions):
         if self.optimizer_offload is None:
             return f"paral_zero{self.stage}"
         return f"paral_zero{self.stage}_" + ("offload" if self.optimizer_offload.device == "cpu" else "nvme")
+
+    @property
+    def layout(self) -> Layout:
+        """How a plan counts the strategy."""
+
+        def place(offload: Offload | None) -> Place:
+            return "device" if offload is None else "host" if offload.device == "cpu" else "nvme"
+
+        return Layout(
+            strategy=self.strategy_name,
+            engine="zero",
+            stage=self.stage,
+            optimizer_place=place(self.optimizer_offload),
+            parameter_place=place(self.parameter_offload),
+            recomputes=self.activation_checkpointing is not None,
+        )
 
     def _check_stage(self) -> None:
         if self.stage == 3:

@@ -29,7 +29,11 @@ class Recorded(Witnessed):
         self.file = folder / "seen" / f"{os.getpid()}.jsonl"
 
     def saw(self, epoch: int, step: int, numbers: list[int], loss: float) -> None:
-        seen = {"time": time.time(), "run": getattr(self.trainer.strategy, "_run", ""), "rank": self.global_rank}
+        seen = {
+            "time": time.time(),
+            "run": getattr(getattr(self.trainer.strategy, "_watch", None), "name", ""),
+            "rank": self.global_rank,
+        }
         with open(self.file, "a") as file:
             file.write(json.dumps(seen | {"epoch": epoch, "step": step, "numbers": numbers, "loss": loss}) + "\n")
         time.sleep(self.seconds_per_step)

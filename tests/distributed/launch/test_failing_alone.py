@@ -18,7 +18,7 @@ from lightning_paral.distributed import failure
 from lightning_paral.distributed import process_group as groups
 from lightning_paral.errors import RankFailedError
 from lightning_paral.model.host_memory_check import host_memory_shortage
-from lightning_paral.strategies import collectives
+from lightning_paral.strategies import base
 from tests.contract.cases import PER_ENGINE, labels, strategy_of, with_ranks
 from tests.launching import leave_pool
 from tests.models.regression import Regression, regression_data
@@ -41,9 +41,9 @@ def fail_alone(label: str) -> tuple[list[str], str]:
     happened: list[str] = []
     patch = pytest.MonkeyPatch()
     abort_before = groups.abort_all
-    patch.setattr(collectives, "nccl_backends", lambda: [object()])
+    patch.setattr(base, "nccl_backends", lambda: [object()])
     patch.setattr(failure, "abort_nccl", lambda: happened.append("woken"))
-    patch.setattr(collectives, "abort_nccl", lambda: happened.append("aborted NCCL"))
+    patch.setattr(base, "abort_nccl", lambda: happened.append("aborted NCCL"))
 
     def abort_all() -> None:
         happened.append("aborted all")

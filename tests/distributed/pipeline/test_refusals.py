@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
 
 from lightning_paral import ConfigurationError, ParalPipelineStrategy
-from lightning_paral.model.trainer_of import trainer_of
+from lightning_paral.model.user_hooks import trainer_of
 from tests.models.chain import WIDTH, Chain, fit_chain
 
 
