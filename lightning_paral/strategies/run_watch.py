@@ -1,32 +1,95 @@
-"""Watch a run with several ranks: begin and end the watcher of this rank, and end a run that hangs."""
+"""Watch a run: begin and end its watcher, report what ends it early, and let callbacks save after it if possible."""
 
 import atexit
+import os
+import sys
+import traceback
 import uuid
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
+from typing import Any
 
-from lightning.pytorch.trainer.states import TrainerStatus
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 
-from lightning_paral.compat.torch.process_groups import call_on_mismatch, use_default_timeout
-from lightning_paral.distributed.exchange import RankGroup
-from lightning_paral.distributed.failure import FailureWatch
+from lightning_paral.compat.lightning.methods import shadow_method
+from lightning_paral.compat.torch.process_groups import call_on_mismatch, new_named_group, use_default_timeout
+from lightning_paral.distributed.exchange import RankGroup, all_ranks, explain
+from lightning_paral.distributed.failure import FailureWatch, as_consequence, remember_first
 from lightning_paral.distributed.hangs import DIFFERENT, Hangs
-from lightning_paral.distributed.launcher import end_with_error
-from lightning_paral.distributed.process_group import release_process_group
+from lightning_paral.distributed.launcher import agreed_status, end_with_error
+from lightning_paral.distributed.process_group import explain_timeout, release_process_group
 from lightning_paral.distributed.watcher import RankWatcher
-from lightning_paral.errors import ProcessGroupError
+from lightning_paral.errors import CheckpointError, ProcessGroupError
 from lightning_paral.model.user_hooks import trainer_of
-from lightning_paral.strategies.after_failure import AfterFailure, describe_position
+from lightning_paral.options import Form
 
 
-class RunWatch(AfterFailure):
-    """The part of a strategy that knows whether its run lives: its watcher, hangs, and failures, in each of its runs.
+class RunWatch:
+    """The part of a strategy that knows whether its run lives. All ranks learn of an error, and then wait for no other.
 
-    A strategy has one for all of its runs. Between `begin` and `end` there is a run.
+    Between `begin` and `end` there is a run.
+
+    If every rank holds all values, rank 0 saves alone. If ranks hold shards, they save if each has raised an error of
+    its own after the same optimizer step.
+
+    Args:
+        strategy: the strategy, for all of its runs.
+        timeout: how long ranks wait for each other when they join, and in every collective.
+        form: the form of checkpoints if the user does not choose one; `"sharded"` if ranks may hold shards.
     """
 
+    _run: str = ""
+    """The name of the run, equal on all ranks; empty between runs."""
+    _watcher: RankWatcher | None = None
+    """During a run with several ranks, the thread that exchanges messages with the other ranks."""
+    _hangs: Hangs | None = None
+    """During a run with several ranks, what asks all ranks where they are."""
+    _failures: FailureWatch | None = None
+    """During a run with several ranks, what ends this rank after another one has failed."""
+    _why_interrupted: str = ""
+    """From the teardown until the next run, names the failure of another rank that ended the run; empty if none did."""
+    _step: str = ""
+    """After an error of this rank's own, the number of optimizer steps; otherwise empty."""
+    _reached: tuple[RankGroup | None] | None = None
+    """After a failure, the ranks that raised together, or `None`, once they are known."""
     _undo_run: ExitStack | None = None
     """During a run, what undoes what holds for its duration only."""
+    _undo_guard: ExitStack | None = None
+    """After a failure, what removes the guard of the hooks that are called then."""
+
+    def __init__(self, strategy: ParallelStrategy, timeout: timedelta, form: Form) -> None:
+        self._strategy, self.timeout, self._default_form = strategy, timeout, form
+
+    @property
+    def lightning_module(self) -> LightningModule | None:
+        """The module of the run."""
+        return self._strategy.lightning_module
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._strategy.world_size
+
+    @property
+    def global_rank(self) -> int:
+        """This rank."""
+        return self._strategy.global_rank
+
+    @property
+    def _is_failing(self) -> bool:
+        """Whether an exception ended the run, and the teardown is not finished."""
+        trainer = trainer_of(self.lightning_module)
+        return trainer is not None and bool(self._run) and trainer.state.status == TrainerStatus.INTERRUPTED
+
+    @property
+    def _timeout_option(self) -> str:
+        return f"{type(self._strategy).__name__}(timeout=...)"
 
     @property
     def name(self) -> str:
@@ -44,15 +107,8 @@ class RunWatch(AfterFailure):
         return self._is_failing
 
     def reachable(self) -> RankGroup | None:
-        """Return the ranks that can be reached: all of them, or after a failure `None`, unless all raised together.
-
-        The first call after a failure is *collective*, but returns if some rank does not call it.
-        """
+        """Return the ranks that can be reached. *Collective* when first called after a failure."""
         return self._reachable()
-
-    def saving_ranks(self) -> RankGroup | None:
-        """Return the ranks that save after a failure; `None` if this rank is not one of them."""
-        return self._saving_ranks()
 
     def forget_last(self) -> None:
         """Forget how the last run ended."""
@@ -132,3 +188,169 @@ class RunWatch(AfterFailure):
     def _end_after_mismatch(self) -> None:
         atexit.register(end_with_error)  # otherwise Python would wait for gloo's thread when it exits
         self.end_hung_run("A rank sent more to another one than its collective takes.", DIFFERENT)
+
+    # Called before Lightning's hooks for exceptions
+
+    def report_failure(self, error: BaseException) -> BaseException:
+        """Tell the other ranks that `error` ends the run on this one, and return the error to raise.
+
+        Call this while `error` is being handled, before anything else. Outside of a run, it only names the failure of
+        another rank that interrupted the teardown of the last run, and changes the status of `sys.exit(0)`.
+        """
+        trainer = trainer_of(self.lightning_module)
+        if trainer is None or not self._run:
+            self._explain_exit_outside_of_run(error)
+            return as_consequence(error, self._why_interrupted)
+        reported = as_consequence(error, self._why_interrupted)
+        if self._failures is not None:
+            self._failures.leave()  # first: this thread must not be interrupted while it reports
+            timed_out = isinstance(error, Exception) and explain_timeout(error, self.timeout, self._timeout_option)
+            if self._watcher is not None and self._hangs is not None:
+                self._watcher.leave(error)
+                self._hangs.leave(error)
+                if timed_out:
+                    error.add_note(self._hangs.where_all_are(f"A collective of rank {self.global_rank} timed out."))
+            reported = self._failures.report(error, describe_position(trainer, error))
+        self._step = str(trainer.global_step) if reported is error else ""
+        if self._undo_guard is None:
+            self._undo_guard = ExitStack()
+            self._guard_hooks(trainer, self._undo_guard)
+        return reported
+
+    def report_death(self, rank: int, how: str) -> None:
+        """Tell all ranks that a process has ended without an exception. Outside of a run, do nothing. For any thread.
+
+        Args:
+            rank: the global rank of the process.
+            how: how it ended, such as `its process was killed by SIGKILL`.
+        """
+        if self._failures is not None:
+            self._failures.report_death(rank, how)
+
+    def ask_who_lives(self) -> None:
+        """End the run if the process of a rank has died. Call this after SIGTERM, which torchrun sends then too."""
+        if self._failures is not None:
+            self._failures.ask_who_lives()
+
+    def _explain_exit_outside_of_run(self, error: BaseException) -> None:
+        """Do not exit with status 0 if this rank called `sys.exit(0)` before or after a run with several ranks."""
+        if isinstance(error, SystemExit) and not error.code and self.world_size > 1 and agreed_status() is None:
+            told = (
+                f"Rank {self.global_rank} called sys.exit({'' if error.code is None else error.code}) outside of a run"
+            )
+            sys.stderr.write(f"{told}. The exit status is 1, because other ranks may not have called it.\n")
+            error.code = 1
+
+    # While Lightning calls the hooks for exceptions
+
+    def _guard_hooks(self, trainer: Trainer, undo: ExitStack) -> None:
+        """Let no hook that is called after an exception hide the exception, or leave the run without a teardown."""
+        shadow_method(trainer, "save_checkpoint", partial(self._save_after_failure, trainer.save_checkpoint), undo)
+        owners = [(each, "on_exception") for each in (*vars(trainer)["callbacks"], vars(trainer).get("datamodule"))]
+        for owner, name in (*owners, *((logger, "finalize") for logger in trainer.loggers)):
+            if owner is not None:
+                shadow_method(owner, name, partial(self._call_hook, getattr(owner, name)), undo)
+
+    def _call_hook(self, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Call a hook. If it cannot save, warn; after another error, end the run, because Lightning does not."""
+        try:
+            hook(*args, **kwargs)
+        except CheckpointError as error:
+            first = None if self._failures is None else self._failures.first.known
+            speaker = 0 if first is None else first.rank
+            if first is not None and first.has_died and first.rank != self.global_rank:
+                speaker = 0 if first.rank else 1
+            if speaker == self.global_rank:
+                warnings.warn(str(error), stacklevel=2)
+        except BaseException as error:
+            if self._failures is not None:
+                remember_first(error, self._failures.first)
+                self._strategy.on_exception(error)
+                self._strategy.teardown()
+            raise
+
+    def _save_after_failure(self, save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """Save on the ranks that can. *Collective* over the ranks that raised together, if ranks hold shards.
+
+        Raises:
+            CheckpointError: it was not saved.
+        """
+        if self._failures is not None:
+            self._failures.begin_save()
+        try:
+            reason = self._why_not_saved()
+            if not reason:
+                save(filepath, *args, **kwargs)
+                return
+        except Exception as error:
+            reason = explain(error)
+        finally:
+            if self._failures is not None:
+                self._failures.leave()
+        raise CheckpointError(f"{filepath} was not saved after the failure: {reason} {self._newest_checkpoint()}")
+
+    def _why_not_saved(self) -> str:
+        first = None if self._failures is None else self._failures.first.known
+        if first is None:
+            return ""
+        if self._default_form == "full":
+            return "rank 0, which saves, has died." if first.rank == 0 and first.has_died else ""
+        if self._reachable() is not None:
+            return ""
+        return "each rank holds a shard of the state, and not all ranks raised an error after the same optimizer step."
+
+    def _newest_checkpoint(self) -> str:
+        trainer = trainer_of(self.lightning_module)
+        callbacks = [] if trainer is None else trainer.checkpoint_callbacks
+        paths = [str(getattr(each, name, "")) for each in callbacks for name in ("last_model_path", "best_model_path")]
+        newest = max(filter(os.path.exists, paths), key=os.path.getmtime, default=None)
+        return "The run has saved no other checkpoint." if newest is None else f"The newest checkpoint is {newest}."
+
+    def _reachable(self) -> RankGroup | None:
+        """Return the ranks that can be reached: all of them, or after a failure `None`, unless all raised together.
+
+        The first call after a failure is *collective*, but returns if some rank does not call it.
+        """
+        if not dist.is_initialized() or dist.get_world_size() != self.world_size:
+            return None
+        if not self._is_failing or self._failures is None:
+            return all_ranks()
+        if self._reached is None:
+            self._reached = (self._ranks_that_raised_together(self._failures),)
+        return self._reached[0]
+
+    def _ranks_that_raised_together(self, failures: FailureWatch) -> RankGroup | None:
+        """Return all ranks, in a new group, because collectives may be pending in older ones."""
+        if self._default_form == "full" or not failures.first.agree("step", self._step):
+            return None
+        try:
+            name = f"after the failure of {self._run}"
+            ranks = range(self.world_size)
+            return all_ranks(new_named_group(name, ranks, timeout=self.timeout, backend="gloo"))
+        except (dist.DistError, RuntimeError):  # a rank has died since
+            return None
+
+    def saving_ranks(self) -> RankGroup | None:
+        """Return the ranks that save after a failure; `None` if this rank is not one of them."""
+        if self._default_form == "full":
+            return RankGroup() if self.global_rank == 0 else None
+        return self._reachable()
+
+
+def describe_position(trainer: Trainer, error: BaseException | None = None) -> str:
+    """Return the part of the run that `trainer` is in, such as `training batch 3 of epoch 0 (global step 3)`.
+
+    Args:
+        trainer: the Trainer of the run.
+        error: an error that ended the run. Its traceback shows whether the Trainer was saving a checkpoint.
+    """
+    functions = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)] if error else []
+    if "save_checkpoint" in functions:
+        return f"saving a checkpoint at global step {trainer.global_step}"
+    fn, stage = trainer.state.fn, trainer.state.stage
+    if fn == TrainerFn.FITTING and stage == RunningStage.TRAINING and trainer.train_dataloader is not None:
+        batch, epoch = trainer.fit_loop.epoch_loop.batch_idx, trainer.current_epoch
+        return f"training batch {max(0, batch)} of epoch {epoch} (global step {trainer.global_step})"
+    if fn == TrainerFn.FITTING and stage is not None and stage != RunningStage.TRAINING:
+        return f"{stage.value} during fit (global step {trainer.global_step})".replace("_", " ")
+    return f"the setup of {fn.value}" if fn is not None else "the run"

@@ -40,7 +40,7 @@ MAY_READ_THE_WORLD = {
     "make the dimensions of a run": "strategies/base.py strategies/fsdp.py strategies/pipeline.py",
     "tells DeepSpeed about all ranks": "strategies/zero.py",
     "plan or count for all ranks": "strategies/auto.py strategies/stages.py planning/plan.py planning/follow.py",
-    "end ranks together": "strategies/after_failure.py strategies/run_watch.py",
+    "end ranks together": "strategies/run_watch.py",
     "tells whether the number of ranks has changed": "callbacks/auto_resume.py",
     "concern every rank, whatever it holds": "callbacks/monitor.py callbacks/preemption.py",
     "may meet another process group": "checkpoint/state/ended_optimizers.py engines/pipeline/ended_state.py",
