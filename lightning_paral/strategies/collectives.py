@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from lightning_paral.comm.rows import gather_rows
+from lightning_paral.distributed.exchange import any_rank, every_rank
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.process_group import group_for
 from lightning_paral.strategies.run_watch import RunWatch
@@ -97,5 +98,9 @@ class Collectives:
     def decide(self, decision: bool, of_all: bool) -> bool:
         """Return whether `decision` is true on all ranks or, without `of_all`, on any. *Collective*."""
         reachable = self._watch.reachable()
-        decisions = [bool(decision)] if reachable is None else reachable.gather(bool(decision))
-        return all(decisions) if of_all else any(decisions)
+        if reachable is None:
+            return decision
+        group = reachable.group
+        if group is None and self._dims.data_size == self._dims.num_ranks:
+            group = self._logged_group
+        return every_rank(decision, group) if of_all else any_rank(decision, group)
