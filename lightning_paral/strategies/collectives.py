@@ -6,7 +6,6 @@ After an exception they return the value of this rank, unless all ranks raised a
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from lightning_paral.comm.rows import gather_rows
@@ -25,21 +24,15 @@ class Collectives:
     """
 
     def __init__(self, strategy: Any, watch: RunWatch) -> None:
-        self._strategy: ParallelStrategy = strategy
-        self._watch = watch
+        self._strategy, self._watch = strategy, watch
         self._logged_group: dist.ProcessGroup | None = None
         """During a run with several data ranks, the gloo group that reduces values on the CPU, if there is one."""
-
-    @property
-    def _dims(self) -> ParallelDims:
-        dims: ParallelDims = self._strategy.dims  # type: ignore[attr-defined]
-        return dims
 
     def begin(self) -> None:
         """Create the group that reduces logged values. *Collective* over the world."""
         # In the group of the gradients, gloo would end the process if one rank reduces a value while another one
         # reduces a gradient.
-        dims, timeout = self._dims, self._watch.timeout
+        dims, timeout = self._strategy.dims, self._watch.timeout
         self._logged_group = None if dims.data_size == 1 else dims.group_for_only("logged values", timeout)
 
     def end(self) -> None:
@@ -71,7 +64,7 @@ class Collectives:
             operation = dist.ReduceOp.SUM  # gloo has no AVG
         else:
             operation = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
-        num_ranks = self._dims.data_size if group is None else dist.get_world_size(group)
+        num_ranks = self._strategy.dims.data_size if group is None else dist.get_world_size(group)
         dist.all_reduce(tensor, op=operation, group=self._group_for(tensor) if group is None else group)
         if average:
             if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -81,7 +74,7 @@ class Collectives:
 
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup | None:
         """Return the group of the data ranks that reduces `tensor`; `None` means the default group."""
-        dims = self._dims
+        dims: ParallelDims = self._strategy.dims
         if self._logged_group is not None and tensor.device.type == "cpu":
             return self._logged_group
         return group_for(tensor) if dims.data_size == dims.num_ranks else dims.data_group()
@@ -89,7 +82,7 @@ class Collectives:
     def all_gather(self, tensor: Tensor, group: Any, sync_grads: bool) -> Tensor | None:
         """Return the tensors of the data ranks, stacked; `None` if Lightning's method gathers them. *Collective*."""
         is_default = dist.is_initialized() and group in (None, dist.group.WORLD)
-        data_group = self._dims.data_group() if is_default else None
+        data_group = self._strategy.dims.data_group() if is_default else None
         if data_group is None:
             return None
         # torch's own function confuses ranks of a group with global ranks in its backward pass on gloo (torch 2.13).
@@ -101,6 +94,6 @@ class Collectives:
         if reachable is None:
             return decision
         group = reachable.group
-        if group is None and self._dims.data_size == self._dims.num_ranks:
+        if group is None and self._strategy.dims.data_size == self._strategy.dims.num_ranks:
             group = self._logged_group
         return every_rank(decision, group) if of_all else any_rank(decision, group)

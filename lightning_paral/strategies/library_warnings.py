@@ -1,6 +1,5 @@
 """Ignore warnings that libraries cause in each other, and that users can do nothing about."""
 
-import logging
 import warnings
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
@@ -25,19 +24,6 @@ _ALWAYS_IGNORED = (
 RESUMED_INSIDE_EPOCH = LibraryWarning(
     "You're resuming from a checkpoint that ended before the epoch ended", UserWarning, ""
 )
-
-
-def ignore_sequential_gathers() -> None:
-    """Ignore torch's advice, logged at the first gather of a parameter that FSDP and tensor ranks share, to use one.
-
-    torch (2.13) cannot gather such parameters in one operation. The advice also says that results may differ between
-    ranks, which is not true of gathers.
-    """
-    logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_no_advice)
-
-
-def _is_no_advice(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith("While redistributing from")
 
 
 def ignore(undo: ExitStack, *library_warnings: LibraryWarning) -> None:

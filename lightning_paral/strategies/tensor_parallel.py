@@ -1,5 +1,6 @@
 """Plan how the layers of a module are split over the tensor ranks, split them, and check the first step."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -26,7 +27,6 @@ from lightning_paral.engines.tensor.split import TensorSplit
 from lightning_paral.engines.tensor.split_tensor import SplitTensor
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.host_memory_check import host_memory_shortage
-from lightning_paral.strategies.library_warnings import ignore_sequential_gathers
 
 
 class TensorParallel:
@@ -53,7 +53,7 @@ class TensorParallel:
         trainer: Trainer,
         ranks_per_node: int,
     ) -> None:
-        ignore_sequential_gathers()
+        _ignore_sequential_gathers()
         if ranks_per_node % dims.tensor:
             rank_zero_warn(
                 f"tensor_parallel={dims.tensor}, but a node has {ranks_per_node} rank(s): tensor ranks are on "
@@ -141,6 +141,19 @@ class TensorParallel:
         devices = [self._device]
         shared = broadcast_from_first_rank(current_states(devices), self._mesh.get_group())
         restore_states([shared], RankGroup(), devices)
+
+
+def _ignore_sequential_gathers() -> None:
+    """Ignore torch's advice, logged at the first gather of a parameter that FSDP and tensor ranks share, to use one.
+
+    torch (2.13) cannot gather such parameters in one operation. The advice also says that results may differ between
+    ranks, which is not true of gathers.
+    """
+    logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_no_advice)
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("While redistributing from")
 
 
 def _check_not_compiled(module: LightningModule) -> None:
