@@ -29,12 +29,12 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.optim import Optimizer
 
 from lightning_paral.compat.torch.process_groups import abort_nccl, close_connections, own_endpoints, store_port
-from lightning_paral.distributed.watcher import POLL_SECONDS, RankWatcher
+from lightning_paral.distributed.watcher import POLL_SECONDS, RankWatcher, SignalHandler
 from lightning_paral.errors import RankFailedError
 
 END_SECONDS = 3.0
 """How long a rank may take to leave the run after any rank has failed; then its process is ended. For as long, ranks
-wait for each other: for votes, and until the failed rank has printed its error."""
+wait for each other: to save, and until the failed rank has printed its error."""
 _ALONE_SECONDS = 0.5
 """How long a rank may take to leave the run by itself, because all ranks may have raised the same error."""
 _ANSWER_SECONDS = 4 * POLL_SECONDS
@@ -98,17 +98,11 @@ def is_interruption(error: BaseException | None) -> bool:
         seen.add(id(error))
         if isinstance(error, InterruptedByFailure | RankFailedError | dist.DistNetworkError):
             return True
-        if isinstance(error, RuntimeError) and _INTERRUPTED.search(_message_of(error)):
+        # not `str`, which the class of a user's error may not implement
+        if isinstance(error, RuntimeError) and _INTERRUPTED.search("".join(traceback.format_exception_only(error))):
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _message_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # the class of a user's error
-        return ""
 
 
 def as_consequence(error: BaseException, why: str) -> BaseException:
@@ -123,6 +117,24 @@ def as_consequence(error: BaseException, why: str) -> BaseException:
     consequence = RankFailedError(why)
     consequence.__cause__ = error
     return consequence
+
+
+def describe_exit(error: BaseException, rank: int, where: str) -> str:
+    """Return a line about `sys.exit` or Ctrl-C. If `error` exits with status 0, let it exit with 1.
+
+    Args:
+        error: the error that ends the run on this rank.
+        rank: this rank.
+        where: the part of the run.
+    """
+    what, advice = f"ended by {type(error).__name__}", ""
+    if isinstance(error, SystemExit):
+        what = f"called sys.exit({'' if error.code is None else repr(error.code)})"
+        status = "" if error.code else " The exit status is 1, because other ranks may not have called it."
+        advice = f"{status} To end a run early, set trainer.should_stop = True on all ranks."
+        error.code = error.code or 1
+    file, line = traceback.extract_tb(error.__traceback__)[-1][:2]
+    return f"Rank {rank} {what} in {where}, at {file}:{line}.{advice}\n"
 
 
 def mark_as_told(error: BaseException) -> None:
@@ -191,13 +203,11 @@ class FirstFailure:
     def agree(self, key: str, value: str) -> bool:
         """Return whether all ranks call this with the same value, within `END_SECONDS`. An empty value is a no."""
         keys = [f"{key}/{rank}" for rank in range(self.world_size)]
-        try:
+        with suppress(*_UNREACHABLE):
             self.store.set(keys[self.rank], value)
-            if not value or not _wait_until(lambda: self.store.check(keys)):
-                return False
-            return {self.store.get(each) for each in keys} == {value.encode()}
-        except _UNREACHABLE:
-            return False
+            if value and _wait_until(lambda: self.store.check(keys), END_SECONDS):
+                return {self.store.get(each) for each in keys} == {value.encode()}
+        return False
 
     def print_own(self, print_error: Callable[[], object]) -> None:
         """Call `print_error`, which prints the error of this rank, unless another rank has printed it."""
@@ -213,7 +223,7 @@ class FirstFailure:
         assert self.known is not None
         trace = self.known.traceback
         with suppress(*_UNREACHABLE):  # rank 0, which served the store, has ended; the failed rank prints
-            if trace and not _wait_until(lambda: self.store.check(["printed"])) and self._is_printer():
+            if trace and not _wait_until(lambda: self.store.check(["printed"]), END_SECONDS) and self._is_printer():
                 line = f"{trace}{line}"
         with suppress(OSError, ValueError):  # nobody reads stderr any more, or it is closed
             sys.stderr.write(f"{line}\n")
@@ -230,9 +240,9 @@ class FirstFailure:
         return type(None), ()
 
 
-def _wait_until(condition: Callable[[], bool], seconds: float | None = None) -> bool:
-    """Wait for `END_SECONDS`, or `seconds`, at most; return whether the condition is true."""
-    deadline = time.monotonic() + (END_SECONDS if seconds is None else seconds)
+def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait for `seconds` at most; return whether the condition is true."""
+    deadline = time.monotonic() + seconds
     while not (is_true := condition()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return is_true
@@ -268,8 +278,8 @@ class FailureWatch:
         self._num_reactions = 0
         self._has_answered = self._has_published = self._is_over = False
         self._asked_at = 0.0
-        self._before: Any = None
-        """The handler of SIGTERM before this rank left the run."""
+        self._ignored: SignalHandler | None = None
+        """From when this rank leaves the run, the handler of SIGTERM."""
         _take_signal(self)
 
     # Called by the main thread
@@ -280,8 +290,8 @@ class FailureWatch:
         Call this while `error` is being handled.
 
         Returns:
-            BaseException: the error to raise: `error`, a `RankFailedError` if `error` is a consequence of the failure
-                of another rank, or a `SystemExit` with status 1 if only some ranks called `sys.exit(0)`.
+            BaseException: the error to raise: `error`, or a `RankFailedError` if it is a consequence of the failure of
+                another rank.
         """
         self.leave()
         if is_interruption(error) or is_told(error):
@@ -294,7 +304,8 @@ class FailureWatch:
                 raised = self._found.with_traceback(error.__traceback__)
             tell_torchrun(raised)
         remember_first(raised, self.first)
-        return self._explain_exit(raised, where)
+        self._explain_exit(raised, where)
+        return raised
 
     def _wait_for_cause(self) -> None:
         """Wait for the failure that interrupted this rank. If nobody reports one, find the ranks that have died."""
@@ -312,26 +323,12 @@ class FailureWatch:
                 self.report_death(rank, "its process ended without an exception")
                 return
 
-    def _explain_exit(self, error: BaseException, where: str) -> BaseException:
-        """Print a line for `sys.exit` and Ctrl-C, for which Python prints nothing, and do not exit with status 0.
-
-        If all ranks call `sys.exit(0)`, leave it as it is.
-        """
-        is_regular = isinstance(error, SystemExit) and not error.code
-        if self.first.agree("exit", "0" if is_regular else "") or isinstance(error, Exception):
-            return error
-        if isinstance(error, SystemExit):
-            what = f"called sys.exit({'' if error.code is None else repr(error.code)})"
-            status = "" if error.code else " The exit status is 1, because other ranks did not call it."
-            advice = f"{status} To end a run early, set trainer.should_stop = True on all ranks."
-            error.code = error.code or 1
-        else:
-            what, advice = f"ended by {type(error).__name__}", ""
-        if self.first.is_own:
-            file, line = traceback.extract_tb(error.__traceback__)[-1][:2]
-            told = f"Rank {self.rank} {what} in {where}, at {file}:{line}.{advice}\n"
-            self.first.print_own(lambda: sys.stderr.write(told))
-        return error
+    def _explain_exit(self, error: BaseException, where: str) -> None:
+        """Print a line for `sys.exit` and Ctrl-C, for which Python prints nothing."""
+        if not isinstance(error, Exception):
+            told = describe_exit(error, self.rank, where)
+            if self.first.is_own:
+                self.first.print_own(lambda: sys.stderr.write(told))
 
     def leave(self) -> None:
         """Do not interrupt the main thread from now on: it has left the run, and runs hooks and the teardown.
@@ -339,8 +336,8 @@ class FailureWatch:
         Ignore SIGTERM until `end`: torchrun sends it as soon as one rank has ended, and Lightning's handler would
         broadcast to ranks that may be gone.
         """
-        if self._left_at is None and threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, ignore)
+        if self._ignored is None and threading.current_thread() is threading.main_thread():
+            self._ignored = SignalHandler(signal.SIGTERM)
         self._left_at = time.monotonic()
 
     def begin_save(self) -> None:
@@ -357,8 +354,8 @@ class FailureWatch:
                     self.first.store.set("over", "")
         if _current is self:
             _current = None
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is ignore:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
+        if self._ignored is not None:
+            self._ignored.restore()
 
     # Called in any thread
 
@@ -509,10 +506,6 @@ def _changes_weights(frame: FrameType | None) -> bool:
         if isinstance(each.f_locals.get("self"), Optimizer):
             return True
     return False
-
-
-def ignore(signum: int, frame: FrameType | None) -> None:
-    """Do nothing on a signal. Unlike with `SIG_IGN`, programs that are started meanwhile do not inherit this."""
 
 
 def tell_torchrun(error: BaseException | None) -> None:

@@ -6,15 +6,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins import ClusterEnvironment, TorchCheckpointIO
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_paral.compat.checks import check_names
 from lightning_paral.compat.lightning.strategies import LightningSubprocessLauncher
-from lightning_paral.distributed.launch_checks import check_device, check_environment, check_local_rank, check_ranks
 from lightning_paral.distributed.launcher import LaunchedRun, ScriptLauncher
-from lightning_paral.distributed.process_group import backend_for
+from lightning_paral.distributed.process_group import backend_for, check_device
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.before_launch import check_before_launch
 from lightning_paral.model.trainer_of import trainer_of
@@ -22,6 +22,19 @@ from lightning_paral.options import StartMethod
 from lightning_paral.strategies.description import StrategyDescription
 from lightning_paral.strategies.process_launcher import ProcessLauncher
 
+_SIZES = {
+    "OMPI_COMM_WORLD_SIZE": ("mpirun", "Install mpi4py, with which Lightning reads the ranks of MPI"),
+    "PMI_SIZE": ("mpiexec", "Install mpi4py, with which Lightning reads the ranks of MPI"),
+    "MV2_COMM_WORLD_SIZE": ("mpirun", "Install mpi4py, with which Lightning reads the ranks of MPI"),
+    "SLURM_STEP_NUM_TASKS": (
+        "srun",
+        "If SLURM_JOB_NAME is bash or interactive, for which Lightning ignores SLURM, choose another --job-name",
+    ),
+    "JSM_NAMESPACE_SIZE": ("jsrun", "Set LSB_JOBID, LSB_DJOB_RANKFILE and JSM_NAMESPACE_LOCAL_RANK, as LSF does"),
+}
+"""Environment variables with the number of processes that a launcher started; the launcher; what to do."""
+
+_OTHERWISE = ", or pass a ClusterEnvironment in Trainer(plugins=...)."
 _PYTEST = "a run of pytest"
 _TEST_RUNNERS = ("pytest", "py.test", "_jb_pytest_runner.py")
 
@@ -147,3 +160,90 @@ def _why_script_cannot_run_again() -> str | None:
     if spec is None and file in (None, "", "<stdin>"):
         return "code from `python -c` or from standard input"
     return None
+
+
+# What a launcher has set for this process
+
+
+def check_environment(environment: ClusterEnvironment) -> None:
+    """Check that the ranks and the address of rank 0 are known.
+
+    Raises:
+        ConfigurationError: an environment variable is missing or has a wrong value, or a launcher started several
+            processes, each of which would train alone.
+    """
+    if not environment.creates_processes_externally:
+        _check_alone(environment)
+        return
+    for name in ("world_size", "global_rank", "local_rank", "node_rank"):
+        _read(environment, name)
+    for name in ("main_address", "main_port"):
+        _read(environment, name)
+
+
+def _read(environment: ClusterEnvironment, name: str) -> None:
+    who = type(environment).__name__
+    try:
+        value = getattr(environment, name)
+        if callable(value):
+            value()
+    except KeyError as error:
+        raise ConfigurationError(
+            f"{who} reads {name} from the environment variable {error.args[0]}, which is not set. Start the script "
+            f"with the launcher that sets it, or set it for every process{_OTHERWISE}"
+        ) from error
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(f"{who} cannot tell {name} of this process: {error}{_given(str(error))}") from error
+
+
+def _given(message: str) -> str:
+    """Return which environment variables have the value that `message` quotes."""
+    names = [f"{name}={value!r}" for name, value in sorted(os.environ.items()) if repr(value) in message]
+    return f" ({', '.join(names)} in the environment)." if names else ""
+
+
+def _check_alone(environment: ClusterEnvironment) -> None:
+    """Raise a `ConfigurationError` if a launcher started several processes, but the environment knows of one."""
+    if type(environment) is not LightningEnvironment:
+        return
+    for variable, (launcher, remedy) in _SIZES.items():
+        size = os.environ.get(variable, "1")
+        if size.isdecimal() and int(size) > 1:
+            raise ConfigurationError(
+                f"{launcher} started {size} processes ({variable}={size}), but Lightning does not recognize it, so "
+                f"each process would train alone. {remedy}{_OTHERWISE}"
+            )
+    if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigurationError(
+            f"RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']} are set, but LOCAL_RANK is not, so "
+            "each process would train alone. Set LOCAL_RANK as torchrun does. For the PyTorchJob of Kubeflow, with one "
+            "process per pod, pass Trainer(plugins=[KubeflowEnvironment()])."
+        )
+
+
+def check_ranks(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> None:
+    """Check that the ranks fit together and fit the Trainer, after they were set.
+
+    Raises:
+        ConfigurationError: the rank is not below the world size, or the world size differs from that of the Trainer.
+    """
+    name, rank, world_size = type(environment).__name__, environment.global_rank(), environment.world_size()
+    if type(environment).validate_settings is not ClusterEnvironment.validate_settings:
+        return  # Lightning compares them before it launches
+    if world_size != num_devices * num_nodes:
+        raise ConfigurationError(
+            f"{name} has {world_size} processes, but Trainer(devices={num_devices}, num_nodes={num_nodes}) needs "
+            f"{num_devices * num_nodes}. Start as many processes as devices, or change devices or num_nodes."
+        )
+    if not 0 <= rank < world_size:
+        raise ConfigurationError(f"{name} has {world_size} processes, but says that this one is rank {rank}.")
+
+
+def check_local_rank(local_rank: int, num_devices: int) -> None:
+    """Raise a `ConfigurationError` if this node runs more processes than the Trainer has devices."""
+    if local_rank >= num_devices:
+        raise ConfigurationError(
+            f"This process was started as local rank {local_rank}, but Trainer(devices=...) gives this node "
+            f"{num_devices} device(s). Start as many processes per node as devices, or set devices={local_rank + 1} or "
+            "more."
+        )

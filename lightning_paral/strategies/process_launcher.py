@@ -27,9 +27,13 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from lightning_paral.compat.lightning.strategies import MultiProcessingLauncher, call_and_handle_interrupt
 from lightning_paral.compat.torch.dtensor import forget_meshes
-from lightning_paral.distributed.launch_checks import check_port_is_free
 from lightning_paral.distributed.launcher import describe_status
-from lightning_paral.distributed.process_group import owned_group, release_at_exit, release_process_group
+from lightning_paral.distributed.process_group import (
+    check_port_is_free,
+    owned_group,
+    release_at_exit,
+    release_process_group,
+)
 from lightning_paral.errors import ConfigurationError, RankFailedError
 from lightning_paral.model.engine_attributes import is_left_partitioned
 

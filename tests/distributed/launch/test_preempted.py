@@ -105,17 +105,6 @@ def test_sigterm_to_lightnings_launcher_ends_all_ranks(run, tmp_path: Path) -> N
     assert verify(saved[0]) == []
 
 
-def test_sigterm_ends_a_run_that_hangs_without_the_callback(run, tmp_path: Path) -> None:
-    launcher = run("paral_ddp", "hang")
-    wait_until_trained(tmp_path, 4, [launcher])
-    launcher.send_signal(signal.SIGTERM)
-
-    assert statuses([launcher]) == [1], logs(tmp_path)
-    last = logs(tmp_path).splitlines()[-1]
-    assert "The job received SIGTERM, but no batch ended for 20 s. Rank 1 is in `training_step` (" in last
-    assert "; rank 0 is in " in last
-
-
 def test_sigterm_to_torchrun_saves_and_the_fit_may_return(run, tmp_path: Path) -> None:
     agent = run("paral_ddp", "return", by=TORCHRUN)
     wait_until_trained(tmp_path, 3, [agent])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
-from lightning_paral.distributed.frames import Place, place_of
+from lightning_paral.distributed.hangs import Place, place_of
 from tests.running import quiet_trainer
 
 

@@ -10,8 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_paral.distributed import hangs
-from lightning_paral.distributed.frames import Place
-from lightning_paral.distributed.hangs import Hangs, summarize
+from lightning_paral.distributed.hangs import Hangs, Place, summarize
 from lightning_paral.distributed.watcher import RankWatcher
 
 STEP = Place("`training_step` (train.py:41)", waits=False)

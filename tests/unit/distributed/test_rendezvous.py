@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_paral.distributed.rendezvous import meet
+from lightning_paral.distributed.process_group import meet
 from lightning_paral.errors import ProcessGroupError
 
 SECONDS = timedelta(seconds=60)
