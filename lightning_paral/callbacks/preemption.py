@@ -244,7 +244,7 @@ class Preemption(Callback):
         return time.time() + min(left) - margin if left else None
 
     def _expect_end(self, trainer: Trainer) -> None:
-        """Look for dead ranks after SIGTERM, and say later where all are. Also called in a thread if the main one hangs."""
+        """Look for dead ranks after SIGTERM, and say later where all are. Called in a thread if the main one hangs."""
         if not self._is_listening or self._timer is not None or not hasattr(trainer.strategy, "ask_who_lives"):
             return
         why = f"{_reason(signal.SIGTERM)}, but the fit has not stopped for {_HUNG_SECONDS:g} s."

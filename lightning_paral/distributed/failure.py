@@ -120,7 +120,7 @@ def as_consequence(error: BaseException, why: str) -> BaseException:
 
 
 def describe_exit(error: BaseException, rank: int, where: str) -> str:
-    """Return a line about `sys.exit` or Ctrl-C. If `error` exits with status 0, let it exit with 1.
+    """Return a line about `sys.exit` or Ctrl-C, for which Python prints none. Let `sys.exit(0)` exit with status 1.
 
     Args:
         error: the error that ends the run on this rank.
@@ -304,7 +304,10 @@ class FailureWatch:
                 raised = self._found.with_traceback(error.__traceback__)
             tell_torchrun(raised)
         remember_first(raised, self.first)
-        self._explain_exit(raised, where)
+        if not isinstance(raised, Exception):
+            told = describe_exit(raised, self.rank, where)
+            if self.first.is_own:
+                self.first.print_own(lambda: sys.stderr.write(told))
         return raised
 
     def _wait_for_cause(self) -> None:
@@ -322,13 +325,6 @@ class FailureWatch:
             if rank != self.rank and not self.first.store.check([f"here/{rank}"]):
                 self.report_death(rank, "its process ended without an exception")
                 return
-
-    def _explain_exit(self, error: BaseException, where: str) -> None:
-        """Print a line for `sys.exit` and Ctrl-C, for which Python prints nothing."""
-        if not isinstance(error, Exception):
-            told = describe_exit(error, self.rank, where)
-            if self.first.is_own:
-                self.first.print_own(lambda: sys.stderr.write(told))
 
     def leave(self) -> None:
         """Do not interrupt the main thread from now on: it has left the run, and runs hooks and the teardown.

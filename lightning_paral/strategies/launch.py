@@ -23,17 +23,14 @@ from lightning_paral.strategies.description import StrategyDescription
 from lightning_paral.strategies.process_launcher import ProcessLauncher
 
 _SIZES = {
-    "OMPI_COMM_WORLD_SIZE": ("mpirun", "Install mpi4py, with which Lightning reads the ranks of MPI"),
-    "PMI_SIZE": ("mpiexec", "Install mpi4py, with which Lightning reads the ranks of MPI"),
-    "MV2_COMM_WORLD_SIZE": ("mpirun", "Install mpi4py, with which Lightning reads the ranks of MPI"),
-    "SLURM_STEP_NUM_TASKS": (
-        "srun",
-        "If SLURM_JOB_NAME is bash or interactive, for which Lightning ignores SLURM, choose another --job-name",
-    ),
-    "JSM_NAMESPACE_SIZE": ("jsrun", "Set LSB_JOBID, LSB_DJOB_RANKFILE and JSM_NAMESPACE_LOCAL_RANK, as LSF does"),
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "MV2_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpiexec",
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "JSM_NAMESPACE_SIZE": "jsrun",
+    "WORLD_SIZE": "a launcher",
 }
-"""Environment variables with the number of processes that a launcher started; the launcher; what to do."""
-
+"""Environment variables with the number of processes that a launcher started, and the launcher."""
 _OTHERWISE = ", or pass a ClusterEnvironment in Trainer(plugins=...)."
 _PYTEST = "a run of pytest"
 _TEST_RUNNERS = ("pytest", "py.test", "_jb_pytest_runner.py")
@@ -206,19 +203,16 @@ def _check_alone(environment: ClusterEnvironment) -> None:
     """Raise a `ConfigurationError` if a launcher started several processes, but the environment knows of one."""
     if type(environment) is not LightningEnvironment:
         return
-    for variable, (launcher, remedy) in _SIZES.items():
+    for variable, launcher in _SIZES.items():
         size = os.environ.get(variable, "1")
-        if size.isdecimal() and int(size) > 1:
+        if size.isdecimal() and int(size) > 1 and (variable != "WORLD_SIZE" or "RANK" in os.environ):
             raise ConfigurationError(
                 f"{launcher} started {size} processes ({variable}={size}), but Lightning does not recognize it, so "
-                f"each process would train alone. {remedy}{_OTHERWISE}"
+                "each process would train alone. Start them with torchrun, or set LOCAL_RANK as torchrun does, or pass "
+                "Trainer(plugins=[...]) an environment: MPIEnvironment(), for which mpi4py has to be installed, "
+                "SLURMEnvironment(), which is the default unless SLURM_JOB_NAME is bash or interactive, "
+                "LSFEnvironment(), or KubeflowEnvironment() for pods with one process each."
             )
-    if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ConfigurationError(
-            f"RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']} are set, but LOCAL_RANK is not, so "
-            "each process would train alone. Set LOCAL_RANK as torchrun does. For the PyTorchJob of Kubeflow, with one "
-            "process per pod, pass Trainer(plugins=[KubeflowEnvironment()])."
-        )
 
 
 def check_ranks(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> None:

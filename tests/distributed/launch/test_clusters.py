@@ -22,7 +22,7 @@ from tests.network import joined_nodes, why_no_nodes
 from tests.running import quiet_trainer
 
 VARIABLES = ("SLURM_", "JSM_", "LSB_", "OMPI_", "PMI_", "TORCHELASTIC_", "GROUP_", "LOCAL_", "MASTER_", "NODE_")
-SCRIPT = ["-m", "tests.distributed.launch.joined"]
+SCRIPT = ("-m", "tests.distributed.launch.launched", "cluster")
 
 
 class OwnEnvironment(ClusterEnvironment):
@@ -93,7 +93,7 @@ def own(folder: Path) -> list[dict[str, str]]:
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_ranks_that_a_cluster_started_join(launch, cluster: Any, label: str, tmp_path: Path) -> None:
-    arguments = [*SCRIPT, cluster.__name__, label, str(tmp_path)]
+    arguments = (*SCRIPT, str(tmp_path), cluster.__name__, label)
 
     printed = outputs_of_both_ranks(tmp_path, [launch(*arguments, **variables) for variables in cluster(tmp_path)])
 
@@ -105,7 +105,10 @@ def outputs_of_both_ranks(folder: Path, processes: list[Process]) -> str:
     printed = "\n".join(outputs(*processes))
     assert [process.returncode for process in processes] == [0, 0], printed
     reports = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
-    assert [(report["rank"], report["world_size"], report["sum"]) for report in reports] == [(0, 2, 2.0), (1, 2, 2.0)]
+    assert [(report["rank"], report["world_size"], report["sum_after"]) for report in reports] == [
+        (0, 2, 2.0),
+        (1, 2, 2.0),
+    ]
     assert reports[0]["weight"] == reports[1]["weight"]
     return printed
 
@@ -122,7 +125,7 @@ def test_torchrun_on_two_nodes(launch, tmp_path: Path) -> None:
                 *["--local-addr", nodes.addresses[node]],
                 # torchrun cannot tell: the nodes have the same host name.
                 *["--rdzv-conf", f"is_host={int(node == 0)}"],
-                *[*SCRIPT, "torchrun_on_two_nodes", "paral_fsdp", str(tmp_path)],
+                *(*SCRIPT, str(tmp_path), "torchrun_on_two_nodes", "paral_fsdp"),
                 by=nodes.command_on(node, launcher),
                 GLOO_SOCKET_IFNAME="eth0",
             )
@@ -150,9 +153,13 @@ MISTAKES: list[tuple[Any, dict[str, str], dict[str, Any], str]] = [
     (OwnEnvironment, {"OWN_SIZE": "2"}, {"devices": 2, "num_nodes": 1}, r"environment variable OWN_RANK"),
     (None, {"OMPI_COMM_WORLD_SIZE": "2"}, {"num_nodes": 1}, r"mpirun started 2 processes.*mpi4py"),
     (None, {"PMI_SIZE": "4"}, {"num_nodes": 1}, r"mpiexec started 4 processes \(PMI_SIZE=4\)"),
-    (None, {"JSM_NAMESPACE_SIZE": "2"}, {"num_nodes": 1}, r"jsrun started 2 processes.*LSB_JOBID"),
-    (None, {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_NAME": "bash"}, {"num_nodes": 1}, r"srun started 2.*--job-name"),
-    (None, KUBEFLOW, {"num_nodes": 1}, r"LOCAL_RANK is not.*KubeflowEnvironment"),
+    (
+        None,
+        {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_NAME": "bash"},
+        {"num_nodes": 1},
+        r"srun started 2.*SLURM_JOB_NAME",
+    ),
+    (None, KUBEFLOW, {"num_nodes": 1}, r"a launcher started 2 processes \(WORLD_SIZE=2\).*KubeflowEnvironment"),
 ]
 
 
