@@ -94,7 +94,7 @@ class CheckedLaunch(StrategyDescription):
             if method == "popen":
                 self._own_launcher = ScriptLauncher(environment, self.num_processes, self.num_nodes, check, run)
             else:
-                self._own_launcher = ProcessLauncher(self, method, check)
+                self._own_launcher = ProcessLauncher(self, check)
         return self._own_launcher
 
     @property
@@ -111,7 +111,7 @@ class CheckedLaunch(StrategyDescription):
         """Save `checkpoint`.
 
         Raises:
-            ConfigurationError: it contains the state of optimizers that were in forked or spawned ranks.
+            ConfigurationError: it contains the state of optimizers that were in forked ranks.
         """
         trainer, launcher = trainer_of(self.lightning_module), self.launcher
         is_launcher = isinstance(launcher, ProcessLauncher)

@@ -1,11 +1,10 @@
-"""Ranks that are forked or spawned, as in a notebook: weights, metrics and errors come back. pytest forks as well."""
+"""Ranks that are forked, as in a notebook: weights, metrics and errors come back. pytest forks as well."""
 
 import os
 import signal
 import sys
 import time
 from pathlib import Path
-from pickle import PicklingError
 from typing import Any
 
 import psutil
@@ -174,30 +173,6 @@ def test_first_error_of_a_forked_rank_is_raised_and_no_process_is_left(
         assert torch.load(path, weights_only=False)["global_step"] == 1
     trainer = quiet_trainer(strategy="paral_ddp", devices=2, max_epochs=1)
     trainer.fit(Regression(), loader())
-
-
-@pytest.mark.lane("default")
-def test_spawned_ranks_train_and_send_the_weights_back() -> None:
-    weights = []
-    for method in ("fork", "spawn"):
-        torch.manual_seed(0)
-        model = Evaluated()
-        trainer = quiet_trainer(strategy=strategy_of("paral_ddp", start_method=method), devices=2, max_epochs=1)
-        trainer.fit(model, loader())
-        weights.append(model.out.weight)
-
-    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=0)
-
-
-def test_objects_that_cannot_be_sent_to_spawned_ranks_are_refused() -> None:
-    class Local(Regression):
-        pass
-
-    trainer = quiet_trainer(strategy=strategy_of("paral_fsdp", start_method="spawn"), devices=2, max_epochs=1)
-    with pytest.raises((AttributeError, PicklingError), match="Local") as caught:
-        trainer.fit(Local(), loader())
-    assert "start_method='fork'" in caught.value.__notes__[0]
-    assert not ranks_left(trainer)
 
 
 IMPORTS = """
