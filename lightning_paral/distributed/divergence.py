@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lightning_paral.distributed.exchange import gather_int_lists, gather_objects, name_ranks, values_by_rank
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.distributed.process_group import host_group
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.errors import ConfigurationError, ProcessGroupError
 
@@ -151,8 +150,7 @@ class ReplicaCheck:
         keys = [(name, number) for name, (_, number) in replicas.items()]
         sums = [checksum(tensor) for tensor, _ in replicas.values()]
         on_host = torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []  # one wait
-        group = self._dims.stage_group() or host_group()
-        gathered = gather_objects(dict(zip(keys, on_host, strict=True)), group)
+        gathered = gather_objects(dict(zip(keys, on_host, strict=True)), self._dims.stage_group())
         for key in dict.fromkeys(chain.from_iterable(gathered)):
             ranks_by_sum: dict[int, list[int]] = {}
             for rank, of_rank in zip(self._dims.stage_ranks, gathered, strict=True):

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_paral.compat.torch.dtensor import forget_meshes
 from lightning_paral.compat.torch.process_groups import is_alive, new_named_group
 from lightning_paral.distributed.exchange import RankGroup
-from lightning_paral.distributed.process_group import host_group
 from lightning_paral.errors import ConfigurationError
 
 SHARD = "data_parallel"
@@ -147,10 +146,7 @@ class ParallelDims:
 
         The process group is created at first use. *Collective* over `data_ranks`.
         """
-        if self.data_size == 1:
-            return RankGroup()
-        group = host_group() if self.data_size == self.num_ranks else self.data_group()
-        return RankGroup(self.data_rank, self.data_size, group)
+        return RankGroup() if self.data_size == 1 else RankGroup(self.data_rank, self.data_size, self.data_group())
 
     def group_for_only(self, purpose: str, timeout: timedelta) -> dist.ProcessGroup | None:
         """Return a gloo group of `data_ranks` for CPU tensors that is used for one purpose; `None` without gloo.
@@ -158,7 +154,7 @@ class ParallelDims:
         The group is created at first use. *Collective* over `data_ranks`.
         """
         backends = dist.get_backend_config().split(",")
-        if "gloo" not in backends and "cpu:gloo" not in backends and host_group() is None:
+        if "gloo" not in backends and "cpu:gloo" not in backends:
             return None
         return _get_group(self.data_ranks, (purpose, timeout))
 

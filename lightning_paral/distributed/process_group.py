@@ -25,7 +25,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from lightning_paral.compat.torch.process_groups import abort_all, is_alive
+from lightning_paral.compat.torch.process_groups import abort_all
 from lightning_paral.errors import ConfigurationError, ProcessGroupError
 
 _CURRENT = "current"
@@ -65,8 +65,6 @@ class _OwnedGroup:
 
 
 _owned: _OwnedGroup | None = None
-_host_group: dist.ProcessGroup | None = None
-"""A gloo group for CPU tensors, if other code created the default group and it supports CUDA tensors only."""
 
 
 def serves_store(port: int) -> bool:
@@ -86,13 +84,13 @@ def release_process_group(*, after_failure: bool = False) -> None:
     Args:
         after_failure: whether to abort NCCL communicators, because destroying them would wait for ranks that failed.
     """
-    global _owned, _host_group
+    global _owned
     if owned_group() is not None:
         if after_failure and _owned is not None and "nccl" in _owned.backend:
             abort_all()
         else:
             dist.destroy_process_group()
-    _owned, _host_group = None, None
+    _owned = None
 
 
 def release_at_exit() -> None:
@@ -196,15 +194,15 @@ def join_process_group(
         timeout: how long to wait for other ranks, here and in every collective.
 
     Raises:
-        ConfigurationError: the existing group has a different rank or world size, or the port is in use.
+        ConfigurationError: the existing group has a different rank or world size, or no backend for CPU tensors, or the
+            port is in use.
         ProcessGroupError: not all ranks joined within `timeout`.
     """
     protect_inherited_objects()
     rank, world_size = environment.global_rank(), environment.world_size()
     global _owned
     if owned_group() is None and dist.is_initialized():
-        _check_ranks_match(rank, world_size)
-        _ensure_host_group(timeout)
+        _check_group_of_others(rank, world_size)
         _log_group("reused", device)
         return
     backend = backend_for(device, backend)
@@ -244,38 +242,6 @@ def _log_group(what: str, device: torch.device) -> None:
     log.info("process group %s: rank %d of %d, backend %s, device %s", what, rank, world_size, backend, device)
 
 
-def supports_cpu_tensors(group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether `group`, by default the default group, has a backend for CPU tensors."""
-    return "cpu" in (part.split(":")[0] for part in dist.get_backend_config(group).split(","))
-
-
-def host_group() -> dist.ProcessGroup | None:
-    """Return the group of all ranks for CPU tensors; `None` means the default group."""
-    return _host_group if is_alive(_host_group) and not supports_cpu_tensors() else None
-
-
-def group_for(tensor: torch.Tensor) -> dist.ProcessGroup | None:
-    """Return the group of all ranks that supports the device of `tensor`; `None` means the default group."""
-    return host_group() if tensor.device.type == "cpu" else None
-
-
-def check_supports_cpu_tensors(option: str) -> None:
-    """Raise a `ConfigurationError` if the default group does not support CPU tensors, which `option` needs."""
-    if dist.get_world_size() > 1 and not supports_cpu_tensors():
-        raise ConfigurationError(
-            f"{option} reduces gradients in host memory, but the process group, created before the run, supports "
-            f"CUDA tensors only (backend {dist.get_backend_config()!r}). Create it with "
-            "init_process_group('cuda:nccl,cpu:gloo'), or let the strategy create the group."
-        )
-
-
-def _ensure_host_group(timeout: timedelta) -> None:
-    """Create a group for CPU tensors if the default group does not support them. *Collective* in that case."""
-    global _host_group
-    if not supports_cpu_tensors() and not is_alive(_host_group):
-        _host_group = dist.new_group(backend="gloo", timeout=timeout)
-
-
 def explain_timeout(error: BaseException, timeout: timedelta, option: str) -> bool:
     """If `error` says that a collective timed out, add the timeout, and the option that sets it, to its message.
 
@@ -294,12 +260,20 @@ def explain_timeout(error: BaseException, timeout: timedelta, option: str) -> bo
     return timed_out
 
 
-def _check_ranks_match(rank: int, world_size: int) -> None:
+def _check_group_of_others(rank: int, world_size: int) -> None:
+    """Raise a `ConfigurationError` if the default group, which other code has created, does not fit the run."""
     if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
         raise ConfigurationError(
             f"A process group exists in which this process is rank {dist.get_rank()} of {dist.get_world_size()}, but "
             f"the Trainer's devices and num_nodes make it rank {rank} of {world_size}. Make them agree, or let the "
             "strategy create the group."
+        )
+    backend = dist.get_backend_config()
+    if "cpu" not in (part.split(":")[0] for part in backend.split(",")):
+        raise ConfigurationError(
+            f"A process group exists that supports CUDA tensors only (backend {backend!r}), but ranks exchange values "
+            "in host memory as well. Create it with init_process_group('cuda:nccl,cpu:gloo'), or let the strategy "
+            "create the group."
         )
 
 

@@ -14,7 +14,7 @@ from lightning_paral.compat.torch.process_groups import abort_nccl, call_on_mism
 from lightning_paral.distributed.failure import FailureWatch
 from lightning_paral.distributed.hangs import DIFFERENT, Hangs
 from lightning_paral.distributed.launcher import end_with_error
-from lightning_paral.distributed.process_group import group_for, owned_group, release_process_group
+from lightning_paral.distributed.process_group import owned_group, release_process_group
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.errors import ProcessGroupError
 from lightning_paral.model.trainer_of import trainer_of
@@ -200,7 +200,7 @@ class Collectives(AfterFailure):
         dims = self.dims
         if self._logged_group is not None and tensor.device.type == "cpu":
             return self._logged_group
-        return group_for(tensor) if dims.data_size == dims.num_ranks else dims.data_group()
+        return dims.data_group()
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
         """Return whether `decision` is true on all ranks or, with `all=False`, on any. *Collective* over all ranks."""
