@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.optim import Optimizer
 
 from lightning_paral.compat.torch.process_groups import abort_nccl, close_connections, own_endpoints, store_port
-from lightning_paral.distributed.watcher import POLL_SECONDS, RankWatcher, SignalHandler
+from lightning_paral.distributed.watcher import POLL_SECONDS, RankWatcher, SignalHandler, handler_of
 from lightning_paral.errors import RankFailedError
 
 END_SECONDS = 3.0
@@ -276,11 +276,15 @@ class FailureWatch:
         self._learned_at = self._lost_at = 0.0
         self._left_at: float | None = None
         self._num_reactions = 0
-        self._has_answered = self._has_published = self._is_over = False
+        self._is_over = False
         self._asked_at = 0.0
         self._ignored: SignalHandler | None = None
         """From when this rank leaves the run, the handler of SIGTERM."""
-        _take_signal(self)
+        self._interrupter: SignalHandler | None = None
+        """The handler of the signal, if this is the main thread and nothing else handles the signal."""
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if _SIGNUM is not None and in_main_thread and handler_of(_SIGNUM) == signal.SIG_DFL:
+            self._interrupter = SignalHandler(_SIGNUM, self._interrupt)
 
     # Called by the main thread
 
@@ -341,17 +345,15 @@ class FailureWatch:
         self._left_at = math.inf
 
     def end(self) -> None:
-        """End with the run, and restore the handler of SIGTERM."""
-        global _current
+        """End with the run, after the watcher has ended, and restore the handlers of signals."""
         if self.first.known is None:
             with suppress(*_UNREACHABLE):  # this rank has not died, though it does not answer any more
                 self.first.store.set(f"here/{self.rank}", "")
                 if self.rank == 0:
                     self.first.store.set("over", "")
-        if _current is self:
-            _current = None
-        if self._ignored is not None:
-            self._ignored.restore()
+        for handler in (self._interrupter, self._ignored):
+            if handler is not None:
+                handler.restore()
 
     # Called in any thread
 
@@ -401,9 +403,8 @@ class FailureWatch:
             self._react()
 
     def _answer(self, store: Any) -> None:
-        if not self._has_answered and store.check(["who is there"]):
+        if store.check(["who is there"]):
             store.set(f"here/{self.rank}", "")
-            self._has_answered = True
         self._is_over = self._is_over or bool(store.check(["over"]))
 
     def _end_of_store(self) -> Failure:
@@ -429,16 +430,14 @@ class FailureWatch:
                 threading.Thread(target=abort_nccl, name="lightning_paral_abort", daemon=True).start()
             self._publish_endpoints()
             close_connections(self._endpoints_of_others(), self._store_port)
-            if self._num_reactions > 1 and _current is self:
+            if self._num_reactions > 1 and self._interrupter is not None and not self._interrupter.is_restored:
                 with suppress(OSError):
                     signal.pthread_kill(self._watcher.main_thread, _SIGNUM)
 
     def _publish_endpoints(self) -> None:
         """Tell the other ranks which connections are those of this rank, so that they close no others; once."""
-        if not self._has_published:
-            self._has_published = True
-            with suppress(*_UNREACHABLE):
-                self.first.store.set(f"endpoints/{self.rank}", json.dumps(own_endpoints(self._store_port)))
+        with suppress(*_UNREACHABLE):
+            self.first.store.compare_set(f"endpoints/{self.rank}", "", json.dumps(own_endpoints(self._store_port)))
 
     def _endpoints_of_others(self) -> set[str]:
         keys = [f"endpoints/{rank}" for rank in range(self.first.world_size) if rank != self.rank]
@@ -447,6 +446,11 @@ class FailureWatch:
                 each for key in keys if self.first.store.check([key]) for each in json.loads(self.first.store.get(key))
             }
         return set()
+
+    def _interrupt(self, signum: int, frame: FrameType | None) -> None:
+        """Raise an error in the main thread, unless it has left the run or is in the middle of an optimizer's step."""
+        if self.first.known is not None and not self.has_left and not _changes_weights(frame):
+            raise InterruptedByFailure(self.first.why_ended())
 
     @property
     def has_left(self) -> bool:
@@ -469,29 +473,6 @@ class FailureWatch:
             with suppress(OSError, ValueError):
                 child.kill()
         os._exit(1)
-
-
-_current: FailureWatch | None = None
-"""The watch of the present run, for the handler of the signal, which Lightning may restore after the run."""
-
-
-def _take_signal(watch: FailureWatch) -> None:
-    """Let the signal interrupt the main thread, if this is that thread and nothing else handles the signal."""
-    global _current
-    _current = None
-    if _SIGNUM is None or threading.current_thread() is not threading.main_thread():
-        return
-    if signal.getsignal(_SIGNUM) in (signal.SIG_DFL, _on_signal):
-        signal.signal(_SIGNUM, _on_signal)
-        _current = watch
-
-
-def _on_signal(signum: int, frame: FrameType | None) -> None:
-    """Raise an error in the main thread, unless it has left the run or is in the middle of an optimizer's step."""
-    watch = _current
-    if watch is None or watch.has_left or watch.first.known is None or _changes_weights(frame):
-        return
-    raise InterruptedByFailure(watch.first.why_ended())
 
 
 def _changes_weights(frame: FrameType | None) -> bool:

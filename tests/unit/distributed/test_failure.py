@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning_paral.distributed import failure
 from lightning_paral.distributed.failure import (
     Failure,
+    FailureWatch,
     FirstFailure,
     InterruptedByFailure,
     failure_of,
@@ -156,20 +157,21 @@ class SGD(torch.optim.SGD):
 def test_main_thread_is_interrupted_but_not_while_weights_change_nor_after_it_has_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    first = FirstFailure(dist.HashStore(), 0, 2)
-    watch: Any = SimpleNamespace(first=first, has_left=False)
+    monkeypatch.setattr(failure, "store_port", lambda: None)
+    watcher: Any = SimpleNamespace(rank=0, world_size=2, store=dist.HashStore())
+    watch = FailureWatch(watcher)
     optimizer = SGD([torch.zeros(1, requires_grad=True)], 0.1)
 
     def closure() -> None:
         signal.raise_signal(failure._SIGNUM)
 
-    monkeypatch.setattr(failure, "_current", None)
-    failure._take_signal(watch)
     signal.raise_signal(failure._SIGNUM)  # no rank has failed
-    first.report(Failure(rank=1, error="my bug"))
+    watch.first.report(Failure(rank=1, error="my bug"))
     optimizer.step()
     for call in (closure, lambda: optimizer.step(closure)):
         with pytest.raises(InterruptedByFailure, match="Rank 0 ended because rank 1 failed: my bug"):
             call()
-    watch.has_left = True
+    watch.leave()
     signal.raise_signal(failure._SIGNUM)
+    watch.end()
+    assert signal.getsignal(failure._SIGNUM) == signal.SIG_DFL

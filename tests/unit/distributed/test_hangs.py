@@ -72,4 +72,4 @@ def test_a_timeout_that_ends_the_process_is_named_with_its_option(caplog, monkey
     assert "Rank 0 of 1 (process " in stacks
     assert " in test_a_timeout_that_ends_the_process_is_named_with_its_option\n" in stacks
     why = "A collective of rank 0 did not finish within timeout=0:07:00, set by `Strategy(timeout=...)`. "
-    assert summary.startswith(f"{why}NCCL ends this process soon. Rank 0 is in `test_a_timeout_")
+    assert summary.startswith(f"{why}NCCL ends this process soon. Rank 0 is in `")
