@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.optim import Optimizer
 
 from lightning_paral.compat.torch.process_groups import abort_nccl, close_connections, own_endpoints, store_port
-from lightning_paral.distributed.watcher import POLL_SECONDS, RankWatcher, SignalHandler, handler_of
+from lightning_paral.distributed.watcher import POLL_SECONDS, RankWatcher, SignalHandler, handler_of, wait_until
 from lightning_paral.errors import RankFailedError
 
 END_SECONDS = 3.0
@@ -205,7 +205,7 @@ class FirstFailure:
         keys = [f"{key}/{rank}" for rank in range(self.world_size)]
         with suppress(*_UNREACHABLE):
             self.store.set(keys[self.rank], value)
-            if value and _wait_until(lambda: self.store.check(keys), END_SECONDS):
+            if value and wait_until(lambda: self.store.check(keys), END_SECONDS):
                 return {self.store.get(each) for each in keys} == {value.encode()}
         return False
 
@@ -223,7 +223,7 @@ class FirstFailure:
         assert self.known is not None
         trace = self.known.traceback
         with suppress(*_UNREACHABLE):  # rank 0, which served the store, has ended; the failed rank prints
-            if trace and not _wait_until(lambda: self.store.check(["printed"]), END_SECONDS) and self._is_printer():
+            if trace and not wait_until(lambda: self.store.check(["printed"]), END_SECONDS) and self._is_printer():
                 line = f"{trace}{line}"
         with suppress(OSError, ValueError):  # nobody reads stderr any more, or it is closed
             sys.stderr.write(f"{line}\n")
@@ -238,14 +238,6 @@ class FirstFailure:
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle as `None`, because a connection belongs to one process."""
         return type(None), ()
-
-
-def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait for `seconds` at most; return whether the condition is true."""
-    deadline = time.monotonic() + seconds
-    while not (is_true := condition()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return is_true
 
 
 def remember_first(error: BaseException, first: FirstFailure) -> None:
@@ -318,7 +310,7 @@ class FailureWatch:
         """Wait for the failure that interrupted this rank. If nobody reports one, find the ranks that have died."""
         try:
             self.first.store.set("who is there", "")
-            if not _wait_until(lambda: self.first.check() is not None, _ANSWER_SECONDS):
+            if not wait_until(lambda: self.first.check() is not None, _ANSWER_SECONDS):
                 self._report_dead()
         except _UNREACHABLE:
             self.first.report(self._end_of_store())

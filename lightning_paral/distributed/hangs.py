@@ -23,9 +23,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from lightning_paral.compat.torch.process_groups import nccl_errors
 from lightning_paral.distributed.exchange import name_ranks
-from lightning_paral.distributed.watcher import RankWatcher, SignalHandler, handler_of
+from lightning_paral.distributed.watcher import RankWatcher, SignalHandler, handler_of, wait_until
 
 DIFFERENT = (
     "The collectives of the ranks do not match. Every rank must run the same units equally often, and use the same "
@@ -97,29 +99,40 @@ class Hangs:
         self._timeout = f"timeout={timeout}, set by `{option}`"
         self._left_at: Place | None = None
         self._has_timed_out = False
-        self._why, self._if_all_wait = "", ""
-        self._asked_at = 0.0
-        """When this rank began to wait for answers; 0 if it does not."""
+        self._lock = threading.Lock()
         self._round, self._answered_at = 0, 0.0
         """The last request that this rank has answered, and when."""
-        self._summary, self._is_summarized = "", threading.Event()
         self._taken: SignalHandler | None = None
         """The handler of SIGUSR2 in the main thread, if this topic hears the signal."""
         in_main_thread = threading.current_thread() is threading.main_thread()
         if takes_signal and _SIGNAL is not None and in_main_thread and handler_of(_SIGNAL) == signal.SIG_DFL:
             self._taken = SignalHandler(_SIGNAL)
-            watcher.hear(_SIGNAL, partial(self._ask, f"SIGUSR2 reached rank {self._rank}."))
+            watcher.hear(_SIGNAL, partial(self.where_all_are, f"SIGUSR2 reached rank {self._rank}.", ""))
 
-    def where_all_are(self, why: str) -> str:
-        """Ask all ranks where they are, and return `why` with the answer. Do not call this in the watcher's thread.
+    def where_all_are(self, why: str, if_all_wait: str = DIFFERENT) -> str:
+        """Ask all ranks where they are; return `why` with the answer, which one of the ranks that asked logs.
 
-        Waits for the answers, for two seconds at most.
+        Waits for the answers, for a moment at most. Call this in any thread.
+
+        Args:
+            why: a sentence about why this rank asks.
+            if_all_wait: a sentence to add if all ranks wait for each other, in different places.
         """
-        self._ask(why, DIFFERENT)
-        deadline = time.monotonic() + _ANSWER_SECONDS + 0.5
-        while not self._is_summarized.wait(0.1) and time.monotonic() < deadline:
-            self._watcher.wake()
-        return self._summary or why
+        store, own = self._watcher.store, str(self._rank)
+        try:
+            asked = int(store.add("stacks/asked", 0))
+            if asked == self._round and time.monotonic() - self._answered_at > _SAME_HANG_SECONDS:
+                asked = int(store.compare_set("stacks/asked", str(asked), str(asked + 1)))  # once, if several ask
+            self._answer(asked)
+            keys = [f"stacks/{asked}/{rank}" for rank in range(self._world_size)]
+            wait_until(lambda: store.check(keys), _ANSWER_SECONDS)
+            places = {rank: Place(*json.loads(store.get(key))) for rank, key in enumerate(keys) if store.check([key])}
+            summary = f"{why} {summarize(places, self._world_size, if_all_wait)}"
+            if store.compare_set(f"stacks/{asked}/logged", "", own) == own.encode():
+                log.warning("%s", summary)
+            return summary
+        except (dist.DistError, RuntimeError):  # the process that serves the store has ended
+            return why
 
     def leave(self, error: BaseException) -> None:
         """Answer from now on where `error` was raised, which ends the run on this rank. Call this while handling it."""
@@ -135,49 +148,24 @@ class Hangs:
         """Pickle as `None`, because it belongs to one run in one process."""
         return type(None), ()
 
-    def _ask(self, why: str, if_all_wait: str = "") -> None:
-        self._is_summarized.clear()
-        self._summary, self._asked_at, self._if_all_wait, self._why = "", 0.0, if_all_wait, why
-        self._watcher.wake()
-
-    # Called by the watcher's thread
-
     def poll(self, store: Any) -> None:
-        """Ask if there is a reason, answer requests, and say where all ranks are if this one has asked."""
-        # After a timeout in NCCL no exception reaches Python, and NCCL soon ends the process.
+        """Answer a request, and ask after a timeout in NCCL, of which no exception reaches Python."""
         if not self._has_timed_out and self._left_at is None and "TIMEOUT" in nccl_errors():
             self._has_timed_out = True
             late = f"A collective of rank {self._rank} did not finish within {self._timeout}."
-            self._ask(f"{late} NCCL ends this process soon.", DIFFERENT)
-        now, asked = time.monotonic(), int(store.add("stacks/asked", 0))
-        if self._why and not self._asked_at:
-            self._asked_at = now
-            if asked == self._round and now - self._answered_at > _SAME_HANG_SECONDS:
-                asked = int(store.compare_set("stacks/asked", str(asked), str(asked + 1)))  # once, if several ask
-        if asked > self._round:
-            self._answer(store, asked)
-        if self._asked_at:
-            self._summarize(store)
+            self.where_all_are(f"{late} NCCL ends this process soon.")
+        self._answer(int(store.add("stacks/asked", 0)))
 
-    def _answer(self, store: Any, asked: int) -> None:
-        self._round, self._answered_at = asked, time.monotonic()
+    def _answer(self, asked: int) -> None:
+        with self._lock:
+            if asked == self._round:
+                return
+            self._round, self._answered_at = asked, time.monotonic()
         place = self._left_at or place_of_thread(self._watcher.main_thread)
-        store.set(f"stacks/{asked}/{self._rank}", json.dumps(place))
+        self._watcher.store.set(f"stacks/{asked}/{self._rank}", json.dumps(place))
         if self._left_at is None:
             who = f"Rank {self._rank} of {self._world_size} (process {os.getpid()} on {socket.gethostname()})"
             log.warning("%s is in %s. Its threads:\n%s", who, place.text, _stacks())
-
-    def _summarize(self, store: Any) -> None:
-        keys = [f"stacks/{self._round}/{rank}" for rank in range(self._world_size)]
-        if not store.check(keys) and time.monotonic() - self._asked_at < _ANSWER_SECONDS:
-            return
-        places = {rank: Place(*json.loads(store.get(key))) for rank, key in enumerate(keys) if store.check([key])}
-        self._summary = f"{self._why} {summarize(places, self._world_size, self._if_all_wait)}"
-        self._why, self._asked_at = "", 0.0
-        own = str(self._rank)
-        if store.compare_set(f"stacks/{self._round}/logged", "", own) == own.encode():
-            log.warning("%s", self._summary)
-        self._is_summarized.set()
 
 
 def summarize(places: Mapping[int, Place], world_size: int, if_all_wait: str = "") -> str:

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -122,7 +123,7 @@ class RankWatcher:
         """Stop polling `topic`."""
         self._topics = [each for each in self._topics if each is not topic]
 
-    def hear(self, signum: int, call: Callable[[], None]) -> None:
+    def hear(self, signum: int, call: Callable[[], object]) -> None:
         """Call `call` in the watcher's thread after each signal `signum`, even if the main thread waits in C code.
 
         Python calls its own handler, which has to be set as well, only when the main thread runs Python code again.
@@ -257,6 +258,14 @@ def handler_of(signum: int) -> Any:
     while isinstance(handler, SignalHandler) and handler.is_restored:
         handler = handler._before
     return signal.SIG_DFL if handler is None else handler
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait for `seconds` at most; return whether the condition is true."""
+    deadline = time.monotonic() + seconds
+    while not (is_true := condition()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return is_true
 
 
 def exchange_in_store(key: str, value: str, timeout: timedelta, ranks: Iterable[int]) -> dict[int, str]:
