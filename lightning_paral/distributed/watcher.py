@@ -3,7 +3,6 @@
 import faulthandler
 import logging
 import os
-import select
 import signal
 import socket
 import sys
@@ -107,7 +106,6 @@ class RankWatcher:
         self._ended = threading.Event()
         self._read_end, self._write_end = socket.socketpair()
         """A byte wakes the polling thread: the number of a signal, or 0."""
-        self._read_end.setblocking(False)
         self._write_end.setblocking(False)
         functions = {"lightning_paral_watcher": self._poll, "lightning_paral_guard": self._guard}
         self._threads = [threading.Thread(target=each, name=name, daemon=True) for name, each in functions.items()]
@@ -169,7 +167,8 @@ class RankWatcher:
     def _poll(self) -> None:
         seconds = self._poll_seconds / 16  # shorter at first, because ranks meet through the topics
         while not self._ended.is_set():
-            if select.select([self._read_end], [], [], seconds)[0]:
+            self._read_end.settimeout(seconds)
+            with suppress(TimeoutError):
                 for signum in self._read_end.recv(64):
                     self._calls.get(signum, bool)()
             for topic in self._topics:
@@ -235,8 +234,9 @@ class SignalHandler:
     def restore(self) -> None:
         """Set the handler before this one, unless someone has replaced this one."""
         self._process = 0
-        if handler_of(self._signum) is self._before and threading.current_thread() is threading.main_thread():
-            signal.signal(self._signum, self._before)
+        is_set = isinstance(signal.getsignal(self._signum), SignalHandler)
+        if is_set and threading.current_thread() is threading.main_thread():
+            signal.signal(self._signum, handler_of(self._signum))
 
     @property
     def is_restored(self) -> bool:

@@ -1,7 +1,6 @@
 """Launch real processes with Lightning's launcher and torchrun."""
 
 import json
-import os
 import socket
 import sys
 from pathlib import Path
@@ -13,12 +12,6 @@ from tests.launching import TORCHRUN, free_port, outputs
 
 def script(scenario: str, folder: Path) -> list[str]:
     return ["-m", "tests.distributed.launch.launched", scenario, str(folder)]
-
-
-def slurm_variables() -> dict[str, str]:
-    common = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_NODEID": "0"}
-    job = str(10_000 + os.getpid() % 9_000)
-    return common | {"SLURM_JOB_ID": job, "SLURM_JOB_NAME": "train", "SLURM_NODELIST": "127.0.0.1"}
 
 
 @pytest.mark.lane("default")

@@ -9,12 +9,17 @@ from typing import Any
 import pytest
 
 from lightning_paral.checkpoint.integrity import verify
-from tests.distributed.launch.test_launch import slurm_variables
 from tests.launching import TORCHRUN, Process
 
 SECONDS = 120
 LIMIT = 30
 """The number of batches of the fit."""
+
+
+def slurm_variables() -> dict[str, str]:
+    common = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_NODEID": "0"}
+    job = str(10_000 + os.getpid() % 9_000)
+    return common | {"SLURM_JOB_ID": job, "SLURM_JOB_NAME": "train", "SLURM_NODELIST": "127.0.0.1"}
 
 
 @pytest.fixture
