@@ -100,12 +100,10 @@ class CheckedLaunch(StrategyDescription):
     @property
     def _start_method_now(self) -> StartMethod:
         """How this process starts the other local ranks; `"popen"` also if it starts none."""
-        environment = self.cluster_environment
+        environment, given = self.cluster_environment, self._given_start_method
         if environment is None or environment.creates_processes_externally:
             return "popen"
-        if self.num_processes == 1 and self._given_start_method is None:
-            return "popen"
-        return choose_start_method(self._given_start_method)
+        return "popen" if self.num_processes == 1 and given is None else choose_start_method(given)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save `checkpoint`.
@@ -130,20 +128,15 @@ def choose_start_method(given: StartMethod | None) -> StartMethod:
     """Return `given`; if it is `None`, `"popen"` in a script, and `"fork"` in a program that cannot be run again.
 
     Raises:
-        ConfigurationError: the program cannot be run again, and `given` is `"popen"`. In pytest, that runs it again
-            from its first test.
+        ConfigurationError: the program cannot be run again, and `given` is `"popen"`. pytest can, from its first test.
     """
-    if given not in (None, "popen"):
-        return given
     program = _why_script_cannot_run_again()
-    if program is None or (given == "popen" and program == _PYTEST):
-        return "popen"
-    if given == "popen":
+    if given == "popen" and program not in (None, _PYTEST):
         raise ConfigurationError(
             f"start_method='popen' starts the other ranks by running the script again, but this is {program}. Leave "
             "start_method out to fork them, or put the code into a script."
         )
-    return "fork"
+    return given or ("popen" if program is None else "fork")
 
 
 def _why_script_cannot_run_again() -> str | None:
