@@ -157,24 +157,18 @@ class Preemption(Callback):
         self._is_listening = trainer.state.fn == "fit"
         for signum, previous in self._handlers.items():
             if self._is_listening:
-                self._handle(trainer, signum, previous)
+                call = partial(self._on_signal, trainer, previous)
+                self._undo.callback(SignalHandler(signum, call, previous).restore)
             else:
                 signal.signal(signum, previous)
         hear_signal = getattr(trainer.strategy, "hear_signal", None)
         if hear_signal is not None and self._is_listening:
             hear_signal(signal.SIGTERM, partial(self._expect_end, trainer))
 
-    def _handle(self, trainer: Trainer, signum: int, previous: Any) -> None:
-        """Set the handler of a signal, which calls the one before it."""
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            if callable(previous):
-                previous(number, frame)
-            self._on_signal(trainer, number)
-
-        self._undo.callback(SignalHandler(signum, handle, previous).restore)
-
-    def _on_signal(self, trainer: Trainer, signum: int) -> None:
+    def _on_signal(self, trainer: Trainer, previous: Any, signum: int, frame: FrameType | None) -> None:
+        """Note the signal, after the handler before this one."""
+        if callable(previous):
+            previous(signum, frame)
         now = time.monotonic()
         if not self._signum:
             self._signum, self._signaled_at = signum, now
