@@ -57,25 +57,19 @@ class Result:
     output: str
     """The last lines of what the run printed."""
 
-    @property
-    def is_status_right(self) -> bool:
-        """Whether the launchers ended with an error, unless the launcher's own process was told to end without one."""
-        case = self.case
-        is_own = case.fault == "os_exit_0" and case.rank == 0 and case.launcher == "python"
-        return is_own or all(status != 0 for status in self.statuses)
-
-    @property
-    def faults(self) -> list[str]:
-        """What is wrong with the end of the run; empty if nothing is."""
+    def faults(self, seconds: float = 10.0) -> list[str]:
+        """Return what is wrong with the end of the run, which may take `seconds`; empty if nothing is."""
         if not self.has_failed:
             return ["the fault was not reached"]
+        case = self.case
+        ends_by_itself = case.fault == "os_exit_0" and case.rank == 0 and case.launcher == "python"
         found = {
             "cause not shown": not self.shown,
             "cause not at the end": self.shown and not self.at_end,
-            f"traceback {self.times} times": self.shown and self.case.has_traceback and self.times != 1,
-            f"{self.seconds:.1f} s": self.seconds > 10,
+            f"traceback {self.times} times": self.shown and case.has_traceback and self.times != 1,
+            f"{self.seconds:.1f} s": self.seconds > seconds,
             f"{self.orphans} orphans": self.orphans > 0,
-            f"status {self.statuses}": not self.is_status_right,
+            f"status {self.statuses}": 0 in self.statuses and not ends_by_itself,
         }
         return [name for name, is_wrong in found.items() if is_wrong]
 
