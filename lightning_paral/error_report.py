@@ -1,4 +1,4 @@
-"""Report uncaught errors of this package briefly: the user's own lines and the message, once per node.
+"""Report uncaught errors of this package briefly: the user's own lines and the message, once per run.
 
 `import lightning_paral` loads this module, so it imports the watch of a run only when a program fails.
 """
@@ -24,7 +24,7 @@ TRACEBACK_VARIABLE = "PARAL_TRACEBACK"
 def install_brief_excepthook() -> None:
     """Print uncaught errors of this package without the frames of libraries.
 
-    If several ranks of a node fail with the same error, one of them prints it. All other errors are printed in full,
+    If several ranks of a run fail with the same error, one of them prints it. All other errors are printed in full,
     and so is an error of this package that was caused by an error in user code, such as a training step.
     """
     if not isinstance(sys.excepthook, _BriefExceptHook):
@@ -63,12 +63,10 @@ class _BriefExceptHook:
         first.print_after(line)
 
     def _print(self, error: BaseException) -> None:
-        from lightning_paral.distributed.process_group import is_first_to_report
-
         is_ours = isinstance(error, ParalError) and not has_user_cause(error)
         if not is_ours or os.environ.get(TRACEBACK_VARIABLE) == "full":
             self._otherwise(type(error), error, error.__traceback__)
-        elif is_first_to_report(str(error)):
+        else:
             frames = traceback.StackSummary.extract(_user_frames(error.__traceback__)).format()
             heading = ["Traceback (most recent call last):\n"] if frames else []
             sys.stderr.write("".join([*heading, *frames, *traceback.format_exception_only(error)]))
@@ -81,6 +79,6 @@ def has_user_cause(error: BaseException) -> bool:
 
 
 def _user_frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    from lightning_paral.distributed.frames import library_of
+    from lightning_paral.distributed.hangs import library_of
 
     return (each for each in traceback.walk_tb(trace) if not library_of(each[0].f_code.co_filename))

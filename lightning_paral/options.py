@@ -162,7 +162,7 @@ class CheckpointOptions:
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+StartMethod = Literal["popen", "fork"]
 """`"popen"` runs the script again for each other local rank; the others are start methods of `multiprocessing`."""
 
 
@@ -218,8 +218,8 @@ class RankOptions(Sampling, StrategyOptions):
         shard_iterable: divide the samples of iterable datasets among ranks and workers. `False`: the datasets do this
             themselves.
         start_method: how local ranks are started if no launcher such as torchrun starts them: `"popen"` runs the script
-            again; `"fork"`, `"spawn"` and `"forkserver"` are start methods of `multiprocessing`. `None`: `"popen"` in a
-            script; `"fork"` in a notebook, in an interactive session, under `python -c` and in pytest.
+            again, `"fork"` copies the process. `None`: `"popen"` in a script; `"fork"` in a notebook, in an interactive
+            session, under `python -c` and in pytest.
         divergence_check_every: after each this many optimizer steps, compare the bits of all parameters of which
             several ranks have a replica; a difference is an error that names the first parameter. `None`: never.
 

@@ -118,8 +118,8 @@ def _try(load: Callable[[str], None], candidate: Candidate, ranks: RankGroup) ->
 
 def _describe(candidate: Candidate, trainer: Trainer) -> str:
     """Return the message about a checkpoint from which a run resumes."""
-    age = _duration(time.time() - candidate.saved_at)
-    parts = [f"resuming from {candidate.path}: step {candidate.global_step}, saved {age} ago."]
+    saved_at = time.ctime(candidate.saved_at)
+    parts = [f"resuming from {candidate.path}: step {candidate.global_step}, saved {saved_at}."]
     if candidate.world_size not in (None, trainer.world_size):
         split: Any = getattr(getattr(trainer.strategy, "sampling", None), "split", "global")
         parts.append(
@@ -127,9 +127,3 @@ def _describe(candidate: Candidate, trainer: Trainer) -> str:
             + ("." if split == "global" else f", and with split={split!r} so does the order of samples; see 'global'.")
         )
     return " ".join(parts)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

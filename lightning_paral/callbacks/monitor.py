@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_paral.compat.lightning.loops import step_of_loggers
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.distributed.exchange import gather_objects
-from lightning_paral.distributed.process_group import host_group
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.quantities import format_bytes, format_seconds
 
@@ -157,7 +156,7 @@ class ParalMonitor(Callback):
         step, own = self._step_seconds / self._num_steps, self._own_seconds / self._num_steps + _mean(self._forwards)
         row = (step, own, _peak_bytes(trainer))
         shares = trainer.world_size > 1 and dist.is_initialized()
-        steps, owns, peaks = zip(*(gather_objects(row, host_group()) if shares else [row]), strict=True)
+        steps, owns, peaks = zip(*(gather_objects(row) if shares else [row]), strict=True)
         values = {"step_seconds": statistics.fmean(steps), "peak_bytes": row[2], "worst_peak_bytes": max(peaks)}
         text = f"{format_seconds(values['step_seconds'])}, {format_bytes(max(peaks))}"
         if self._planned is not None:

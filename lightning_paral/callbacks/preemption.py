@@ -4,10 +4,9 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
-import traceback
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
@@ -26,6 +25,7 @@ from lightning_paral.compat.lightning.loops import stop_between_batches
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.distributed.exchange import gather_int_lists
 from lightning_paral.distributed.launcher import agree_on_exit
+from lightning_paral.distributed.watcher import SignalHandler, handler_of
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.option_types import AtLeast, checked
 
@@ -33,6 +33,8 @@ _SAME_SIGNAL_SECONDS = 3.0
 """Signals that follow the first one within this time are copies of it: torchrun and launchers forward signals."""
 _MOST_BATCHES = 64
 """Ranks tell each other about once per second whether to stop, and after this number of batches at the latest."""
+_HUNG_SECONDS = 20.0
+"""How long after SIGTERM ranks that have not stopped say where they are: torchrun and SLURM kill after 30 seconds."""
 _DEADLINE = -1
 """In the place of the number of a signal."""
 
@@ -59,9 +61,6 @@ class Preemption(Callback):
             of SLURM, its end time is known from `SLURM_JOB_END_TIME`.
         margin: the number of seconds before the deadline at which to stop. `None` ignores `SLURM_JOB_END_TIME`. A
             deadline that is nearer when the fit begins is ignored, with a warning.
-        grace: the run ends if no batch ends and nothing is saved for so many seconds after SIGTERM, because it hangs.
-            With several ranks, the error says where they are. The default is 10 seconds less than torchrun and SLURM
-            wait before they kill. `None`: the scheduler ends it.
         exit_status: the status with which the process exits. `"signal"` means 128 + the number of the signal, such as
             143, and 143 after a deadline. `"return"` lets `trainer.fit` return instead; see `was_preempted`.
         requeue: whether to requeue jobs of SLURM, unless `SLURMEnvironment(auto_requeue=False)` is used.
@@ -77,11 +76,10 @@ class Preemption(Callback):
         dirpath: str | Path | None = None,
         max_time: str | timedelta | None = None,
         margin: Annotated[float, AtLeast(0)] | None = 60.0,
-        grace: Annotated[float, AtLeast(0)] | None = 20.0,
         exit_status: int | Literal["signal", "return"] = "signal",
         requeue: bool = True,
     ) -> None:
-        self.dirpath, self.margin, self.grace = dirpath, margin, grace
+        self.dirpath, self.margin = dirpath, margin
         self.exit_status, self.requeue = exit_status, requeue
         self.max_seconds = Timer(max_time).time_remaining()  # which parses it
         self.was_preempted = False
@@ -104,26 +102,29 @@ class Preemption(Callback):
         environment = _slurm(trainer)
         requeue_signal = (environment and environment.requeue_signal) or signal.SIGUSR1
         signums = (signal.SIGTERM, requeue_signal) if self._saves else (signal.SIGTERM,)
-        self._handlers = {signum: signal.getsignal(signum) or signal.SIG_DFL for signum in signums}
+        self._handlers = {signum: handler_of(signum) for signum in signums}
         if stage != "fit":
             return
-        if trainer.world_size > 1 and not hasattr(trainer.strategy, "end_hung_run"):
+        if trainer.world_size > 1 and not hasattr(trainer.strategy, "ask_who_lives"):
             raise ConfigurationError(
                 f"Preemption was given to a Trainer with {type(trainer.strategy).__name__} and {trainer.world_size} "
-                "ranks. Several ranks need a strategy of lightning_paral, such as "
-                "strategy='paral_ddp'."
+                "ranks. Several ranks need a strategy of lightning_paral, such as strategy='paral_ddp'."
             )
         self.was_preempted, self.checkpoint_path = False, None
         self._signum, self._signaled_at, self._cause = 0, 0.0, 0
-        self._is_saving = self._is_requeueing = self._expects_progress = False
-        self._num_batches, self._next_exchange = 0, 1
+        self._is_requeueing = False
+        self._timer: threading.Timer | None = None
+        """From SIGTERM on, what says where the ranks are if they do not stop."""
+        self._ask_soon: Callable[[], None] = _do_nothing
         self._deadline = self._find_deadline()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check after each batch from now on whether to stop."""
+        """Check about once per second from now on whether to stop."""
         self._take_signals(trainer)
         self._began = time.monotonic()
-        stop_between_batches(trainer, partial(self._is_stop, trainer), partial(self._save, trainer), self._undo)
+        ask_soon = stop_between_batches(trainer, partial(self._ask, trainer), partial(self._save, trainer), self._undo)
+        if trainer.world_size == 1:
+            self._ask_soon = ask_soon
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the signals from Lightning's handlers, which call collectives at any line."""
@@ -156,59 +157,40 @@ class Preemption(Callback):
         self._is_listening = trainer.state.fn == "fit"
         for signum, previous in self._handlers.items():
             if self._is_listening:
-                self._handle(trainer, signum, previous)
+                call = partial(self._on_signal, trainer, previous)
+                self._undo.callback(SignalHandler(signum, call, previous).restore)
             else:
                 signal.signal(signum, previous)
         hear_signal = getattr(trainer.strategy, "hear_signal", None)
         if hear_signal is not None and self._is_listening:
-            hear_signal(signal.SIGTERM, partial(self._expect_progress, trainer))
+            hear_signal(signal.SIGTERM, partial(self._expect_end, trainer))
 
-    def _handle(self, trainer: Trainer, signum: int, previous: Any) -> None:
-        """Set the handler of a signal, which calls the one before it."""
-        process = os.getpid()
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            if os.getpid() != process or not self._is_listening:  # forked, or restored after the run
-                signal.signal(number, previous)
-                os.kill(os.getpid(), number)
-                return
-            if callable(previous):
-                previous(number, frame)
-            self._on_signal(trainer, number)
-
-        def restore() -> None:
-            if signal.getsignal(signum) is handle and threading.current_thread() is threading.main_thread():
-                signal.signal(signum, previous)
-
-        signal.signal(signum, handle)
-        self._undo.callback(restore)
-
-    def _on_signal(self, trainer: Trainer, signum: int) -> None:
+    def _on_signal(self, trainer: Trainer, previous: Any, signum: int, frame: FrameType | None) -> None:
+        """Note the signal, after the handler before this one."""
+        if callable(previous):
+            previous(signum, frame)
         now = time.monotonic()
         if not self._signum:
             self._signum, self._signaled_at = signum, now
+            self._ask_soon()
             if signum == signal.SIGTERM:
-                self._expect_progress(trainer)
+                self._expect_end(trainer)
         elif now - self._signaled_at > _SAME_SIGNAL_SECONDS and not self._is_requeueing:
             _exit_now(f"A second signal, {signal.Signals(signum).name}, ends the process", 128 + signum)
 
-    def _is_stop(self, trainer: Trainer) -> bool:
-        """Return whether any rank has a reason to stop, as far as the last exchange tells. *Collective*."""
-        self._num_batches += 1
+    def _ask(self, trainer: Trainer, num_batches: int) -> int:
+        """Return 0 if any rank has a reason to stop, otherwise after how many batches to ask again. *Collective*."""
         cause = self._signum or (_DEADLINE if self._deadline is not None and time.time() >= self._deadline else 0)
-        if trainer.world_size == 1:
-            self._cause = cause
-        elif self._num_batches >= self._next_exchange:
-            micros = int(1e6 * (time.monotonic() - self._began)) // self._num_batches
-            rows = gather_int_lists([cause, micros])
-            self._cause = next((cause for cause, _ in rows if cause), 0)
-            per_second = int(1e6) // max(1, *(micros for _, micros in rows))
-            self._next_exchange = self._num_batches + max(1, min(per_second, _MOST_BATCHES))
-        return self._cause != 0
+        own = [cause, int(1e6 * (time.monotonic() - self._began)) // num_batches]
+        rows = [own] if trainer.world_size == 1 else gather_int_lists(own)
+        self._cause = next((cause for cause, _ in rows if cause), 0)
+        per_second = int(1e6) // max(1, *(micros for _, micros in rows))
+        return 0 if self._cause else max(1, min(per_second, _MOST_BATCHES))
 
     def _save(self, trainer: Trainer) -> None:
         """Save a checkpoint, and requeue a job of SLURM. *Collective* over the world."""
-        self._is_saving = True
+        if self._timer is not None:
+            self._timer.cancel()
         what = "Saving and stopping" if self._saves else "Stopping"
         rank_zero_info(f"{_reason(self._cause)}. {what} after optimizer step {trainer.global_step}.")
         if not self._saves:
@@ -224,7 +206,6 @@ class Preemption(Callback):
         self.was_preempted, self.checkpoint_path = True, path
         if self.exit_status != "return":
             agree_on_exit(self._status(self._cause))
-        self._is_saving = False
         rank_zero_info(f"Training can be resumed from {path}.")
 
     def _path(self, trainer: Trainer) -> str:
@@ -256,33 +237,16 @@ class Preemption(Callback):
             return None
         return time.time() + min(left) - margin if left else None
 
-    def _expect_progress(self, trainer: Trainer) -> None:
-        """End the run if it makes no progress after SIGTERM. Also called in a thread, if the main one hangs."""
-        if self._is_listening and not self._expects_progress:
-            self._expects_progress = True
-            getattr(trainer.strategy, "ask_who_lives", lambda: None)()
-            if self.grace is not None:
-                self._end_if_hung(trainer, self.grace)
-
-    def _end_if_hung(self, trainer: Trainer, seconds: float) -> None:
-        """End the run if no batch ends and nothing is saved in some seconds; otherwise look again after as long."""
-        num_ended = _num_ended(trainer)
-
-        def look() -> None:
-            why = f"{_reason(signal.SIGTERM)}, but no batch ended for {seconds:g} s"
-            if not self._is_listening:
-                return
-            if self._is_saving or _num_ended(trainer) > num_ended or _is_in("save_checkpoint"):
-                self._end_if_hung(trainer, seconds)
-            elif trainer.world_size == 1:
-                _exit_now(why, self._status(signal.SIGTERM))
-            else:
-                getattr(trainer.strategy, "end_hung_run")(f"{why}.")  # noqa: B009
-
-        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), look)
-        timer.daemon = True
-        timer.start()
-        self._undo.callback(timer.cancel)
+    def _expect_end(self, trainer: Trainer) -> None:
+        """Look for dead ranks after SIGTERM, and say later where all are. Called in a thread if the main one hangs."""
+        if not self._is_listening or self._timer is not None or not hasattr(trainer.strategy, "ask_who_lives"):
+            return
+        why = f"{_reason(signal.SIGTERM)}, but the fit has not stopped for {_HUNG_SECONDS:g} s."
+        self._timer = threading.Timer(_HUNG_SECONDS, trainer.strategy.log_where_all_are, (why,))  # type: ignore[attr-defined]
+        self._timer.daemon = True
+        self._timer.start()
+        self._undo.callback(self._timer.cancel)
+        trainer.strategy.ask_who_lives()
 
 
 class _StopOnSigterm(Preemption):
@@ -351,15 +315,3 @@ def _reason(cause: int) -> str:
 def _exit_now(message: str, status: int) -> None:
     os.write(2, f"{message}. An earlier checkpoint is intact.\n".encode())
     os._exit(status)
-
-
-def _num_ended(trainer: Trainer) -> int:
-    """Return how many batches of training and validation have ended."""
-    epoch = trainer.fit_loop.epoch_loop
-    return epoch.batch_progress.total.completed + epoch.val_loop.batch_progress.total.completed
-
-
-def _is_in(function: str) -> bool:
-    """Return whether the main thread is in a function of this name."""
-    frame = sys._current_frames()[threading.main_thread().ident or 0]
-    return any(each.f_code.co_name == function for each, _ in traceback.walk_stack(frame))

@@ -9,7 +9,7 @@ import sys
 from importlib.metadata import version
 
 from lightning_paral._version import __version__
-from lightning_paral.distributed.process_group import is_first_to_report
+from lightning_paral.distributed.failure import first_failure_of
 from lightning_paral.error_report import has_user_cause
 from lightning_paral.errors import CheckpointError, ConfigurationError
 from lightning_paral.suggestions import did_you_mean, nearest_names
@@ -39,9 +39,9 @@ def main() -> None:
             raise
         sys.exit(128 + (signal.SIGPIPE if isinstance(error, BrokenPipeError) else signal.SIGINT))  # as in shells
     except (ConfigurationError, CheckpointError) as error:
-        if is_trainer_command and has_user_cause(error):
+        if is_trainer_command and (has_user_cause(error) or first_failure_of(error) is not None):
             raise
-        sys.exit(f"paral: {error}" if is_first_to_report(str(error)) else 1)
+        sys.exit(f"paral: {error}")
     finally:
         _flush_or_discard_stdout()
 

@@ -6,8 +6,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_paral.distributed.process_group import group_for
-
 LARGE_BYTES = 1024 * 1024
 """Tensors of at least this size are broadcast one by one; smaller ones are coalesced."""
 
@@ -25,7 +23,7 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None)
     """
     for bucket in _buckets(tensors):
         flat = _as_bytes(bucket[0]) if len(bucket) == 1 else torch.cat([_as_bytes(tensor) for tensor in bucket])
-        dist.broadcast(flat, group_src=0, group=group_for(flat) if group is None else group)
+        dist.broadcast(flat, group_src=0, group=group)
         if dist.get_rank(group) == 0:
             continue
         parts = torch.split(flat, [tensor.numel() * tensor.element_size() for tensor in bucket])

@@ -25,7 +25,7 @@ from lightning_paral.callbacks.auto_resume import AutoResume
 from lightning_paral.callbacks.monitor import ParalMonitor
 from lightning_paral.callbacks.preemption import Preemption
 from lightning_paral.diagnostics.check_record import Item, Recorder, Task, remove_dropout
-from lightning_paral.distributed.frames import library_of
+from lightning_paral.distributed.hangs import library_of
 from lightning_paral.errors import CheckpointError, ConfigurationError, ParalError, ProcessGroupError, RankFailedError
 from lightning_paral.strategies.base import ParalStrategy
 

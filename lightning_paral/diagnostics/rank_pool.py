@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from lightning_paral.distributed.frames import library_of
+from lightning_paral.distributed.hangs import library_of
 from lightning_paral.registry import STRATEGIES
 
 START_SECONDS = 300.0

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
-from lightning_paral.distributed.exchange import gather_objects, name_ranks, values_by_rank
+from lightning_paral.distributed.exchange import gather_int_lists, gather_objects, name_ranks, values_by_rank
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.distributed.process_group import host_group
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.errors import ConfigurationError, ProcessGroupError
 
@@ -24,7 +22,8 @@ _SAME_STEPS = (
     "ranks or on none, and in manual optimization run the backward pass of a zero loss (0 * loss) instead of skipping "
     "it."
 )
-_EQUAL = "equal"
+_ALL = "all have ended it"
+_COUNTED = ("epochs", "training steps", "backward passes", "optimizer steps")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.2
 """Seconds between two looks at the store."""
 
@@ -35,10 +34,11 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class EpochAgreement:
-    """Compares the progress of the ranks at the end of each epoch, through the store: a `Topic` of the watcher.
+    """Compares the progress of the ranks at the end of each epoch: a `Topic` of the watcher.
 
-    A rank that ends the epoch waits for a verdict. The last one that ends it compares all, or the watcher of a rank
-    that has begun another batch instead tells the others, because its main thread soon waits for them in a collective.
+    A rank that ends the epoch waits, through the store, until all ranks have ended it. Then they compare what they have
+    counted. The watcher of a rank that has begun another batch instead tells those that wait, because its main thread
+    soon waits for them in a collective.
 
     Args:
         watcher: the watcher of the run.
@@ -70,20 +70,15 @@ class EpochAgreement:
         """
         store: Any = self._watcher.main_store
         self._number += 1
-        epoch, num_ranks = f"epochs/{self._number}", self._watcher.world_size
-        num_batches = self._num_batches()
-        own = json.dumps([current, num_batches, self.backwards, self.optimizer_steps])
-        store.set(f"{epoch}/{self._watcher.rank}", own)
+        epoch, num_batches = f"epochs/{self._number}", self._num_batches()
+        store.set(f"{epoch}/{self._watcher.rank}", "")
         store.set("epochs/latest", json.dumps([self._number, current, num_batches]))
-        store.add(f"{epoch}/equal/{own}", 1)
-        if store.add(f"{epoch}/ended", 1) == num_ranks:  # the last one
-            are_equal = store.add(f"{epoch}/equal/{own}", 0) == num_ranks  # counted now that all have added theirs
-            verdict = _EQUAL if are_equal else _difference(_progress_of(store, epoch, num_ranks))
-            store.compare_set(f"{epoch}/verdict", "", verdict)
+        if store.add(f"{epoch}/ended", 1) == self._watcher.world_size:
+            store.compare_set(f"{epoch}/verdict", "", _ALL)
         deadline, pause = time.monotonic() + self._timeout.total_seconds(), _FIRST_PAUSE
         while not store.check([f"{epoch}/verdict"]):
             if time.monotonic() > deadline:
-                absent = sorted(set(range(num_ranks)) - set(_progress_of(store, epoch, num_ranks)))
+                absent = sorted(set(range(self._watcher.world_size)) - set(self._ended(store, self._number)))
                 raise ProcessGroupError(
                     f"The end of epoch {current} timed out after {self._timeout}: {name_ranks(absent)} did "
                     f"not end it. {_SAME_STEPS}"
@@ -91,41 +86,35 @@ class EpochAgreement:
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE)  # so that many ranks that wait long do not keep the store busy
         verdict = store.get(f"{epoch}/verdict").decode()
-        if verdict != _EQUAL:
+        if verdict != _ALL:
             raise ConfigurationError(f"{verdict} {_SAME_STEPS}")
+        counts = gather_int_lists([current, num_batches, self.backwards, self.optimizer_steps])
+        for name, of_ranks in zip(_COUNTED, zip(*counts, strict=True), strict=True):
+            if len(set(of_ranks)) > 1:
+                values = values_by_rank(dict(enumerate(map(str, of_ranks))))
+                told = f"Until the end of epoch {current}, the number of {name} is {values}."
+                raise ConfigurationError(f"{told} {_SAME_STEPS}")
 
-    def poll(self, store: Store) -> None:
+    def poll(self, store: Any) -> None:
         """Tell the others if they have ended an epoch in which this rank has begun another batch."""
         if not store.check(["epochs/latest"]):
             return
         number, epoch, num_batches = json.loads(store.get("epochs/latest"))
         # In this order: the main thread ends the epoch before it begins a batch of the next one.
         if self._num_batches() > num_batches and self._number < number:
-            ended = _progress_of(store, f"epochs/{number}", self._watcher.world_size)
             verdict = (
-                f"In epoch {epoch}, {name_ranks(ended)} ended the epoch after {num_batches} training steps, "
-                f"while {name_ranks([self._watcher.rank])} began another batch."
+                f"In epoch {epoch}, {name_ranks(self._ended(store, number))} ended the epoch after {num_batches} "
+                f"training steps, while {name_ranks([self._watcher.rank])} began another batch."
             )
             store.compare_set(f"epochs/{number}/verdict", "", verdict)
+
+    def _ended(self, store: Any, number: int) -> list[int]:
+        """Return the ranks that have ended the epoch."""
+        return [rank for rank in range(self._watcher.world_size) if store.check([f"epochs/{number}/{rank}"])]
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle as `None`, because it belongs to one run in one process."""
         return type(None), ()
-
-
-def _progress_of(store: Any, epoch: str, num_ranks: int) -> dict[int, list[int]]:
-    """Return the counts of each rank that has ended the epoch."""
-    keys = {rank: f"{epoch}/{rank}" for rank in range(num_ranks)}
-    return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
-
-
-def _difference(found: Mapping[int, list[int]]) -> str:
-    """Return a sentence that names the first difference between ranks that have all ended the epoch."""
-    for place, name in enumerate(("epochs", "training steps", "backward passes", "optimizer steps")):
-        counts = {rank: str(counts[place]) for rank, counts in found.items()}
-        if len(set(counts.values())) > 1:
-            return f"Until the end of epoch {found[0][0]}, the number of {name} is {values_by_rank(counts)}."
-    raise ValueError("The counts do not differ.")
 
 
 class ReplicaCheck:
@@ -161,8 +150,7 @@ class ReplicaCheck:
         keys = [(name, number) for name, (_, number) in replicas.items()]
         sums = [checksum(tensor) for tensor, _ in replicas.values()]
         on_host = torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []  # one wait
-        group = self._dims.stage_group() or host_group()
-        gathered = gather_objects(dict(zip(keys, on_host, strict=True)), group)
+        gathered = gather_objects(dict(zip(keys, on_host, strict=True)), self._dims.stage_group())
         for key in dict.fromkeys(chain.from_iterable(gathered)):
             ranks_by_sum: dict[int, list[int]] = {}
             for rank, of_rank in zip(self._dims.stage_ranks, gathered, strict=True):

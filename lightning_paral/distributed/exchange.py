@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lightning_paral.compat.torch.tensors import tree_leaves
 from lightning_paral.distributed.failure import mark_as_told
-from lightning_paral.distributed.process_group import host_group
 from lightning_paral.errors import CheckpointError, ConfigurationError, MissingCheckpointError, ParalError
 
 Facts = Mapping[tuple[str, str], str]
@@ -53,7 +52,7 @@ def gather_int_lists(numbers: Sequence[int], group: dist.ProcessGroup | None = N
     """
     local = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     gathered = [torch.zeros_like(local) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, local, group=group or host_group())
+    dist.all_gather(gathered, local, group=group)
     return torch.stack(gathered).tolist()
 
 
@@ -72,7 +71,7 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def broadcast_from_first_rank(value: T, group: dist.ProcessGroup | None = None) -> T:
     """Return the `value` that rank 0 of `group` passes. It must be picklable. *Collective* over `group`."""
     shared = [value]
-    dist.broadcast_object_list(shared, group_src=0, group=group or host_group())
+    dist.broadcast_object_list(shared, group_src=0, group=group)
     return shared[0]
 
 
@@ -180,7 +179,6 @@ def check_same(facts: Facts, remedy: str, group: dist.ProcessGroup | None = None
         ConfigurationError: the facts differ. The message names the first difference and the ranks. It is raised on all
             ranks of `group`.
     """
-    group = group or host_group()
     if len(set(gather_ints(digest_of(list(facts.items())), group))) == 1:
         return
     ranks = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)

@@ -29,12 +29,12 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.optim import Optimizer
 
 from lightning_paral.compat.torch.process_groups import abort_nccl, close_connections, own_endpoints, store_port
-from lightning_paral.distributed.watcher import POLL_SECONDS, RankWatcher
+from lightning_paral.distributed.watcher import POLL_SECONDS, RankWatcher, SignalHandler, handler_of, wait_until
 from lightning_paral.errors import RankFailedError
 
 END_SECONDS = 3.0
 """How long a rank may take to leave the run after any rank has failed; then its process is ended. For as long, ranks
-wait for each other: for votes, and until the failed rank has printed its error."""
+wait for each other: to save, and until the failed rank has printed its error."""
 _ALONE_SECONDS = 0.5
 """How long a rank may take to leave the run by itself, because all ranks may have raised the same error."""
 _ANSWER_SECONDS = 4 * POLL_SECONDS
@@ -98,17 +98,11 @@ def is_interruption(error: BaseException | None) -> bool:
         seen.add(id(error))
         if isinstance(error, InterruptedByFailure | RankFailedError | dist.DistNetworkError):
             return True
-        if isinstance(error, RuntimeError) and _INTERRUPTED.search(_message_of(error)):
+        # not `str`, which the class of a user's error may not implement
+        if isinstance(error, RuntimeError) and _INTERRUPTED.search("".join(traceback.format_exception_only(error))):
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _message_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # the class of a user's error
-        return ""
 
 
 def as_consequence(error: BaseException, why: str) -> BaseException:
@@ -123,6 +117,24 @@ def as_consequence(error: BaseException, why: str) -> BaseException:
     consequence = RankFailedError(why)
     consequence.__cause__ = error
     return consequence
+
+
+def describe_exit(error: BaseException, rank: int, where: str) -> str:
+    """Return a line about `sys.exit` or Ctrl-C, for which Python prints none. Let `sys.exit(0)` exit with status 1.
+
+    Args:
+        error: the error that ends the run on this rank.
+        rank: this rank.
+        where: the part of the run.
+    """
+    what, advice = f"ended by {type(error).__name__}", ""
+    if isinstance(error, SystemExit):
+        what = f"called sys.exit({'' if error.code is None else repr(error.code)})"
+        status = "" if error.code else " The exit status is 1, because other ranks may not have called it."
+        advice = f"{status} To end a run early, set trainer.should_stop = True on all ranks."
+        error.code = error.code or 1
+    file, line = traceback.extract_tb(error.__traceback__)[-1][:2]
+    return f"Rank {rank} {what} in {where}, at {file}:{line}.{advice}\n"
 
 
 def mark_as_told(error: BaseException) -> None:
@@ -191,13 +203,11 @@ class FirstFailure:
     def agree(self, key: str, value: str) -> bool:
         """Return whether all ranks call this with the same value, within `END_SECONDS`. An empty value is a no."""
         keys = [f"{key}/{rank}" for rank in range(self.world_size)]
-        try:
+        with suppress(*_UNREACHABLE):
             self.store.set(keys[self.rank], value)
-            if not value or not _wait_until(lambda: self.store.check(keys)):
-                return False
-            return {self.store.get(each) for each in keys} == {value.encode()}
-        except _UNREACHABLE:
-            return False
+            if value and wait_until(lambda: self.store.check(keys), END_SECONDS):
+                return {self.store.get(each) for each in keys} == {value.encode()}
+        return False
 
     def print_own(self, print_error: Callable[[], object]) -> None:
         """Call `print_error`, which prints the error of this rank, unless another rank has printed it."""
@@ -213,7 +223,7 @@ class FirstFailure:
         assert self.known is not None
         trace = self.known.traceback
         with suppress(*_UNREACHABLE):  # rank 0, which served the store, has ended; the failed rank prints
-            if trace and not _wait_until(lambda: self.store.check(["printed"])) and self._is_printer():
+            if trace and not wait_until(lambda: self.store.check(["printed"]), END_SECONDS) and self._is_printer():
                 line = f"{trace}{line}"
         with suppress(OSError, ValueError):  # nobody reads stderr any more, or it is closed
             sys.stderr.write(f"{line}\n")
@@ -228,14 +238,6 @@ class FirstFailure:
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle as `None`, because a connection belongs to one process."""
         return type(None), ()
-
-
-def _wait_until(condition: Callable[[], bool], seconds: float | None = None) -> bool:
-    """Wait for `END_SECONDS`, or `seconds`, at most; return whether the condition is true."""
-    deadline = time.monotonic() + (END_SECONDS if seconds is None else seconds)
-    while not (is_true := condition()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return is_true
 
 
 def remember_first(error: BaseException, first: FirstFailure) -> None:
@@ -266,11 +268,15 @@ class FailureWatch:
         self._learned_at = self._lost_at = 0.0
         self._left_at: float | None = None
         self._num_reactions = 0
-        self._has_answered = self._has_published = self._is_over = False
+        self._is_over = False
         self._asked_at = 0.0
-        self._before: Any = None
-        """The handler of SIGTERM before this rank left the run."""
-        _take_signal(self)
+        self._ignored: SignalHandler | None = None
+        """From when this rank leaves the run, the handler of SIGTERM."""
+        self._interrupter: SignalHandler | None = None
+        """The handler of the signal, if this is the main thread and nothing else handles the signal."""
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if _SIGNUM is not None and in_main_thread and handler_of(_SIGNUM) == signal.SIG_DFL:
+            self._interrupter = SignalHandler(_SIGNUM, self._interrupt)
 
     # Called by the main thread
 
@@ -280,8 +286,8 @@ class FailureWatch:
         Call this while `error` is being handled.
 
         Returns:
-            BaseException: the error to raise: `error`, a `RankFailedError` if `error` is a consequence of the failure
-                of another rank, or a `SystemExit` with status 1 if only some ranks called `sys.exit(0)`.
+            BaseException: the error to raise: `error`, or a `RankFailedError` if it is a consequence of the failure of
+                another rank.
         """
         self.leave()
         if is_interruption(error) or is_told(error):
@@ -294,13 +300,17 @@ class FailureWatch:
                 raised = self._found.with_traceback(error.__traceback__)
             tell_torchrun(raised)
         remember_first(raised, self.first)
-        return self._explain_exit(raised, where)
+        if not isinstance(raised, Exception):
+            told = describe_exit(raised, self.rank, where)
+            if self.first.is_own:
+                self.first.print_own(lambda: sys.stderr.write(told))
+        return raised
 
     def _wait_for_cause(self) -> None:
         """Wait for the failure that interrupted this rank. If nobody reports one, find the ranks that have died."""
         try:
             self.first.store.set("who is there", "")
-            if not _wait_until(lambda: self.first.check() is not None, _ANSWER_SECONDS):
+            if not wait_until(lambda: self.first.check() is not None, _ANSWER_SECONDS):
                 self._report_dead()
         except _UNREACHABLE:
             self.first.report(self._end_of_store())
@@ -312,35 +322,14 @@ class FailureWatch:
                 self.report_death(rank, "its process ended without an exception")
                 return
 
-    def _explain_exit(self, error: BaseException, where: str) -> BaseException:
-        """Print a line for `sys.exit` and Ctrl-C, for which Python prints nothing, and do not exit with status 0.
-
-        If all ranks call `sys.exit(0)`, leave it as it is.
-        """
-        is_regular = isinstance(error, SystemExit) and not error.code
-        if self.first.agree("exit", "0" if is_regular else "") or isinstance(error, Exception):
-            return error
-        if isinstance(error, SystemExit):
-            what = f"called sys.exit({'' if error.code is None else repr(error.code)})"
-            status = "" if error.code else " The exit status is 1, because other ranks did not call it."
-            advice = f"{status} To end a run early, set trainer.should_stop = True on all ranks."
-            error.code = error.code or 1
-        else:
-            what, advice = f"ended by {type(error).__name__}", ""
-        if self.first.is_own:
-            file, line = traceback.extract_tb(error.__traceback__)[-1][:2]
-            told = f"Rank {self.rank} {what} in {where}, at {file}:{line}.{advice}\n"
-            self.first.print_own(lambda: sys.stderr.write(told))
-        return error
-
     def leave(self) -> None:
         """Do not interrupt the main thread from now on: it has left the run, and runs hooks and the teardown.
 
         Ignore SIGTERM until `end`: torchrun sends it as soon as one rank has ended, and Lightning's handler would
         broadcast to ranks that may be gone.
         """
-        if self._left_at is None and threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, ignore)
+        if self._ignored is None and threading.current_thread() is threading.main_thread():
+            self._ignored = SignalHandler(signal.SIGTERM)
         self._left_at = time.monotonic()
 
     def begin_save(self) -> None:
@@ -348,17 +337,15 @@ class FailureWatch:
         self._left_at = math.inf
 
     def end(self) -> None:
-        """End with the run, and restore the handler of SIGTERM."""
-        global _current
+        """End with the run, after the watcher has ended, and restore the handlers of signals."""
         if self.first.known is None:
             with suppress(*_UNREACHABLE):  # this rank has not died, though it does not answer any more
                 self.first.store.set(f"here/{self.rank}", "")
                 if self.rank == 0:
                     self.first.store.set("over", "")
-        if _current is self:
-            _current = None
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is ignore:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
+        for handler in (self._interrupter, self._ignored):
+            if handler is not None:
+                handler.restore()
 
     # Called in any thread
 
@@ -408,9 +395,8 @@ class FailureWatch:
             self._react()
 
     def _answer(self, store: Any) -> None:
-        if not self._has_answered and store.check(["who is there"]):
+        if store.check(["who is there"]):
             store.set(f"here/{self.rank}", "")
-            self._has_answered = True
         self._is_over = self._is_over or bool(store.check(["over"]))
 
     def _end_of_store(self) -> Failure:
@@ -436,16 +422,14 @@ class FailureWatch:
                 threading.Thread(target=abort_nccl, name="lightning_paral_abort", daemon=True).start()
             self._publish_endpoints()
             close_connections(self._endpoints_of_others(), self._store_port)
-            if self._num_reactions > 1 and _current is self:
+            if self._num_reactions > 1 and self._interrupter is not None and not self._interrupter.is_restored:
                 with suppress(OSError):
                     signal.pthread_kill(self._watcher.main_thread, _SIGNUM)
 
     def _publish_endpoints(self) -> None:
         """Tell the other ranks which connections are those of this rank, so that they close no others; once."""
-        if not self._has_published:
-            self._has_published = True
-            with suppress(*_UNREACHABLE):
-                self.first.store.set(f"endpoints/{self.rank}", json.dumps(own_endpoints(self._store_port)))
+        with suppress(*_UNREACHABLE):
+            self.first.store.compare_set(f"endpoints/{self.rank}", "", json.dumps(own_endpoints(self._store_port)))
 
     def _endpoints_of_others(self) -> set[str]:
         keys = [f"endpoints/{rank}" for rank in range(self.first.world_size) if rank != self.rank]
@@ -454,6 +438,11 @@ class FailureWatch:
                 each for key in keys if self.first.store.check([key]) for each in json.loads(self.first.store.get(key))
             }
         return set()
+
+    def _interrupt(self, signum: int, frame: FrameType | None) -> None:
+        """Raise an error in the main thread, unless it has left the run or is in the middle of an optimizer's step."""
+        if self.first.known is not None and not self.has_left and not _changes_weights(frame):
+            raise InterruptedByFailure(self.first.why_ended())
 
     @property
     def has_left(self) -> bool:
@@ -478,29 +467,6 @@ class FailureWatch:
         os._exit(1)
 
 
-_current: FailureWatch | None = None
-"""The watch of the present run, for the handler of the signal, which Lightning may restore after the run."""
-
-
-def _take_signal(watch: FailureWatch) -> None:
-    """Let the signal interrupt the main thread, if this is that thread and nothing else handles the signal."""
-    global _current
-    _current = None
-    if _SIGNUM is None or threading.current_thread() is not threading.main_thread():
-        return
-    if signal.getsignal(_SIGNUM) in (signal.SIG_DFL, _on_signal):
-        signal.signal(_SIGNUM, _on_signal)
-        _current = watch
-
-
-def _on_signal(signum: int, frame: FrameType | None) -> None:
-    """Raise an error in the main thread, unless it has left the run or is in the middle of an optimizer's step."""
-    watch = _current
-    if watch is None or watch.has_left or watch.first.known is None or _changes_weights(frame):
-        return
-    raise InterruptedByFailure(watch.first.why_ended())
-
-
 def _changes_weights(frame: FrameType | None) -> bool:
     """Return whether code in `frame` is in the step of an optimizer, but not in the closure that it calls."""
     for each, _ in traceback.walk_stack(frame):
@@ -509,10 +475,6 @@ def _changes_weights(frame: FrameType | None) -> bool:
         if isinstance(each.f_locals.get("self"), Optimizer):
             return True
     return False
-
-
-def ignore(signum: int, frame: FrameType | None) -> None:
-    """Do nothing on a signal. Unlike with `SIG_IGN`, programs that are started meanwhile do not inherit this."""
 
 
 def tell_torchrun(error: BaseException | None) -> None:

@@ -4,26 +4,30 @@ Each rank answers in the watcher's thread, wherever its main thread waits. Answe
 """
 
 import faulthandler
+import gc
 import json
 import logging
 import os
 import signal
 import socket
+import sys
+import sysconfig
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
 
-from torch.distributed.distributed_c10d import Store
+import torch.distributed as dist
 
 from lightning_paral.compat.torch.process_groups import nccl_errors
 from lightning_paral.distributed.exchange import name_ranks
-from lightning_paral.distributed.frames import Place, place_of, place_of_thread
-from lightning_paral.distributed.watcher import Ignored, RankWatcher
+from lightning_paral.distributed.watcher import RankWatcher, SignalHandler, handler_of, wait_until
 
 DIFFERENT = (
     "The collectives of the ranks do not match. Every rank must run the same units equally often, and use the same "
@@ -37,7 +41,45 @@ _SAME_HANG_SECONDS = 2.0
 """For how long answers count: several ranks time out together."""
 _SIGNAL: Any = getattr(signal, "SIGUSR2", None)  # Windows has none
 
+LIBRARIES = (
+    "lightning_paral",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "lightning_utilities",
+    "torch",
+    "torchmetrics",
+    "deepspeed",
+    "fsspec",
+    "jsonargparse",
+    "numpy",
+    "tqdm",
+)
+"""Packages whose frames are not the user's. Other packages, such as a library of models, count as user code."""
+_WAITS = (
+    "torch/distributed/",
+    "torch/autograd/graph.py",  # DDP waits for gradients in C++, below the backward pass
+    "torch/nn/parallel/distributed.py",
+    "deepspeed/comm/",
+    "deepspeed/runtime/zero/",
+    "lightning_paral/comm/",
+    "lightning_paral/distributed/",
+    "lightning_paral/engines/zero/runtime/gloo.py",
+)
+"""Files of libraries in whose functions a rank waits for other ranks."""
+_WRAPPERS = ("torch/_ops.py", "deepspeed/utils/nvtx.py")
+"""Files whose functions call others that are written in C++, whichever they are."""
+
 log = logging.getLogger(__name__)
+
+
+class Place(NamedTuple):
+    """Where a thread is."""
+
+    text: str
+    """Such as `` `training_step` (train.py:41), in `all_reduce` (torch/distributed/distributed_c10d.py:3173) ``."""
+    waits: bool
+    """Whether it seems to wait for other ranks. A backward pass that computes seems so as well."""
 
 
 class Hangs:
@@ -56,30 +98,41 @@ class Hangs:
         self._watcher, self._rank, self._world_size = watcher, watcher.rank, watcher.world_size
         self._timeout = f"timeout={timeout}, set by `{option}`"
         self._left_at: Place | None = None
-        self._is_nccl_broken = False
-        self._why, self._if_all_wait = "", ""
-        self._asked_at = 0.0
-        """When this rank began to wait for answers; 0 if it does not."""
+        self._has_timed_out = False
+        self._lock = threading.Lock()
         self._round, self._answered_at = 0, 0.0
         """The last request that this rank has answered, and when."""
-        self._summary, self._is_summarized = "", threading.Event()
-        self._taken: Ignored | None = None
+        self._taken: SignalHandler | None = None
         """The handler of SIGUSR2 in the main thread, if this topic hears the signal."""
         in_main_thread = threading.current_thread() is threading.main_thread()
-        if takes_signal and _SIGNAL is not None and in_main_thread and _is_default(signal.getsignal(_SIGNAL)):
-            self._taken = Ignored(_SIGNAL)
-            watcher.hear(_SIGNAL, partial(self._ask, f"SIGUSR2 reached rank {self._rank}."))
+        if takes_signal and _SIGNAL is not None and in_main_thread and handler_of(_SIGNAL) == signal.SIG_DFL:
+            self._taken = SignalHandler(_SIGNAL)
+            watcher.hear(_SIGNAL, partial(self.where_all_are, f"SIGUSR2 reached rank {self._rank}.", ""))
 
-    def where_all_are(self, why: str) -> str:
-        """Ask all ranks where they are, and return `why` with the answer. Do not call this in the watcher's thread.
+    def where_all_are(self, why: str, if_all_wait: str = DIFFERENT) -> str:
+        """Ask all ranks where they are; return `why` with the answer, which one of the ranks that asked logs.
 
-        Waits for the answers, for two seconds at most.
+        Waits for the answers, for a moment at most. Call this in any thread.
+
+        Args:
+            why: a sentence about why this rank asks.
+            if_all_wait: a sentence to add if all ranks wait for each other, in different places.
         """
-        self._ask(why, DIFFERENT)
-        deadline = time.monotonic() + _ANSWER_SECONDS + 0.5
-        while not self._is_summarized.wait(0.1) and time.monotonic() < deadline:
-            self._watcher.wake()
-        return self._summary or why
+        store, own = self._watcher.store, str(self._rank)
+        try:
+            asked = int(store.add("stacks/asked", 0))
+            if asked == self._round and time.monotonic() - self._answered_at > _SAME_HANG_SECONDS:
+                asked = int(store.compare_set("stacks/asked", str(asked), str(asked + 1)))  # once, if several ask
+            self._answer(asked)
+            keys = [f"stacks/{asked}/{rank}" for rank in range(self._world_size)]
+            wait_until(lambda: store.check(keys), _ANSWER_SECONDS)
+            places = {rank: Place(*json.loads(store.get(key))) for rank, key in enumerate(keys) if store.check([key])}
+            summary = f"{why} {summarize(places, self._world_size, if_all_wait)}"
+            if store.compare_set(f"stacks/{asked}/logged", "", own) == own.encode():
+                log.warning("%s", summary)
+            return summary
+        except (dist.DistError, RuntimeError):  # the process that serves the store has ended
+            return why
 
     def leave(self, error: BaseException) -> None:
         """Answer from now on where `error` was raised, which ends the run on this rank. Call this while handling it."""
@@ -88,80 +141,31 @@ class Hangs:
 
     def end(self) -> None:
         """Release the signal."""
-        if self._taken is not None and threading.current_thread() is threading.main_thread():
+        if self._taken is not None:
             self._taken.restore()
-            self._taken = None
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle as `None`, because it belongs to one run in one process."""
         return type(None), ()
 
-    def _ask(self, why: str, if_all_wait: str = "") -> None:
-        self._is_summarized.clear()
-        self._summary, self._asked_at, self._if_all_wait, self._why = "", 0.0, if_all_wait, why
-        self._watcher.wake()
+    def poll(self, store: Any) -> None:
+        """Answer a request, and ask after a timeout in NCCL, of which no exception reaches Python."""
+        if not self._has_timed_out and self._left_at is None and "TIMEOUT" in nccl_errors():
+            self._has_timed_out = True
+            late = f"A collective of rank {self._rank} did not finish within {self._timeout}."
+            self.where_all_are(f"{late} NCCL ends this process soon.")
+        self._answer(int(store.add("stacks/asked", 0)))
 
-    # Called by the watcher's thread
-
-    def poll(self, store: Store) -> None:
-        """Ask if there is a reason, answer requests, and say where all ranks are if this one has asked."""
-        self._look_at_nccl()
-        self._exchange(store)
-
-    def _look_at_nccl(self) -> None:
-        """Ask if an NCCL collective has timed out: no exception reaches Python, and NCCL soon ends the process."""
-        errors = [] if self._is_nccl_broken or self._left_at is not None else nccl_errors()
-        if not errors:
-            return
-        self._is_nccl_broken = True
-        if errors[0] == "TIMEOUT":
-            why = (
-                f"A collective of rank {self._rank} did not finish within {self._timeout}. NCCL ends this process soon."
-            )
-            self._ask(why, DIFFERENT)
-        else:
-            log.error(
-                "NCCL reports %s in a collective of rank %d: some rank failed or cannot be reached. Look for the first "
-                "error among all ranks.",
-                errors[0],
-                self._rank,
-            )
-
-    def _exchange(self, store: Any) -> None:
-        now, asked = time.monotonic(), int(store.add("stacks/asked", 0))
-        if self._why and not self._asked_at:
-            self._asked_at = now
-            if asked == self._round and now - self._answered_at > _SAME_HANG_SECONDS:
-                asked = int(store.compare_set("stacks/asked", str(asked), str(asked + 1)))  # once, if several ask
-        if asked > self._round:
-            self._answer(store, asked)
-        if self._asked_at:
-            self._summarize(store)
-
-    def _answer(self, store: Any, asked: int) -> None:
-        self._round, self._answered_at = asked, time.monotonic()
+    def _answer(self, asked: int) -> None:
+        with self._lock:
+            if asked == self._round:
+                return
+            self._round, self._answered_at = asked, time.monotonic()
         place = self._left_at or place_of_thread(self._watcher.main_thread)
-        store.set(f"stacks/{asked}/{self._rank}", json.dumps(place))
+        self._watcher.store.set(f"stacks/{asked}/{self._rank}", json.dumps(place))
         if self._left_at is None:
             who = f"Rank {self._rank} of {self._world_size} (process {os.getpid()} on {socket.gethostname()})"
             log.warning("%s is in %s. Its threads:\n%s", who, place.text, _stacks())
-
-    def _summarize(self, store: Any) -> None:
-        keys = [f"stacks/{self._round}/{rank}" for rank in range(self._world_size)]
-        if not store.check(keys) and time.monotonic() - self._asked_at < _ANSWER_SECONDS:
-            return
-        places = {rank: Place(*json.loads(store.get(key))) for rank, key in enumerate(keys) if store.check([key])}
-        self._summary = f"{self._why} {summarize(places, self._world_size, self._if_all_wait)}"
-        self._why, self._asked_at = "", 0.0
-        own = str(self._rank)
-        if store.compare_set(f"stacks/{self._round}/logged", "", own) == own.encode():
-            log.warning("%s", self._summary)
-        self._is_summarized.set()
-
-
-def _is_default(handler: Any) -> bool:
-    """Return whether a handler of SIGUSR2 ends the process; Lightning may restore that of an earlier run."""
-    return handler == signal.SIG_DFL or (isinstance(handler, Ignored) and handler.is_restored)
 
 
 def summarize(places: Mapping[int, Place], world_size: int, if_all_wait: str = "") -> str:
@@ -188,10 +192,70 @@ def summarize(places: Mapping[int, Place], world_size: int, if_all_wait: str = "
 
 
 def _stacks() -> str:
+    with tempfile.TemporaryFile("w+") as file:  # then logged in one piece: ranks write at the same time
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        return file.read().rstrip()
+
+
+# Where a thread is: in which line of the user's code, and in which call of a library below it
+
+
+@cache
+def library_of(path: str) -> str:
+    """Return the name of the library to which the source file `path` belongs; an empty string for user code."""
+    for name in LIBRARIES:
+        module = sys.modules.get(name)
+        location = getattr(module, "__file__", None) if module is not None else None
+        if location and path.startswith(f"{Path(location).parent}{os.sep}"):
+            return name
+    site = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    is_standard = path.startswith((sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<frozen"))
+    return "Python" if is_standard and not path.startswith(site) else ""
+
+
+def frames_of(thread: int) -> list[FrameType]:
+    """Return the frames of a thread, innermost first; an empty list if it has ended.
+
+    The caller must not keep them: they keep the local variables of their functions.
+
+    Args:
+        thread: the identifier of the thread.
+    """
+    # Before Python 3.12, creating the object of a frame may collect garbage. A finalizer can then let the other thread
+    # run and leave the function, and using the object crashes the process.
+    is_paused = sys.version_info < (3, 12) and gc.isenabled()
+    if is_paused:
+        gc.disable()
     try:
-        with tempfile.TemporaryFile("w+") as file:  # then logged in one piece: ranks write at the same time
-            faulthandler.dump_traceback(file)
-            file.seek(0)
-            return file.read().rstrip()
-    except OSError as error:  # a full disk
-        return f"not written: {error}"
+        return [frame for frame, _ in traceback.walk_stack(sys._current_frames()[thread])]
+    except KeyError:
+        return []
+    finally:
+        if is_paused:
+            gc.enable()
+
+
+def place_of_thread(thread: int) -> Place:
+    """Return where the thread with this identifier is."""
+    return place_of((frame, frame.f_lineno) for frame in frames_of(thread))
+
+
+def place_of(stack: Iterable[tuple[FrameType, int]]) -> Place:
+    """Return the innermost line of the user's code in a stack, and the call of a library below it.
+
+    Args:
+        stack: the frames and their lines, innermost first.
+    """
+    inner, waits = "", False
+    for frame, line in stack:
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        library = library_of(path)
+        if not library:
+            where = f"{os.path.basename(path)}:{line}"
+            own = where if name == "<module>" else f"`{name}` ({where})"
+            return Place(f"{own}, in {inner}" if inner else own, waits)
+        file = f"{library}/{path.replace(os.sep, '/').rpartition(f'/{library}/')[2]}"
+        if not inner and library != "Python" and file not in _WRAPPERS:
+            inner, waits = f"`{name}` ({file}:{line})", file.startswith(_WAITS)
+    return Place(inner or "no line of Python code", waits)

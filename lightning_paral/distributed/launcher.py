@@ -10,8 +10,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,16 +20,13 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 
 from lightning_paral.compat.lightning.strategies import SubprocessScriptLauncher, TunerExit
-from lightning_paral.distributed.launch_checks import check_port_is_free
-from lightning_paral.distributed.process_group import serves_store
+from lightning_paral.distributed.process_group import check_port_is_free, serves_store
 
 _LAUNCHED_BY = "LIGHTNING_PARAL_LAUNCHED_BY"
 """In a launched process, the environment variable with the id of the launcher's process, and a folder."""
-_SET_BY_LAUNCHER = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 3.0
 """How long a process may take to report its own error, after another one has ended."""
-
 _LEAVE_SECONDS = 60.0
 """How long a process may take for its hooks, after all have agreed on a status."""
 
@@ -98,12 +95,10 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 check_port_is_free(environment)
             if trainer is not None and self._check is not None:
                 self._check(trainer)
-        is_alone = self.num_processes == 1  # the other processes may end meanwhile
         _follow_launcher()
-        _calls.begin(None if is_alone else self._run)
+        _calls.begin(None if self.num_processes == 1 else self._run)  # if alone, other processes may end meanwhile
         try:
-            with _restored_environment() if is_alone else nullcontext():
-                result = super().launch(function, *args, trainer=trainer, **kwargs)
+            result = super().launch(function, *args, trainer=trainer, **kwargs)
         except TunerExit:  # the end of a search for a learning rate or a batch size
             _calls.end()
             raise
@@ -128,10 +123,13 @@ class ScriptLauncher(SubprocessScriptLauncher):
             return error
 
     def start_others(self, start: Callable[[], None]) -> None:
-        """Start the other local ranks, and poll them in place of Lightning's observer."""
+        """Start the other local ranks, and poll them in place of Lightning's observer.
+
+        Without others, set no variable: a later Trainer with several devices would wait for ranks that another launcher
+        seems to have started.
+        """
         global _children
         if self.num_processes == 1:
-            start()
             return
         folder = tempfile.mkdtemp(prefix="lightning_paral-")
         os.environ[_LAUNCHED_BY] = f"{os.getpid()}:{folder}"
@@ -179,37 +177,37 @@ def describe_status(status: int) -> str:
 
 
 class _Calls:
-    """The calls of Trainers with several local ranks that this process has begun, and those that it has left.
+    """How many calls of Trainers with several local ranks this process has begun and left: an odd number inside of one.
 
-    A launched process writes the numbers to a file: if it ends with status 0, the launcher reads whether it was in a
+    A launched process writes the number to a file: if it ends with status 0, the launcher reads whether it was in a
     call, as after `os._exit(0)`, or has left out one.
     """
 
     def __init__(self) -> None:
-        self.begun = self.left = 0
+        self.count = 0
         self.run: LaunchedRun | None = None
         """During a call, the run."""
         self.error: BaseException | None = None
         """The error of the last call."""
         self.file: Path | None = None
-        """In a launched process, the file for the numbers."""
+        """In a launched process, the file for the number."""
 
     def begin(self, run: LaunchedRun | None) -> None:
         global _agreed_status
         self.run, self.error, _agreed_status = run, None, None
-        self.begun += run is not None
-        self._write()
+        if run is not None:
+            self._write(self.count + 1 + self.count % 2)
 
     def end(self, error: BaseException | None = None) -> None:
-        is_exit = error is not None and not isinstance(error, Exception)
-        self.left += self.run is not None and not is_exit
+        if self.run is not None and (error is None or isinstance(error, Exception)):  # `sys.exit` is not a way out
+            self._write(self.count + 1)
         self.run, self.error = None, error
-        self._write()
 
-    def _write(self) -> None:
+    def _write(self, count: int) -> None:
+        self.count = count
         if self.file is not None:
             with suppress(OSError):  # the launcher has ended
-                self.file.write_text(f"{self.begun} {self.left}")
+                self.file.write_text(str(count))
 
 
 class _Children:
@@ -250,17 +248,13 @@ class _Children:
 
     def _ended_well(self, rank: int) -> bool:
         """Return whether the process of `rank` ended with status 0, or as agreed, and outside of a call."""
-        status = self.processes[rank].returncode
-        begun, left = self._calls_of(rank)
-        return status == _agreed_status or (status == 0 and begun == left and left >= _calls.begun)
+        status, count = self.processes[rank].returncode, self._count_of(rank)
+        return status == _agreed_status or (status == 0 and count % 2 == 0 and count >= _calls.count)
 
-    def _calls_of(self, rank: int) -> tuple[int, int]:
-        """Return how many calls the process of `rank` has begun and left."""
-        with suppress(OSError, ValueError):  # none
-            local_rank = rank - min(self.processes) + 1
-            begun, left = (self._folder / str(local_rank)).read_text().split()
-            return int(begun), int(left)
-        return 0, 0
+    def _count_of(self, rank: int) -> int:
+        with suppress(OSError, ValueError):  # it has not called a Trainer
+            return int((self._folder / str(rank - min(self.processes) + 1)).read_text())
+        return 0
 
     def _finish(self) -> None:
         """Wait for the other processes when this one exits; exit with status 1 if one of them failed.
@@ -284,8 +278,8 @@ class _Children:
             end_with_error()
 
     def _waits_in_vain(self, rank: int) -> bool:
-        begun, left = self._calls_of(rank)
-        return begun > left and (begun > _calls.begun or _calls.error is not None)
+        count = self._count_of(rank)
+        return count % 2 == 1 and (count > _calls.count or _calls.error is not None)
 
     def _end(self) -> None:
         """Terminate the processes, and kill those that remain a second later."""
@@ -322,20 +316,3 @@ def _watch_launcher(launcher: int) -> None:
     sys.stderr.write("The process that started this rank has ended. Ending this rank.\n")
     sys.stderr.flush()
     os._exit(1)
-
-
-@contextmanager
-def _restored_environment() -> Iterator[None]:
-    """Undo the variables that Lightning's launcher sets for a single process, if no launcher had set them before.
-
-    Otherwise a later Trainer with several devices would wait for ranks that another launcher seems to have started.
-    """
-    before = {name: os.environ.get(name) for name in _SET_BY_LAUNCHER}
-    try:
-        yield
-    finally:
-        if before["LOCAL_RANK"] is None:
-            for name, value in before.items():
-                os.environ.pop(name, None)
-                if value is not None:
-                    os.environ[name] = value

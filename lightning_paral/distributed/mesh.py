@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_paral.compat.torch.dtensor import forget_meshes
 from lightning_paral.compat.torch.process_groups import is_alive, new_named_group
 from lightning_paral.distributed.exchange import RankGroup
-from lightning_paral.distributed.process_group import host_group
 from lightning_paral.errors import ConfigurationError
 
 SHARD = "data_parallel"
@@ -93,17 +92,7 @@ class ParallelDims:
     @property
     def stage(self) -> int:
         """This rank's pipeline stage, from 0."""
-        return self.pipeline - 1 - self._block
-
-    @property
-    def _block(self) -> int:
-        return self.rank // (self.data_size * self.tensor)
-
-    @property
-    def data_ranks(self) -> list[int]:
-        """The global ranks that differ from this one at most in their data rank, ordered by data rank."""
-        first = self._block * self.data_size * self.tensor + self.rank % self.tensor
-        return [first + data_rank * self.tensor for data_rank in range(self.data_size)]
+        return self.stages[self.rank]
 
     @property
     def stages(self) -> list[int]:
@@ -117,40 +106,47 @@ class ParallelDims:
         return [stage * num_shards + rank % num_shards for rank, stage in enumerate(self.stages)]
 
     @property
+    def data_ranks(self) -> list[int]:
+        """The global ranks that differ from this one at most in their data rank, ordered by data rank."""
+        return self.ranks_along(1, 2)
+
+    @property
     def stage_ranks(self) -> list[int]:
         """The global ranks of this rank's pipeline stage. They hold the same unsharded tensors."""
-        num_ranks = self.data_size * self.tensor
-        return list(range(self._block * num_ranks, (self._block + 1) * num_ranks))
+        return self.ranks_along(1, 2, 3)
 
     @property
     def replica_ranks(self) -> list[int]:
         """The global ranks of this rank's pipeline stage that together hold one replica of its part of the model."""
-        num_ranks = self.shard * self.tensor
-        first = self.rank // num_ranks * num_ranks
-        return list(range(first, first + num_ranks))
+        return self.ranks_along(2, 3)
 
     @property
     def pipeline_ranks(self) -> list[int]:
         """The global ranks that differ from this one at most in their pipeline stage, ordered by stage."""
-        num_ranks = self.data_size * self.tensor
-        return [self.rank % num_ranks + block * num_ranks for block in reversed(range(self.pipeline))]
+        return self.ranks_along(0)[::-1]
+
+    def ranks_along(self, *dims: int) -> list[int]:
+        """Return the global ranks that differ from this one at most in `dims`, which are indices of `sizes`."""
+        strides = [math.prod(self.sizes[dim + 1 :]) for dim in range(len(self.sizes))]
+        found = [self.rank]
+        for dim in dims:
+            size, stride = self.sizes[dim], strides[dim]
+            found = [rank + (place - rank // stride % size) * stride for rank in found for place in range(size)]
+        return found
 
     def data_group(self) -> dist.ProcessGroup | None:
         """Return the process group of `data_ranks`, or `None`, for the default group, if these are all ranks.
 
         The group is created at first use. *Collective* over `data_ranks`.
         """
-        return None if self.data_size == self.num_ranks else _get_group(self.data_ranks)
+        return self._group_of(self.data_ranks)
 
     def data_rank_group(self) -> RankGroup:
         """Return the `RankGroup` of `data_ranks`, whose process group supports CPU tensors and objects.
 
         The process group is created at first use. *Collective* over `data_ranks`.
         """
-        if self.data_size == 1:
-            return RankGroup()
-        group = host_group() if self.data_size == self.num_ranks else self.data_group()
-        return RankGroup(self.data_rank, self.data_size, group)
+        return RankGroup() if self.data_size == 1 else RankGroup(self.data_rank, self.data_size, self.data_group())
 
     def group_for_only(self, purpose: str, timeout: timedelta) -> dist.ProcessGroup | None:
         """Return a gloo group of `data_ranks` for CPU tensors that is used for one purpose; `None` without gloo.
@@ -158,7 +154,7 @@ class ParallelDims:
         The group is created at first use. *Collective* over `data_ranks`.
         """
         backends = dist.get_backend_config().split(",")
-        if "gloo" not in backends and "cpu:gloo" not in backends and host_group() is None:
+        if "gloo" not in backends and "cpu:gloo" not in backends:
             return None
         return _get_group(self.data_ranks, (purpose, timeout))
 
@@ -167,23 +163,23 @@ class ParallelDims:
 
         The group is created at first use. *Collective* over `stage_ranks`.
         """
-        return None if self.pipeline == 1 else _get_group(self.stage_ranks)
+        return self._group_of(self.stage_ranks)
 
     def replica_group(self) -> dist.ProcessGroup | None:
         """Return the process group of `replica_ranks`, or `None`, for the default group, if these are all ranks.
 
         The group is created at first use. *Collective* over `replica_ranks`.
         """
-        ranks = self.replica_ranks
-        return None if len(ranks) == self.num_ranks else _get_group(ranks)
+        return self._group_of(self.replica_ranks)
 
     def replicate_group(self) -> dist.ProcessGroup | None:
         """Return the process group of the ranks that hold the same shard of the same stage; `None` if these are all.
 
         The group is created at first use. *Collective* over these ranks.
         """
-        own = self.shards[self.rank]
-        ranks = [rank for rank, shard in enumerate(self.shards) if shard == own]
+        return self._group_of(self.ranks_along(1))
+
+    def _group_of(self, ranks: list[int]) -> dist.ProcessGroup | None:
         return None if len(ranks) == self.num_ranks else _get_group(ranks)
 
     def new_pipeline_group(self, purpose: str) -> dist.ProcessGroup:
@@ -223,14 +219,11 @@ def make_mesh(device: torch.device, dims: ParallelDims) -> DeviceMesh:
         _mesh_default_group = weakref.ref(default)
     if dims.shard == dims.num_ranks:
         return init_device_mesh(device.type, (dims.num_ranks,), mesh_dim_names=(SHARD,))
-    sizes, names = [dims.shard], [SHARD if dims.replicate == 1 else HYBRID[1]]
-    if dims.replicate > 1:
-        sizes, names = [dims.replicate, *sizes], [HYBRID[0], *names]
-    if dims.tensor > 1:
-        sizes, names = [*sizes, dims.tensor], [*names, TENSOR]
-    ranks = torch.tensor(dims.stage_ranks, device="cpu").view(sizes)
-    groups = [_get_group(members) for members in _lines_through(ranks, dims.rank)]
-    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=tuple(names))
+    names = {1: HYBRID[0], 2: SHARD if dims.replicate == 1 else HYBRID[1], 3: TENSOR}
+    present = [dim for dim in names if dim == 2 or dims.sizes[dim] > 1]
+    ranks = torch.tensor(dims.stage_ranks, device="cpu").view([dims.sizes[dim] for dim in present])
+    groups = [_get_group(dims.ranks_along(dim)) for dim in present]
+    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=tuple(names[dim] for dim in present))
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -238,12 +231,6 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     assert mesh.mesh_dim_names is not None
     names = tuple(name for name in mesh.mesh_dim_names if name != TENSOR)
     return mesh if len(names) == mesh.ndim else mesh[names]
-
-
-def _lines_through(ranks: torch.Tensor, rank: int) -> list[list[int]]:
-    """Return, for each dimension of the array `ranks`, the ranks that differ from `rank` only in this dimension."""
-    at = (ranks == rank).nonzero()[0].tolist()
-    return [ranks[(*at[:dim], slice(None), *at[dim + 1 :])].tolist() for dim in range(ranks.dim())]
 
 
 def _get_group(ranks: list[int], only: tuple[str, timedelta] | None = None) -> dist.ProcessGroup:

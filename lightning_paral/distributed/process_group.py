@@ -1,12 +1,20 @@
-"""Create, join, reuse and destroy the default process group, and choose its backend."""
+"""Create, join, reuse and destroy the default process group, and choose its backend.
+
+Ranks meet in a store that may still have the keys of processes that have ended: torchrun keeps its store when it
+restarts the processes, after a failure or because a node joined, and a script may run several fits. So no fixed key
+says whether another rank has joined now, or had joined earlier and died.
+"""
 
 import atexit
 import gc
-import hashlib
+import json
 import logging
 import os
-import re
 import socket
+import time
+import traceback
+import uuid
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,12 +23,16 @@ from functools import cache
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from lightning_paral.compat.torch.process_groups import abort_all, is_alive
-from lightning_paral.distributed.rendezvous import connect, meet
+from lightning_paral.compat.torch.process_groups import abort_all
 from lightning_paral.errors import ConfigurationError, ProcessGroupError
 
+_CURRENT = "current"
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.2
+"""Seconds between two looks at the store."""
+_REMINDER = 60.0
+"""After how many seconds rank 0 logs which ranks it is waiting for."""
 _PORT_IN_USE = ("EADDRINUSE", "address already in use")
 _TIMED_OUT = (
     "Timed out waiting",
@@ -48,13 +60,11 @@ class _OwnedGroup:
     group: dist.ProcessGroup
     store: Store
     backend: str
-    device: torch.device
-    timeout: timedelta
+    settings: tuple[object, ...]
+    """The backend, the rank, the world size, the device and the timeout."""
 
 
 _owned: _OwnedGroup | None = None
-_host_group: dist.ProcessGroup | None = None
-"""A gloo group for CPU tensors, if other code created the default group and it supports CUDA tensors only."""
 
 
 def serves_store(port: int) -> bool:
@@ -74,13 +84,13 @@ def release_process_group(*, after_failure: bool = False) -> None:
     Args:
         after_failure: whether to abort NCCL communicators, because destroying them would wait for ranks that failed.
     """
-    global _owned, _host_group
+    global _owned
     if owned_group() is not None:
         if after_failure and _owned is not None and "nccl" in _owned.backend:
             abort_all()
         else:
             dist.destroy_process_group()
-    _owned, _host_group = None, None
+    _owned = None
 
 
 def release_at_exit() -> None:
@@ -129,6 +139,33 @@ def backend_for(device: torch.device, requested: str | None = None) -> str:
     return backend if "cpu" in supported else f"{device.type}:{backend},cpu:gloo"
 
 
+def check_device(device: torch.device) -> None:
+    """Raise a `ConfigurationError` if `device` does not exist or torch.distributed has no backend for it."""
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigurationError(
+            f"lightning_paral trains on CPU and CUDA, but the accelerator selected {str(device)!r}, for which "
+            "torch.distributed has no backend. Set `accelerator='cpu'` or `accelerator='gpu'` on a CUDA machine."
+        )
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"This rank was assigned {device}, but only {torch.cuda.device_count()} CUDA device(s) are visible to it. "
+            "Lower `devices`, or check CUDA_VISIBLE_DEVICES."
+        )
+
+
+def check_port_is_free(environment: ClusterEnvironment) -> None:
+    """Raise a `ConfigurationError` if rank 0, which starts on this node, cannot listen on MASTER_PORT."""
+    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", environment.main_port))
+        except OSError as error:
+            raise ConfigurationError(
+                f"Cannot listen on MASTER_PORT={environment.main_port}: {error.strerror}. Another run may be using the "
+                "port. Choose a free one, or unset MASTER_PORT to let Lightning choose one."
+            ) from None
+
+
 @cache
 def protect_inherited_objects() -> None:
     """Prevent processes forked from this one from garbage-collecting inherited objects. Later calls have no effect.
@@ -157,26 +194,27 @@ def join_process_group(
         timeout: how long to wait for other ranks, here and in every collective.
 
     Raises:
-        ConfigurationError: the existing group has a different rank or world size, or the port is in use.
+        ConfigurationError: the existing group has a different rank or world size, or no backend for CPU tensors, or the
+            port is in use.
         ProcessGroupError: not all ranks joined within `timeout`.
     """
     protect_inherited_objects()
     rank, world_size = environment.global_rank(), environment.world_size()
     global _owned
     if owned_group() is None and dist.is_initialized():
-        _check_ranks_match(rank, world_size)
-        _ensure_host_group(timeout)
+        _check_group_of_others(rank, world_size)
         _log_group("reused", device)
         return
     backend = backend_for(device, backend)
+    settings = (backend, rank, world_size, device, timeout)
     if owned_group() is not None and _owned is not None:
-        same_ranks = (dist.get_rank(), dist.get_world_size()) == (rank, world_size)
-        if same_ranks and (_owned.backend, _owned.device, _owned.timeout) == (backend, device, timeout):
+        if _owned.settings == settings:
             _log_group("reused", device)
             return
         release_process_group()
     address, port = environment.main_address, environment.main_port
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
+    if world_size > 1:
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
     try:
         store = _next_store(address, port, rank, world_size, timeout)
         dist.init_process_group(
@@ -191,9 +229,8 @@ def join_process_group(
         )
     except (dist.DistError, RuntimeError) as error:
         raise _describe_failure(error, rank, world_size, address, port, timeout) from error
-    group = dist.group.WORLD
-    assert group is not None
-    _owned = _OwnedGroup(group, store, backend, device, timeout)
+    assert dist.group.WORLD is not None
+    _owned = _OwnedGroup(dist.group.WORLD, store, backend, settings)
     atexit.unregister(release_at_exit)
     # atexit runs this before functions that were registered earlier, which may end something that the group depends on.
     atexit.register(release_at_exit)
@@ -205,93 +242,39 @@ def _log_group(what: str, device: torch.device) -> None:
     log.info("process group %s: rank %d of %d, backend %s, device %s", what, rank, world_size, backend, device)
 
 
-def supports_cpu_tensors(group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether `group`, by default the default group, has a backend for CPU tensors."""
-    return "cpu" in (part.split(":")[0] for part in dist.get_backend_config(group).split(","))
-
-
-def host_group() -> dist.ProcessGroup | None:
-    """Return the group of all ranks for CPU tensors; `None` means the default group."""
-    return _host_group if is_alive(_host_group) and not supports_cpu_tensors() else None
-
-
-def group_for(tensor: torch.Tensor) -> dist.ProcessGroup | None:
-    """Return the group of all ranks that supports the device of `tensor`; `None` means the default group."""
-    return host_group() if tensor.device.type == "cpu" else None
-
-
-def check_supports_cpu_tensors(option: str) -> None:
-    """Raise a `ConfigurationError` if the default group does not support CPU tensors, which `option` needs."""
-    if dist.get_world_size() > 1 and not supports_cpu_tensors():
-        raise ConfigurationError(
-            f"{option} reduces gradients in host memory, but the process group, created before the run, supports "
-            f"CUDA tensors only (backend {dist.get_backend_config()!r}). Create it with "
-            "init_process_group('cuda:nccl,cpu:gloo'), or let the strategy create the group."
-        )
-
-
-def _ensure_host_group(timeout: timedelta) -> None:
-    """Create a group for CPU tensors if the default group does not support them. *Collective* in that case."""
-    global _host_group
-    if not supports_cpu_tensors() and not is_alive(_host_group):
-        _host_group = dist.new_group(backend="gloo", timeout=timeout)
-
-
-def is_first_to_report(message: str) -> bool:
-    """Return `True` if this process is the first on its node to report `message`, or if it cannot find out."""
-    if not _stores:
-        return True
-    without_ranks = re.sub(r"\brank \d+", "rank", message)
-    pid = str(os.getpid())
-    # torchrun keeps its store when it restarts the processes; each start reports its own errors.
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    digest = hashlib.sha256(without_ranks.encode()).hexdigest()
-    key = f"lightning_paral/reported/{start}/{socket.gethostname()}/{digest}"
-    try:
-        store = list(_stores.values())[-1]
-        store.set_timeout(timedelta(seconds=5))
-        return bool(store.compare_set(key, "", pid) == pid.encode())
-    except (dist.DistError, RuntimeError):  # the rank that serves the store has ended
-        return True
-
-
 def explain_timeout(error: BaseException, timeout: timedelta, option: str) -> bool:
     """If `error` says that a collective timed out, add the timeout, and the option that sets it, to its message.
 
     Returns:
         bool: whether a collective timed out.
     """
-    try:
-        message = str(error)
-    except Exception:  # the class of a user's error
-        return False
+    message = "".join(traceback.format_exception_only(error))  # `str` may fail for the class of a user's error
     timed_out = any(sign in message for sign in _TIMED_OUT)
     if error.args and timed_out and option not in message:
         error.args = (
-            f"{message}\nA collective did not finish within timeout={timeout}, set by `{option}`: some rank failed, "
-            "hangs, or is slow. Look for the first error among all ranks. If a rank is only slow, raise the timeout.",
+            f"{error.args[0]}\nA collective did not finish within timeout={timeout}, set by `{option}`: some rank "
+            "failed, hangs, or is slow. Look for the first error among all ranks. If a rank is only slow, raise the "
+            "timeout.",
             *error.args[1:],
         )
     return timed_out
 
 
-def _check_ranks_match(rank: int, world_size: int) -> None:
+def _check_group_of_others(rank: int, world_size: int) -> None:
+    """Raise a `ConfigurationError` if the default group, which other code has created, does not fit the run."""
     if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
         raise ConfigurationError(
             f"A process group exists in which this process is rank {dist.get_rank()} of {dist.get_world_size()}, but "
             f"the Trainer's devices and num_nodes make it rank {rank} of {world_size}. Make them agree, or let the "
             "strategy create the group."
         )
-
-
-def _next_store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Return a new namespace in the store at this address, after all ranks have joined it. *Collective*."""
-    key = (address, port, rank, world_size)
-    if key not in _stores:
-        _stores[key] = connect(address, port, rank, world_size, timeout)
-    store = _stores[key]
-    store.set_timeout(timeout)
-    return meet(store, rank, world_size, timeout)
+    backend = dist.get_backend_config()
+    if "cpu" not in (part.split(":")[0] for part in backend.split(",")):
+        raise ConfigurationError(
+            f"A process group exists that supports CUDA tensors only (backend {backend!r}), but ranks exchange values "
+            "in host memory as well. Create it with init_process_group('cuda:nccl,cpu:gloo'), or let the strategy "
+            "create the group."
+        )
 
 
 def _describe_failure(
@@ -308,3 +291,97 @@ def _describe_failure(
         "this address. If a node has several network interfaces, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the "
         "right one."
     )
+
+
+# Find the ranks of this start of a run
+
+
+def _next_store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Return a new namespace in the store at this address, after all ranks have joined it. *Collective*."""
+    key = (address, port, rank, world_size)
+    if key not in _stores:
+        _stores[key] = connect(address, port, rank, world_size, timeout)
+    store = _stores[key]
+    store.set_timeout(timeout)
+    return meet(store, rank, world_size, timeout)
+
+
+def connect(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Return the store at this address. Rank 0 serves it unless torchrun does.
+
+    Unlike torch's `rendezvous`, rank 0 does not wait for the other ranks here: `meet` waits, and names missing ranks.
+
+    Raises:
+        RuntimeError: the store cannot be reached within `timeout`, or the port is in use.
+    """
+    return dist.TCPStore(  # type: ignore[attr-defined]  # torch's stubs lack it
+        host_name=address,
+        port=port,
+        world_size=world_size,
+        is_master=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True),
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+        use_libuv=os.environ.get("USE_LIBUV", "1") == "1",  # as in torch's `rendezvous`
+    )
+
+
+def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Return a namespace of `store` that only the ranks that call this now have. *Collective* over all ranks.
+
+    Rank 0 publishes a new name. All ranks answer under this name with an identifier of their own, and rank 0 publishes
+    whom it has found. A rank that has read the name of an earlier start does not find itself there, and reads again.
+
+    Args:
+        store: a store that may have keys of earlier calls, whether these returned or their processes were killed.
+        rank: the rank of this process.
+        world_size: the number of ranks.
+        timeout: how long to wait for the other ranks.
+
+    Raises:
+        ProcessGroupError: some ranks have not called this within `timeout`. The message names them.
+    """
+    # The world size is in the prefix because runs of several world sizes may share a server.
+    shared = PrefixStore(f"lightning_paral/{world_size}", store)
+    begin, reminder, pause = time.monotonic(), _REMINDER, _FIRST_PAUSE
+    own, name = uuid.uuid4().hex, ""
+    if rank == 0:
+        shared.set(_CURRENT, own)
+    while True:
+        seconds = time.monotonic() - begin
+        is_late = seconds > timeout.total_seconds()
+        # Before looking for this rank under the name that it has answered, because rank 0 may already meet again.
+        current = shared.get(_CURRENT).decode() if shared.check([_CURRENT]) else ""
+        found = json.loads(shared.get(f"{name}/found")) if name and shared.check([f"{name}/found"]) else {}
+        if found.get(str(rank)) == own:
+            missing = [each for each in range(world_size) if str(each) not in found]
+            break
+        if current != name:
+            name, pause = current, _FIRST_PAUSE
+            shared.set(f"{name}/{rank}", own)
+        answers = {each: f"{name}/{each}" for each in range(world_size)}
+        if rank == 0 and (is_late or shared.check(list(answers.values()))):
+            by_rank = {each: shared.get(key).decode() for each, key in answers.items() if shared.check([key])}
+            shared.set(f"{name}/found", json.dumps(by_rank))
+            continue
+        if is_late:
+            missing = [each for each, key in answers.items() if not shared.check([key])] if name else [0]
+            missing = missing or [0]
+            break
+        if rank == 0 and seconds > reminder:
+            reminder += _REMINDER
+            late = [each for each, key in answers.items() if not shared.check([key])]
+            log.warning("Rank 0 has waited for %.0f s: %s", seconds, _have_not_joined(late, world_size))
+        # Not `Store.wait` with a short timeout, because torch prints a warning whenever one passes.
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_PAUSE)
+    if missing:
+        raise ProcessGroupError(_have_not_joined(missing, world_size))
+    return PrefixStore(name, shared)
+
+
+def _have_not_joined(missing: Iterable[int], world_size: int) -> str:
+    """Return a sentence that names the ranks: "ranks 2, 3 of 4 have not joined."."""
+    ranks = list(missing)
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} others" if len(ranks) > 8 else "")
+    return f"rank{'s'[: len(ranks) - 1]} {shown} of {world_size} {'has' if len(ranks) == 1 else 'have'} not joined."

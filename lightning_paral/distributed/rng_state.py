@@ -14,8 +14,6 @@ from lightning_paral.distributed.exchange import RankGroup
 
 CUDA = "cuda"
 """Key of the states of a rank's own CUDA devices, in the order of the devices."""
-_ALL_VISIBLE = "torch.cuda"
-"""Key, in checkpoints of earlier versions, of the states of all CUDA devices visible to the process, by index."""
 
 GlobalStates = tuple[Any, Any, Any]
 """States of the global generators of torch (CPU), numpy and `random`, in types that can be loaded safely."""
@@ -37,19 +35,9 @@ def global_states() -> GlobalStates:
 
 def set_global_states(states: GlobalStates) -> None:
     """Set the global generators of torch (CPU), numpy and `random` to the states that `global_states` returned."""
-    torch_state, numpy_state, python_state = states
+    torch_state, (algorithm, keys, *rest), (version, internal, gauss) = states
     torch.set_rng_state(torch_state)
-    _set_numpy_state(numpy_state)
-    _set_python_state(python_state)
-
-
-def _set_numpy_state(state: Any) -> None:
-    algorithm, keys, *rest = state
     np.random.set_state((algorithm, keys.numpy().astype(np.uint32), *rest))
-
-
-def _set_python_state(state: Any) -> None:
-    version, internal, gauss = state
     random.setstate((version, tuple(internal), gauss))  # loading may turn tuples into lists
 
 
@@ -163,22 +151,12 @@ def restore_states(states: list[dict[str, Any]], ranks: RankGroup, devices: Sequ
         )
         return
     local = states[ranks.rank]
-    torch.set_rng_state(local["torch"])
-    _set_python_state(local["python"])
-    if "numpy" in local:  # checkpoints of earlier versions lack it
-        _set_numpy_state(local["numpy"])
-    for device, state in _cuda_states(local, devices):
+    set_global_states((local["torch"], local["numpy"], local["python"]))
+    on_cuda = [device for device in devices if device.type == "cuda"]
+    for device, state in zip(on_cuda, local.get(CUDA, []), strict=False):
         torch.cuda.set_rng_state(state, device)
 
 
 def without_cuda_states(states: dict[str, Any]) -> dict[str, Any]:
     """Return `states` without those of CUDA devices, for use on a rank other than the one that saved them."""
-    return {name: value for name, value in states.items() if name not in (CUDA, _ALL_VISIBLE)}
-
-
-def _cuda_states(states: dict[str, Any], devices: Sequence[torch.device]) -> list[tuple[torch.device, torch.Tensor]]:
-    on_cuda = [device for device in devices if device.type == "cuda"]
-    if CUDA in states:
-        return list(zip(on_cuda, states[CUDA], strict=False))
-    visible = states.get(_ALL_VISIBLE, [])
-    return [(device, visible[device.index or 0]) for device in on_cuda if (device.index or 0) < len(visible)]
+    return {name: value for name, value in states.items() if name != CUDA}

@@ -4,8 +4,10 @@ import faulthandler
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -98,8 +100,13 @@ class RankWatcher:
         self._error: BaseException | None = None
         self._num_polls = 0
         self._topics: list[Topic] = []
-        self._wake, self._ended = threading.Event(), threading.Event()
-        self._signals: _SignalPipe | None = None
+        self._calls: dict[int, Callable[[], object]] = {}
+        """What to call after signals, by their number."""
+        self._heard_before = -1
+        self._ended = threading.Event()
+        self._read_end, self._write_end = socket.socketpair()
+        """A byte wakes the polling thread: the number of a signal, or 0."""
+        self._write_end.setblocking(False)
         functions = {"lightning_paral_watcher": self._poll, "lightning_paral_guard": self._guard}
         self._threads = [threading.Thread(target=each, name=name, daemon=True) for name, each in functions.items()]
         for thread in self._threads:
@@ -114,21 +121,22 @@ class RankWatcher:
         """Stop polling `topic`."""
         self._topics = [each for each in self._topics if each is not topic]
 
-    def hear(self, signum: int, call: Callable[[], None]) -> None:
+    def hear(self, signum: int, call: Callable[[], object]) -> None:
         """Call `call` in the watcher's thread after each signal `signum`, even if the main thread waits in C code.
 
         Python calls its own handler, which has to be set as well, only when the main thread runs Python code again.
         Call this in the main thread; in another one it does nothing, because Python takes signals in the main one only.
         """
-        if threading.current_thread() is not threading.main_thread():
-            return
-        if self._signals is None:
-            self._signals = _SignalPipe()
-        self._signals.calls[signum] = call
+        if threading.current_thread() is threading.main_thread():
+            if not self._calls:
+                _keep_own_signals_in_forks()
+                self._heard_before = signal.set_wakeup_fd(self._write_end.fileno(), warn_on_full_buffer=False)
+            self._calls[signum] = call
 
     def wake(self) -> None:
         """Poll now instead of at the end of the current interval."""
-        self._wake.set()
+        with suppress(OSError):  # it is awake already, or has ended
+            self._write_end.send(b"\0")
 
     def hurry(self) -> None:
         """Poll ten times per second from now on."""
@@ -143,12 +151,13 @@ class RankWatcher:
         """Stop polling. If a poll is in progress, wait for it for a second at most."""
         self._ended.set()
         self.wake()
+        if self._calls:
+            signal.set_wakeup_fd(self._heard_before)
+            self._calls = {}
         for thread in self._threads:
-            if threading.current_thread() is not thread:
-                thread.join(timeout=1.0)
-        if self._signals is not None:
-            self._signals.end()
-            self._signals = None
+            thread.join(timeout=1.0)
+        self._read_end.close()
+        self._write_end.close()
         self._error = None  # its traceback would keep the run's objects in memory
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -158,8 +167,10 @@ class RankWatcher:
     def _poll(self) -> None:
         seconds = self._poll_seconds / 16  # shorter at first, because ranks meet through the topics
         while not self._ended.is_set():
-            if self._signals is not None:
-                self._signals.poll()
+            self._read_end.settimeout(seconds)
+            with suppress(TimeoutError):
+                for signum in self._read_end.recv(64):
+                    self._calls.get(signum, bool)()
             for topic in self._topics:
                 try:
                     topic.poll(self.store)
@@ -169,8 +180,6 @@ class RankWatcher:
                     log.exception("%s failed", type(topic).__name__)
                     self.remove(topic)
             self._num_polls += 1
-            self._wake.wait(seconds)
-            self._wake.clear()
             seconds = min(2 * seconds, self._poll_seconds)
 
     def _guard(self) -> None:
@@ -195,90 +204,68 @@ class RankWatcher:
             os._exit(1)
 
 
-class _SignalPipe:
-    """Receives the numbers of signals from the C part of their handlers, through `signal.set_wakeup_fd`.
-
-    Create and end it in the main thread. What has set such a descriptor before, such as a notebook, still gets them.
-    """
-
-    def __init__(self) -> None:
-        self.calls: dict[int, Callable[[], None]] = {}
-        _keep_own_signals_in_forks()
-        self._lock = threading.Lock()
-        self._read_end, self._write_end = os.pipe()
-        os.set_blocking(self._read_end, False)
-        os.set_blocking(self._write_end, False)
-        self._previous = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-
-    def poll(self) -> None:
-        """Call what has been given for the signals that have arrived."""
-        with self._lock:
-            if self._read_end == -1:
-                return
-            try:
-                signums = os.read(self._read_end, 64)
-            except BlockingIOError:
-                return
-            if self._previous != -1:
-                with suppress(OSError):
-                    os.write(self._previous, signums)
-        for signum in signums:
-            call = self.calls.get(signum)
-            if call is not None:
-                try:
-                    call()
-                except Exception:
-                    log.exception("Handling %s failed", signal.Signals(signum).name)
-
-    def end(self) -> None:
-        """Restore the descriptor that was set before."""
-        current = signal.set_wakeup_fd(self._previous)
-        if current != self._write_end:  # someone else listens by now
-            signal.set_wakeup_fd(current)
-        with self._lock:
-            os.close(self._write_end)
-            os.close(self._read_end)
-            self._read_end = -1
-
-
 @cache
 def _keep_own_signals_in_forks() -> None:
-    """Let processes forked from this one, such as workers of loaders, not write their signals into its pipe."""
+    """Let processes forked from this one, such as workers of loaders, not write their signals into its socket."""
     if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
-class Ignored:
-    """Ignores a signal until `restore` is called. Unlike with `SIG_IGN`, programs started meanwhile do not inherit it.
+class SignalHandler:
+    """Handles a signal by `call` until `restore` is called; afterwards, and in forked processes, as before.
+
+    So it does no harm if someone sets it again later, as Lightning does at the end of a run. Unlike with `SIG_IGN`,
+    programs that are started meanwhile do not ignore the signal.
 
     Create it, and call `restore`, in the main thread.
 
     Args:
         signum: the signal.
+        call: called with the number of the signal and the frame; by default, the signal is ignored.
+        before: the handler to restore; by default, that of now.
     """
 
-    def __init__(self, signum: int) -> None:
-        self._signum, self._previous = signum, signal.getsignal(signum)
-        self._process: int | None = os.getpid()
+    def __init__(self, signum: int, call: Callable[..., None] | None = None, before: Any = None) -> None:
+        self._signum, self._call = signum, call
+        self._before = handler_of(signum) if before is None else before
+        self._process = os.getpid()
         signal.signal(signum, self)
 
     def restore(self) -> None:
-        """Set the previous handler, unless someone has replaced this one."""
-        self._process = None
-        current: object = signal.getsignal(self._signum)
-        if current is self:
-            signal.signal(self._signum, signal.SIG_DFL if self._previous is None else self._previous)
+        """Set the handler before this one, unless someone has replaced this one."""
+        self._process = 0
+        is_set = isinstance(signal.getsignal(self._signum), SignalHandler)
+        if is_set and threading.current_thread() is threading.main_thread():
+            signal.signal(self._signum, handler_of(self._signum))
 
     @property
     def is_restored(self) -> bool:
-        """Whether `restore` was called. Lightning may have set this handler again since."""
-        return self._process is None
+        """Whether `restore` was called. Someone may have set this handler again since."""
+        return self._process == 0
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        """Do nothing; in a forked process, or if someone has set this handler again, handle the signal as before."""
+        """Handle the signal."""
         if os.getpid() != self._process:
-            self.restore()
+            signal.signal(signum, self._before)
             os.kill(os.getpid(), signum)
+        elif self._call is not None:
+            self._call(signum, frame)
+
+
+def handler_of(signum: int) -> Any:
+    """Return the handler of a signal that acts now; `SIG_DFL` if C code has set it."""
+    handler: Any = signal.getsignal(signum)
+    while isinstance(handler, SignalHandler) and handler.is_restored:
+        handler = handler._before
+    return signal.SIG_DFL if handler is None else handler
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait for `seconds` at most; return whether the condition is true."""
+    deadline = time.monotonic() + seconds
+    while not (is_true := condition()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return is_true
 
 
 def exchange_in_store(key: str, value: str, timeout: timedelta, ranks: Iterable[int]) -> dict[int, str]:

@@ -11,7 +11,6 @@ from torch import Tensor
 from lightning_paral.comm.rows import gather_rows
 from lightning_paral.distributed.exchange import any_rank, every_rank
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.distributed.process_group import group_for
 from lightning_paral.strategies.run_watch import RunWatch
 
 
@@ -77,7 +76,7 @@ class Collectives:
         dims: ParallelDims = self._strategy.dims
         if self._logged_group is not None and tensor.device.type == "cpu":
             return self._logged_group
-        return group_for(tensor) if dims.data_size == dims.num_ranks else dims.data_group()
+        return dims.data_group()
 
     def all_gather(self, tensor: Tensor, group: Any, sync_grads: bool) -> Tensor | None:
         """Return the tensors of the data ranks, stacked; `None` if Lightning's method gathers them. *Collective*."""

@@ -13,7 +13,6 @@ from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.compat.lightning.loops import evaluate_without_inference_mode
 from lightning_paral.compat.lightning.strategies import layer_sync_of, set_device_mesh
 from lightning_paral.distributed.mesh import ParallelDims, data_mesh, make_mesh
-from lightning_paral.distributed.process_group import check_supports_cpu_tensors
 from lightning_paral.engines.fsdp.guards import check_module
 from lightning_paral.engines.fsdp.options import FSDPOptions
 from lightning_paral.engines.fsdp.precision import check_precision, sharded_precision
@@ -77,8 +76,6 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         assert self.lightning_module is not None
         ParallelStrategy.setup_environment(self)
         self.setup_distributed()
-        if self._options.offload:
-            check_supports_cpu_tensors("offload=True")
         set_device_mesh(self, self.lightning_module, make_mesh(self.root_device, self.dims))
 
     @property

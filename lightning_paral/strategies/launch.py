@@ -5,16 +5,16 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
-from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins import ClusterEnvironment, TorchCheckpointIO
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from lightning_paral.compat.checks import check_names
 from lightning_paral.compat.lightning.strategies import LightningSubprocessLauncher
-from lightning_paral.distributed.launch_checks import check_device, check_environment, check_local_rank, check_ranks
 from lightning_paral.distributed.launcher import LaunchedRun, ScriptLauncher
-from lightning_paral.distributed.process_group import backend_for
+from lightning_paral.distributed.process_group import backend_for, check_device
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.activation_checkpointing import checkpointed_units
 from lightning_paral.model.units import choose_units
@@ -22,6 +22,16 @@ from lightning_paral.model.user_hooks import is_built_later, trainer_of
 from lightning_paral.options import StartMethod
 from lightning_paral.strategies.process_launcher import ProcessLauncher
 
+_SIZES = {
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "MV2_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpiexec",
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "JSM_NAMESPACE_SIZE": "jsrun",
+    "WORLD_SIZE": "a launcher",
+}
+"""Environment variables with the number of processes that a launcher started, and the launcher."""
+_OTHERWISE = ", or pass a ClusterEnvironment in Trainer(plugins=...)."
 _PYTEST = "a run of pytest"
 _TEST_RUNNERS = ("pytest", "py.test", "_jb_pytest_runner.py")
 
@@ -88,7 +98,7 @@ class CheckedLaunch:
             if method == "popen":
                 self._own_launcher = ScriptLauncher(environment, strategy.num_processes, strategy.num_nodes, check, run)
             else:
-                self._own_launcher = ProcessLauncher(strategy, method, check)
+                self._own_launcher = ProcessLauncher(strategy, check)
         return self._own_launcher
 
     def _check_module(self, trainer: Trainer) -> None:
@@ -109,7 +119,7 @@ class CheckedLaunch:
         """Return whether ranks that this process has started, and that have the state of the run, have saved it.
 
         Raises:
-            ConfigurationError: `checkpoint` contains the state of optimizers that were in forked or spawned ranks.
+            ConfigurationError: `checkpoint` contains the state of optimizers that were in forked ranks.
         """
         trainer = trainer_of(self._strategy.lightning_module)
         if not isinstance(launcher, ProcessLauncher):
@@ -139,20 +149,15 @@ def choose_start_method(given: StartMethod | None) -> StartMethod:
     """Return `given`; if it is `None`, `"popen"` in a script, and `"fork"` in a program that cannot be run again.
 
     Raises:
-        ConfigurationError: the program cannot be run again, and `given` is `"popen"`. In pytest, that runs it again
-            from its first test.
+        ConfigurationError: the program cannot be run again, and `given` is `"popen"`. pytest can, from its first test.
     """
-    if given not in (None, "popen"):
-        return given
     program = _why_script_cannot_run_again()
-    if program is None or (given == "popen" and program == _PYTEST):
-        return "popen"
-    if given == "popen":
+    if given == "popen" and program not in (None, _PYTEST):
         raise ConfigurationError(
             f"start_method='popen' starts the other ranks by running the script again, but this is {program}. Leave "
             "start_method out to fork them, or put the code into a script."
         )
-    return "fork"
+    return given or ("popen" if program is None else "fork")
 
 
 def _why_script_cannot_run_again() -> str | None:
@@ -166,3 +171,87 @@ def _why_script_cannot_run_again() -> str | None:
     if spec is None and file in (None, "", "<stdin>"):
         return "code from `python -c` or from standard input"
     return None
+
+
+# What a launcher has set for this process
+
+
+def check_environment(environment: ClusterEnvironment) -> None:
+    """Check that the ranks and the address of rank 0 are known.
+
+    Raises:
+        ConfigurationError: an environment variable is missing or has a wrong value, or a launcher started several
+            processes, each of which would train alone.
+    """
+    if not environment.creates_processes_externally:
+        _check_alone(environment)
+        return
+    for name in ("world_size", "global_rank", "local_rank", "node_rank"):
+        _read(environment, name)
+    for name in ("main_address", "main_port"):
+        _read(environment, name)
+
+
+def _read(environment: ClusterEnvironment, name: str) -> None:
+    who = type(environment).__name__
+    try:
+        value = getattr(environment, name)
+        if callable(value):
+            value()
+    except KeyError as error:
+        raise ConfigurationError(
+            f"{who} reads {name} from the environment variable {error.args[0]}, which is not set. Start the script "
+            f"with the launcher that sets it, or set it for every process{_OTHERWISE}"
+        ) from error
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(f"{who} cannot tell {name} of this process: {error}{_given(str(error))}") from error
+
+
+def _given(message: str) -> str:
+    """Return which environment variables have the value that `message` quotes."""
+    names = [f"{name}={value!r}" for name, value in sorted(os.environ.items()) if repr(value) in message]
+    return f" ({', '.join(names)} in the environment)." if names else ""
+
+
+def _check_alone(environment: ClusterEnvironment) -> None:
+    """Raise a `ConfigurationError` if a launcher started several processes, but the environment knows of one."""
+    if type(environment) is not LightningEnvironment:
+        return
+    for variable, launcher in _SIZES.items():
+        size = os.environ.get(variable, "1")
+        if size.isdecimal() and int(size) > 1 and (variable != "WORLD_SIZE" or "RANK" in os.environ):
+            raise ConfigurationError(
+                f"{launcher} started {size} processes ({variable}={size}), but Lightning does not recognize it, so "
+                "each process would train alone. Start them with torchrun, or set LOCAL_RANK as torchrun does, or pass "
+                "Trainer(plugins=[...]) an environment: MPIEnvironment(), for which mpi4py has to be installed, "
+                "SLURMEnvironment(), which is the default unless SLURM_JOB_NAME is bash or interactive, "
+                "LSFEnvironment(), or KubeflowEnvironment() for pods with one process each."
+            )
+
+
+def check_ranks(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> None:
+    """Check that the ranks fit together and fit the Trainer, after they were set.
+
+    Raises:
+        ConfigurationError: the rank is not below the world size, or the world size differs from that of the Trainer.
+    """
+    name, rank, world_size = type(environment).__name__, environment.global_rank(), environment.world_size()
+    if type(environment).validate_settings is not ClusterEnvironment.validate_settings:
+        return  # Lightning compares them before it launches
+    if world_size != num_devices * num_nodes:
+        raise ConfigurationError(
+            f"{name} has {world_size} processes, but Trainer(devices={num_devices}, num_nodes={num_nodes}) needs "
+            f"{num_devices * num_nodes}. Start as many processes as devices, or change devices or num_nodes."
+        )
+    if not 0 <= rank < world_size:
+        raise ConfigurationError(f"{name} has {world_size} processes, but says that this one is rank {rank}.")
+
+
+def check_local_rank(local_rank: int, num_devices: int) -> None:
+    """Raise a `ConfigurationError` if this node runs more processes than the Trainer has devices."""
+    if local_rank >= num_devices:
+        raise ConfigurationError(
+            f"This process was started as local rank {local_rank}, but Trainer(devices=...) gives this node "
+            f"{num_devices} device(s). Start as many processes per node as devices, or set devices={local_rank + 1} or "
+            "more."
+        )

@@ -1,4 +1,4 @@
-"""Launch the ranks in forked or spawned processes: in notebooks, interactive sessions, `python -c` and pytest."""
+"""Launch the ranks in forked processes: in notebooks, interactive sessions, `python -c` and pytest."""
 
 import ctypes
 import gc
@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -27,9 +27,13 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from lightning_paral.compat.lightning.strategies import MultiProcessingLauncher, call_and_handle_interrupt
 from lightning_paral.compat.torch.dtensor import forget_meshes
-from lightning_paral.distributed.launch_checks import check_port_is_free
 from lightning_paral.distributed.launcher import describe_status
-from lightning_paral.distributed.process_group import owned_group, release_at_exit, release_process_group
+from lightning_paral.distributed.process_group import (
+    check_port_is_free,
+    owned_group,
+    release_at_exit,
+    release_process_group,
+)
 from lightning_paral.errors import ConfigurationError, RankFailedError
 from lightning_paral.model.engine_attributes import is_left_partitioned
 
@@ -40,24 +44,21 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 class ProcessLauncher(MultiProcessingLauncher):
-    """Starts a process of `multiprocessing` for every local rank; weights and metrics of rank 0 come back.
+    """Forks a process for every local rank; weights and metrics of rank 0 come back.
 
     The process that starts the ranks never joins their process group, and never initializes CUDA. So further runs can
     follow in it.
 
     Args:
         strategy: the strategy of the run.
-        method: the start method of `multiprocessing`.
         check: a function called with the Trainer before any process is started. It raises an error if the run would
             fail in every process.
     """
 
     is_interactive_compatible = True
 
-    def __init__(
-        self, strategy: Any, method: Literal["spawn", "fork", "forkserver"], check: Callable[[Trainer], None]
-    ) -> None:
-        super().__init__(strategy, method)
+    def __init__(self, strategy: Any, check: Callable[[Trainer], None]) -> None:
+        super().__init__(strategy)
         self._check = check
         self.has_fit = False
         """Whether ranks, which have ended together with their optimizers, have fitted the module."""
@@ -66,8 +67,8 @@ class ProcessLauncher(MultiProcessingLauncher):
         """Call `function` in all local ranks, and return what local rank 0 returned.
 
         Raises:
-            ConfigurationError: processes cannot be started with the start method, MASTER_PORT is in use, options do not
-                fit the module, or the Trainer has fitted before.
+            ConfigurationError: CUDA is initialized, MASTER_PORT is in use, options do not fit the module, or the
+                Trainer has fitted before.
             ProcessRaisedException: a rank raised an error, whose traceback is in the message.
             RankFailedError: a process died without an error.
         """
@@ -87,7 +88,7 @@ class ProcessLauncher(MultiProcessingLauncher):
             self._check(trainer)
         try:
             with TemporaryDirectory(prefix="lightning_paral-") as self._returned:
-                run_in_rank = partial(_run_in_rank, trainer, function, self.method, self._returned)
+                run_in_rank = partial(_run_in_rank, trainer, function, self._returned)
                 output = self._run(run_in_rank, args, kwargs, trainer)
         finally:
             strategy.lightning_module.trainer = trainer  # Lightning's teardown needs it after an error
@@ -100,17 +101,10 @@ class ProcessLauncher(MultiProcessingLauncher):
 
     def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], trainer: Trainer) -> Any:
         """Call `function` in all local ranks, and return the output of local rank 0."""
-        try:
-            with warnings.catch_warnings():
-                # Python 3.12 warns about threads, which ranks do not use.
-                warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
-                ranks, queue = self.start(function, args, kwargs, trainer)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            error.add_note(
-                f"start_method={self.method!r} pickles the Trainer, the module and the loaders. Define classes and "
-                "functions at the top level of a file, or set start_method='fork'."
-            )
-            raise
+        with warnings.catch_warnings():
+            # Python 3.12 warns about threads, which ranks do not use.
+            warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
+            ranks, queue = self.start(function, args, kwargs, trainer)
         processes, output = ranks.processes, None
         try:
             while running := [each.sentinel for each in processes if each.exitcode is None]:
@@ -164,33 +158,24 @@ class ProcessLauncher(MultiProcessingLauncher):
         if local_rank in traces:
             message = f"Rank {rank} raised an error:\n\n{traces[local_rank]}"
             return ProcessRaisedException(message, local_rank, process.pid)
-        status = process.exitcode
-        hint = "" if self.method == "fork" or status < 0 else (
-            f" Its error is above. start_method={self.method!r} imports the script in each rank, so put the code that "
-            'starts a run under `if __name__ == "__main__":`, and classes of a notebook into a file.'
-        )  # fmt: skip
-        return RankFailedError(f"Rank {rank} died without an error: {describe_status(status)}.{hint}")
+        return RankFailedError(f"Rank {rank} died without an error: {describe_status(process.exitcode)}.")
 
     def _prepare(self) -> None:
         """Release a process group of an earlier run, and check that processes can be started."""
         if owned_group() is not None:
             release_process_group()  # of one rank: a forked process could neither use nor destroy it
-        if self.method != "fork":
-            return
         if self.strategy.root_device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             raise ConfigurationError(
                 "CUDA was initialized in this process before the run, so forked ranks cannot use it. Restart the "
                 "kernel or the interpreter. Then, before the first run, do not move anything to a GPU, and call "
-                "nothing of torch.cuda but device_count and is_available. Otherwise, set start_method='spawn' with the "
-                "classes of module and dataset in a file, or put the code into a script, or set devices=1."
+                "nothing of torch.cuda but device_count and is_available. Otherwise, put the code into a script, or "
+                "set devices=1."
             )
         forget_meshes()  # their process groups: a forked process that destroys one waits for threads that it lacks
         gc.collect()
 
 
-def _run_in_rank(
-    trainer: Trainer, function: Callable[..., Any], method: str, returned: str, *args: Any, **kwargs: Any
-) -> bytes:
+def _run_in_rank(trainer: Trainer, function: Callable[..., Any], returned: str, *args: Any, **kwargs: Any) -> bytes:
     """Call `function` in the process of a rank; return what it returned, and the names in the module's state.
 
     Raises:
@@ -199,13 +184,9 @@ def _run_in_rank(
     strategy: Any = trainer.strategy
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # torch's SIGINT does not end code in C
-    if method == "fork":
-        # OpenMP would wait for threads that exist only in the parent: https://github.com/pytorch/pytorch/issues/17199
-        torch.set_num_threads(1)
-        os.environ["OMP_NUM_THREADS"] = "1"
-    else:  # tensors were sent in memory that all ranks share
-        for tensor in (*strategy.lightning_module.parameters(), *strategy.lightning_module.buffers()):
-            tensor.data = tensor.data.clone()
+    # OpenMP would wait for threads that exist only in the parent: https://github.com/pytorch/pytorch/issues/17199
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
     strategy.set_world_ranks()
     result = call_and_handle_interrupt(trainer, function, *args, **kwargs)
     module = strategy.lightning_module

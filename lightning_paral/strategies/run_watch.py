@@ -7,7 +7,7 @@ import traceback
 import uuid
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.torch.process_groups import call_on_mismatch, new_named_group, use_default_timeout
 from lightning_paral.distributed.exchange import RankGroup, all_ranks, explain
-from lightning_paral.distributed.failure import FailureWatch, as_consequence, remember_first
+from lightning_paral.distributed.failure import FailureWatch, as_consequence, describe_exit, remember_first
 from lightning_paral.distributed.hangs import DIFFERENT, Hangs
 from lightning_paral.distributed.launcher import agreed_status, end_with_error
 from lightning_paral.distributed.process_group import explain_timeout, release_process_group
@@ -195,11 +195,12 @@ class RunWatch:
         """Tell the other ranks that `error` ends the run on this one, and return the error to raise.
 
         Call this while `error` is being handled, before anything else. Outside of a run, it only names the failure of
-        another rank that interrupted the teardown of the last run, and changes the status of `sys.exit(0)`.
+        another rank that interrupted the teardown of the last run. `sys.exit(0)` exits with status 1.
         """
         trainer = trainer_of(self.lightning_module)
         if trainer is None or not self._run:
-            self._explain_exit_outside_of_run(error)
+            if isinstance(error, SystemExit) and not error.code and self.world_size > 1 and agreed_status() is None:
+                sys.stderr.write(describe_exit(error, self.global_rank, "code outside of a run"))
             return as_consequence(error, self._why_interrupted)
         reported = as_consequence(error, self._why_interrupted)
         if self._failures is not None:
@@ -232,15 +233,6 @@ class RunWatch:
         if self._failures is not None:
             self._failures.ask_who_lives()
 
-    def _explain_exit_outside_of_run(self, error: BaseException) -> None:
-        """Do not exit with status 0 if this rank called `sys.exit(0)` before or after a run with several ranks."""
-        if isinstance(error, SystemExit) and not error.code and self.world_size > 1 and agreed_status() is None:
-            told = (
-                f"Rank {self.global_rank} called sys.exit({'' if error.code is None else error.code}) outside of a run"
-            )
-            sys.stderr.write(f"{told}. The exit status is 1, because other ranks may not have called it.\n")
-            error.code = 1
-
     # While Lightning calls the hooks for exceptions
 
     def _guard_hooks(self, trainer: Trainer, undo: ExitStack) -> None:
@@ -256,11 +248,7 @@ class RunWatch:
         try:
             hook(*args, **kwargs)
         except CheckpointError as error:
-            first = None if self._failures is None else self._failures.first.known
-            speaker = 0 if first is None else first.rank
-            if first is not None and first.has_died and first.rank != self.global_rank:
-                speaker = 0 if first.rank else 1
-            if speaker == self.global_rank:
+            if self.global_rank == int(self._has_rank_0_died):
                 warnings.warn(str(error), stacklevel=2)
         except BaseException as error:
             if self._failures is not None:
@@ -269,16 +257,28 @@ class RunWatch:
                 self._strategy.teardown()
             raise
 
+    @property
+    def _has_rank_0_died(self) -> bool:
+        first = None if self._failures is None else self._failures.first.known
+        return first is not None and first.has_died and first.rank == 0
+
     def _save_after_failure(self, save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
         """Save on the ranks that can. *Collective* over the ranks that raised together, if ranks hold shards.
 
         Raises:
             CheckpointError: it was not saved.
         """
+        reason = ""
         if self._failures is not None:
             self._failures.begin_save()
+            if self._has_rank_0_died:
+                reason = "rank 0, which saves, has died."
+            elif self._default_form == "sharded" and self._reachable() is None:
+                reason = (
+                    "each rank holds a shard of the state, and not all ranks raised an error after the same optimizer "
+                    "step."
+                )
         try:
-            reason = self._why_not_saved()
             if not reason:
                 save(filepath, *args, **kwargs)
                 return
@@ -289,16 +289,6 @@ class RunWatch:
                 self._failures.leave()
         raise CheckpointError(f"{filepath} was not saved after the failure: {reason} {self._newest_checkpoint()}")
 
-    def _why_not_saved(self) -> str:
-        first = None if self._failures is None else self._failures.first.known
-        if first is None:
-            return ""
-        if self._default_form == "full":
-            return "rank 0, which saves, has died." if first.rank == 0 and first.has_died else ""
-        if self._reachable() is not None:
-            return ""
-        return "each rank holds a shard of the state, and not all ranks raised an error after the same optimizer step."
-
     def _newest_checkpoint(self) -> str:
         trainer = trainer_of(self.lightning_module)
         callbacks = [] if trainer is None else trainer.checkpoint_callbacks
@@ -307,7 +297,7 @@ class RunWatch:
         return "The run has saved no other checkpoint." if newest is None else f"The newest checkpoint is {newest}."
 
     def _reachable(self) -> RankGroup | None:
-        """Return the ranks that can be reached: all of them, or after a failure `None`, unless all raised together.
+        """Return all ranks; after a failure, `None`, or in a new group those that hold shards and raised together.
 
         The first call after a failure is *collective*, but returns if some rank does not call it.
         """
@@ -316,19 +306,14 @@ class RunWatch:
         if not self._is_failing or self._failures is None:
             return all_ranks()
         if self._reached is None:
-            self._reached = (self._ranks_that_raised_together(self._failures),)
+            self._reached = (None,)
+            if self._default_form == "sharded" and self._failures.first.agree("step", self._step):
+                with suppress(dist.DistError, RuntimeError):  # a rank has died since
+                    name, ranks = f"after the failure of {self._run}", range(self.world_size)
+                    # not an older group, in which collectives may be pending
+                    group = new_named_group(name, ranks, timeout=self.timeout, backend="gloo")
+                    self._reached = (all_ranks(group),)
         return self._reached[0]
-
-    def _ranks_that_raised_together(self, failures: FailureWatch) -> RankGroup | None:
-        """Return all ranks, in a new group, because collectives may be pending in older ones."""
-        if self._default_form == "full" or not failures.first.agree("step", self._step):
-            return None
-        try:
-            name = f"after the failure of {self._run}"
-            ranks = range(self.world_size)
-            return all_ranks(new_named_group(name, ranks, timeout=self.timeout, backend="gloo"))
-        except (dist.DistError, RuntimeError):  # a rank has died since
-            return None
 
     def saving_ranks(self) -> RankGroup | None:
         """Return the ranks that save after a failure; `None` if this rank is not one of them."""

@@ -137,32 +137,45 @@ def choose_checkpoint(trainer: Trainer, choose: Callable[[Callable[[str], None]]
 
 
 def stop_between_batches(
-    trainer: Trainer, is_stop: Callable[[], bool], on_stop: Callable[[], None], undo: ExitStack
-) -> None:
-    """Call `is_stop` after each training batch and its validation; if it returns true, call `on_stop` and end the fit.
+    trainer: Trainer, ask: Callable[[int], int], on_stop: Callable[[], None], undo: ExitStack
+) -> Callable[[], None]:
+    """Ask from time to time, after a training batch and its validation, whether to call `on_stop` and end the fit.
 
     The hooks of the end of an epoch and of the training are not called. A checkpoint that `on_stop` saves resumes with
     the next batch.
 
     Args:
         trainer: the Trainer, at the beginning of a fit.
-        is_stop: a function without side effects on the training. It is not called after batches after which the fit
-            cannot stop: the last one, and those in an accumulation window, whose gradients no checkpoint has.
+        ask: a function without side effects on the training, called with the number of batches after which the fit
+            could stop. It cannot stop after the last one, and not in an accumulation window, whose gradients no
+            checkpoint has. It returns 0 to stop, or after how many more of these batches to ask again.
         on_stop: a function that saves.
         undo: an `ExitStack` that restores Lightning's methods.
+
+    Returns:
+        A function that lets the next batch ask. With several ranks, all must call it before the same batch.
     """
     fit_loop: Any = trainer.fit_loop
     epoch_loop = fit_loop.epoch_loop
     advance, on_advance_end, on_run_end = fit_loop.advance, epoch_loop.on_advance_end, fit_loop.on_run_end
-    has_stopped = False
+    has_stopped, num_batches, next_ask = False, 0, 1
+
+    def ask_soon() -> None:
+        nonlocal next_ask
+        next_ask = 0
 
     def end_batch(data_fetcher: Any) -> None:
-        nonlocal has_stopped
+        nonlocal has_stopped, num_batches, next_ask
         on_advance_end(data_fetcher)
         if is_accumulating(trainer) or trainer.global_step >= trainer.max_steps > -1:
             return
-        # All ranks call `is_stop`, also those of which only one has set `should_stop`.
-        if not is_stop() or (trainer.should_stop and epoch_loop.done):
+        num_batches += 1
+        if num_batches < next_ask:
+            return
+        # All ranks ask, also those of which only one has set `should_stop`.
+        pause = ask(num_batches)
+        next_ask = num_batches + pause
+        if pause or (trainer.should_stop and epoch_loop.done):
             return
         # The resumed fit skips the validation that is done, but counts the batch again.
         is_counted_again = epoch_loop._should_check_val_fx(data_fetcher)
@@ -184,3 +197,4 @@ def stop_between_batches(
     shadow_method(epoch_loop, "on_advance_end", end_batch, undo)
     shadow_method(fit_loop, "advance", run_epoch, undo)
     shadow_method(fit_loop, "on_run_end", end_run, undo)
+    return ask_soon

@@ -3,7 +3,7 @@
 import multiprocessing
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin, _update_properties
@@ -14,7 +14,6 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
-from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
 from lightning.pytorch.strategies.strategy import _ForwardRedirection as ForwardRedirection
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
@@ -70,9 +69,6 @@ NAMES: Names = {
     "lightning.pytorch.strategies.launchers._MultiProcessingLauncher": {
         "_wrapping_function(process_idx, trainer, function, args, kwargs, return_queue)": "run a function in a rank",
         "_recover_results_in_main_process(worker_output, trainer)": "copy weights and metrics of rank 0 back",
-    },
-    "lightning.pytorch.strategies.launchers.multiprocessing._GlobalStateSnapshot": {
-        "capture": "give spawned ranks the states of the random generators",
     },
     "lightning.pytorch.trainer.call": {
         "_call_and_handle_interrupt(trainer, trainer_fn)": "call the hooks for exceptions in forked ranks",
@@ -181,28 +177,27 @@ class SubprocessScriptLauncher(_SubprocessScriptLauncher):
 
 
 class MultiProcessingLauncher(_MultiProcessingLauncher):
-    """Lightning's launcher of processes, in parts."""
+    """Lightning's launcher of forked processes, in parts."""
 
-    def __init__(self, strategy: Any, method: Literal["spawn", "fork", "forkserver"]) -> None:
-        super().__init__(strategy, method)
-        self.strategy, self.method = strategy, method
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy, "fork")
+        self.strategy = strategy
 
     def start(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], trainer: Trainer
     ) -> tuple[Any, Any]:
-        """Call `function` in a process for each local rank.
+        """Call `function` in a forked process for each local rank.
 
         Returns:
             tuple: the `ProcessContext`, and a queue for the output of local rank 0.
         """
-        queue = multiprocessing.get_context(self.method).SimpleQueue()
-        states = None if self.method == "fork" else _GlobalStateSnapshot.capture()
+        queue = multiprocessing.get_context("fork").SimpleQueue()
         ranks: Any = start_processes(  # type: ignore[no-untyped-call]
             self._wrapping_function,
-            args=(trainer, function, args, kwargs, queue, states),
+            args=(trainer, function, args, kwargs, queue),
             nprocs=self.strategy.num_processes,
             join=False,
-            start_method=self.method,
+            start_method="fork",
         )
         self.procs = ranks.processes
         return ranks, queue

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_paral.compat.torch.modules import is_compiled
 from lightning_paral.data.loaders import samplers
-from lightning_paral.distributed.launch_checks import check_device
+from lightning_paral.distributed.process_group import check_device
 from lightning_paral.errors import ConfigurationError
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")

@@ -23,7 +23,6 @@ from lightning_paral.compat.torch.fsdp import (
 )
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.distributed.process_group import host_group
 from lightning_paral.engines.fsdp.dtensors import DTensorSemantics
 from lightning_paral.engines.fsdp.explain_errors import explanation
 from lightning_paral.engines.fsdp.gather import GatherToHost
@@ -60,7 +59,7 @@ class StepShards:
         group = dims.replica_group() or dist.group.WORLD
         assert group is not None
         self._group = group
-        self._group_on_host = dims.replica_group() or host_group()
+        self._group_on_host = dims.replica_group()
         self._units: Units | None = None
         self._originals = list(root.named_parameters())
         self._snapshots: dict[Module, ModuleSnapshot] = {}

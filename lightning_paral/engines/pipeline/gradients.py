@@ -12,7 +12,6 @@ from torch.nn import Parameter
 from lightning_paral.comm.grouping import group_by_dtype_and_device
 from lightning_paral.compat.torch.optimizers import foreach_mul_
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.distributed.process_group import group_for, host_group
 from lightning_paral.engines.pipeline.groups import PipelineGroups
 from lightning_paral.engines.pipeline.guards import ZeroGradGuard
 from lightning_paral.engines.pipeline.shards import Shards
@@ -185,7 +184,7 @@ def _average(parameters: list[Parameter], num_ranks: int, group: dist.ProcessGro
     if not parameters:
         return
     has_gradient = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
-    dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX, group=group or host_group())
+    dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX, group=group)
     gradients: list[Tensor] = []
     for parameter, has in zip(parameters, has_gradient.tolist(), strict=True):
         if has and parameter.grad is None:
@@ -199,7 +198,7 @@ def _average(parameters: list[Parameter], num_ranks: int, group: dist.ProcessGro
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
             if not flat.numel():
                 continue
-            dist.all_reduce(flat, group=group or group_for(flat))
+            dist.all_reduce(flat, group=group)
             flat.div_(num_ranks)
             for gradient, averaged in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
                 gradient.copy_(averaged.view_as(gradient))

@@ -12,11 +12,7 @@ import torch
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_paral import (
-    AutoResume,
-    CheckpointError,
-    ConfigurationError,
-)
+from lightning_paral import AutoResume, CheckpointError, ConfigurationError
 from lightning_paral.checkpoint.candidates import find_candidates
 from tests.contract.cases import strategy_of
 from tests.models.witnessed import Witnessed, numbered_loader
@@ -157,11 +153,9 @@ def test_run_continues_on_another_number_of_ranks_and_says_so(
 def damage(path: Path) -> None:
     """Change a byte in the middle of the data."""
     file = path if path.is_file() else max(path.iterdir(), key=lambda each: each.stat().st_size)
-    with open(file, "r+b") as opened:
-        opened.seek(file.stat().st_size // 2)
-        byte = opened.read(1)[0]
-        opened.seek(-1, os.SEEK_CUR)
-        opened.write(bytes([byte ^ 0xFF]))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    file.write_bytes(content)
 
 
 def truncate(path: Path) -> None:

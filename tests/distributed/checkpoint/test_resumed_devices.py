@@ -62,21 +62,6 @@ def test_random_state_of_a_device_is_restored_under_another_index(monkeypatch) -
     assert seen.numbers == [15]
 
 
-def test_random_states_of_all_devices_in_earlier_checkpoints_are_restored(monkeypatch) -> None:
-    old = current_states([torch.device("cpu")])
-    assert "cuda" not in old
-    old["torch.cuda"] = [torch.tensor([20 + index], dtype=torch.uint8) for index in range(8)]
-    seen = Generators(monkeypatch, 0, 1)
-
-    restore_states([old], RankGroup(), cuda(1))
-    assert seen.numbers == [0, 21]
-    old["torch.cuda"] = old["torch.cuda"][:1]
-    restore_states([old], RankGroup(), cuda(1))
-    assert seen.numbers == [0, 21]
-    restore_states([old], RankGroup(), [torch.device("cpu")])
-    assert seen.numbers == [0, 21]
-
-
 def test_all_devices_of_one_process_have_their_random_states_saved(monkeypatch) -> None:
     Generators(monkeypatch, 3, 4, 5)
     strategy = ParalDPStrategy(parallel_devices=cuda(2, 0))

@@ -30,8 +30,9 @@ def run_all(cases: list[Case], jobs: int) -> int:
         try:
             for number, future in enumerate(as_completed(futures), 1):
                 result = future.result()
-                num_wrong += bool(result.faults)
-                told = ", ".join(result.faults) or "as it should"
+                faults = result.faults()
+                num_wrong += bool(faults)
+                told = ", ".join(faults) or "as it should"
                 print(f"{number:3} of {len(cases)}   {result.seconds:.1f} s, {told}: {result.case}", flush=True)
         finally:
             stopping.set()  # after an interruption, ends what is running

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.distributed.faults.cases import Case
 from tests.launching import ROOT
 from tests.network import joined_nodes
@@ -55,25 +57,19 @@ class Result:
     output: str
     """The last lines of what the run printed."""
 
-    @property
-    def is_status_right(self) -> bool:
-        """Whether the launchers ended with an error, unless the launcher's own process was told to end without one."""
-        case = self.case
-        is_own = case.fault == "os_exit_0" and case.rank == 0 and case.launcher == "python"
-        return is_own or all(status != 0 for status in self.statuses)
-
-    @property
-    def faults(self) -> list[str]:
-        """What is wrong with the end of the run; empty if nothing is."""
+    def faults(self, seconds: float = 10.0) -> list[str]:
+        """Return what is wrong with the end of the run, which may take `seconds`; empty if nothing is."""
         if not self.has_failed:
             return ["the fault was not reached"]
+        case = self.case
+        ends_by_itself = case.fault == "os_exit_0" and case.rank == 0 and case.launcher == "python"
         found = {
             "cause not shown": not self.shown,
             "cause not at the end": self.shown and not self.at_end,
-            f"traceback {self.times} times": self.shown and self.case.has_traceback and self.times != 1,
-            f"{self.seconds:.1f} s": self.seconds > 10,
+            f"traceback {self.times} times": self.shown and case.has_traceback and self.times != 1,
+            f"{self.seconds:.1f} s": self.seconds > seconds,
             f"{self.orphans} orphans": self.orphans > 0,
-            f"status {self.statuses}": not self.is_status_right,
+            f"status {self.statuses}": 0 in self.statuses and not ends_by_itself,
         }
         return [name for name, is_wrong in found.items() if is_wrong]
 
@@ -145,7 +141,6 @@ def _wait(
     marker = folder / "failed"
     failed: float | None = None
     deadline = time.time() + START_SECONDS
-    others = _pids() - {launcher.pid for launcher in launchers}
     while True:
         if failed is None and marker.exists():
             failed = _end_from_outside(case, launchers[0]) or float(marker.read_text())
@@ -153,8 +148,8 @@ def _wait(
         # For a moment after its start, the environment of a process is empty.
         is_running = None in [launcher.poll() for launcher in launchers]
         now = time.time()
-        if stopping.is_set() or now > deadline or not (is_running or _processes(identity, others)):
-            return (float(marker.read_text()) if failed is None and marker.exists() else failed), now
+        if stopping.is_set() or now > deadline or not (is_running or _processes(identity)):
+            return failed, now
         time.sleep(0.1)
 
 
@@ -172,37 +167,20 @@ def _end_from_outside(case: Case, launcher: "subprocess.Popen[bytes]") -> float 
     return now
 
 
-def _pids() -> set[int]:
-    return {int(name) for name in os.listdir("/proc") if name.isdigit()}
-
-
-def _processes(identity: str, others: set[int]) -> list[int]:
-    """Return the processes of a run, without zombies, whose environment is empty. Add foreign ones to `others`."""
-    found = []
-    for pid in _pids() - others:
-        try:
-            with open(f"/proc/{pid}/environ", "rb") as environment:
-                inherited = environment.read()
-        except OSError:  # has ended, or belongs to somebody else
-            continue
-        if f"{RUN_ID}={identity}".encode() in inherited:
-            found.append(pid)
-        elif inherited:
-            others.add(pid)
-    return found
+def _processes(identity: str) -> list[psutil.Process]:
+    """Return the processes of a run, without zombies, which have no environment any more."""
+    found = psutil.process_iter(["environ"])
+    return [each for each in found if (each.info["environ"] or {}).get(RUN_ID) == identity]
 
 
 def _kill_all(identity: str) -> int:
     """Kill what is left of a run, and return how many processes it was."""
     left: set[int] = set()
-    for _ in range(100):
-        found = _processes(identity, set())
-        if not found:
-            break
-        left |= set(found)
-        for pid in found:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    while found := _processes(identity):
+        for process in found:
+            left.add(process.pid)
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         time.sleep(0.05)
     return len(left)
 

@@ -41,13 +41,7 @@ def results() -> Iterator[dict[Case, "Future[Result]"]]:
 def test_end_of_a_run_with_a_fault(results: dict[Case, "Future[Result]"], case: Case) -> None:
     result = results[case].result(timeout=600)
 
-    assert result.has_failed, result.output
-    assert result.shown, result.output
-    assert result.orphans == 0, result.output
-    assert result.is_status_right, result.statuses
-    assert result.seconds <= SECONDS, result.output
-    if case.has_traceback:
-        assert result.times == 1, result.output
+    assert set(result.faults(SECONDS)) <= {"cause not at the end"}, result.output
 
 
 def test_faults_cover_every_fault_and_stage_under_each_launcher() -> None:

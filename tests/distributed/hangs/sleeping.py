@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -74,7 +74,6 @@ def fit_with_own_group(
     logged: Logged,
     folder: str,
     timeout: float,
-    *callbacks: Callback,
     num_batches: int = 3,
 ) -> str:
     """Fit one model after the other in a process group that the strategies create; return the error, or ""."""
@@ -86,7 +85,7 @@ def fit_with_own_group(
                 devices=2,
                 max_epochs=1,
                 strategy=strategy_of(label, timeout=timeout),
-                callbacks=[ModelCheckpoint(folder), *callbacks],
+                callbacks=[ModelCheckpoint(folder)],
                 enable_checkpointing=True,
             )
             options: dict[str, Any] = {}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from lightning_paral import Preemption
+from lightning_paral.callbacks import preemption
 from tests.distributed.hangs import mismatched
 from tests.distributed.hangs.sleeping import Logged, Sleeper, fit_with_own_group
 from tests.launching import TORCHRUN, outputs
@@ -96,11 +96,13 @@ def test_signal_in_a_later_run_shows_where_all_ranks_are_and_the_run_continues(i
     assert " in training_step\n" in stacks
 
 
-def terminate(folder: str, label: str, callbacks: list[Preemption], hangs: bool) -> tuple[str, int]:
-    """Send SIGTERM to rank 0, from rank 1 in batch 1, and return the error and the number of steps of this rank."""
-    logged, model = Logged(), Terminating(Path(folder), hangs)
-    error = fit_with_own_group(label, [model], logged, folder, 60.0, *callbacks, num_batches=20_000)
-    return error, model.num_steps
+def terminate(folder: str, hangs: bool) -> tuple[str, int, list[str]]:
+    """Send SIGTERM to rank 0, from rank 1 in batch 1; return the error, the number of steps, and what was logged."""
+    logged, model = Logged("the fit has not stopped", Path(folder, "awake")), Terminating(Path(folder), hangs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preemption, "_HUNG_SECONDS", 1.0)
+        error = fit_with_own_group("paral_fsdp", [model], logged, folder, 60.0, num_batches=20_000)
+    return error, model.num_steps, logged.messages
 
 
 class Terminating(Sleeper):
@@ -122,22 +124,15 @@ class Terminating(Sleeper):
         return loss
 
 
-def test_sigterm_ends_a_run_that_hangs_and_names_where_the_ranks_are(in_own_world, tmp_path) -> None:
-    arguments = (str(tmp_path), "paral_fsdp", [Preemption(grace=1.0)], True)
-    told = in_own_world(2, terminate, *arguments, timeout=90.0)
+@pytest.mark.parametrize("hangs", [False, True])
+def test_sigterm_stops_all_ranks_after_the_same_step_and_names_those_that_hang(in_own_world, tmp_path, hangs) -> None:
+    told = in_own_world(2, terminate, str(tmp_path), hangs, timeout=90.0)
 
-    for error, num_steps in told:
-        assert "The job received SIGTERM, but no batch ended for 1 s. Rank 1 is in `sleep_until` (" in error
-        assert "; rank 0 is in `fit_with_own_group` (sleeping.py:" in error
-        assert re.search(r"\), in `\w+` \((torch|lightning_paral)/", error)
-        assert num_steps <= 2
-
-
-def test_sigterm_stops_all_ranks_after_the_same_step_without_a_callback(in_own_world, tmp_path) -> None:
-    told = in_own_world(2, terminate, str(tmp_path), "paral_fsdp", [], False, timeout=90.0)
-
-    assert told[0] == told[1]
+    assert told[0][:2] == told[1][:2]
     assert told[0][0] == "SIGTERMException"
+    text = "\n".join(told[0][2] + told[1][2])
+    where = r"Rank 1 is in `sleep_until` \(.*; rank 0 is in `fit_with_own_group` \(sleeping.py:"
+    assert bool(re.search(f"SIGTERM, but the fit has not stopped for 1 s. {where}", text)) == hangs
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from torch import Tensor
 
-from lightning_paral import ConfigurationError, ParalDDPStrategy
-from lightning_paral.comm.broadcast import broadcast
+from lightning_paral import ConfigurationError
 from lightning_paral.distributed import failure
 from lightning_paral.distributed import process_group as groups
 from lightning_paral.errors import RankFailedError
-from lightning_paral.model.host_memory_check import host_memory_shortage
 from lightning_paral.strategies import base
 from tests.contract.cases import PER_ENGINE, labels, strategy_of, with_ranks
 from tests.launching import leave_pool
@@ -98,28 +95,19 @@ def test_backends_are_widened_by_one_for_tensors_on_the_host(monkeypatch) -> Non
     assert groups.backend_for(torch.device("cpu"), "gloo") == "gloo"
 
 
-def host_tensors_beside_a_group_for_cuda(folder: str) -> list[Any]:
+def fit_in_a_group_for_cuda_only(folder: str) -> str:
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("cuda:gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    with pytest.raises(ConfigurationError, match=r"offload=True .*'cuda:gloo'.*cuda:nccl,cpu:gloo"):
-        groups.check_supports_cpu_tensors("offload=True")
-    groups._ensure_host_group(timedelta(seconds=60))
-    made = groups.host_group()
-    groups._ensure_host_group(timedelta(seconds=60))
-    tensor = torch.full((3,), float(rank + 1))
-    broadcast([tensor])
-    lack = host_memory_shortage(1, 1)
-    strategy = ParalDDPStrategy(cluster_environment=TorchElasticEnvironment())
-    mean = strategy.reduce(torch.tensor(float(rank)))
-    same = groups.host_group() is made
+    with pytest.raises(ConfigurationError) as error:
+        quiet_trainer(strategy="paral_ddp", devices=2, max_epochs=1).fit(Regression(), regression_data(2, 2))
     dist.destroy_process_group()
-    groups.release_process_group()
-    return [tensor.tolist(), lack, mean.item(), same, groups.host_group() is None]
+    return str(error.value)
 
 
-def test_host_tensors_have_a_group_of_their_own_beside_one_for_cuda_only(in_own_world, tmp_path) -> None:
-    told = in_own_world(2, host_tensors_beside_a_group_for_cuda, str(tmp_path))
-    assert told == [[[1.0, 1.0, 1.0], None, 0.5, True, True]] * 2
+def test_a_group_for_cuda_only_is_refused(in_own_world, tmp_path) -> None:
+    for message in in_own_world(2, fit_in_a_group_for_cuda_only, str(tmp_path)):
+        assert "(backend 'cuda:gloo')" in message
+        assert "init_process_group('cuda:nccl,cpu:gloo')" in message

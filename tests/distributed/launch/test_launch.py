@@ -1,48 +1,34 @@
-"""Launch real processes with Lightning's launcher, torchrun, SLURM's environment and two nodes; make ranks fail."""
+"""Launch real processes with Lightning's launcher and torchrun."""
 
 import json
-import os
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launching import TORCHRUN, Process, free_port, outputs
+from tests.launching import TORCHRUN, free_port, outputs
 
 
 def script(scenario: str, folder: Path) -> list[str]:
     return ["-m", "tests.distributed.launch.launched", scenario, str(folder)]
 
 
-def slurm_variables() -> dict[str, str]:
-    common = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_NODEID": "0"}
-    job = str(10_000 + os.getpid() % 9_000)
-    return common | {"SLURM_JOB_ID": job, "SLURM_JOB_NAME": "train", "SLURM_NODELIST": "127.0.0.1"}
+@pytest.mark.lane("default")
+@pytest.mark.parametrize("by", [(sys.executable,), TORCHRUN], ids=["python", "torchrun"])
+def test_both_ranks_fit_twice_and_have_the_same_weights(launch, tmp_path: Path, by: tuple[str, ...]) -> None:
+    process = launch(*script("two_fits", tmp_path), by=by)
 
+    (printed,) = outputs(process)
 
-def check_two_fits(folder: Path, *processes: Process) -> None:
-    """Assert that both ranks fitted twice, in a new process group each time, and have the same weights."""
-    printed = outputs(*processes)
-    assert not any(process.returncode for process in processes), "\n".join(printed)
-    reports = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    assert process.returncode == 0, printed
+    reports = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     for rank, report in enumerate(reports):
-        first, second = report["fits"]
-        for seen in (first, second):
-            assert (seen["rank"], seen["world_size"], seen["sum_after"]) == (rank, 2, 2.0)
-            assert seen["backend"] == "gloo"
+        for seen in report["fits"]:
+            assert (seen["rank"], seen["world_size"], seen["sum_after"], seen["backend"]) == (rank, 2, 2.0, "gloo")
         assert report["payload_bytes"] > 0  # of the ring
-    for fit in (0, 1):
-        assert reports[0]["fits"][fit]["weight"] == reports[1]["fits"][fit]["weight"]
-
-
-@pytest.mark.lane("default")
-def test_lightnings_own_launcher(launch, tmp_path: Path) -> None:
-    check_two_fits(tmp_path, launch(*script("two_fits", tmp_path)))
-
-
-@pytest.mark.lane("default")
-def test_torchrun(launch, tmp_path: Path) -> None:
-    check_two_fits(tmp_path, launch(*script("two_fits", tmp_path), by=TORCHRUN))
+    for first, second in zip(reports[0]["fits"], reports[1]["fits"], strict=True):
+        assert first["weight"] == second["weight"]
 
 
 def test_port_in_use_is_named_before_any_process_starts(launch, tmp_path: Path) -> None:
@@ -54,16 +40,6 @@ def test_port_in_use_is_named_before_any_process_starts(launch, tmp_path: Path) 
     assert process.returncode == 1
     assert f"ConfigurationError: Cannot listen on MASTER_PORT={port}" in printed
     assert printed.count("Traceback") == 1
-
-
-@pytest.mark.lane("default")
-def test_failure_of_one_rank_ends_all_and_prints_its_error(launch, tmp_path: Path) -> None:
-    process = launch(*script("rank_one_fails", tmp_path))
-
-    (printed,) = outputs(process)  # ends only when every process that holds the pipe has ended
-
-    assert process.returncode != 0
-    assert "ValueError: the reason why rank 1 failed" in printed
 
 
 def test_missing_ranks_are_named_with_the_timeout(launch, tmp_path: Path) -> None:

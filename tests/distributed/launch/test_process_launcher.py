@@ -1,13 +1,13 @@
-"""Ranks that are forked or spawned, as in a notebook: weights, metrics and errors come back. pytest forks as well."""
+"""Ranks that are forked, as in a notebook: weights, metrics and errors come back. pytest forks as well."""
 
 import os
 import signal
 import sys
 import time
 from pathlib import Path
-from pickle import PicklingError
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from lightning.pytorch import Trainer
@@ -16,19 +16,13 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_paral import ConfigurationError, ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
+from lightning_paral import ConfigurationError
 from lightning_paral.errors import RankFailedError
 from lightning_paral.strategies.process_launcher import ProcessLauncher
+from tests.contract.cases import strategy_of
 from tests.launching import outputs
 from tests.models.regression import FEATURES, Regression
 from tests.running import quiet_trainer
-
-STRATEGIES = {
-    "ddp": lambda **options: ParalDDPStrategy(split="global", **options),
-    "fsdp": lambda **options: ParalFSDPStrategy(split="global", **options),
-    "zero2": lambda **options: ParalZeROStrategy(stage=2, split="global", **options),
-    "zero3": lambda **options: ParalZeROStrategy(stage=3, split="global", **options),
-}
 
 
 class Evaluated(Regression):
@@ -111,13 +105,13 @@ def trained(strategy: Any, model: Evaluated, folder: Path, devices: int) -> tupl
     return trainer, [trainer.predict(model, loader()), trainer.validate(model, loader(), ckpt_path="best")]
 
 
-@pytest.mark.parametrize("label", STRATEGIES)
+@pytest.mark.parametrize("label", ["paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3"])
 def test_forked_ranks_leave_the_weights_and_metrics_that_one_process_has(label: str, tmp_path: Path) -> None:
     models = [Evaluated(), Evaluated()]
     models[1].load_state_dict(models[0].state_dict())
 
     alone, returned = trained("auto", models[0], tmp_path / "alone", 1)
-    forked, forked_returned = trained(STRATEGIES[label](), models[1], tmp_path / "forked", 2)
+    forked, forked_returned = trained(strategy_of(label, split="global"), models[1], tmp_path / "forked", 2)
 
     assert not ranks_left(forked)
     assert "LOCAL_RANK" not in os.environ
@@ -138,18 +132,19 @@ def test_forked_ranks_leave_the_weights_and_metrics_that_one_process_has(label: 
         forked.fit(models[1], loader())
 
 
-def test_layers_of_configure_model_come_back_and_those_of_other_hooks_are_an_error() -> None:
-    for hook in ("configure_model", "setup"):
-        model = Adds(hook)
-        trainer = quiet_trainer(strategy="paral_ddp", devices=2, max_epochs=1)
-        if hook == "setup":
-            with pytest.raises(ConfigurationError, match=r"added or removed added.bias outside of configure_model"):
-                trainer.fit(model, loader())
-            continue
-        trainer.fit(model, loader(), loader())
-        (validated,) = trainer.validate(model, loader())
-        error = sum(nn.functional.l1_loss(model(inputs), targets) for inputs, targets in loader()) / 4
-        assert validated["error"] == pytest.approx(float(error), rel=1e-5)
+def test_layers_of_configure_model_come_back() -> None:
+    model = Adds("configure_model")
+    trainer = quiet_trainer(strategy="paral_ddp", devices=2, max_epochs=1)
+    trainer.fit(model, loader(), loader())
+    (validated,) = trainer.validate(model, loader())
+    error = sum(nn.functional.l1_loss(model(inputs), targets) for inputs, targets in loader()) / 4
+    assert validated["error"] == pytest.approx(float(error), rel=1e-5)
+
+
+def test_layers_of_other_hooks_are_an_error() -> None:
+    trainer = quiet_trainer(strategy="paral_ddp", devices=2, max_epochs=1)
+    with pytest.raises(ConfigurationError, match=r"added or removed added.bias outside of configure_model"):
+        trainer.fit(Adds("setup"), loader())
 
 
 @pytest.mark.parametrize(
@@ -178,31 +173,6 @@ def test_first_error_of_a_forked_rank_is_raised_and_no_process_is_left(
         assert torch.load(path, weights_only=False)["global_step"] == 1
     trainer = quiet_trainer(strategy="paral_ddp", devices=2, max_epochs=1)
     trainer.fit(Regression(), loader())
-
-
-@pytest.mark.lane("default")
-@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.lane("full"))])
-def test_spawned_ranks_train_and_send_the_weights_back(method: Any) -> None:
-    weights = []
-    for each in ("fork", method):
-        torch.manual_seed(0)
-        model = Evaluated()
-        trainer = quiet_trainer(strategy=STRATEGIES["ddp"](start_method=each), devices=2, max_epochs=1)
-        trainer.fit(model, loader())
-        weights.append(model.out.weight)
-
-    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=0)
-
-
-def test_objects_that_cannot_be_sent_to_spawned_ranks_are_refused() -> None:
-    class Local(Regression):
-        pass
-
-    trainer = quiet_trainer(strategy=ParalFSDPStrategy(start_method="spawn"), devices=2, max_epochs=1)
-    with pytest.raises((AttributeError, PicklingError), match="Local") as caught:
-        trainer.fit(Local(), loader())
-    assert "start_method='fork'" in caught.value.__notes__[0]
-    assert not ranks_left(trainer)
 
 
 IMPORTS = """
@@ -256,17 +226,7 @@ quiet_trainer(strategy="paral_ddp", devices=2, max_epochs=1).fit(Endless(), data
 def test_forked_ranks_end_with_the_process_that_started_them(launch: Any) -> None:
     process = launch("-c", ENDLESS)
     told = (line.split() for line in process.stdout if line.startswith("rank "))
-    ranks = [int(next(told)[1]) for _ in range(2)]
+    ranks = [psutil.Process(int(next(told)[1])) for _ in range(2)]
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 60
-    while any(map(is_running, ranks)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(is_running, ranks))
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    assert psutil.wait_procs(ranks, timeout=60)[1] == []

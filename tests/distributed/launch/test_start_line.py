@@ -46,11 +46,9 @@ def on_rank() -> dict[str, list[str]]:
     accumulated = {"accumulate_grad_batches": 2}
     found = {
         "ddp": printed(ParalDDPStrategy, batches()),
-        "ring": printed(lambda: "paral_ddp_ring", batches()),
         "global": printed(lambda: ParalDDPStrategy(split="global"), batches()),
         "fsdp": printed(ParalFSDPStrategy, batches(), precision="bf16-mixed", **accumulated),
         "zero": printed(lambda: ParalZeROStrategy(stage=1), batches(None)),
-        "zero3": printed(lambda: ParalZeROStrategy(stage=3), batches()),
         "several": printed(lambda: "paral_ddp", [batches(4), batches(2)], several=True, **accumulated),
     }
     assert dist.get_world_size() == 2
@@ -65,14 +63,12 @@ def test_start_line_describes_the_run(on_ranks) -> None:
     lines = {case: set(said) for case, said in first.items()}
     assert lines == {
         "ddp": {f'paral_ddp: {replicas}, 32-true, split="batch", global batch size 8, {full}'},
-        "ring": {f'paral_ddp_ring: {replicas}, 32-true, split="batch", global batch size 8, {full}'},
         "global": {f'paral_ddp: {replicas}, 32-true, split="global", global batch size 4, {full}'},
         "fsdp": {
             f'paral_fsdp: {shards}, bf16-mixed, split="batch", global batch size 16 (2 batches of 8 accumulated), '
             f"{half}"
         },
         "zero": {f'paral_zero1: {shards}, 32-true, split="batch", {full}'},
-        "zero3": {f'paral_zero3: {shards}, 32-true, split="batch", global batch size 8, {half}'},
         "several": {
             f'paral_ddp: {replicas}, 32-true, split="batch", global batch size 8 and 4, 2 batches accumulated, {full}'
         },

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning_paral.distributed import failure
 from lightning_paral.distributed.failure import (
     Failure,
+    FailureWatch,
     FirstFailure,
     InterruptedByFailure,
     failure_of,
@@ -119,24 +120,21 @@ def test_ranks_agree_only_if_all_give_the_same_value(values: list[str], agree: b
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "expected"),
     [
-        RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:6877."),
-        dist.DistNetworkError("failed to recv, got 0 bytes"),
-        InterruptedByFailure("Rank 0 ended because rank 1 failed"),
-        RankFailedError("Rank 0 ended because rank 1 failed"),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:6877."), True),
+        (dist.DistNetworkError("failed to recv, got 0 bytes"), True),
+        (InterruptedByFailure("Rank 0 ended because rank 1 failed"), True),
+        (RankFailedError("Rank 0 ended because rank 1 failed"), True),
+        (ValueError("Connection closed by peer"), False),
+        (RuntimeError("size mismatch"), False),
+        (KeyboardInterrupt(), False),
     ],
 )
-def test_errors_of_interrupted_collectives_are_consequences(error: BaseException) -> None:
-    assert is_interruption(error)
+def test_errors_of_interrupted_collectives_are_consequences(error: BaseException, expected: bool) -> None:
     wrapped = ValueError("could not log")
     wrapped.__cause__ = error
-    assert is_interruption(wrapped)
-
-
-def test_other_errors_are_not() -> None:
-    for error in (ValueError("Connection closed by peer"), RuntimeError("size mismatch"), KeyboardInterrupt()):
-        assert not is_interruption(error)
+    assert is_interruption(error) == is_interruption(wrapped) == expected
 
 
 def test_error_remembers_the_first_failure_of_its_run_until_it_is_pickled() -> None:
@@ -159,20 +157,21 @@ class SGD(torch.optim.SGD):
 def test_main_thread_is_interrupted_but_not_while_weights_change_nor_after_it_has_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    first = FirstFailure(dist.HashStore(), 0, 2)
-    watch: Any = SimpleNamespace(first=first, has_left=False)
+    monkeypatch.setattr(failure, "store_port", lambda: None)
+    watcher: Any = SimpleNamespace(rank=0, world_size=2, store=dist.HashStore())
+    watch = FailureWatch(watcher)
     optimizer = SGD([torch.zeros(1, requires_grad=True)], 0.1)
 
     def closure() -> None:
         signal.raise_signal(failure._SIGNUM)
 
-    monkeypatch.setattr(failure, "_current", None)
-    failure._take_signal(watch)
     signal.raise_signal(failure._SIGNUM)  # no rank has failed
-    first.report(Failure(rank=1, error="my bug"))
+    watch.first.report(Failure(rank=1, error="my bug"))
     optimizer.step()
     for call in (closure, lambda: optimizer.step(closure)):
         with pytest.raises(InterruptedByFailure, match="Rank 0 ended because rank 1 failed: my bug"):
             call()
-    watch.has_left = True
+    watch.leave()
     signal.raise_signal(failure._SIGNUM)
+    watch.end()
+    assert signal.getsignal(failure._SIGNUM) == signal.SIG_DFL

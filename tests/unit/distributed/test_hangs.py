@@ -1,18 +1,26 @@
 """The sentence that says where all ranks are, and what one process can show of asking for it."""
 
 import os
+import re
 import signal
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import FrameType
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from lightning_paral.distributed import hangs
-from lightning_paral.distributed.frames import Place
-from lightning_paral.distributed.hangs import Hangs, summarize
+from lightning_paral.distributed.hangs import Hangs, Place, place_of, summarize
 from lightning_paral.distributed.watcher import RankWatcher
+from tests.models.linear import Linear
+from tests.running import quiet_trainer
 
 STEP = Place("`training_step` (train.py:41)", waits=False)
 REDUCE = Place("`on_step` (train.py:44), in `all_reduce` (torch/distributed/distributed_c10d.py:3173)", waits=True)
@@ -73,4 +81,56 @@ def test_a_timeout_that_ends_the_process_is_named_with_its_option(caplog, monkey
     assert "Rank 0 of 1 (process " in stacks
     assert " in test_a_timeout_that_ends_the_process_is_named_with_its_option\n" in stacks
     why = "A collective of rank 0 did not finish within timeout=0:07:00, set by `Strategy(timeout=...)`. "
-    assert summary.startswith(f"{why}NCCL ends this process soon. Rank 0 is in `test_a_timeout_")
+    assert summary.startswith(f"{why}NCCL ends this process soon. Rank 0 is in `")
+
+
+def place_in(function: Callable[[], object], built_in: str) -> Place:
+    """Call `function`, and return the place of the first call of a function written in C."""
+    seen: list[Place] = []
+
+    def look(frame: FrameType, event: str, called: Any) -> None:
+        if event == "c_call" and called.__name__ == built_in:
+            seen.append(place_of(traceback.walk_stack(frame)))
+
+    sys.setprofile(look)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return seen[0]
+
+
+def line(text: str) -> str:
+    """Return the file and line of this module whose code is `text`."""
+    with open(__file__) as source:
+        return f"test_hangs.py:{next(number for number, each in enumerate(source, 1) if each.strip() == text)}"
+
+
+class Sleeping(Linear):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        time.sleep(0)
+        return super().training_step(batch, batch_idx)
+
+
+def fit() -> None:
+    quiet_trainer(devices=1, max_steps=1).fit(Sleeping(), DataLoader(torch.ones(1, 4)))
+
+
+def test_innermost_line_of_the_user_is_named() -> None:
+    assert place_in(fit, "sleep") == Place(f"`training_step` ({line('time.sleep(0)')})", waits=False)
+
+
+def test_collective_is_named_below_the_line_that_called_it() -> None:
+    def tell() -> None:
+        dist.all_reduce(torch.ones(1))
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        place = place_in(tell, "wait")
+    finally:
+        dist.destroy_process_group()
+
+    called_at = re.escape(line("dist.all_reduce(torch.ones(1))"))
+    torchs = r"`all_reduce` \(torch/distributed/distributed_c10d.py:\d+\)"
+    assert re.fullmatch(rf"`tell` \({called_at}\), in {torchs}", place.text)
+    assert place.waits

@@ -1,4 +1,4 @@
-"""Signals that a watcher hears, and signals that are ignored while a run ends."""
+"""Signals that a watcher hears, and signals that are handled during a run only."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from lightning_paral.distributed.watcher import Ignored, RankWatcher
+from lightning_paral.distributed.watcher import RankWatcher, SignalHandler, handler_of
 
 
 @pytest.fixture
@@ -36,41 +36,21 @@ def wait_for(heard: list[int]) -> None:
         time.sleep(0.01)
 
 
-def test_signal_is_ignored_and_the_handler_comes_back(received: list[int]) -> None:
-    ignored = Ignored(signal.SIGTERM)
+def test_signal_is_handled_until_the_handler_before_comes_back_even_if_it_is_set_again(received: list[int]) -> None:
+    before, calls = signal.getsignal(signal.SIGTERM), []
+    handler = SignalHandler(signal.SIGTERM, lambda *_: calls.append(1))
     signal.raise_signal(signal.SIGTERM)
-    assert received == []
-    ignored.restore()
+    assert (calls, received) == ([1], [])
+    handler.restore()
+    assert signal.getsignal(signal.SIGTERM) is before
+    signal.signal(signal.SIGTERM, handler)
+    assert handler_of(signal.SIGTERM) is before
     signal.raise_signal(signal.SIGTERM)
-    assert received == [signal.SIGTERM]
-
-
-def test_ignored_signal_is_handled_as_before_if_its_handler_is_set_again(received: list[int]) -> None:
-    ignored = Ignored(signal.SIGTERM)
-    ignored.restore()
-    signal.signal(signal.SIGTERM, ignored)
-    signal.raise_signal(signal.SIGTERM)
-    assert received == [signal.SIGTERM]
-
-
-def test_watcher_and_who_listened_before_both_hear_a_signal(watcher: RankWatcher, received: list[int]) -> None:
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    before = signal.set_wakeup_fd(write_end)
-    try:
-        heard: list[int] = []
-        watcher.hear(signal.SIGTERM, lambda: heard.append(1))
-        signal.raise_signal(signal.SIGTERM)
-        wait_for(heard)
-        assert os.read(read_end, 8) == bytes([signal.SIGTERM])
-        watcher.end()
-    finally:
-        assert signal.set_wakeup_fd(before) == write_end
-        os.close(read_end)
-        os.close(write_end)
+    assert (calls, received) == ([1], [signal.SIGTERM])
 
 
 def test_signals_of_a_forked_process_are_not_heard(watcher: RankWatcher, received: list[int]) -> None:
+    before = signal.set_wakeup_fd(-1)
     heard: list[int] = []
     watcher.hear(signal.SIGTERM, lambda: heard.append(1))
     child = os.fork()
@@ -82,3 +62,5 @@ def test_signals_of_a_forked_process_are_not_heard(watcher: RankWatcher, receive
     assert heard == []
     signal.raise_signal(signal.SIGTERM)
     wait_for(heard)
+    watcher.end()
+    assert signal.set_wakeup_fd(before) == -1

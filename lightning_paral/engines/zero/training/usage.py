@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.distributed.process_group import host_group
 from lightning_paral.engines.zero.state.fp32_partitions import FlatRange, Partition
 from lightning_paral.errors import UnusedParametersError
 from lightning_paral.model.requires_grad import first_names
@@ -200,7 +199,7 @@ class Usage:
             [*used, *(not is_used for is_used in used), order, -order], dtype=torch.int64, device="cpu"
         )
         if dist.is_initialized():
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=host_group())
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         *either, highest, lowest = flags.tolist()
         by_some, not_by_some = either[: len(used)], either[len(used) :]
         names = [name for (name, _), *both in zip(self._parameters, by_some, not_by_some, strict=True) if all(both)]

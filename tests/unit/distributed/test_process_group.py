@@ -4,24 +4,21 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from lightning_paral.distributed.rendezvous import meet
+from lightning_paral.distributed.process_group import meet
 from lightning_paral.errors import ProcessGroupError
 
 SECONDS = timedelta(seconds=60)
 SHORT = timedelta(seconds=0.5)
 
 
-@pytest.fixture(params=["tcp", "file"])
-def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Any]:
+@pytest.fixture
+def open_store() -> Callable[[], Any]:
     """Return a function that opens the same store again, as each process does."""
-    if request.param == "file":
-        return lambda: dist.FileStore(str(tmp_path / "store"))
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return lambda: dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
 
