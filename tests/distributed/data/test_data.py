@@ -85,7 +85,7 @@ ORDERED: dict[str, Rows] = {
         {"overfit_batches": 2, "max_epochs": 2},
         ([[0, 1], [4, 5]] * 2, [[2, 3], [6, 7]] * 2),
     ),
-    "stream": (lambda: DataLoader(Stream(9), 2), {}, ([[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [2, 3]])),
+    "stream": (lambda: DataLoader(Stream(9), 2), {}, ([[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [8]])),
     "stream, drop": (lambda: DataLoader(Stream(9), 2), {"remainder": "drop"}, ([[0, 1], [4, 5]], [[2, 3], [6, 7]])),
     "stream, global": (
         lambda: DataLoader(Stream(8), 4),
@@ -214,21 +214,21 @@ def test_resuming_skips_the_samples_seen_at_any_world_size(on_ranks, tmp_path, w
     assert len(set(flat([rank["global"] for rank in ranks]))) == 12
 
 
-def saved_seeds(folder: str) -> list[int]:
-    """Return the seeds of orders in checkpoints saved after an evaluation, another one, a fit, and an evaluation."""
+def saved_seeds(folder: str) -> list[int | None]:
+    """Return the seeds of orders in checkpoints saved after an evaluation, a fit, and another evaluation."""
     model, loader, trainer = Recorder(), DataLoader(Indices(8), batch_size=2), trainer_of()
     seeds = []
-    for seed, run in enumerate((trainer.validate, trainer.validate, trainer.fit, trainer.validate)):
+    for seed, run in enumerate((trainer.validate, trainer.fit, trainer.validate)):
         torch.manual_seed(seed)
         run(model, loader)
         trainer.save_checkpoint(f"{folder}/{seed}.ckpt")
         saved = torch.load(f"{folder}/{seed}.ckpt", weights_only=False)
-        seeds.append(saved["lightning_paral.data"]["seed"])
+        seeds.append(saved["lightning_paral.data"]["seed"] if "lightning_paral.data" in saved else None)
     return seeds
 
 
-def test_a_checkpoint_has_the_position_of_the_last_fit_or_else_of_the_last_evaluation(on_ranks, tmp_path) -> None:
-    assert on_ranks(2, saved_seeds, str(tmp_path)) == [[0, 1, 2, 2]] * 2
+def test_a_checkpoint_has_the_position_of_the_last_fit(on_ranks, tmp_path) -> None:
+    assert on_ranks(2, saved_seeds, str(tmp_path)) == [[None, 1, 1]] * 2
 
 
 # Bad input

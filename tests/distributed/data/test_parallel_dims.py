@@ -12,7 +12,6 @@ from torchmetrics import SumMetric
 from lightning_paral import ParalDDPStrategy
 from lightning_paral.data.loaders import seed_workers_by_data_rank
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.errors import ConfigurationError
 from tests.models.linear import Linear
 from tests.running import quiet_trainer
 
@@ -93,19 +92,16 @@ def test_decisions_are_those_of_all_ranks(on_ranks, strategy: type[ParalDDPStrat
         assert decisions == [True, False, True, False]
 
 
-def fit_data_pipe() -> str:
+def samples_of_data_pipe() -> list[float]:
     module = Recording()
-    loader = DataLoader(IterableWrapper([torch.ones(1)] * 4), batch_size=2)
-    try:
-        quiet_trainer(strategy=Together(), devices=2, max_epochs=1, limit_val_batches=0).fit(module, loader)
-    except ConfigurationError as error:
-        return str(error)
-    return ""
+    loader = DataLoader(IterableWrapper([torch.full((1,), float(i)) for i in range(8)]).sharding_filter(), batch_size=2)
+    trainer = quiet_trainer(strategy=InPairs(), devices=4, max_epochs=1, limit_val_batches=0)
+    trainer.fit(module, loader)
+    return module.samples
 
 
-def test_data_pipes_are_refused_because_torch_shards_them_over_all_ranks(on_ranks) -> None:
-    for message in on_ranks(2, fit_data_pipe):
-        assert "among all 2 ranks, but only 1 of them" in message
+def test_data_pipes_are_divided_among_the_data_ranks(on_ranks) -> None:
+    assert on_ranks(4, samples_of_data_pipe) == [[0, 1, 4, 5]] * 2 + [[2, 3, 6, 7]] * 2
 
 
 class Draws(Dataset[Tensor]):
@@ -122,7 +118,7 @@ def drawn_by_rank(init: Any) -> list[list[float]]:
     for rank in range(4):
         torch.manual_seed(1)
         loader = DataLoader(Draws(), num_workers=1, worker_init_fn=init)
-        seed_workers_by_data_rank(loader, ParallelDims(rank=rank, replicate=2, tensor=2))
+        loader = seed_workers_by_data_rank(loader, ParallelDims(rank=rank, replicate=2, tensor=2))
         found.append(torch.cat(list(loader)).tolist())
     return found
 

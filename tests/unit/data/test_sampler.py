@@ -13,9 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from lightning_paral.data.division import ShardSpec
-from lightning_paral.data.order import GlobalOrder, Seed
-from lightning_paral.data.sampler import RankBatchSampler
+from lightning_paral.data.sampler import GlobalOrder, RankBatchSampler, Seed, ShardSpec
 from lightning_paral.errors import ConfigurationError
 
 lengths, batch_sizes, worlds = st.integers(0, 700), st.integers(1, 9), st.integers(1, 9)
