@@ -13,6 +13,7 @@ from torch.utils.data import (
     Sampler,
     WeightedRandomSampler,
 )
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from lightning_paral import ConfigurationError
 from tests.models.recorded import Indices, Recorder, Stream, fit, flat, trainer_of
@@ -64,6 +65,10 @@ def distributed() -> Any:
     return DataLoader(Indices(8), 2, sampler=DistributedSampler(Indices(8), 2, dist.get_rank(), shuffle=False))
 
 
+def data_pipe() -> Any:
+    return DataLoader(IterableWrapper(list(range(8))).sharding_filter(), 2)
+
+
 def divided() -> Any:
     return DataLoader(Stream(5, divided=True), 1)
 
@@ -86,6 +91,7 @@ ORDERED: dict[str, Rows] = {
         ([[0, 1], [4, 5]] * 2, [[2, 3], [6, 7]] * 2),
     ),
     "stream": (lambda: DataLoader(Stream(9), 2), {}, ([[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [8]])),
+    "data pipe": (data_pipe, {}, ([[0, 1], [4, 5]], [[2, 3], [6, 7]])),
     "stream, drop": (lambda: DataLoader(Stream(9), 2), {"remainder": "drop"}, ([[0, 1], [4, 5]], [[2, 3], [6, 7]])),
     "stream, global": (
         lambda: DataLoader(Stream(8), 4),

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.datapipes.iter import IterableWrapper
 from torchmetrics import SumMetric
 
 from lightning_paral import ParalDDPStrategy
@@ -70,38 +69,14 @@ def fit(strategy: type[ParalDDPStrategy], num_ranks: int) -> tuple[list[float], 
     return module.samples, module.decisions, float(trainer.callback_metrics["total"])
 
 
-def test_ranks_of_one_data_rank_draw_the_same_samples_though_their_generators_differ(on_ranks) -> None:
-    ranks = [samples for samples, _, _ in on_ranks(4, fit, InPairs, 4)]
+def test_ranks_of_one_data_rank_draw_and_decide_the_same_and_count_once(on_ranks) -> None:
+    for strategy, num_ranks in ((InPairs, 4), (Together, 2)):
+        ranks = on_ranks(num_ranks, fit, strategy, num_ranks)
 
-    assert ranks[0] == ranks[1]
-    assert ranks[2] == ranks[3]
-    assert sorted(ranks[0] + ranks[2]) == list(range(8))
-
-
-def test_ranks_that_all_compute_the_same_count_samples_once(on_ranks) -> None:
-    (first, _, total), (second, _, other_total) = on_ranks(2, fit, Together, 2)
-
-    assert first == second
-    assert sorted(first) == list(range(8))
-    assert total == other_total == sum(range(8))
-
-
-@pytest.mark.parametrize(("strategy", "num_ranks"), [(InPairs, 4), (Together, 2)])
-def test_decisions_are_those_of_all_ranks(on_ranks, strategy: type[ParalDDPStrategy], num_ranks: int) -> None:
-    for _, decisions, _ in on_ranks(num_ranks, fit, strategy, num_ranks):
-        assert decisions == [True, False, True, False]
-
-
-def samples_of_data_pipe() -> list[float]:
-    module = Recording()
-    loader = DataLoader(IterableWrapper([torch.full((1,), float(i)) for i in range(8)]).sharding_filter(), batch_size=2)
-    trainer = quiet_trainer(strategy=InPairs(), devices=4, max_epochs=1, limit_val_batches=0)
-    trainer.fit(module, loader)
-    return module.samples
-
-
-def test_data_pipes_are_divided_among_the_data_ranks(on_ranks) -> None:
-    assert on_ranks(4, samples_of_data_pipe) == [[0, 1, 4, 5]] * 2 + [[2, 3, 6, 7]] * 2
+        for (first, *found), (second, *_) in zip(ranks[::2], ranks[1::2], strict=True):
+            assert first == second
+            assert found == [[True, False, True, False], sum(range(8))]
+        assert sorted(sample for samples, *_ in ranks[::2] for sample in samples) == list(range(8))
 
 
 class Draws(Dataset[Tensor]):

@@ -89,28 +89,6 @@ def test_repeated_samples_count_nowhere(on_ranks, reduce_fx: str, step: float, e
         assert (steps, epochs) == ([pytest.approx(step), 4.0], [pytest.approx(epoch)])
 
 
-class Sizes(Recording):
-    """Logs with constant batch sizes and with numbers of samples, where they are hard to tell apart."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        sizes = {"one": 1, "four": 4, "given": len(batch), "found": None, "double": torch.tensor(2 * len(batch))}
-        for name, size in sizes.items():
-            self.log(name, batch.mean(), batch_size=size, on_step=False, on_epoch=True, sync_dist=True)  # type: ignore[arg-type]
-        return super().training_step(batch, batch_idx)
-
-
-def logged_sizes(*options: Any) -> dict[str, float]:
-    logged, _ = fit(Sizes(), *options)
-    return {key: logged[key] for key in ("one", "four", "given", "found", "double")}
-
-
-@pytest.mark.parametrize("sizes", [(7, 6), (13, 6), (4, 4), (8, 5), (1, 6), (11, 6)])
-def test_batch_sizes_are_divided_if_they_are_constant(on_ranks, sizes: tuple[int, int]) -> None:
-    expected = logged_sizes(*sizes, "auto", 1)
-    for found in on_ranks(RANKS, logged_sizes, *sizes):
-        assert found == pytest.approx(expected)
-
-
 # Metrics
 
 
