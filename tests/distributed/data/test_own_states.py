@@ -17,7 +17,7 @@ LENGTH, STEPS = 26, 3
 
 
 class Continuing(IterableDataset[torch.Tensor]):
-    """Yields numbers plus a random one. Continues where the last iteration was left, as a connection to a server does."""
+    """Yields numbers plus a random one. Continues where an iteration was left, as a connection to a server does."""
 
     def __init__(self, length: int) -> None:
         self.length, self.position, self.num_loaded = length, 0, 0
