@@ -4,10 +4,11 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import chain, count, islice
+from itertools import chain, count, islice, repeat
 from typing import Any
 
 import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
 
@@ -273,8 +274,7 @@ class _EpochForwarder:
         self._dataset = dataset
 
     def __iter__(self) -> Iterator[None]:
-        while True:
-            yield None
+        return repeat(None)
 
     def set_epoch(self, epoch: int) -> None:
         self._dataset.set_epoch(epoch)
@@ -295,11 +295,8 @@ def synchronize_self_sharded(loader: Loader, shard: ShardSpec, group: dist.Proce
     rank_zero_info(
         f"{type(loader.dataset).__name__} shards itself, so ranks agree before each batch whether to continue."
     )
-    try:
-        length = len(loader)
-    except TypeError:
-        length = -1
-    lengths = gather_ints(length, group)
+    length = sized_len(loader)
+    lengths = gather_ints(-1 if length is None else length, group)
     num_batches = min(lengths) if shard.remainder == "drop" or min(lengths) < 0 else max(lengths)
     in_step = partial(_in_lockstep, restart=partial(iter, loader), remainder=shard.remainder, group=group)
     return with_iteration(loader, in_step, num_batches if num_batches >= 0 else None)

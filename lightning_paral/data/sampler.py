@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_paral.distributed.exchange import Facts, broadcast_from_first_rank, check_same
@@ -292,7 +293,7 @@ class GlobalOrder:
 
     def num_batches(self) -> int | None:
         """Return the number of batches in an epoch, or `None` if the sampler has no length."""
-        return _length(self.batches)
+        return sized_len(self.batches)
 
     def num_batches_after(self, num_samples: int) -> int | None:
         """Return the number of batches after the first `num_samples` of an epoch, or `None` if it is unknown."""
@@ -300,17 +301,10 @@ class GlobalOrder:
         batch_size = getattr(self.batches, "batch_size", None) if self.batched else 1
         if num_batches is None or not isinstance(batch_size, int):
             return None
-        length = _length(getattr(self.batches, "sampler", self.batches))
+        length = sized_len(getattr(self.batches, "sampler", self.batches))
         if length is None:
             length = num_batches * batch_size
         return 0 if num_samples >= length else max(0, num_batches - num_samples // batch_size)
-
-
-def _length(sampler: Any) -> int | None:
-    try:
-        return len(sampler)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _text_of_first(batches: Sequence[Any]) -> str:
