@@ -101,35 +101,31 @@ class Metrics(Recording):
         self.in_list = [CatMetric()]
         self.in_dict = {"mean": MeanMetric()}
         self.wrapped = MetricCollection([MeanMetric()])
-        self.of_steps: list[float] = []
-        self.computed: dict[str, float] = {}
+        self.found: list[float] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.of_steps.append(float(self.auroc(batch / 10, (batch % 3 > 0).long())))
+        self.found.append(float(self.auroc(batch / 10, (batch % 3 > 0).long())))
         self.in_list[0].update(batch)
         self.in_dict["mean"](batch.mean())
         self.wrapped.update(batch.mean())
         return super().training_step(batch, batch_idx)
 
     def on_train_epoch_end(self) -> None:
-        self.computed["auroc"] = float(self.auroc.compute())
-        self.computed["cat"] = float(self.in_list[0].compute().sum())
-        self.computed["mean"] = float(self.in_dict["mean"].compute())
-        self.computed["wrapped"] = float(self.wrapped.compute()["MeanMetric"])
+        metrics = self.auroc, *self.in_list, *self.in_dict.values()
+        self.found += [float(metric.compute().sum()) for metric in metrics]
+        self.found.append(float(self.wrapped.compute()["MeanMetric"]))
 
 
-def computed_metrics(*options: Any) -> Any:
+def computed_metrics(*options: Any) -> list[float]:
     module = Metrics()
     fit(module, *options)
-    return module.of_steps, module.computed
+    return module.found
 
 
 @pytest.mark.parametrize("sizes", [(7, 4), (2, 4), (5, 4)])
 def test_metrics_equal_those_of_one_process_wherever_they_are(on_ranks, sizes: tuple[int, int]) -> None:
-    of_steps, computed = computed_metrics(*sizes, "auto", 1)
-    for found_of_steps, found in on_ranks(RANKS, computed_metrics, *sizes):
-        assert found_of_steps == pytest.approx(of_steps)
-        assert found == pytest.approx(computed)
+    expected = computed_metrics(*sizes, "auto", 1)
+    assert on_ranks(RANKS, computed_metrics, *sizes) == [pytest.approx(expected)] * RANKS
 
 
 # Steps
