@@ -30,7 +30,7 @@ from lightning_paral.data.loaders import (
 )
 from lightning_paral.data.metrics import gather_over_data_ranks
 from lightning_paral.data.results import LoggedHistory, TrainingResults
-from lightning_paral.data.resume import DataPosition, Source, keep_states, num_processed
+from lightning_paral.data.resume import DataPosition, Source, keep_states
 from lightning_paral.data.sampler import EVEN, Mark, Seed, ShardSpec
 from lightning_paral.distributed.exchange import all_ranks
 from lightning_paral.distributed.mesh import ParallelDims
@@ -247,7 +247,8 @@ class RunData:
 
     @property
     def _epoch(self) -> int:
-        return num_processed(self._trainer.fit_loop.epoch_progress)
+        progress: Any = self._trainer.fit_loop.epoch_progress
+        return int(progress.current.processed)
 
     def _draws_itself(self, step: str) -> bool:
         """Return whether the module's `step` takes a `dataloader_iter`, from which it draws batches itself."""
