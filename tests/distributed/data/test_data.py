@@ -8,10 +8,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import (
+    ConcatDataset,
     DataLoader,
     DistributedSampler,
     Sampler,
+    Subset,
     WeightedRandomSampler,
+    random_split,
 )
 from torch.utils.data.datapipes.iter import IterableWrapper
 
@@ -84,6 +87,11 @@ ORDERED: dict[str, Rows] = {
     # The first batch has one sample, so the other rank takes it as well, with weight zero.
     "buckets, global": (buckets, {"split": "global"}, ([[0], [2, 4], [6], [8]], [[0], [1, 3], [5], [7, 9]])),
     "no batch size": (lambda: DataLoader(Indices(6), batch_size=None), {}, ([0, 2, 4], [1, 3, 5])),
+    "differing, not wanted": (
+        lambda: DataLoader(Indices(2 + 2 * dist.get_rank()), 4),
+        {"use_distributed_sampler": False},
+        ([[0, 1]], [[0, 1, 2, 3]]),
+    ),
     "distributed already": (distributed, {}, ([[0, 2], [4, 6]], [[1, 3], [5, 7]])),
     "overfit": (
         in_order(12, shuffle=True),
@@ -248,10 +256,27 @@ class LooksAtTheRank(Sampler[int]):
         return 8
 
 
+def differing(kind: str) -> Callable[[], Any]:
+    """Return a function that returns a loader whose dataset differs between ranks."""
+
+    def make() -> Any:
+        rank, numbers = dist.get_rank(), Indices(16)
+        if kind == "length":
+            return DataLoader(Indices(16 + 4 * rank), 4)
+        if kind == "split":
+            return DataLoader(random_split(numbers, [12, 4], generator=torch.Generator().manual_seed(rank))[0], 4)
+        return DataLoader(ConcatDataset([Subset(numbers, range(12)), Subset(numbers, [0, 1, 2, 3, 4 + rank])]), 4)
+
+    return make
+
+
 DIFFERENT = "The LooksAtTheRank first draws [[0, 1], [2, 3], [4, 5], [6, 7]] on rank 0 and [[1, 2],"
 TOO_FEW = "has fewer batches than there are ranks, 2"
 REFUSED: dict[str, Rows] = {
     "orders differ": (lambda: DataLoader(Indices(8), 2, sampler=LooksAtTheRank()), {}, DIFFERENT),
+    "length": (differing("length"), {}, "The loader's Indices has length 16 on rank 0 and 20 on rank 1"),
+    "split": (differing("split"), {}, "The loader's Subset has indices ["),
+    "nested": (differing("nested"), {}, "ConcatDataset, its Subset 1 has indices [0, 1, 2, 3, 4]"),
     "one batch": (in_order(2), {"remainder": "drop"}, TOO_FEW),
     "one bucket": (
         lambda: DataLoader(Indices(2), batch_sampler=Buckets(sizes=[2])),

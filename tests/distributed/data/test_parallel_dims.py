@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import SumMetric
 
-from lightning_paral import ParalDDPStrategy
+from lightning_paral import ConfigurationError, ParalDDPStrategy
 from lightning_paral.data.loaders import seed_workers_by_data_rank
 from lightning_paral.distributed.mesh import ParallelDims
 from tests.models.linear import Linear
@@ -77,6 +78,29 @@ def test_ranks_of_one_data_rank_draw_and_decide_the_same_and_count_once(on_ranks
             assert first == second
             assert found == [[True, False, True, False], sum(range(8))]
         assert sorted(sample for samples, *_ in ranks[::2] for sample in samples) == list(range(8))
+
+
+class OfRank(Dataset[Tensor]):
+    """Has other values on each rank, of the same shape."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((1,), float(dist.get_rank()))
+
+
+def error_of_tensor_ranks() -> str:
+    trainer = quiet_trainer(strategy="paral_tp", devices=2, max_epochs=1)
+    with pytest.raises(ConfigurationError) as raised:
+        trainer.fit(Linear(1), DataLoader(OfRank(), 4))
+    return str(raised.value)
+
+
+def test_different_batches_of_tensor_ranks_are_named(on_ranks) -> None:
+    for message in on_ranks(2, error_of_tensor_ranks):
+        assert "The tensor ranks have different batches in the first training_step" in message
+        assert "call seed_everything() first" in message
 
 
 class Draws(Dataset[Tensor]):
