@@ -121,7 +121,7 @@ class Sampling:
 
     remainder: Literal["drop", "wrap"] = "wrap"
     """For `split="batch"` in training, if the number of batches is not divisible by the number of ranks: drop the last
-    batches (`"drop"`), or add the first batches of the epoch (`"wrap"`)."""
+    batches (`"drop"`), or add the first batches of the epoch, in a stream those of the last step (`"wrap"`)."""
 
     shard_iterable: bool = True
     """Divide the samples of iterable datasets among ranks and workers. `False`: the datasets do this themselves."""

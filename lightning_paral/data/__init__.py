@@ -1,6 +1,5 @@
 """Which samples a rank draws: each sample once in evaluation, the same number of steps on all ranks in training."""
 
-from lightning_paral.data.distribute import LoaderDistributor
-from lightning_paral.data.predictions import GatherPredictions
+from lightning_paral.data.evaluation import GatherPredictions
 
-__all__ = ["GatherPredictions", "LoaderDistributor"]
+__all__ = ["GatherPredictions"]

@@ -1,11 +1,11 @@
-"""Make Lightning's evaluation loops count each sample once: skip padding batches and join uneven results."""
+"""Make Lightning's evaluation loops count each sample once, and gather predictions in the order of one process."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_paral.compat.lightning.evaluation import (
@@ -18,17 +18,18 @@ from lightning_paral.compat.lightning.evaluation import (
     combined_loader_of,
     items_of,
     mode_of,
-    replace_evaluation_step,
-    replace_predict_step,
+    replace_step,
     set_results,
 )
-from lightning_paral.data.division import Mark, Marked
-from lightning_paral.data.logged_keys import LoggedHistory
+from lightning_paral.data.loaders import Marked
 from lightning_paral.data.metrics import change_updates, keep_steps_local, metrics_of_run
-from lightning_paral.data.results import EVEN, SharedResults
+from lightning_paral.data.results import LoggedHistory, SharedResults
 from lightning_paral.data.rollback import rollback_side_effects
+from lightning_paral.data.sampler import EVEN, Mark, ShardSpec
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.errors import ConfigurationError
+
+_Loop = EvaluationLoop | PredictionLoop
 
 
 class ExactEvaluationLoops:
@@ -36,117 +37,79 @@ class ExactEvaluationLoops:
 
     Args:
         trainer: the Trainer whose validation, test and prediction loops are changed until `undo` is closed.
-        dims: the parallel dimensions, which say which ranks evaluate different samples.
-        run_padding: whether the step contains collectives and must run for padding batches. Otherwise they are skipped.
-        undo: a stack to which functions that undo the changes are pushed.
         history: remembers which logged values this rank has reduced.
+        undo: a stack to which functions that undo the changes are pushed.
+        run_padding: whether the step contains collectives and must run for padding batches. Otherwise they are skipped.
     """
 
-    def __init__(
-        self, trainer: Trainer, dims: ParallelDims, run_padding: bool, undo: ExitStack, history: LoggedHistory
-    ) -> None:
+    def __init__(self, trainer: Trainer, history: LoggedHistory, undo: ExitStack, *, run_padding: bool) -> None:
         self._trainer = trainer
-        self._dims = dims
-        self._run_padding = run_padding
         self._history = history
+        self._run_padding = run_padding
         self._metrics: list[Any] | None = None  # found in the module and the callbacks, until the end of the loader
         for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-            self._change_evaluation(loop, undo)
-        self._change_prediction(trainer.predict_loop, undo)
-
-    def _change_evaluation(self, loop: EvaluationLoop, undo: ExitStack) -> None:
-        results = SharedResults(self._dims, self._history, training=False)
-        set_results(loop, results)
-
-        def skip_padding(evaluation_step: Step) -> Step:
-            def step(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
-                combined = combined_loader_of(loop)
-                batch, mark = take_off_marks(batch, combined)
-                # A step that draws its batches itself may do so a different number of times on each rank.
-                results.rank_local = mark.some_have_none or dataloader_iter is not None
-                results.mark = EVEN if mark.is_padding else mark
-                stage = "test" if self._trainer.testing else "validation"
-                loader = f" of loader {dataloader_idx}" if loop.num_dataloaders > 1 else ""
-                self._history.where = f"{stage} batch {batch_idx}{loader}"
-                with self._changing_metrics(results.mark.weight, is_local=results.rank_local):
-                    if not mark.is_padding:
-                        evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
-                        return
-                    several = mode_of(combined) == "sequential" and loop.num_dataloaders > 1
-                    # At the end of the loader Lightning reads what this rank logged in earlier steps, under this index.
-                    results.dataloader_idx = dataloader_idx if several else None
-                    if self._run_padding:
-                        self._discard_padding_step(loop, results, batch, batch_idx)
-
-            return step
-
-        def join_results() -> None:
-            results.rank_local, results.mark, self._metrics = False, EVEN, None
-            stage = "test" if self._trainer.testing else "validation"
-            self._history.where = f"the hooks at the end of the {stage}"
-            results.join(self._trainer.lightning_module)
-
-        replace_evaluation_step(loop, skip_padding, undo)
-        call_at_end_of_loader(loop, self._trainer, join_results, undo)
-
-    def _change_prediction(self, loop: PredictionLoop, undo: ExitStack) -> None:
-        def skip_padding(predict_step: Step) -> Step:
-            def step(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
-                batch, mark = take_off_marks(batch, combined_loader_of(loop))
-                with self._changing_metrics(1.0, is_local=mark.some_have_none or dataloader_iter is not None):
-                    if not mark.is_padding:
-                        predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)
-                    elif self._run_padding:
-                        index = dataloader_idx if loop.num_dataloaders > 1 else None
-                        self._run_padding_step(loop, "predict_step", batch, batch_idx, index)
-
-            return step
-
-        replace_predict_step(loop, skip_padding, undo)
-
-    @contextmanager
-    def _changing_metrics(self, weight: float, *, is_local: bool) -> Iterator[None]:
-        """Weight metrics by the number of this rank's samples, and let none of them wait for ranks without any."""
-        if weight == 1.0 and not is_local:
-            yield
-            return
-        if self._metrics is None:
-            self._metrics = metrics_of_run(self._trainer)
-        with ExitStack() as undo:
-            if is_local:
-                keep_steps_local(self._metrics, undo)
-            if weight != 1.0:
-                change_updates(self._metrics, weight, undo)
-            yield
-
-    def _discard_padding_step(self, loop: EvaluationLoop, results: SharedResults, batch: Any, batch_idx: int) -> None:
-        discarded = SharedResults(self._dims, LoggedHistory(), training=False)
-        discarded.rank_local = True
-        discarded.dataloader_idx = results.dataloader_idx
-        set_results(loop, discarded)
-        try:
-            hook_name = "test_step" if self._trainer.testing else "validation_step"
-            self._run_padding_step(loop, hook_name, batch, batch_idx, results.dataloader_idx)
-        finally:
+            results = SharedResults(history, training=False)
             set_results(loop, results)
+            replace_step(loop, partial(self._step, loop, results), undo)
+            call_at_end_of_loader(loop, trainer, partial(self._join, results), undo)
+        replace_step(trainer.predict_loop, partial(self._step, trainer.predict_loop, None), undo)
+
+    def _step(self, loop: _Loop, results: SharedResults | None, step: Step, batch: Any, *place: Any) -> None:
+        """Run `step`, the loop's own step, unless the batch is padding. `place` is what else Lightning passes to it."""
+        combined, (batch_idx, dataloader_idx, _) = combined_loader_of(loop), place
+        batch, mark = take_off_marks(batch, combined)
+        weight = 1.0 if mark.is_padding or results is None else mark.weight
+        if results is not None:
+            results.rank_local, results.mark = mark.some_have_none, EVEN if mark.is_padding else mark
+            loader = f" of loader {dataloader_idx}" if loop.num_dataloaders > 1 else ""
+            self._history.where = f"{self._stage} batch {batch_idx}{loader}"
+        with ExitStack() as undo:
+            self._change_metrics(weight, is_local=mark.some_have_none, undo=undo)
+            if not mark.is_padding:
+                step(batch, *place)
+                return
+            index = dataloader_idx if mode_of(combined) == "sequential" and loop.num_dataloaders > 1 else None
+            if results is not None:
+                # At the end of the loader Lightning reads what this rank logged in earlier steps, under this index.
+                results.dataloader_idx = index
+            if self._run_padding:
+                self._run_padding_step(loop, results, batch, batch_idx, index)
+
+    @property
+    def _stage(self) -> str:
+        return "test" if self._trainer.testing else "validation"
+
+    def _join(self, results: SharedResults) -> None:
+        results.rank_local, results.mark, self._metrics = False, EVEN, None
+        self._history.where = f"the hooks at the end of the {self._stage}"
+        results.join(self._trainer.lightning_module)
+
+    def _change_metrics(self, weight: float, *, is_local: bool, undo: ExitStack) -> None:
+        """Weight metrics by the number of this rank's samples, and let none of them wait for ranks without any."""
+        if self._metrics is None and (is_local or weight != 1.0):
+            self._metrics = metrics_of_run(self._trainer)
+        if is_local:
+            keep_steps_local(self._metrics or (), undo)
+        if weight != 1.0:
+            change_updates(self._metrics or (), weight, undo)
 
     def _run_padding_step(
-        self,
-        loop: EvaluationLoop | PredictionLoop,
-        hook_name: str,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int | None,
+        self, loop: _Loop, results: SharedResults | None, batch: Any, batch_idx: int, dataloader_idx: int | None
     ) -> None:
-        """Run the step for a padding batch and roll back its side effects. *Collective* if the step is."""
-        trainer = self._trainer
+        """Run the step for a padding batch, and discard what it logs and changes. *Collective* if the step is."""
+        trainer, hook_name = self._trainer, "predict_step" if results is None else f"{self._stage}_step"
         if batch is None:
             raise ConfigurationError(
-                f"Rank {trainer.global_rank} got no batch from a dataset that shards itself, so it cannot take part in "
-                f"the collectives of {hook_name} on the other ranks. Give every rank some data, or let the strategy "
-                "shard the dataset: shard_iterable=True."
+                f"This rank got no batch from a dataset that shards itself, and cannot join the {hook_name} of others. "
+                "Give every rank some data, or let the strategy shard the dataset: shard_iterable=True."
             )
-        with rollback_side_effects(trainer.lightning_module):
+        with ExitStack() as undo:
+            if results is not None and not isinstance(loop, PredictionLoop):
+                discarded = SharedResults(LoggedHistory(self._history.dims), training=False)
+                discarded.rank_local, discarded.dataloader_idx = True, dataloader_idx
+                set_results(loop, discarded)
+                undo.callback(set_results, loop, results)
+            undo.enter_context(rollback_side_effects(trainer.lightning_module))
             call_step_without_hooks(trainer, loop, hook_name, batch, batch_idx, dataloader_idx)
 
 
@@ -162,19 +125,15 @@ def take_off_marks(batch: Any, combined: CombinedLoader) -> tuple[Any, Mark]:
         return (batch.batch, batch.mark) if isinstance(batch, Marked) else (batch, EVEN)
     items = items_of(combined, batch)
     marks = [item.mark if isinstance(item, Marked) else EVEN for item in items]
-    lengths = [sized_len(loader) or 0 for loader in combined.flattened]
-    from_longest = [mark for mark, length in zip(marks, lengths, strict=True) if length == max(lengths)]
-    ends = (
-        any(mark.is_padding for mark in marks) if mode == "min_size" else all(mark.is_padding for mark in from_longest)
-    )
+    padded, lengths = [mark.is_padding for mark in marks], [sized_len(loader) or 0 for loader in combined.flattened]
+    in_longest = [each for each, length in zip(padded, lengths, strict=True) if length == max(lengths)]
+    ends = any(padded) if mode == "min_size" else all(in_longest)
     # Only weights that all loaders share say how the step is divided.
-    weight, exceeds_ranks = (
-        (marks[0].weight, marks[0].exceeds_ranks) if len({mark.weight for mark in marks}) == 1 else (1.0, False)
-    )
+    shared = marks[0] if len({mark.weight for mark in marks}) == 1 else EVEN
     combined_mark = Mark(
-        weight=0.0 if ends else weight or 1.0,
+        weight=0.0 if ends else shared.weight or 1.0,
         some_have_none=any(mark.some_have_none for mark in marks),  # equal on all ranks
-        exceeds_ranks=exceeds_ranks,
+        exceeds_ranks=shared.exceeds_ranks,
     )
     drops = mode == "max_size" and not ends
     users = [
@@ -182,3 +141,46 @@ def take_off_marks(batch: Any, combined: CombinedLoader) -> tuple[Any, Mark]:
         for item, mark in zip(items, marks, strict=True)
     ]
     return batch_of(combined, users), combined_mark
+
+
+# Predictions
+
+
+class GatherPredictions(Callback):
+    """Makes `trainer.predict` return on every rank the predictions of a single process: each sample once, in order.
+
+    Use it as `Trainer(callbacks=[GatherPredictions()])`. Every rank then holds all predictions, on CPU.
+    """
+
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Gather the predictions on all ranks. *Collective* over the data ranks.
+
+        Raises:
+            ConfigurationError: the order of a loader is unknown.
+        """
+        loop = trainer.predict_loop
+        # Other strategies have no `dims`. `_padding_steps` refuses their loaders, whose order is unknown.
+        dims = getattr(trainer.strategy, "dims", ParallelDims(replicate=trainer.world_size))
+        if dims.data_size == 1 or not loop.return_predictions:
+            return
+        loaders = CombinedLoader(trainer.predict_dataloaders).flattened
+        by_loader = [loop.predictions] if len(loaders) == 1 else loop.predictions
+        for loader, predictions in zip(loaders, by_loader, strict=True):
+            padding = _padding_steps(loader)
+            steps = (step for step in range(len(predictions) + len(padding)) if step not in padding)
+            gathered = dims.data_rank_group().gather(dict(zip(steps, predictions, strict=False)))
+            # In each step, the ranks have consecutive batches.
+            every_step = sorted(set().union(*gathered))
+            predictions[:] = [batches[step] for step in every_step for batches in gathered if step in batches]
+
+
+def _padding_steps(loader: Any) -> set[int]:
+    sampler, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
+    for source in (sampler, getattr(loader, "sampler", None), dataset):
+        if isinstance(getattr(source, "shard", None), ShardSpec):
+            return {step for step, mark in source.marks.items() if mark.is_padding}  # type: ignore[union-attr]
+    raise ConfigurationError(
+        f"GatherPredictions does not know in which order the ranks drew from {type(loader).__name__}: the "
+        "strategy did not distribute it. Pass a DataLoader without a distributed sampler, and leave "
+        "use_distributed_sampler=True."
+    )

@@ -1,35 +1,69 @@
-"""Copies of a user's `DataLoader` that yield this rank's batches, but keep their class name and worker settings."""
+"""Copies of a user's `DataLoader` that yield this rank's batches, but keep their class name and worker settings.
+
+A batch of an uneven step is marked, which a `Collate` carries from the samples of a stream to their batch.
+"""
 
 import copy
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 from zlib import crc32
 
 import numpy as np
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_paral.compat.lightning.evaluation import IndexBatchSampler
 from lightning_paral.compat.torch.loaders import copy_without_workers, without_workers
-from lightning_paral.data.division import Marked, ShardSpec, too_few_batches
-from lightning_paral.data.order import GlobalOrder, Seed
-from lightning_paral.data.sampler import RankBatchSampler
-from lightning_paral.distributed.exchange import Facts, broadcast_from_first_rank, check_same
+from lightning_paral.data.sampler import GlobalOrder, Mark, RankBatchSampler, Seed, ShardSpec
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.options import Sampling
 
 Loader = DataLoader[Any]
-_SAME_DATA = (
-    "Every rank must have the same dataset and draw the same batches, and keeps its part of them. What is random must "
-    "be the same on all ranks: call seed_everything() first, or give it a generator with a seed, as in "
-    "random_split(..., generator=torch.Generator().manual_seed(0)). If ranks are meant to have different data, or the "
-    "sampler divides it itself, set Trainer(use_distributed_sampler=False)."
-)
+
+
+# Marked batches
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A batch, or a sample of one, and how its step is divided. The loop takes off the mark before the user's code."""
+
+    batch: Any
+    mark: Mark
+
+    def pin_memory(self) -> "Marked":
+        """Return the same with tensors in pinned memory, for loaders with `pin_memory=True`."""
+        if hasattr(self.batch, "pin_memory"):
+            return dataclasses.replace(self, batch=self.batch.pin_memory())
+        pinned = apply_to_collection(self.batch, Tensor, Tensor.pin_memory, allow_frozen=True)
+        return dataclasses.replace(self, batch=pinned)
+
+
+@dataclass(frozen=True)
+class Collate:
+    """Wraps a `collate_fn` so that a batch of marked samples has their mark."""
+
+    collate: Callable[[Any], Any]
+
+    def __call__(self, samples: Any) -> Any:
+        """Return the batch of `samples`, which is a single sample with `batch_size=None`."""
+        if isinstance(samples, Marked):
+            return dataclasses.replace(samples, batch=self.collate(samples.batch))
+        if isinstance(samples, list) and samples and isinstance(samples[-1], Marked):
+            users = [sample.batch if isinstance(sample, Marked) else sample for sample in samples]
+            return dataclasses.replace(samples[-1], batch=self.collate(users))
+        return self.collate(samples)
+
+
+# Copies
 
 
 def samplers(loader: Loader) -> tuple[Any, ...]:
@@ -38,15 +72,16 @@ def samplers(loader: Loader) -> tuple[Any, ...]:
     return tuple({id(sampler): sampler for sampler in found if sampler is not None}.values())
 
 
-def seed_workers_by_data_rank(loader: Loader, dims: ParallelDims) -> None:
-    """Make loader workers draw random numbers of their data rank. Those of the first one are those of one process.
+def seed_workers_by_data_rank(loader: Loader, dims: ParallelDims) -> Loader:
+    """Return a copy of `loader` whose workers draw random numbers of their data rank.
 
-    After `seed_everything(workers=True)`, Lightning seeds workers by the global rank if the loader has no
-    `worker_init_fn`.
+    Those of the first data rank are those of one process. After `seed_everything(workers=True)`, Lightning seeds
+    workers by the global rank if the loader has no `worker_init_fn`.
     """
-    users = loader.worker_init_fn
-    if dims.data_rank or (users is None and int(os.environ.get("PL_SEED_WORKERS", 0))):
-        loader.worker_init_fn = partial(_seed_worker, dims.data_rank, users)
+    init = loader.worker_init_fn
+    if dims.data_rank or (init is None and int(os.environ.get("PL_SEED_WORKERS", 0))):
+        init = partial(_seed_worker, dims.data_rank, init)
+    return copy_without_workers(loader, worker_init_fn=init)
 
 
 def _seed_worker(data_rank: int, users: Callable[[int], None] | None, worker_id: int) -> None:
@@ -73,21 +108,6 @@ def with_iteration(
     return changed
 
 
-class Batches(Iterator[Any]):
-    """The batches of a loader, which can start over, in workers that have the same settings."""
-
-    def __init__(self, make: Callable[[], Iterator[Any]]) -> None:
-        self._make, self._batches = make, make()
-
-    def __next__(self) -> Any:
-        return next(self._batches)
-
-    def start_over(self) -> "Batches":
-        """Begin with the first batch again, and return this object."""
-        self._batches = self._make()
-        return self
-
-
 @cache
 def _iterated(users: Any) -> Any:
     """Return a subclass of the user's class, with the same name, that iterates as `with_iteration` says."""
@@ -96,7 +116,7 @@ def _iterated(users: Any) -> Any:
         paral_users = users
 
         def __iter__(self) -> Iterator[Any]:
-            batches: Iterator[Any] = Batches(super().__iter__)
+            batches: Iterator[Any] = super().__iter__()
             for iterate in self.paral_iterations:
                 batches = iterate(batches)
             return batches
@@ -109,11 +129,8 @@ def _iterated(users: Any) -> Any:
             # pickle looks up classes by name, and would find the user's instead of this class.
             return _new, (users,), without_workers(super().__reduce_ex__(protocol)[2])
 
-    Iterated.__name__, Iterated.__qualname__, Iterated.__module__ = (
-        users.__name__,
-        users.__qualname__,
-        users.__module__,
-    )
+    for name in ("__name__", "__qualname__", "__module__"):
+        setattr(Iterated, name, getattr(users, name))
     return Iterated
 
 
@@ -123,7 +140,7 @@ def _new(users: Any) -> Any:
 
 
 def distribute_map_style(
-    loader: Loader, shard: ShardSpec, seed: Seed, loader_index: int, dims: ParallelDims, *, predicting: bool
+    loader: Loader, shard: ShardSpec, seed: Seed, loader_index: int, num_ranks: int, *, predicting: bool
 ) -> tuple[Loader, RankBatchSampler]:
     """Return a copy of `loader` that yields this rank's batches, and the sampler of the copy.
 
@@ -135,9 +152,9 @@ def distribute_map_style(
         shard: which batches this rank draws.
         seed: the seed of the orders of the run.
         loader_index: the index among the loaders of the same Lightning stage.
-        dims: the parallel dimensions. Several ranks must draw the same order.
-        predicting: whether the loader is for `trainer.predict`. If so, an incomplete last batch is kept, and prediction
-            writers can read the indices of each batch.
+        num_ranks: the number of ranks, which all draw the same order.
+        predicting: whether the loader is for `trainer.predict`. If so, batches are not divided, an incomplete last one
+            is kept, and prediction writers can read the indices of each batch.
 
     Raises:
         ConfigurationError: the batches of a training loader cannot be divided as `shard` says.
@@ -153,14 +170,15 @@ def distribute_map_style(
         batched=loader.batch_sampler is not None,
         shared=draws_as_one_process(shard, shard.data_size),
         samplers=samplers(loader),
+        facts=_facts_of(loader.dataset, f"The loader's {type(loader.dataset).__name__}") if num_ranks > 1 else None,
     )
-    if dims.num_ranks > 1:
-        facts = _facts_of(loader.dataset, f"The loader's {type(loader.dataset).__name__}")
-        drawn_from = batches.sampler if type(batches) is BatchSampler else batches
-        order.compare, order.broadcast = partial(_check_same_data, facts, drawn_from), broadcast_from_first_rank
-    if shard.remainder != "pad":
-        _check_training(order, shard, loader.batch_size)
-    elif not order.batched:
+    small = not order.batched or (loader.batch_size is not None and loader.batch_size < shard.data_size)
+    if small and shard.split == "global" and shard.remainder != "pad":
+        raise ConfigurationError(
+            f"split='global' divides each batch among {shard.data_size} ranks, but the training loader has "
+            f"batch_size={loader.batch_size}. Make it at least the number of ranks, or set split='batch'."
+        )
+    if predicting or not order.batched:
         shard = dataclasses.replace(shard, split="batch")
     sampler = RankBatchSampler(order, shard)
     changes: dict[str, Any] = {"batch_sampler" if order.batched else "sampler": sampler}
@@ -185,11 +203,6 @@ def _with_marks(sampler: RankBatchSampler, batches: Iterator[Any]) -> Iterator[A
         yield Marked(batch, sampler.marks[step]) if step in sampler.marks else batch
 
 
-def _check_same_data(facts: Facts, sampler: object, first_batches: str) -> None:
-    """Raise a `ConfigurationError` if the ranks have other data or another order. *Collective* over all ranks."""
-    check_same({**facts, (f"The {type(sampler).__name__}", "first draws"): first_batches}, _SAME_DATA)
-
-
 def _facts_of(dataset: Any, subject: str, depth: int = 4) -> dict[tuple[str, str], str]:
     """Return the lengths of a dataset and of those that it holds, and the indices of a `Subset` if they are numbers."""
     facts = {}
@@ -204,20 +217,3 @@ def _facts_of(dataset: Any, subject: str, depth: int = 4) -> dict[tuple[str, str
         if isinstance(each, Dataset) and depth:
             facts |= _facts_of(each, f"{subject}, its {type(each).__name__} {number}", depth - 1)
     return facts
-
-
-def _check_training(order: GlobalOrder, shard: ShardSpec, batch_size: int | None) -> None:
-    """Raise a `ConfigurationError` if training batches cannot be divided as `shard` says."""
-    num_batches = order.num_batches()
-    if shard.split == "global" and not order.batched:
-        raise ConfigurationError(
-            "split='global' divides the batches of the training loader, but it has batch_size=None and leaves batching "
-            "to its dataset. Give it a batch size, or set split='batch'."
-        )
-    if shard.split == "global" and batch_size is not None and batch_size < shard.data_size:
-        raise ConfigurationError(
-            f"split='global' divides each batch among {shard.data_size} ranks, but the training loader has "
-            f"batch_size={batch_size}. Make it at least the number of ranks, or set split='batch'."
-        )
-    if num_batches and not shard.num_steps(num_batches):
-        raise too_few_batches(order.batches, shard.data_size)

@@ -2,20 +2,21 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from io import BytesIO
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import Module
-from torch.serialization import default_restore_location
 from torchmetrics import MeanMetric, Metric, MetricCollection
 
-from lightning_paral.compat.lightning.methods import replace_methods
+from lightning_paral.compat.lightning.methods import replace_methods, shadow_method
 from lightning_paral.compat.lightning.results import replace_gathering, set_computed, set_value_of_step
 from lightning_paral.data.rollback import rollback_side_effects, user_attributes
+from lightning_paral.distributed.exchange import gather_objects
 from lightning_paral.distributed.mesh import ParallelDims
 
 _Metric = Metric | MetricCollection
@@ -46,14 +47,14 @@ def change_updates(metrics: Iterable[_Metric], weight: float, undo: ExitStack) -
     if weight:
         for metric in metrics:
             if isinstance(metric, MeanMetric):
-                _replace(metric, "update", _weighted_update(metric.update, weight), undo)
+                shadow_method(metric, "update", _weighted_update(metric.update, weight), undo)
         return
     running: list[_Metric] = []
     for metric in metrics:
-        _replace(metric, "update", _without_effect(metric, metric.update, running), undo)
+        shadow_method(metric, "update", _without_effect(metric, metric.update, running), undo)
         # With `dist_sync_on_step`, `forward` computes over all ranks, so that only its updates must have no effect.
         if isinstance(metric, Metric) and not metric.dist_sync_on_step:
-            _replace(metric, "forward", _without_effect(metric, metric.forward, running, is_forward=True), undo)
+            shadow_method(metric, "forward", _without_effect(metric, metric.forward, running, is_forward=True), undo)
 
 
 def gather_over_data_ranks(dims: ParallelDims, undo: ExitStack) -> None:
@@ -70,13 +71,10 @@ def gather_over_data_ranks(dims: ParallelDims, undo: ExitStack) -> None:
         lists = {name: state for name, state in metric.metric_state.items() if isinstance(state, list)}
         by_rank = []
         if lists:
-            file = BytesIO()
-            torch.save((dims.rank, apply_to_collection(lists, Tensor, Tensor.detach)), file)
-            ours = torch.frombuffer(file.getbuffer(), dtype=torch.uint8).to(metric.device)
-            for each in gather_tensor(ours, group=group):
-                file = BytesIO(each.cpu().numpy())
-                rank, theirs = torch.load(file, map_location=_on_same_type_of_device, weights_only=False)
-                by_rank.append(lists if rank == dims.rank else theirs)  # ours may be part of a graph
+            on_host = apply_to_collection(lists, Tensor, lambda tensor: tensor.detach().cpu())
+            device = torch.device("cpu") if metric.compute_on_cpu else metric.device
+            by_rank = [move_data_to_device(theirs, device) for theirs in gather_objects(on_host, group)]
+            by_rank[dist.get_rank(group)] = lists  # which may be part of a graph
         for name in lists:
             setattr(metric, name, [])
         gather_tensors(gather_tensor, process_group=group)
@@ -112,25 +110,12 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-def _on_same_type_of_device(storage: Any, location: str) -> Any:
-    return default_restore_location(storage, location.partition(":")[0])  # type: ignore[no-untyped-call]
-
-
 def _items(value: object) -> Iterable[object]:
     if not isinstance(value, list | tuple | dict):
         return (value,)
     if len(value) > _MOST_ITEMS:
         return ()
     return value.values() if isinstance(value, dict) else value
-
-
-def _replace(metric: _Metric, name: str, method: Callable[..., Any], undo: ExitStack) -> None:
-    attributes = vars(metric)
-    if name in attributes:
-        undo.callback(attributes.__setitem__, name, attributes[name])
-    else:
-        undo.callback(attributes.pop, name, None)
-    attributes[name] = method
 
 
 def _weighted_update(update: Callable[..., None], share: float) -> Callable[..., None]:

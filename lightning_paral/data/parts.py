@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence
 from torchmetrics import Metric
 
 from lightning_paral.compat.lightning.results import set_value_of_step, value_of_step
@@ -27,9 +27,8 @@ def split_batch(batch: Any, devices: Sequence[torch.device]) -> tuple[list[Any],
 
     - Tensors are divided along their first dimension into parts whose sizes differ by at most one; 0-dimensional
       tensors are copied to every device.
-    - Packed sequences are divided by sample.
     - A list without tensors, or a tuple of strings, is divided like a tensor if it has one item per sample.
-    - Mappings, dataclasses, other lists, other tuples and named tuples are divided item by item.
+    - Mappings, dataclasses, and other lists and tuples are divided item by item.
     - All sub-batches share objects of any other type.
 
     If the batch has fewer samples than there are devices, the last devices get none. A batch without a tensor to divide
@@ -39,7 +38,8 @@ def split_batch(batch: Any, devices: Sequence[torch.device]) -> tuple[list[Any],
         The sub-batches, in order, each on its device, and the number of samples in each.
 
     Raises:
-        ConfigurationError: tensors differ in their first dimension, so the number of samples is ambiguous.
+        ConfigurationError: tensors differ in their first dimension, so the number of samples is ambiguous, or there is
+            a packed sequence.
     """
     num_samples = num_samples_of(batch)
     if num_samples is None:
@@ -66,23 +66,14 @@ def first_samples(batch: Any, start: int, stop: int, step: int = 1) -> Any:
     return _take(batch, slice(start, min(stop, num_samples), step), num_samples, None)
 
 
-def is_named_tuple(value: object) -> bool:
-    """Return whether `value` is a named tuple."""
-    return isinstance(value, tuple) and hasattr(value, "_fields")
-
-
-def has_tensors(value: Any) -> bool:
-    """Return whether `value` contains a tensor or a packed sequence, at any depth."""
-    return next(_tensors(value, ""), None) is not None
-
-
 def num_samples_of(batch: Any) -> int | None:
     """Return the size of the first dimension, which all tensors share; `None` if no tensor has a dimension.
 
     Raises:
-        ConfigurationError: tensors differ in their first dimension, so the number of samples is ambiguous.
+        ConfigurationError: tensors differ in their first dimension, so the number of samples is ambiguous, or there is
+            a packed sequence.
     """
-    sizes = {path: size for path, size in _tensors(batch, "batch") if size is not None}
+    sizes = {path: len(tensor) for path, tensor in _tensors(batch) if tensor.dim()}
     if len(set(sizes.values())) > 1:
         first_of_size: dict[int, str] = {}
         for path, size in sizes.items():
@@ -96,21 +87,21 @@ def num_samples_of(batch: Any) -> int | None:
     return next(iter(sizes.values()), None)
 
 
-def _tensors(value: Any, path: str) -> Iterator[tuple[str, int | None]]:
-    """Yield the path of each tensor in `value`, and the size of its first dimension; `None` for a 0-d tensor."""
+def _tensors(value: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
+    """Yield the path of each tensor in `value`, and the tensor."""
     if isinstance(value, PackedSequence):
-        yield path, int(value.batch_sizes[0])
-    elif isinstance(value, Tensor):
-        yield path, value.shape[0] if value.dim() else None
+        raise ConfigurationError(
+            f"{path} is a PackedSequence, which cannot be divided into parts. Let the loader return padded tensors and "
+            "their lengths, and pack them in the step, or use paral_ddp, which divides the data set instead."
+        )
+    if isinstance(value, Tensor):
+        yield path, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _tensors(item, f"{path}[{key!r}]")
     elif _is_dataclass(value):
         for field in dataclasses.fields(value):
             yield from _tensors(getattr(value, field.name, None), f"{path}.{field.name}")
-    elif is_named_tuple(value):
-        for name, item in zip(value._fields, value, strict=True):
-            yield from _tensors(item, f"{path}.{name}")
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from _tensors(item, f"{path}[{index}]")
@@ -122,54 +113,37 @@ def _take(value: Any, samples: slice, num_samples: int, device: torch.device | N
     def take(item: Any) -> Any:
         return _take(item, samples, num_samples, device)
 
-    if isinstance(value, PackedSequence):
-        return _take_packed(value, samples, device)
     if isinstance(value, Tensor):
         part = value[samples] if value.dim() else value
         # Copy even on CPU: views share a version counter, so autograd would take an in-place operation of one replica
         # for a change to the input of another. A view with steps is not contiguous, which code may rely on.
         return part.to(device, non_blocking=True, copy=bool(samples.start or samples.step))
     if isinstance(value, Mapping):
-        items = {key: take(item) for key, item in value.items()}
-        if not isinstance(value, MutableMapping):
-            return type(value)(items)  # type: ignore[call-arg]
-        mapping = copy.copy(value)
-        for key, item in items.items():
-            mapping[key] = item
+        mapping: Any = copy.copy(value)
+        for key, item in value.items():
+            mapping[key] = take(item)
         return mapping
     if _is_dataclass(value):
         record = copy.copy(value)
         for field in dataclasses.fields(value):
             if hasattr(value, field.name):
-                object.__setattr__(record, field.name, take(getattr(value, field.name)))
+                object.__setattr__(record, field.name, take(getattr(value, field.name)))  # it may be frozen
         return record
-    if is_named_tuple(value):
-        return type(value)(*map(take, value))
-    if _is_per_sample(value, num_samples):
-        return value[samples]
     if isinstance(value, list | tuple):
-        return type(value)(map(take, value))
+        holds_strings = all(isinstance(item, str) for item in value)
+        if len(value) == num_samples and (holds_strings or (isinstance(value, list) and not any(_tensors(value)))):
+            return value[samples]
+        return _like(value, map(take, value))
     return value
 
 
-def _is_per_sample(value: Any, num_samples: int) -> bool:
-    if not isinstance(value, list | tuple) or len(value) != num_samples:
-        return False
-    if isinstance(value, tuple):
-        return all(isinstance(item, str) for item in value)
-    return not has_tensors(value)
+def _like(sequence: Any, items: Iterable[Any]) -> Any:
+    """Return a list, tuple or named tuple of the type of `sequence`."""
+    return type(sequence)(*items) if hasattr(sequence, "_fields") else type(sequence)(items)
 
 
 def _is_dataclass(value: object) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def _take_packed(packed: PackedSequence, samples: slice, device: torch.device | None) -> PackedSequence:
-    padded, lengths = pad_packed_sequence(packed, batch_first=True)
-    lengths = lengths[samples]
-    part = padded[samples, : int(lengths.max())]
-    in_order = packed.sorted_indices is None
-    return pack_padded_sequence(part.to(device), lengths, batch_first=True, enforce_sorted=in_order)
 
 
 def weighted_mean(values: Sequence[Any], weights: Sequence[float], device: torch.device) -> Any:
@@ -258,41 +232,33 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -
             )
         items = {key: gather([output[key] for output in outputs], sizes, device) for key in first}
         return items if type(first) is dict else type(first)(items)  # type: ignore[call-arg]
-    if is_named_tuple(first):
-        return type(first)(*(gather(items, sizes, device) for items in zip(*outputs, strict=True)))
     if isinstance(first, list | tuple):
         return _gather_sequences(outputs, sizes, device)
-    if isinstance(first, bool):
-        return first
-    if isinstance(first, int):
+    if isinstance(first, int) and not isinstance(first, bool):
         return sum(outputs)
-    if isinstance(first, float):
-        return weighted_mean(outputs, sizes, device)
-    return first
+    return weighted_mean(outputs, sizes, device) if isinstance(first, float) else first
 
 
 def _gather_tensors(tensors: Sequence[Tensor], sizes: Sequence[int], device: torch.device) -> Tensor:
-    if tensors[0].dim():
-        return torch.cat([tensor.to(device) for tensor in tensors])
-    if tensors[0].is_floating_point() or tensors[0].is_complex():
-        mean: Tensor = weighted_mean(tensors, sizes, device)
+    moved = [tensor.to(device) for tensor in tensors]
+    if moved[0].dim():
+        return torch.cat(moved)
+    if moved[0].is_floating_point() or moved[0].is_complex():
+        mean: Tensor = weighted_mean(moved, sizes, device)
         return mean
-    if tensors[0].dtype is torch.bool:
-        return tensors[0].to(device)
-    return torch.stack([tensor.to(device) for tensor in tensors]).sum()
+    return moved[0] if moved[0].dtype is torch.bool else torch.stack(moved).sum()
 
 
 def _gather_sequences(sequences: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:
-    cls = type(sequences[0])
     lengths = [len(sequence) for sequence in sequences]
     hold_samples = all(
         all(isinstance(item, Tensor) and item.dim() and len(item) == size for item in sequence)
         for sequence, size in zip(sequences, sizes, strict=True)
     )
-    per_sample = lengths == list(sizes) and not (hold_samples and has_tensors(sequences[0]))
-    if per_sample or len(set(lengths)) > 1:
-        return cls(move_data_to_device(item, device) for sequence in sequences for item in sequence)
-    return cls(gather(items, sizes, device) for items in zip(*sequences, strict=True))
+    per_sample = lengths == list(sizes) and not (hold_samples and sequences[0])
+    if not hasattr(sequences[0], "_fields") and (per_sample or len(set(lengths)) > 1):
+        return _like(sequences[0], (move_data_to_device(item, device) for each in sequences for item in each))
+    return _like(sequences[0], (gather(items, sizes, device) for items in zip(*sequences, strict=True)))
 
 
 def _tensor_to(value: Any, device: torch.device) -> Any:
@@ -308,6 +274,8 @@ class LogCall:
     """The weight of the value in a mean: the `batch_size` argument if given, otherwise the size of the sub-batch."""
     divisor: Any = None
     """What the value has been divided by, if it comes from a cross entropy."""
+    value_of_step: Any = None
+    """The value of a metric for this step."""
 
 
 class LogRecord:
@@ -322,20 +290,17 @@ class LogRecord:
         self.calls: list[LogCall] = []
         self._num_samples = num_samples
         self._original_of = original_of
-        self.batch_values: dict[int, Any] = {}
-        """Values of logged metrics for this step, by the `id` of the master's metric."""
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Record a call. Replaces `LightningModule.log`."""
         arguments = dict(_SIGNATURE.bind(None, *args, **kwargs).arguments)
         del arguments["self"]
-        value = arguments["value"]
-        if isinstance(value, Metric):
-            arguments["value"] = original = self._original_of(value)
-            self.batch_values[id(original)] = value_of_step(value)
-        given = arguments.get("batch_size")
+        value, given = arguments["value"], arguments.get("batch_size")
         divisor = divisor_of(value) if isinstance(value, Tensor) else None  # now: the backward pass frees it
-        self.calls.append(LogCall(arguments, self._num_samples if given is None else given, divisor))
+        of_step = None
+        if isinstance(value, Metric):
+            arguments["value"], of_step = self._original_of(value), value_of_step(value)
+        self.calls.append(LogCall(arguments, self._num_samples if given is None else given, divisor, of_step))
 
     def weigh(self, loss: float, weight: float) -> None:
         """Let cross entropies count with what they divide by in means, and values that equal `loss` with `weight`."""
@@ -354,17 +319,19 @@ def merge_logs(records: Sequence[LogRecord], device: torch.device) -> Iterator[d
     metric for the step is the mean of the replicas' values. Its state is exact, and so is its value for the epoch.
     """
     for calls in _matching_calls(records):
-        first = calls[0].arguments
+        first, weights = calls[0].arguments, [call.num_samples for call in calls]
         merged = dict(first)
         if first.get("batch_size") is not None:
             merged["batch_size"] = sum(call.arguments["batch_size"] for call in calls)
         if isinstance(first["value"], Metric):
-            _merge_batch_value(first["value"], records, calls, device)
+            of_step = [call.value_of_step for call in calls]
+            if all(isinstance(value, Tensor) for value in of_step):
+                mean = weighted_mean([value.detach() for value in of_step], weights, device)
+                set_value_of_step(first["value"], mean)
         elif len(calls) > 1:
             graph = first.get("enable_graph", False)
             values = [call.arguments["value"] for call in calls]
             values = [value if graph or not isinstance(value, Tensor) else value.detach() for value in values]
-            weights = [call.num_samples for call in calls]
             merged["value"] = _reduce(values, weights, first.get("reduce_fx", "mean"), device)
         elif isinstance(first["value"], Tensor):
             merged["value"] = first["value"].to(device)
@@ -388,12 +355,3 @@ def _reduce(values: list[Any], weights: list[float], reduce_fx: Any, device: tor
     if name not in _REDUCTIONS:
         return weighted_mean(values, weights, device)
     return _REDUCTIONS[name](torch.stack([torch.as_tensor(value, device=device) for value in values]), dim=0)
-
-
-def _merge_batch_value(
-    metric: Metric, records: Sequence[LogRecord], calls: Sequence[LogCall], device: torch.device
-) -> None:
-    cached = [record.batch_values[id(metric)] for record in records if id(metric) in record.batch_values]
-    if len(cached) == len(calls) and all(isinstance(value, Tensor) for value in cached):
-        merged = weighted_mean([value.detach() for value in cached], [c.num_samples for c in calls], device)
-        set_value_of_step(metric, merged)

@@ -1,8 +1,16 @@
-"""The values logged with `self.log`, in which each sample counts once, whatever ranks have how many samples."""
+"""The values logged with `self.log`, in which each sample counts once, whatever ranks have how many samples.
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+All ranks must log the same keys with `sync_dist=True`, which the collectives check that reduce the values anyway.
+"""
+
+import copy
+import json
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import timedelta
 from operator import attrgetter
 from typing import Any
 
@@ -13,6 +21,8 @@ from torch import Tensor
 from torch.nn import Module, SyncBatchNorm
 from torchmetrics import Metric
 
+from lightning_paral.compat.lightning.evaluation import set_results_of_fit
+from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.lightning.results import (
     Metadata,
     ResultCollection,
@@ -21,28 +31,169 @@ from lightning_paral.compat.lightning.results import (
     mark_updated,
     set_computed,
 )
-from lightning_paral.data.division import Mark
-from lightning_paral.data.logged_keys import (
-    METRIC,
-    CheckedReduce,
-    DeviceFlag,
-    LoggedHistory,
-    check_same_keys,
-    spans_data_ranks,
-)
+from lightning_paral.compat.torch.process_groups import default_store
 from lightning_paral.data.metrics import change_updates, metrics_of_run
+from lightning_paral.data.sampler import EVEN, Mark
+from lightning_paral.distributed.exchange import name_ranks
 from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.distributed.watcher import exchange_in_store
 from lightning_paral.errors import ConfigurationError
 
-EVEN = Mark()
-_OUTSIDE_OF_STEPS = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")
 _NEUTRAL = {"mean": 0.0, "sum": 0.0, "max": -torch.inf, "min": torch.inf}
-_META_FIELDS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+_EXCHANGE_TIMEOUT = timedelta(seconds=10)
+_NUM_REMEMBERED = 64
+"""How many of the last reductions a rank remembers."""
+_NUM_NAMED = 8
+_METRIC = "the metric "
+_EVERY_RANK = (
+    "Every rank must log the same keys with sync_dist=True, and log and compute the same metrics that are "
+    "synchronized, in the same order, also with rank_zero_only=True. Log values that only some ranks have with "
+    "sync_dist=False. Where only some ranks have something to count, call `metric.update(...)`, which waits for no "
+    "other rank. If each rank computes a value of its own, create the metric with sync_on_compute=False."
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Mean:
-    """What a rank tells the others about the batch sizes with which it logged a mean in an epoch.
+# The keys that ranks log
+
+
+class LoggedHistory:
+    """What this rank has reduced over the data ranks. If ranks have reduced the same, they have the same history.
+
+    Args:
+        dims: the parallel dimensions.
+    """
+
+    def __init__(self, dims: ParallelDims) -> None:
+        self.dims = dims
+        self.where = "the hooks before the first step"
+        """The current step, such as `training batch 3 of epoch 0`. It is equal on all ranks."""
+        self.differs: Tensor | None = None
+        """Whether another rank has reduced a different key, on a device: reading it waits for the device."""
+        self._num_reductions = 0
+        self._last: deque[tuple[int, str]] = deque(maxlen=_NUM_REMEMBERED)
+
+    def add(self, what: str) -> None:
+        """Remember a reduction, such as `logged 'a' with sync_dist=True in training batch 3 of epoch 0`."""
+        self._num_reductions += 1
+        self._last.append((self._num_reductions, what))
+
+    def error(self, what: str) -> ConfigurationError:
+        """Return the error for values that ranks have reduced with others. Wait a while for ranks that find it too."""
+        # The number distinguishes this error from one in an earlier fit, whose history may still be in the store.
+        number, rank = default_store().add(f"lightning_paral/logged/{self.dims.rank}", 1), self.dims.rank
+        ours = json.dumps([*self._last])
+        found = exchange_in_store(f"logged/{number}", ours, _EXCHANGE_TIMEOUT, self.dims.data_ranks)
+        difference = _first_difference({rank: dict(json.loads(theirs)) for rank, theirs in found.items()})
+        difference = difference or f"rank {rank} {what} and another rank did not"
+        return ConfigurationError(f"The ranks have not synchronized the same values: {difference}. {_EVERY_RANK}")
+
+
+def _first_difference(by_rank: Mapping[int, Mapping[int, str]]) -> str | None:
+    """Return a clause that names ranks and values of the first reduction in which they differ, in histories by rank."""
+    for number in sorted(set.intersection(*(set(history) for history in by_rank.values()))):
+        ranks_by_value: dict[str, list[int]] = {}
+        for rank, history in sorted(by_rank.items()):
+            ranks_by_value.setdefault(history[number], []).append(rank)
+        if len(ranks_by_value) > 1:
+            return " and ".join(f"{name_ranks(r)} {what}" for what, r in list(ranks_by_value.items())[:_NUM_NAMED])
+    return None
+
+
+def _check_same_keys(by_rank: Mapping[int, Sequence[str]]) -> None:
+    """Raise a `ConfigurationError` that names keys and ranks if the ranks have not logged the same keys in an epoch."""
+    orders = dict.fromkeys(f"[{', '.join(keys)}]" for keys in by_rank.values())
+    if len(orders) == 1:
+        return
+    every = dict.fromkeys(key for keys in by_rank.values() for key in keys)
+    ranks_by_key = {key: [rank for rank, keys in by_rank.items() if key in keys] for key in every}
+    partial = [f"{key} only by {name_ranks(r)}" for key, r in ranks_by_key.items() if len(r) < len(by_rank)]
+    found = "; ".join(partial[:_NUM_NAMED]) or f"in another order: {' and '.join(orders)}"
+    how = "" if any(key.startswith(_METRIC) for key in every) else " with sync_dist=True"
+    raise ConfigurationError(f"The ranks have not logged the same keys{how} in this epoch: {found}. {_EVERY_RANK}")
+
+
+def _spans_data_ranks(group: Any, dims: ParallelDims) -> bool:
+    """Return whether `group`, a process group or `None`, has the data ranks and no others."""
+    if group is None:
+        return True
+    return dist.get_world_size(group) == dims.data_size and dist.get_process_group_ranks(group) == dims.data_ranks
+
+
+def can_be_read_at_once(value: Tensor) -> bool:
+    """Return whether a result computed from `value` can be read without waiting for a device."""
+    return value.device.type == "cpu"
+
+
+# One value of a step
+
+
+class CheckedReduce:
+    """Reduces the values of one key together with its fingerprint and their weight, without an additional collective.
+
+    Lightning reduces values in the order in which a rank logs them. If ranks log different keys, it silently averages
+    values of different metrics, or of different steps.
+
+    All values are reduced in float64, because ranks may log one key in different dtypes.
+
+    Args:
+        key: the names of the hook and of the value, as in Lightning's results.
+        reduce: the strategy's `reduce`, which reduces over the data ranks unless a group is given.
+        results: the results to which the value belongs.
+    """
+
+    def __init__(self, key: str, reduce: Callable[..., Any], results: "SharedResults") -> None:
+        self._key = key
+        self._reduce = reduce
+        self._results = results
+
+    def __call__(self, value: Any, *, reduce_op: Any = "mean", group: Any = None) -> Any:
+        """Return `value` reduced over `group`. *Collective*, unless some ranks may have no batch in the step.
+
+        Raises:
+            ConfigurationError: another rank reduces a different key. On CUDA, the value is then not a number, and the
+                error comes at the end of the epoch.
+        """
+        if not isinstance(value, Tensor) or not dist.is_initialized() or self._results.rank_local:
+            return value
+        history, is_mean = self._results.history, reduce_op == "mean"
+        what = f"logged {self._key!r} with sync_dist=True" + ("" if is_mean else f" and reduce_fx={reduce_op!r}")
+        what = f"{what} in {history.where}"
+        if _spans_data_ranks(group, history.dims):
+            history.add(what)
+        weight = self._results.mark.weight if is_mean else 1.0
+        digest = zlib.crc32(what.encode())
+        # Of the extremes of a digest and its negative, both show other digests; of sums, two independent ones do.
+        digests = (digest, -digest) if reduce_op in ("max", "min") else (digest, zlib.adler32(what.encode()))
+        # `torch.full` does not wait for a GPU, unlike copying numbers to it.
+        numbers = [torch.full((1,), number, dtype=torch.float64, device=value.device) for number in (weight, *digests)]
+        try:
+            reduced = self._reduce(
+                torch.cat([value.reshape(-1).double() * weight, *numbers]), reduce_op=reduce_op, group=group
+            )
+        except RuntimeError as error:
+            name = self._key.split(".", 1)[-1]
+            error.args = (f"{error}\nThis rank was reducing self.log({name!r}, sync_dist=True). {_EVERY_RANK}",)
+            raise
+        num_ranks = history.dims.data_size if group is None else dist.get_world_size(group)
+        expected = torch.cat(numbers[1:]) * (num_ranks if reduce_op == "sum" else 1)
+        # Digests are integers, but a mean of equal ones may be off by a rounding error.
+        differs = ~((reduced[-2:] - expected).abs() < 0.5).all()
+        if not can_be_read_at_once(value):
+            history.differs = differs if history.differs is None else history.differs | differs
+            reduced = reduced.masked_fill(differs, torch.nan)  # no logger gets a mean of different keys
+        elif differs:
+            raise history.error(what)
+        result = reduced[:-3] / reduced[-3] if is_mean else reduced[:-3]  # the mean weight of the ranks of `group`
+        is_float = value.is_floating_point() or not is_mean
+        return result.reshape(value.shape).to(value.dtype if is_float else torch.get_default_dtype())
+
+
+# The values of an epoch
+
+
+@dataclass
+class _BatchSizes:
+    """The batch sizes with which a rank has logged a mean in an epoch.
 
     A batch size that the user passes to `self.log` may be the number of this rank's samples or tokens: over all ranks
     these numbers add up to that of one process. Or it may be a constant, such as the batch size of the loader, which
@@ -50,53 +201,41 @@ class _Mean:
     ranks have logged tells which of the two it is.
     """
 
-    size: float
-    """The sum of the batch sizes."""
-    constant: float | None
-    """The batch size, if it was the same in all steps."""
-    exceeds_ranks: bool
+    uneven: set[float] = field(default_factory=set)
+    """At most two of the batch sizes in uneven steps."""
+    exceeds_ranks: bool = False
     """Whether the number of the rank's samples was not 1 in all steps, so that a batch size of 1 is a constant."""
-    missing_value: Tensor
-    """What the sum of values times batch sizes lacks if the batch size is a constant, on the CPU."""
-    missing_size: float
-    """What `size` lacks if the batch size is a constant."""
-
-
-class _BatchSizes:
-    """The batch sizes with which a key was logged in uneven steps."""
-
-    def __init__(self) -> None:
-        self._missing_value: Tensor | float = 0.0
-        self._missing_size = 0.0
-        self._sizes: set[float] = set()  # at most two
-        self._exceeds_ranks = False
-        self._num_without_sample = 0
+    missing_value: Any = 0.0
+    """What the sum of values times batch sizes lacks if the batch size is a constant."""
+    missing_size: float = 0.0
+    """What `total` lacks if the batch size is a constant."""
+    num_padded: int = 0
+    """The number of steps in which the rank had no sample."""
+    total: float = 0.0
+    """The sum of the batch sizes, at the end of the epoch."""
+    constant: float | None = None
+    """At the end of the epoch, the batch size if it was the same in all steps."""
 
     def add(self, value: Tensor, batch_size: int, mark: Mark) -> None:
+        """Add a value of an uneven step."""
         size = float(batch_size)
-        if len(self._sizes) < 2:
-            self._sizes.add(size)
-        self._exceeds_ranks |= mark.exceeds_ranks
+        if len(self.uneven) < 2:
+            self.uneven.add(size)
+        self.exceeds_ranks |= mark.exceeds_ranks
         if mark.is_padding:
-            self._num_without_sample += 1
+            self.num_padded += 1
         else:
             missing = size * mark.weight - size
-            self._missing_value = self._missing_value + value.detach().double() * missing
-            self._missing_size += missing
+            self.missing_value = self.missing_value + value.detach().double() * missing
+            self.missing_size += missing
 
-    def mean_of(self, metric: ResultMetric) -> _Mean:
+    def of_epoch(self, metric: ResultMetric) -> "_BatchSizes":
         """Return what other ranks need to know. `metric` has all values that were logged in the epoch."""
-        num_counted = metric.update_count - self._num_without_sample
-        total = float(metric.cumulated_batch_size)
-        size = max(self._sizes) if self._sizes else total / max(1, num_counted)
-        is_constant = len(self._sizes) <= 1 and total == size * num_counted
-        return _Mean(
-            size=total,
-            constant=size if is_constant else None,
-            exceeds_ranks=self._exceeds_ranks,
-            missing_value=torch.as_tensor(self._missing_value).cpu(),
-            missing_size=self._missing_size,
-        )
+        num_steps, self.total = metric.update_count - self.num_padded, float(metric.cumulated_batch_size)
+        size = max(self.uneven) if self.uneven else self.total / max(1, num_steps)
+        self.constant = size if len(self.uneven) <= 1 and self.total == size * num_steps else None
+        self.missing_value = torch.as_tensor(self.missing_value).cpu()
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,18 +243,16 @@ class _Entry:
     """The values that a rank logged under one key in an epoch, as it sends them to the other ranks."""
 
     key: str
-    logged: dict[str, Any]
-    reduction: str
-    dataloader_idx: int | None
-    metric_attribute: str | None
-    sync: bool
+    meta: Metadata
+    """What the rank passed to `self.log`, without what reduces the value."""
     is_reduced: bool
     """Whether the value of the epoch is computed by all data ranks together."""
     rank_zero_only: bool
     """Whether the other ranks do without the value. All ranks compute a metric that synchronizes."""
     value: Tensor | None
     """The sum, minimum or maximum of the logged values over this rank's batches, on CPU; `None` for a metric."""
-    mean: _Mean | None
+    sizes: _BatchSizes | None
+    """Of a mean."""
 
 
 class SharedResults(ResultCollection):
@@ -125,7 +262,6 @@ class SharedResults(ResultCollection):
     these numbers. At the end of an epoch all values are joined in one exchange.
 
     Args:
-        dims: the parallel dimensions.
         history: remembers what this rank has reduced.
         training: whether these are the results of training, in which all ranks must log the same keys.
     """
@@ -135,17 +271,11 @@ class SharedResults(ResultCollection):
     rank_local = False
     """Whether a rank may have no batch in this step. If so, values that are synchronized per step stay local."""
 
-    def __init__(self, dims: ParallelDims, history: LoggedHistory, *, training: bool) -> None:
-        self.dims = dims
+    def __init__(self, history: LoggedHistory, *, training: bool) -> None:
         self.history = history
-        self._differs = DeviceFlag()
         self._reduces: dict[tuple[str, Any], CheckedReduce] = {}
         self._batch_sizes: dict[str, _BatchSizes] = {}
         super().__init__(training)
-
-    def mark_of(self, hook: str) -> Mark:
-        """Return the mark of the step in which a hook logs."""
-        return self.mark
 
     def log(self, fx: str, name: str, value: Any, *args: Any, sync_dist_fn: Any = None, **options: Any) -> None:
         """Log a value, as in Lightning."""
@@ -157,39 +287,27 @@ class SharedResults(ResultCollection):
 
     def _reduce_for(self, key: str, reduce: Callable[..., Any]) -> CheckedReduce:
         """Return the function that reduces the values of `key`, the same object each time, as Lightning requires."""
-        entry = (key, getattr(reduce, "__self__", reduce))
-        if entry not in self._reduces:
-            self._reduces[entry] = CheckedReduce(key, reduce, self.dims, self.history, self._differs)
-        return self._reduces[entry]
+        return self._reduces.setdefault((key, reduce), CheckedReduce(key, reduce, self))
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         """Add a value to those logged under `key`, weighted in an uneven step."""
         metric = self[key]
-        meta, sync = metric.meta, metric.meta.sync
-        mark = self.mark_of(meta.fx)
-        is_weighted = mark.weight != 1.0 and metric.is_tensor and sync.should and not sync.rank_zero_only
-        if is_weighted:
+        meta, sync, mark = metric.meta, metric.meta.sync, self.mark
+        if mark.weight != 1.0 and metric.is_tensor and sync.should and not sync.rank_zero_only:
             if not value.is_floating_point():
                 value = value.to(torch.promote_types(torch.get_default_dtype(), torch.float32))
             if meta.on_epoch and meta.is_mean_reduction:
                 self._batch_sizes.setdefault(key, _BatchSizes()).add(value, batch_size, mark)
             if mark.is_padding:
                 value, batch_size = torch.full_like(value, _NEUTRAL[meta.reduce_fx.__name__]), 0
-        with ExitStack() as undo:
-            if self.rank_local and sync.should:
-                undo.callback(setattr, sync, "should", True)
-                sync.should = False
-            elif is_weighted:
-                assert isinstance(sync.fn, CheckedReduce)
-                undo.callback(setattr, sync.fn, "weight", 1.0)
-                sync.fn.weight = mark.weight
-            super().update_metrics(key, value, batch_size)
+        super().update_metrics(key, value, batch_size)
 
     def metrics(self, on_step: bool) -> Any:
         """Return the values for callbacks, loggers and the progress bar."""
         values = super().metrics(on_step)
-        if self._differs.read(wait=not on_step):
-            raise self.history.error("synchronized a value", self.dims)
+        differs = None if on_step else self.history.differs
+        if differs is not None and differs:
+            raise self.history.error("synchronized a value")
         return values
 
     def join(self, module: LightningModule) -> None:
@@ -200,67 +318,66 @@ class SharedResults(ResultCollection):
         Raises:
             ConfigurationError: in training, the keys differ. The message names keys and ranks.
         """
+        dims = self.history.dims
         entries = [self._entry(key, metric) for key, metric in self.valid_items() if metric.meta.on_epoch]
         self._batch_sizes.clear()
-        gathered = self.dims.data_rank_group().gather(entries)
+        gathered = dims.data_rank_group().gather(entries)
         if self.training:
             names = [
-                [f"{METRIC if each.value is None else ''}{each.key!r}" for each in theirs if each.is_reduced]
+                [f"{_METRIC if each.value is None else ''}{each.key!r}" for each in theirs if each.is_reduced]
                 for theirs in gathered
             ]
-            check_same_keys(dict(zip(self.dims.data_ranks, names, strict=True)))
+            _check_same_keys(dict(zip(dims.data_ranks, names, strict=True)))
         by_rank = [{entry.key: entry for entry in theirs} for theirs in gathered]
         for key in dict.fromkeys(key for by_key in by_rank for key in by_key):
             self._join(key, [by_key.get(key) for by_key in by_rank], module)
 
     def _entry(self, key: str, metric: ResultMetric) -> _Entry:
-        meta, sync = metric.meta, metric.meta.sync
-        is_collective = not metric.is_tensor and _synchronizes(metric.value, self.dims)
-        is_mean = metric.is_tensor and meta.is_mean_reduction
-        is_reduced = sync.should and not sync.rank_zero_only and spans_data_ranks(sync.group, self.dims)
+        sync, dims = metric.meta.sync, self.history.dims
+        is_collective = not metric.is_tensor and _synchronizes(metric.value, dims)
+        is_reduced = sync.should and not sync.rank_zero_only and _spans_data_ranks(sync.group, dims)
+        is_mean = metric.is_tensor and metric.meta.is_mean_reduction
+        meta = copy.copy(metric.meta)
+        meta.sync = make_sync(None, should=sync.should)  # groups and functions cannot be sent
         return _Entry(
             key=key,
-            logged={name: getattr(meta, name) for name in _META_FIELDS},
-            reduction=meta.reduce_fx.__name__,
-            dataloader_idx=meta.dataloader_idx,
-            metric_attribute=meta.metric_attribute,
-            sync=sync.should,
+            meta=meta,
             is_reduced=is_reduced if metric.is_tensor else is_collective,
             rank_zero_only=sync.rank_zero_only and not is_collective,
             value=metric.value.detach().cpu() if metric.is_tensor else None,
-            mean=self._batch_sizes.get(key, _BatchSizes()).mean_of(metric) if is_mean else None,
+            sizes=self._batch_sizes.get(key, _BatchSizes()).of_epoch(metric) if is_mean else None,
         )
 
     def _join(self, key: str, entries: list[_Entry | None], module: LightningModule) -> None:
+        dims = self.history.dims
         entry = next(each for each in entries if each is not None)
-        metric = self.get(key)
+        metric, is_synchronized = self.get(key), entry.meta.sync.should
         if metric is None or metric.has_reset:
             if entry.rank_zero_only or self.training:
                 return
             metric = self[key] = self._result_like(entry, module, metric)
-            if not entry.sync and entry.value is not None:
+            if not is_synchronized and entry.value is not None:
                 # The value is not synchronized and this rank has none, but callbacks that monitor it need one.
                 set_computed(metric, _reduce([entry]).to(module.device))
         self[key] = self.pop(key)  # computing a metric is collective, so keys need the same order on all ranks
-        if entry.value is None or not entry.sync or entry.rank_zero_only:
+        if entry.value is None or not is_synchronized or entry.rank_zero_only:
             return
         group = metric.meta.sync.group
-        ranks = self.dims.data_ranks if group is None else dist.get_process_group_ranks(group)
-        if self.dims.rank in ranks:
-            by_rank = dict(zip(self.dims.data_ranks, entries, strict=True))
+        ranks = dims.data_ranks if group is None else dist.get_process_group_ranks(group)
+        if dims.rank in ranks:
+            by_rank = dict(zip(dims.data_ranks, entries, strict=True))
             reduced = _reduce([each for rank in ranks if (each := by_rank.get(rank)) is not None])
             set_computed(metric, reduced.to(module.device))
 
     def _result_like(self, entry: _Entry, module: LightningModule, metric: ResultMetric | None) -> ResultMetric:
         """Return the result that this rank would have if it had logged the values of `entry`."""
         if metric is None:
-            logged = entry.logged | {"reduce_fx": entry.reduction, "dataloader_idx": entry.dataloader_idx}
-            meta = Metadata(**logged, metric_attribute=entry.metric_attribute)
-            meta.sync = make_sync(self._reduce_for(entry.key, module.trainer.strategy.reduce), should=entry.sync)
-            metric = ResultMetric(meta, is_tensor=entry.value is not None)
+            reduce = self._reduce_for(entry.key, module.trainer.strategy.reduce)
+            entry.meta.sync = make_sync(reduce, should=entry.meta.sync.should)
+            metric = ResultMetric(entry.meta, is_tensor=entry.value is not None)
         if entry.value is None:
-            assert entry.metric_attribute is not None
-            metric.value = attrgetter(entry.metric_attribute)(module)
+            assert entry.meta.metric_attribute is not None
+            metric.value = attrgetter(entry.meta.metric_attribute)(module)
             set_computed(metric, None)
         mark_updated(metric)  # prevents a warning: updates of other ranks will be merged into it
         metric.has_reset = False
@@ -272,53 +389,64 @@ def _synchronizes(metric: Metric, dims: ParallelDims) -> bool:
     parts = [part for part in metric.modules() if isinstance(part, Metric)]
     # Wrappers and compositions of metrics gather nothing themselves.
     with_states = [part for part in parts if part.metric_state] or parts
-    return any(part.sync_on_compute and spans_data_ranks(part.process_group, dims) for part in with_states)
+    return any(part.sync_on_compute and _spans_data_ranks(part.process_group, dims) for part in with_states)
 
 
 def _reduce(entries: list[_Entry]) -> Tensor:
     values = torch.stack([entry.value for entry in entries if entry.value is not None])
-    reduction = entries[0].reduction
+    sizes = [entry.sizes for entry in entries if entry.sizes is not None]
+    reduction = entries[0].meta.reduce_fx.__name__
     if reduction in ("max", "min"):
         extreme: Tensor = getattr(torch, reduction)(values)
         return extreme
-    total, means = values.double().sum(), [entry.mean for entry in entries if entry.mean is not None]
-    if reduction == "mean":
-        size = sum(mean.size for mean in means)
-        if _are_constant(means):
-            total = total + sum(mean.missing_value.double() for mean in means)
-            size += sum(mean.missing_size for mean in means)
+    total = values.double().sum()
+    if sizes:
+        size = sum(each.total for each in sizes)
+        constant = sizes[0].constant
+        are_constant = constant is not None and all(each.constant == constant for each in sizes)
+        # If no rank ever had more than one sample, a batch size of 1 is its number of samples.
+        if are_constant and (constant != 1.0 or any(each.exceeds_ranks for each in sizes)):
+            total = total + sum(each.missing_value.double() for each in sizes)
+            size += sum(each.missing_size for each in sizes)
         total = total / size
     return total.to(values.dtype)
-
-
-def _are_constant(means: list[_Mean]) -> bool:
-    """Return whether all ranks logged with the same batch size, which is not their number of samples."""
-    constant = means[0].constant
-    if constant is None or any(each.constant != constant for each in means):
-        return False
-    return constant != 1.0 or any(each.exceeds_ranks for each in means)
 
 
 class TrainingResults(SharedResults):
     """Lightning's results of training. The repeated sample of a rank that has none of its own counts nowhere.
 
+    The values of an epoch are computed on all ranks before the hooks of its end. Otherwise the progress bar, and hooks
+    of some ranks that read them, would compute them before the other ranks.
+
     Args:
-        trainer: the Trainer.
-        dims: the parallel dimensions.
-        current_mark: a function that returns how the batch of the current step is divided.
+        trainer: the Trainer, which logs to these results.
         history: remembers what this rank has reduced.
+        current_mark: a function that returns how the batch of the current step is divided.
+        undo: a stack to which functions that undo changes of the trainer are pushed.
     """
 
     def __init__(
-        self, trainer: Trainer, dims: ParallelDims, current_mark: Callable[[], Mark], history: LoggedHistory
+        self, trainer: Trainer, history: LoggedHistory, current_mark: Callable[[], Mark], undo: ExitStack
     ) -> None:
         self._trainer = trainer
         self._current_mark = current_mark
         self._batch: Any = None
-        self._step: ExitStack | None = None
+        self._step = ExitStack()
         self._metrics: list[Any] | None = None  # found in this epoch
-        self._num_updates: dict[str, int] = {}  # of the logged metrics, while hooks at the end of the epoch run
-        super().__init__(dims, history, training=True)
+        super().__init__(history, training=True)
+        set_results_of_fit(trainer, self)
+        end_epoch = trainer.fit_loop.on_advance_end
+
+        def join_and_end_epoch() -> None:
+            self._step.close()
+            self._metrics = None
+            history.where = f"the hooks at the end of epoch {trainer.current_epoch}"
+            self.join(trainer.lightning_module)
+            self.metrics(on_step=False)
+            end_epoch()
+
+        shadow_method(trainer.fit_loop, "on_advance_end", join_and_end_epoch, undo)
+        undo.callback(self._step.close)
 
     @property
     def batch(self) -> Any:
@@ -328,61 +456,19 @@ class TrainingResults(SharedResults):
     @batch.setter
     def batch(self, batch: Any) -> None:
         self._batch = batch
-        self.end_step()
+        self._step.close()  # metrics count again what they are updated with
+        self.mark = EVEN
         if batch is None:
             return
-        loop = self._trainer.fit_loop.epoch_loop
-        self.history.where = f"training batch {loop.batch_idx} of epoch {self._trainer.current_epoch}"
-        mark = self._current_mark()
-        if mark.weight != 1.0:
-            if mark.some_have_none:
-                _reject_sync_batch_norm(self._trainer.lightning_module)
-            if self._metrics is None or mark.is_padding:
-                self._metrics = metrics_of_run(self._trainer)
-            self._step = ExitStack()
-            change_updates(self._metrics, mark.weight, self._step)
-
-    def end_step(self) -> None:
-        """End an uneven step: metrics count what they are updated with."""
-        if self._step is not None:
-            step, self._step = self._step, None
-            step.close()
-
-    def mark_of(self, hook: str) -> Mark:
-        """Return the mark of the step in which a hook logs."""
-        return EVEN if hook in _OUTSIDE_OF_STEPS else self._current_mark()
-
-    @contextmanager
-    def ending_epoch(self) -> Iterator[None]:
-        """Compute the values of the epoch on all ranks; then, run the hooks of its end. *Collective* over data ranks.
-
-        Otherwise the progress bar, and hooks of some ranks that read them, would compute them before the other ranks.
-
-        Raises:
-            ConfigurationError: the ranks have logged different keys, or a hook updates a metric that was logged before.
-        """
-        self.end_step()
-        self._metrics = None
-        self.history.where = f"the hooks at the end of epoch {self._trainer.current_epoch}"
-        self.join(self._trainer.lightning_module)
-        self.metrics(on_step=False)
-        self._num_updates = {key: each.value.update_count for key, each in self.valid_items() if not each.is_tensor}
-        try:
-            yield
-        finally:
-            self._num_updates = {}
-
-    def metrics(self, on_step: bool) -> Any:
-        """Return the values for callbacks, loggers and the progress bar."""
-        for key, count in {} if on_step else self._num_updates.items():
-            if key in self and not self[key].has_reset and self[key].value.update_count > count:
-                fx, name = key.split(".", 1)
-                raise ConfigurationError(
-                    f"The metric {name!r} was logged in {fx}, and then updated in a hook at the end of the epoch. With "
-                    "several ranks, its value is computed before these hooks. Log it in on_train_epoch_end, after the "
-                    "update, instead."
-                )
-        return super().metrics(on_step)
+        trainer = self._trainer
+        self.history.where = f"training batch {trainer.fit_loop.epoch_loop.batch_idx} of epoch {trainer.current_epoch}"
+        self.mark = self._current_mark()
+        if self.mark.weight != 1.0:
+            if self.mark.some_have_none:
+                _reject_sync_batch_norm(trainer.lightning_module)
+            if self._metrics is None or self.mark.is_padding:
+                self._metrics = metrics_of_run(trainer)
+            change_updates(self._metrics, self.mark.weight, self._step)
 
 
 def _reject_sync_batch_norm(module: Module) -> None:

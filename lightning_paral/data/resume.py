@@ -1,21 +1,21 @@
 """The position of training in its data, which is saved in checkpoints and restored at any world size."""
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import DataLoader
 
 from lightning_paral.compat.lightning.loops import restart_training_data, training_data_has_started
 from lightning_paral.data.iterable import ShardedIterable, is_stateful
-from lightning_paral.data.loaders import Loader, with_iteration
-from lightning_paral.data.order import Seed
-from lightning_paral.data.sampler import RankBatchSampler
+from lightning_paral.data.loaders import with_iteration
+from lightning_paral.data.sampler import RankBatchSampler, Seed
 from lightning_paral.distributed.exchange import all_ranks
 
 Source = RankBatchSampler | ShardedIterable
+_NUM_STATES = 4  # of the last steps, of which a save leaves out those that were read but not trained on
 
 
 class DataPosition:
@@ -51,7 +51,7 @@ class DataPosition:
             # The epoch that started last. Lightning's counters do not tell: `processed` counts it at its end,
             # `completed` after its end hooks, and `started` omits one after resuming at the end of an epoch.
             "epoch": self.sources[0].epoch if self.sources else 0,
-            "loaders": [_position(source, num_steps) for source in self.sources],
+            "loaders": [source.position(num_steps) for source in self.sources],
             "is_counted": epochs.processed >= epochs.started,
             "own_states": (all_ranks().gather(own) if with_all_ranks else [own]) if own else [],
         }
@@ -70,7 +70,8 @@ class DataPosition:
         def restore() -> None:
             restore_rng()
             for source, position in zip(self.sources, state["loaders"], strict=False):
-                _restore_generators(source, position)
+                if isinstance(source, RankBatchSampler):
+                    source.restore_generators(position)
 
         fit_loop = self._trainer.fit_loop
         if not training_data_has_started(self._trainer):
@@ -110,89 +111,76 @@ class DataPosition:
             setattr(progress, counter, getattr(progress, counter) + moved[0] - num_steps)
 
     def _stateful_loaders(self) -> list[Any]:
-        """Return the training loaders that are not divided and save their own state."""
+        """Return the training loaders that are not divided and save their own state; see `keep_states`."""
         loaders = self._trainer.train_dataloader
         found = [] if loaders is None else CombinedLoader(loaders).flattened
-        return [loader for loader in found if is_stateful(loader) and not is_divided(loader)]
+        return [
+            each
+            for each in found
+            if is_stateful(each) and (hasattr(each, "paral_states") or not isinstance(each, DataLoader))
+        ]
 
     def _load_own_states(self, by_rank: list[list[Any]], num_steps: int) -> bool:
         """Load the loaders' own states of this rank. Return whether there are any."""
-        ranks, loaders = all_ranks(), self._stateful_loaders()
-        if not by_rank and not loaders:
-            return False
-        if not by_rank or len(by_rank[0]) != len(loaders):
+        ranks, loaders, num_saved = all_ranks(), self._stateful_loaders(), len(by_rank[0]) if by_rank else 0
+        if num_saved != len(loaders):
             rank_zero_warn(
-                f"The checkpoint has the own states of {len(by_rank[0]) if by_rank else 0} training loaders, but here "
-                f"{len(loaders)} of them save their own. They start with their first batch."
+                f"The checkpoint has the own states of {num_saved} training loaders, but here {len(loaders)} of them "
+                "save their own. They start with their first batch."
             )
+        if not loaders or num_saved != len(loaders):
             return False
         if len(by_rank) != ranks.world_size:
             rank_zero_warn(
                 f"The checkpoint has the states of the training loaders of {len(by_rank)} ranks, but this run has "
-                f"{ranks.world_size}. Loaders that the strategy does not divide, such as "
-                f"{type(loaders[0]).__name__}, load the state of rank 0 on all ranks. Whether they then continue with "
-                "the samples that are left depends on their library. Resume at the same number of ranks, or from a "
-                "checkpoint saved at the end of an epoch."
+                f"{ranks.world_size}: all ranks load that of rank 0. Whether {type(loaders[0]).__name__} then "
+                "continues with the samples that are left depends on its library. Resume at the same number of ranks, "
+                "or from a checkpoint saved at the end of an epoch."
             )
         states = by_rank[ranks.rank if len(by_rank) == ranks.world_size else 0]
         for loader, state in zip(loaders, states, strict=True):
             loader.load_state_dict(state)
-            getattr(loader, "paral_states", _States()).num_steps = num_steps
+            vars(loader).get("paral_states", _States()).num_steps = num_steps
         return True
 
 
-class _States(deque[tuple[int, Any]]):
-    """The states of a loader after the last steps of the epoch, each with the number of steps before it."""
+class _States(dict[int, Any]):
+    """The states of a loader after the last steps of the epoch, by the number of steps before them."""
 
     num_steps = 0
     """The number of steps before the next iteration."""
 
 
-def keep_states(loader: Loader) -> Loader:
+def keep_states(loader: object) -> object:
     """Return a copy of a training loader with a state of its own, of which the states after the last steps are kept.
 
     Lightning reads a batch before the previous one was trained on, if the loader has no length, and so before a save.
+    Any other loader is returned as it is.
     """
-    states = _States(maxlen=4)
+    if not isinstance(loader, DataLoader) or not is_stateful(loader):
+        return loader
+    states = _States()
 
     def iterate(batches: Iterator[Any]) -> Iterator[Any]:
         num_steps, states.num_steps = states.num_steps, 0
         states.clear()
         for batch in batches:
             num_steps += 1
-            states.append((num_steps, changed.state_dict()))  # type: ignore[attr-defined]
+            states[num_steps] = changed.state_dict()
+            states.pop(num_steps - _NUM_STATES, None)
             yield batch
 
-    changed = with_iteration(loader, iterate)
+    changed: Any = with_iteration(loader, iterate)
     vars(changed)["paral_states"] = states
     return changed
 
 
 def _own_state(loader: Any, num_steps: int | None) -> Any:
     """Return the state of `loader` after `num_steps` steps of the epoch; the current one at the end of an epoch."""
-    states = dict(getattr(loader, "paral_states", ()))
+    states = getattr(loader, "paral_states", {})
     return states[num_steps] if num_steps in states else loader.state_dict()
-
-
-def is_divided(loader: Any) -> bool:
-    """Return whether the strategy divides the batches of `loader` among the ranks."""
-    parts = (getattr(loader, name, None) for name in ("batch_sampler", "sampler", "dataset"))
-    return any(isinstance(part, RankBatchSampler | ShardedIterable) for part in parts)
 
 
 def num_processed(progress: Any) -> int:
     """Return the number of finished epochs, or of finished batches in the epoch, from the `progress` of a loop."""
     return int(progress.current.processed)
-
-
-def _position(source: Source, num_steps: int) -> dict[str, Any]:
-    position = source.position(num_steps)
-    generators = source.order.generators() if isinstance(source, RankBatchSampler) and source.order.shared else ()
-    return position | ({"generators": [each.get_state() for each in generators]} if generators else {})
-
-
-def _restore_generators(source: Source, position: dict[str, Any]) -> None:
-    """Restore the generators that samplers own."""
-    if isinstance(source, RankBatchSampler) and source.order.shared:
-        for generator, state in zip(source.order.generators(), position.get("generators", ()), strict=False):
-            generator.set_state(state)

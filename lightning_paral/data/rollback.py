@@ -2,8 +2,9 @@
 
 import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,21 +30,15 @@ def rollback_side_effects(module: Module) -> Iterator[None]:
     """
     host_states = global_states()
     cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    attributes = [(each.__dict__, user_attributes(each), _snapshot(user_attributes(each))) for each in module.modules()]
-    module_buffers = [own_buffers(each) for each in module.modules()]
-    buffers = [(current, dict(current), _snapshot(current)) for current in module_buffers]
+    undo: list[Callable[[], None]] = []
+    for part in module.modules():
+        attributes = user_attributes(part)
+        undo += [partial(_set_attributes, part, attributes), _restorer(attributes), _restorer(own_buffers(part))]
     try:
         yield
     finally:
-        for current, before, kept in attributes:
-            for name in set(_names(current)) - set(before):
-                del current[name]
-            current.update(before)
-            _restore(before, kept)
-        for current, before, kept in buffers:
-            current.clear()
-            current.update(before)
-            _restore(before, kept)
+        for restore in undo:
+            restore()
         set_global_states(host_states)
         if cuda_state is not None:
             torch.cuda.set_rng_state(cuda_state)
@@ -58,44 +53,41 @@ def _names(attributes: dict[str, Any]) -> list[str]:
     return [name for name in attributes if name not in _TORCH_ATTRIBUTES and not describes_shards(name)]
 
 
-def _snapshot(value: Any) -> Any:
-    """Return a copy of a tensor, or of a container and its items at any depth; `None` for any other value."""
+def _set_attributes(module: Module, attributes: dict[str, Any]) -> None:
+    for name in set(_names(module.__dict__)) - set(attributes):
+        del module.__dict__[name]
+    module.__dict__.update(attributes)
+
+
+def _restorer(value: Any) -> Callable[[], None]:
+    """Return a function that restores a tensor in place, or a container and its items at any depth."""
     if isinstance(value, Parameter | WithoutMemory):
-        return None  # engines keep lists of parameters, which they unshard and free
+        return _do_nothing  # engines keep lists of parameters, which they unshard and free
     if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _snapshot(item) for key, item in value.items()}, copy.copy(value)
-    if isinstance(value, list | deque | tuple):
-        # Tensors in lists are not copied: they are collected outputs and states, often many, and not changed in place.
-        return [None if isinstance(item, Tensor) else _snapshot(item) for item in value], list(value)
-    if isinstance(value, set):
-        return set(value)
-    return None
+        return partial(_copy_changed, value.detach(), value.detach().clone())
+    if not isinstance(value, dict | list | deque | tuple | set):
+        return _do_nothing
+    items = copy.copy(value)
+    # Tensors in lists are not copied: they are collected outputs and states, often many, and not changed in place.
+    inside = value.values() if isinstance(value, dict) else (each for each in value if not isinstance(each, Tensor))
+    undo = [_restorer(each) for each in inside]
 
-
-def _restore(value: Any, kept: Any) -> None:
-    """Restore `value` in place to its state at the time of `kept = _snapshot(value)`."""
-    if kept is None:
-        return
-    if isinstance(value, Tensor):
-        # Of a DTensor this rank's part: comparing the whole is a collective, which other ranks may not join.
-        ours, before = local_part(value.detach()), local_part(kept)
-        if not torch.equal(ours, before):
-            ours.copy_(before)
-    elif isinstance(value, dict):
-        states, items = kept
-        value.clear()
-        value.update(items)
-        for key, state in states.items():
-            _restore(items[key], state)
-    elif isinstance(value, list | deque | tuple):
-        states, items = kept
+    def restore() -> None:
         if not isinstance(value, tuple):
             value.clear()
-            value.extend(items)
-        for item, state in zip(items, states, strict=True):
-            _restore(item, state)
-    elif isinstance(value, set):
-        value.clear()
-        value.update(kept)
+            (value.update if isinstance(value, dict | set) else value.extend)(items)
+        for each in undo:
+            each()
+
+    return restore
+
+
+def _copy_changed(value: Tensor, before: Tensor) -> None:
+    # Of a DTensor this rank's part: comparing the whole is a collective, which other ranks may not join.
+    ours, kept = local_part(value), local_part(before)
+    if not torch.equal(ours, kept):
+        ours.copy_(kept)
+
+
+def _do_nothing() -> None:
+    pass

@@ -10,7 +10,8 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_paral.data import logged_keys as logged
+from lightning_paral.data import results
+from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.options import Sampling
 from tests.contract.cases import BY_LABEL
 from tests.host_syncs import HostSyncs
@@ -18,7 +19,6 @@ from tests.running import quiet_trainer
 
 ON_THE_HOST = {
     "distributed/exchange.py: gather_int_lists: tolist",  # once in a second
-    "data/logged_keys.py: read: __bool__",
     "distributed/rng_state.py: digest_of_torch_state: numpy",  # torch returns the states of generators on the host
 }
 """Reads of tensors that are in host memory even if there is a GPU."""
@@ -98,12 +98,9 @@ def syncs_of(label: str, kind: str, options: dict[str, Any]) -> tuple[dict[str, 
 
 
 def syncs_on_rank(label: str) -> dict[str, tuple[dict[str, int], int]]:
-    read_at_once = logged.can_be_read_at_once
-    logged.can_be_read_at_once = lambda value: False  # as on a GPU
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(results, "can_be_read_at_once", lambda value: False)  # as on a GPU
         return {kind: syncs_of(label, kind, {"devices": 2}) for kind in OPTIONS}
-    finally:
-        logged.can_be_read_at_once = read_at_once
 
 
 @pytest.mark.parametrize("label", LABELS)
@@ -125,12 +122,12 @@ def test_reads_are_counted() -> None:
     syncs = HostSyncs()
     with syncs.watched():
         syncs.is_counting = True
-        flag = logged.DeviceFlag()
-        flag.add(torch.tensor(False))
-        assert not flag.read(wait=True)
+        logged = results.SharedResults(results.LoggedHistory(ParallelDims()), training=True)
+        logged.history.differs = torch.tensor(False)
+        logged.metrics(on_step=False)
         found = torch.tensor([1.0, 0.0])
         assert (float(found[0]), bool(found.any()), found.to("cpu").tolist(), found.numpy().sum()) == (1, 1, [1, 0], 1)
 
-    assert syncs.found == {"data/logged_keys.py: read: __bool__": 1}
+    assert syncs.found == {"data/results.py: metrics: __bool__": 1}
     assert syncs.num_elsewhere == 5
     assert not {"item", "to", "__bool__"} & vars(Tensor).keys()

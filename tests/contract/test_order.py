@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, WeightedRandomSampler
 
-from lightning_paral.data import order
+from lightning_paral.data import sampler as order
 from tests.contract.cases import strategy_of
 from tests.running import SaveAt, quiet_trainer
 

@@ -44,8 +44,8 @@ MAY_READ_THE_WORLD = {
     "tells whether the number of ranks has changed": "callbacks/auto_resume.py",
     "concern every rank, whatever it holds": "callbacks/monitor.py callbacks/preemption.py",
     "may meet another process group": "checkpoint/state/ended_optimizers.py engines/pipeline/ended_state.py",
-    "name a rank in an error": "data/evaluation.py engines/ddp/run.py",
-    "meets strategies of others, which have no dimensions": "data/predictions.py",
+    "name a rank in an error": "engines/ddp/run.py",
+    "meets strategies of others, which have no dimensions": "data/evaluation.py",
     "shard over the world": "engines/zero/engine/construction.py engines/zero/state/averaged_shards.py",
     "gathers over the world": "engines/zero/training/usage.py",
 }

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -17,21 +18,7 @@ from lightning_paral.compat.lightning.results import ResultCollection, check_ove
 from lightning_paral.compat.private_name import Names, named, replace
 from lightning_paral.compat.torch.tensors import tree_unflatten
 
-__all__ = [
-    "EvaluationLoop",
-    "IndexBatchSampler",
-    "PredictionLoop",
-    "Step",
-    "call_at_end_of_loader",
-    "call_step_without_hooks",
-    "combined_loader_of",
-    "injects_sampler",
-    "replace_evaluation_step",
-    "replace_predict_step",
-    "replace_preparation",
-    "set_results",
-    "set_results_of_fit",
-]
+__all__ = ["EvaluationLoop", "IndexBatchSampler", "PredictionLoop"]
 
 NAMES: Names = {
     "lightning.pytorch.loops._EvaluationLoop": {
@@ -109,16 +96,11 @@ def combined_loader_of(loop: EvaluationLoop | PredictionLoop) -> CombinedLoader:
     return loop._combined_loader
 
 
-def replace_evaluation_step(loop: EvaluationLoop, make: Callable[[Step], Step], undo: ExitStack) -> None:
-    """Replace the step of `loop` with `make(step)`, where `step` is the loop's own step, until `undo` is closed."""
-    named(NAMES, "_evaluation_step").resolve()
-    shadow_method(loop, "_evaluation_step", make(loop._evaluation_step), undo)
-
-
-def replace_predict_step(loop: PredictionLoop, make: Callable[[Step], Step], undo: ExitStack) -> None:
-    """Replace the step of `loop` with `make(step)`, where `step` is the loop's own step, until `undo` is closed."""
-    named(NAMES, "_predict_step").resolve()
-    shadow_method(loop, "_predict_step", make(loop._predict_step), undo)
+def replace_step(loop: EvaluationLoop | PredictionLoop, run: Callable[..., None], undo: ExitStack) -> None:
+    """Make `loop` call `run` instead of its own step, which is the first argument, until `undo` is closed."""
+    name = "_predict_step" if isinstance(loop, PredictionLoop) else "_evaluation_step"
+    named(NAMES, name).resolve()
+    shadow_method(loop, name, partial(run, getattr(loop, name)), undo)
 
 
 def call_at_end_of_loader(loop: EvaluationLoop, trainer: Trainer, join: Callable[[], None], undo: ExitStack) -> None:

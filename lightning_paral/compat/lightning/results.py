@@ -15,14 +15,7 @@ from torchmetrics import Metric
 from lightning_paral.compat.lightning.methods import replace_methods, shadow_method
 from lightning_paral.compat.private_name import Names, named, replace
 
-__all__ = [
-    "Metadata",
-    "ResultCollection",
-    "ResultMetric",
-    "Sync",
-    "check_overridden",
-    "make_sync",
-]
+__all__ = ["Metadata", "ResultCollection", "ResultMetric"]
 
 NAMES: Names = {
     "lightning.pytorch.trainer.connectors.logger_connector.result._ResultCollection": {

@@ -1,82 +1,159 @@
-"""Evaluation counts each sample once, whatever the loader, and predictions are gathered in order."""
+"""Every kind of loader is evaluated as in one process, each sample once, and predictions are gathered in order."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import BasePredictionWriter, EarlyStopping
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.utils.data import DataLoader
+import torch.distributed as dist
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from lightning_paral import ConfigurationError, GatherPredictions
-from tests.models.recorded import Indices, Recorder, Stream, fit, flat, trainer_of
+from lightning_paral import ConfigurationError, GatherPredictions, ParalDDPStrategy
+from tests.models.linear import Linear
+from tests.models.recorded import Indices, Recorder, fit, flat, trainer_of
+from tests.models.recorded import Stream as Numbers
+from tests.running import quiet_trainer
 
-
-class DrawsItself(Recorder):
-    def validation_step(self, dataloader_iter: Iterator[Any]) -> None:
-        batch, _, _ = next(dataloader_iter)
-        self.evaluated.setdefault(0, []).append(batch.tolist())
-        self.log("mean", batch.mean(), sync_dist=True, on_step=True, on_epoch=True, batch_size=len(batch))
-
-
-class ReadsTwo(Recorder):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        values, _ = batch
-        self.evaluated.setdefault(0, []).append(values.tolist())
-        self.log("mean", values.mean(), sync_dist=True, on_step=True, on_epoch=True, batch_size=len(values))
+NUM_SAMPLES, BATCH_SIZE = 14, 2
 
 
-def longest_of_two() -> Any:
-    """Return 9 batches and 4: in the second of three steps, only one of three ranks has a batch of the shorter one."""
-    return CombinedLoader([DataLoader(Indices(18), 2), DataLoader(Indices(7), 2)], "max_size")
+def samples() -> Tensor:
+    return torch.arange(1.0, NUM_SAMPLES + 1).unsqueeze(1)
 
 
-EVALUATED: dict[str, tuple[Any, Any, dict[str, Any], dict[str, float], set[Any]]] = {
-    "one sample": (
-        lambda: DataLoader(Indices(1), 2),
-        lambda: Recorder(log_steps=True),
-        {},
-        {"mean_epoch": 0.0, "own": 0.0},
-        {0.0},
-    ),
-    # Half of the 4 rounds that 10 batches of 2 take on 3 ranks.
-    "limited": (lambda: DataLoader(Indices(20), 2), Recorder, {"limit_val_batches": 0.5}, {}, set(range(12))),
-    "stream": (
-        lambda: DataLoader(Stream(7), 2),
-        lambda: Recorder(log_steps=True),
-        {},
-        {"mean_epoch": 3.0},
-        set(range(7)),
-    ),
-    "divided stream": (
-        lambda: DataLoader(Stream(7, divided=True), 1),
-        Recorder,
-        {"shard_iterable": False},
-        {"mean": 3.0},
-        set(range(7)),
-    ),
-    "longest of two": (longest_of_two, ReadsTwo, {}, {"mean_epoch": 8.5}, set(range(18))),
-    "drawn by the step": (lambda: DataLoader(Indices(7), 2), DrawsItself, {}, {"mean_epoch": 3.0}, set(range(7))),
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from samples()
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+
+class Divided(Stream):
+    def __iter__(self) -> Iterator[Tensor]:
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        yield from samples()[rank::world_size]
+
+
+class Generated:
+    """An iterable that is not a `DataLoader` and has no length."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from samples().split(BATCH_SIZE)
+
+
+def indexed(num: int = NUM_SAMPLES) -> DataLoader[Any]:
+    return DataLoader(samples()[:num], BATCH_SIZE)  # type: ignore[arg-type]
+
+
+def stream(kind: type[Stream] = Stream, **options: Any) -> DataLoader[Any]:
+    return DataLoader(kind(), BATCH_SIZE, **options)
+
+
+LOADERS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "indexed": (indexed, {}),
+    "one sample": (lambda: indexed(1), {}),
+    "stream": (stream, {}),
+    "sized stream": (lambda: stream(SizedStream), {}),
+    "stream without batches": (lambda: DataLoader(Stream(), batch_size=None), {}),
+    "stream, dropping its last": (lambda: DataLoader(Stream(), 4, drop_last=True), {}),
+    "list of loaders": (lambda: [indexed(), stream(), indexed(4)], {}),
+    "dict of loaders": (lambda: {"a": indexed(), "b": stream()}, {}),
+    "in turns": (lambda: CombinedLoader([indexed(), stream()], "sequential"), {}),
+    "the longest": (lambda: CombinedLoader({"a": indexed(), "b": indexed(8)}, "max_size"), {}),
+    "the shortest": (lambda: CombinedLoader([indexed(), indexed(4)], "min_size"), {}),
+    "streams at once": (lambda: CombinedLoader([stream(), stream()], "min_size"), {}),
+    "limited by number": (stream, {"limit_val_batches": 3}),
+    "sized stream limited by part": (lambda: stream(SizedStream), {"limit_val_batches": 0.5}),
+    "sanity steps": (stream, {"num_sanity_val_steps": 2}),
+    "own sampler": (lambda: DataLoader(samples(), BATCH_SIZE, sampler=[3, 1, 5]), {}),  # type: ignore[arg-type]
 }
+PLAIN: dict[str, Callable[[], Any]] = {
+    "list of tensors": lambda: list(samples().split(BATCH_SIZE)),
+    "own iterable": Generated,
+    "list in a list": lambda: CombinedLoader([list(samples().split(BATCH_SIZE))], "sequential"),
+}
+"""Iterables without a sampler, which neither Lightning's ddp nor our strategies divide among ranks."""
 
 
-def evaluated(name: str) -> tuple[dict[str, float], list[Any]]:
-    make_loader, make_model, options, *_ = EVALUATED[name]
-    model = make_model()
-    (logged,) = trainer_of(**options).validate(model, make_loader(), verbose=False)
-    return logged, flat(model.evaluated.get(0, []))
+class Sums(Linear):
+    """Logs sums and means of its samples by loader."""
+
+    def __init__(self) -> None:
+        super().__init__(1, lr=0.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layer(batch[0].view(-1, 1)).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list) else [batch]
+        for name, part in zip(("first", "second"), parts, strict=False):
+            if part is not None:
+                assert isinstance(part, Tensor)
+                self.log(name, part.sum(), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+                size = len(part)
+                self.log(f"{name}_mean", part.mean(), on_step=True, on_epoch=True, sync_dist=True, batch_size=size)
 
 
-@pytest.mark.parametrize("name", EVALUATED)
-def test_evaluation_counts_each_sample_once_in_corner_cases(on_ranks, name: str) -> None:
-    *_, expected, samples = EVALUATED[name]
-    ranks = on_ranks(3, evaluated, name)
-    for logged, _ in ranks:
-        assert {key: logged[key] for key in expected} == pytest.approx(expected)
-    seen = [sample for _, samples in ranks for sample in samples]
-    assert set(seen) == samples
-    assert len(seen) == len(samples)
+def values_of(strategy: Any, devices: int, name: str) -> dict[str, Any]:
+    make, options = LOADERS[name] if name in LOADERS else (PLAIN[name], {})
+    torch.manual_seed(1)
+    trainer = quiet_trainer(strategy=strategy, devices=devices, max_epochs=1, limit_train_batches=1, **options)
+    trainer.fit(Sums(), indexed(), make())
+    return {key: float(value) for key, value in trainer.callback_metrics.items()}
+
+
+def values_on_rank(strategy: str, devices: int, names: list[str]) -> dict[str, Any]:
+    return {name: values_of(strategy, devices, name) for name in names}
+
+
+def values_of_divided() -> dict[str, Any]:
+    trainer = quiet_trainer(strategy=ParalDDPStrategy(shard_iterable=False), devices=dist.get_world_size())
+    return trainer.validate(Sums(), stream(Divided), verbose=False)[0]
+
+
+@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp"])
+def test_one_device_evaluates_the_same_samples_as_lightning(on_ranks, strategy: str) -> None:
+    names = [*LOADERS, *PLAIN]
+    (found,) = on_ranks(1, values_on_rank, strategy, 1, names)
+    assert found == {name: values_of("auto", 1, name) for name in names}
+
+
+def test_dp_evaluates_the_same_samples_as_one_device() -> None:
+    names = [name for name in (*LOADERS, *PLAIN) if name != "stream without batches"]  # it cannot be divided
+    expected = values_on_rank("auto", 1, names)
+    for name, found in values_on_rank("paral_dp", 2, names).items():
+        assert found == pytest.approx(expected[name])
+
+
+@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp"])
+def test_ranks_evaluate_each_sample_once(on_ranks, strategy: str) -> None:
+    names = [name for name in LOADERS if "limited" not in name]
+    for found in on_ranks(3, values_on_rank, strategy, 3, names, timeout=60.0):
+        for name in names:
+            assert found[name] == pytest.approx(values_of("auto", 1, name)), name
+    expected = quiet_trainer().validate(Sums(), stream(), verbose=False)[0]
+    assert on_ranks(3, values_of_divided) == [pytest.approx(expected)] * 3
+
+
+def test_plain_iterables_are_not_divided_and_a_warning_says_so(on_ranks) -> None:
+    for found in on_ranks(2, values_of_plain_iterable, "paral_ddp"):
+        assert found == on_ranks(2, values_of_plain_iterable, "ddp")[0]
+
+
+def values_of_plain_iterable(strategy: str) -> dict[str, Any]:
+    said = pytest.warns(UserWarning, match="Generated is not a DataLoader") if strategy != "ddp" else nullcontext()
+    with said if dist.get_rank() == 0 else nullcontext():
+        return values_of(strategy, 2, "own iterable")
+
+
+# In a fit
 
 
 def evaluated_in_fit() -> tuple[dict[str, float], list[float]]:
@@ -95,43 +172,56 @@ def test_evaluation_in_a_fit_counts_each_sample_once(on_ranks) -> None:
     assert flat([seen for _, seen in ranks]) == [0.0] * 3  # the sanity check, and two epochs
 
 
-class Written(BasePredictionWriter):
-    def __init__(self) -> None:
-        super().__init__("batch")
-        self.indices: list[Any] = []
-
-    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, indices: Any, *args: Any) -> None:
-        self.indices.append((indices, prediction.tolist()))
-
-
-def written(split: str) -> list[Any]:
-    callback = Written()
-    trainer_of(split, callbacks=[callback]).predict(Recorder(), DataLoader(Indices(8), 2, drop_last=True))
-    return callback.indices
+# Predictions
 
 
 def predicted(split: str) -> list[Any]:
-    loaders: list[Any] = [DataLoader(Indices(7), 2), DataLoader(Stream(7), 3), DataLoader(Indices(7), None)]
+    loaders: list[Any] = [DataLoader(Indices(7), 2), DataLoader(Numbers(7), 3), DataLoader(Indices(7), None)]
     trainer = trainer_of(split, callbacks=[GatherPredictions()])
     return [[torch.as_tensor(each).tolist() for each in trainer.predict(Recorder(), loader)] for loader in loaders]
 
 
 @pytest.mark.parametrize("split", ["batch", "global"])
-def test_predictions_are_gathered_once_and_in_order(on_ranks, split: str) -> None:
-    pairs = [pair for rank in on_ranks(3, written, split) for pair in rank]
-    assert all(indices == prediction for indices, prediction in pairs)
-    assert sorted(flat([prediction for _, prediction in pairs])) == list(range(8))
-
+def test_predictions_are_those_of_one_process_in_order(on_ranks, split: str) -> None:
     expected = [[[0, 1], [2, 3], [4, 5], [6]], [[0, 1, 2], [3, 4, 5], [6]], list(range(7))]
     assert on_ranks(3, predicted, split) == [expected] * 3
 
 
+# Refused, or under DP
+
+
+class DrawsItself(Recorder):
+    def validation_step(self, dataloader_iter: Iterator[Any]) -> None:
+        next(dataloader_iter)
+
+
 def fail_to_draw() -> str:
     with pytest.raises(ConfigurationError) as raised:
-        trainer_of(strategy="paral_zero3").validate(DrawsItself(), DataLoader(Indices(7), 2))
+        trainer_of().validate(DrawsItself(), DataLoader(Indices(7), 2))
     return str(raised.value)
 
 
-def test_step_with_dataloader_iter_is_refused_under_collective_forward(on_ranks) -> None:
+def test_evaluation_with_dataloader_iter_is_refused(on_ranks) -> None:
     for message in on_ranks(2, fail_to_draw):
         assert "DrawsItself.validation_step takes a `dataloader_iter`" in message
+
+
+def seen_under_dp(loader: Any) -> Any:
+    class Keeps(Sums):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            seen.extend(batch[0].flatten().tolist())
+            return super().training_step(batch, batch_idx)
+
+    seen: list[float] = []
+    quiet_trainer(strategy="paral_dp", devices=2, max_epochs=1).fit(Keeps(), loader)
+    return sorted(seen)
+
+
+def test_dp_draws_every_sample_and_refuses_samplers_for_several_processes() -> None:
+    dataset = TensorDataset(samples())
+    own = DistributedSampler(dataset, num_replicas=1, rank=0)
+    for options in ({"shuffle": True}, {"sampler": own}):
+        assert seen_under_dp(DataLoader(dataset, 4, **options)) == samples().flatten().tolist()
+    half = DistributedSampler(dataset, num_replicas=2, rank=0)
+    with pytest.raises(ConfigurationError, match=r"DistributedSampler\(num_replicas=2\).*distributed_sampler_kwargs"):
+        seen_under_dp(DataLoader(dataset, 4, sampler=half))

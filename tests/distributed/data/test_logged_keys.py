@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import MeanMetric, Metric
 
-from lightning_paral.data import logged_keys
+from lightning_paral.data import results
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.process_group import release_process_group
 from tests.contract.cases import strategy_of
@@ -72,8 +72,8 @@ def fit(strategy: str, keys: str, reduce_fx: str, on_step: bool) -> dict[str, fl
 def test_differing_key_is_reported_in_the_same_step(on_ranks, keys: str, reduce_fx: str) -> None:
     first, second = on_ranks(2, fit, "paral_ddp", keys, reduce_fx, True)
 
-    assert "training batch 0 of epoch 0: rank 0 logged 'training_step.a'" in first
-    assert "rank 1 logged 'training_step.b'" in first
+    assert "same values: rank 0 logged 'training_step.a' with sync_dist=True" in first
+    assert "in training batch 0 of epoch 0 and rank 1 logged 'training_step.b'" in first
     assert second == first
 
 
@@ -97,38 +97,37 @@ def test_equal_keys_give_the_values_of_lightning(on_ranks, reduce_fx: str, on_st
 
 def fit_on_device(keys: str, reduce_fx: str) -> dict[str, float] | str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logged_keys, "can_be_read_at_once", lambda value: False)  # as on a GPU
+        patch.setattr(results, "can_be_read_at_once", lambda value: False)  # as on a GPU
         return fit("paral_ddp", keys, reduce_fx, True)
 
 
 @pytest.mark.parametrize("reduce_fx", ["mean", "min"])
 def test_differing_key_is_reported_where_the_host_does_not_wait(on_ranks, reduce_fx: str) -> None:
     for message in on_ranks(2, fit_on_device, "another", reduce_fx):
-        assert "training batch 0 of epoch 0: rank 0 logged 'training_step.a'" in message
-        assert "rank 1 logged 'training_step.b'" in message
+        assert "same values: rank 0 logged 'training_step.a' with sync_dist=True" in message
+        assert "in training batch 0 of epoch 0 and rank 1 logged 'training_step.b'" in message
     expected = on_ranks(2, fit, "paral_ddp", "same", reduce_fx, True)
     assert on_ranks(2, fit_on_device, "same", reduce_fx) == expected
 
 
-def reduce_on_device(keys: list[str], reduce_op: str) -> tuple[float, bool]:
+def reduce_on_device(keys: list[str], reduce_op: str) -> float:
     def reduce(tensor: Tensor, reduce_op: str, group: Any) -> Tensor:
         dist.all_reduce(tensor, dist.ReduceOp.MAX if reduce_op == "max" else dist.ReduceOp.SUM)
         return tensor / 2 if reduce_op == "mean" else tensor
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logged_keys, "can_be_read_at_once", lambda value: False)
-        flag, rank = logged_keys.DeviceFlag(), dist.get_rank()
-        dims = ParallelDims(rank=rank, replicate=2)
-        check = logged_keys.CheckedReduce(keys[rank], reduce, dims, logged_keys.LoggedHistory(), flag)
-        return float(check(torch.tensor(1.0), reduce_op=reduce_op)), flag.read(wait=True)
+        patch.setattr(results, "can_be_read_at_once", lambda value: False)
+        history = results.LoggedHistory(ParallelDims(rank=dist.get_rank(), replicate=2))
+        logged = results.SharedResults(history, training=True)
+        value = results.CheckedReduce(keys[dist.get_rank()], reduce, logged)(torch.tensor(1.0), reduce_op=reduce_op)
+        assert bool(history.differs) == math.isnan(value)
+        return float(value)
 
 
 @pytest.mark.parametrize(("reduce_op", "value"), [("mean", 1.0), ("sum", 2.0), ("max", 1.0)])
 def test_values_of_different_keys_are_not_a_number_until_the_error(on_ranks, reduce_op: str, value: float) -> None:
-    assert on_ranks(2, reduce_on_device, ["a", "a"], reduce_op) == [(value, False)] * 2
-    for found, differs in on_ranks(2, reduce_on_device, ["a", "b"], reduce_op):
-        assert math.isnan(found)
-        assert differs
+    assert on_ranks(2, reduce_on_device, ["a", "a"], reduce_op) == [value] * 2
+    assert all(map(math.isnan, on_ranks(2, reduce_on_device, ["a", "b"], reduce_op)))
 
 
 class OtherDtypes(Logging):
@@ -175,10 +174,8 @@ def test_values_of_different_steps_are_not_reduced_together(
     extra = "" if reduce_fx == "mean" else f" and reduce_fx='{reduce_fx}'"
     first, second = on_ranks(2, validate_other_steps, distance, reduce_fx, in_group, timeout=60.0)
 
-    assert "in validation batch 1: rank 0 logged 'validation_step.x' with sync_dist=True" in first
-    assert (
-        f"and rank 1 logged 'validation_step.x' with sync_dist=True{extra} in validation batch {1 + distance}" in first
-    )
+    logged = f"logged 'validation_step.x' with sync_dist=True{extra}"
+    assert f"rank 0 {logged} in validation batch 1 and rank 1 {logged} in validation batch {1 + distance}" in first
     assert second == first
 
 

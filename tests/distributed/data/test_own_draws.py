@@ -36,22 +36,19 @@ class Noisy(Linear):
     def __init__(self, manual: bool = False) -> None:
         super().__init__(1)
         self.automatic_optimization = not manual
-        self.read: list[list[float]] = []
-        self.in_steps: list[list[float]] = []
-        self.outside: list[list[float]] = []
+        self.read, self.in_steps, self.outside = [], [], []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         self.read += batch.tolist()
         self.in_steps.append(draw())
         loss = self.layer(batch[:, :1].float() / NUM_SAMPLES).mean()
-        if not self.automatic_optimization:
-            optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-            self.in_steps.append(draw())
-            return None
-        return loss
+        if self.automatic_optimization:
+            return loss
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+        self.in_steps.append(draw())
+        return None
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         if not self.trainer.sanity_checking:
@@ -74,9 +71,8 @@ class NoisySGD(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter += 0.01 * torch.randn_like(parameter)
+        for parameter in self.param_groups[0]["params"]:
+            parameter += 0.01 * torch.randn_like(parameter)
         return loss
 
 
@@ -85,13 +81,8 @@ def fit(split: str, workers: bool, num_workers: int, manual: bool = False, resum
     module, ckpt_path, save_at = Noisy(manual), more.pop("ckpt_path", None), more.pop("save_at", None)
     batch_size = 2 if split == "batch" else 4
     loaders = [DataLoader(Augmented(), batch_size, num_workers=num_workers, shuffle=not each) for each in range(2)]
-    trainer = quiet_trainer(
-        strategy=ParalDDPStrategy(split=split),
-        devices=2,
-        max_epochs=2,
-        callbacks=[SaveAt(*save_at)] if save_at else [],
-        **more,
-    )
+    more["callbacks"] = [SaveAt(*save_at)] if save_at else []
+    trainer = quiet_trainer(strategy=ParalDDPStrategy(split=split), devices=2, max_epochs=2, **more)
     trainer.fit(module, *loaders, ckpt_path=ckpt_path)
     return module.read, module.in_steps, module.outside, [each.tolist() for each in module.parameters()]
 

@@ -4,15 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.datapipes.iter import IterableWrapper
 from torchmetrics import SumMetric
 
-from lightning_paral import ParalDDPStrategy
+from lightning_paral import ConfigurationError, ParalDDPStrategy
 from lightning_paral.data.loaders import seed_workers_by_data_rank
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.errors import ConfigurationError
 from tests.models.linear import Linear
 from tests.running import quiet_trainer
 
@@ -71,41 +70,37 @@ def fit(strategy: type[ParalDDPStrategy], num_ranks: int) -> tuple[list[float], 
     return module.samples, module.decisions, float(trainer.callback_metrics["total"])
 
 
-def test_ranks_of_one_data_rank_draw_the_same_samples_though_their_generators_differ(on_ranks) -> None:
-    ranks = [samples for samples, _, _ in on_ranks(4, fit, InPairs, 4)]
+def test_ranks_of_one_data_rank_draw_and_decide_the_same_and_count_once(on_ranks) -> None:
+    for strategy, num_ranks in ((InPairs, 4), (Together, 2)):
+        ranks = on_ranks(num_ranks, fit, strategy, num_ranks)
 
-    assert ranks[0] == ranks[1]
-    assert ranks[2] == ranks[3]
-    assert sorted(ranks[0] + ranks[2]) == list(range(8))
-
-
-def test_ranks_that_all_compute_the_same_count_samples_once(on_ranks) -> None:
-    (first, _, total), (second, _, other_total) = on_ranks(2, fit, Together, 2)
-
-    assert first == second
-    assert sorted(first) == list(range(8))
-    assert total == other_total == sum(range(8))
+        for (first, *found), (second, *_) in zip(ranks[::2], ranks[1::2], strict=True):
+            assert first == second
+            assert found == [[True, False, True, False], sum(range(8))]
+        assert sorted(sample for samples, *_ in ranks[::2] for sample in samples) == list(range(8))
 
 
-@pytest.mark.parametrize(("strategy", "num_ranks"), [(InPairs, 4), (Together, 2)])
-def test_decisions_are_those_of_all_ranks(on_ranks, strategy: type[ParalDDPStrategy], num_ranks: int) -> None:
-    for _, decisions, _ in on_ranks(num_ranks, fit, strategy, num_ranks):
-        assert decisions == [True, False, True, False]
+class OfRank(Dataset[Tensor]):
+    """Has other values on each rank, of the same shape."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((1,), float(dist.get_rank()))
 
 
-def fit_data_pipe() -> str:
-    module = Recording()
-    loader = DataLoader(IterableWrapper([torch.ones(1)] * 4), batch_size=2)
-    try:
-        quiet_trainer(strategy=Together(), devices=2, max_epochs=1, limit_val_batches=0).fit(module, loader)
-    except ConfigurationError as error:
-        return str(error)
-    return ""
+def error_of_tensor_ranks() -> str:
+    trainer = quiet_trainer(strategy="paral_tp", devices=2, max_epochs=1)
+    with pytest.raises(ConfigurationError) as raised:
+        trainer.fit(Linear(1), DataLoader(OfRank(), 4))
+    return str(raised.value)
 
 
-def test_data_pipes_are_refused_because_torch_shards_them_over_all_ranks(on_ranks) -> None:
-    for message in on_ranks(2, fit_data_pipe):
-        assert "among all 2 ranks, but only 1 of them" in message
+def test_different_batches_of_tensor_ranks_are_named(on_ranks) -> None:
+    for message in on_ranks(2, error_of_tensor_ranks):
+        assert "The tensor ranks have different batches in the first training_step" in message
+        assert "call seed_everything() first" in message
 
 
 class Draws(Dataset[Tensor]):
@@ -122,7 +117,7 @@ def drawn_by_rank(init: Any) -> list[list[float]]:
     for rank in range(4):
         torch.manual_seed(1)
         loader = DataLoader(Draws(), num_workers=1, worker_init_fn=init)
-        seed_workers_by_data_rank(loader, ParallelDims(rank=rank, replicate=2, tensor=2))
+        loader = seed_workers_by_data_rank(loader, ParallelDims(rank=rank, replicate=2, tensor=2))
         found.append(torch.cat(list(loader)).tolist())
     return found
 

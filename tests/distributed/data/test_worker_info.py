@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_paral import ParalDDPStrategy
-from lightning_paral.errors import ConfigurationError
-from tests.models.linear import Linear
-from tests.running import SaveAt, quiet_trainer
+from lightning_paral import ConfigurationError
+from tests.models.recorded import fit, flat
+from tests.running import SaveAt
 
 NUM_SAMPLES = 26
 
@@ -42,40 +40,22 @@ class Ignores(Divides):
         yield from map(float, range(self.num_samples))
 
 
-class Listening(Linear):
-    def __init__(self) -> None:
-        super().__init__(1, lr=0.01)
-        self.trained: list[list[float]] = []
-        self.validated: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        batch = torch.cat(batch) if isinstance(batch, list) else batch
-        self.trained.append(batch.tolist())
-        return self.layer(batch[:, None].float() / NUM_SAMPLES).mean()
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.validated += batch.tolist()
-        self.log("mean", batch.mean(), sync_dist=True)
-
-
 Seen = tuple[list[list[float]], list[float], float]
 
 
-def fit(
+def run(
     split: str | None, dataset: Any, num_workers: int, epochs: int = 1, combined: bool = False, **more: Any
 ) -> Seen:
     """Return the training batches, the validated samples and their mean. Without `split`, fit in one process."""
     torch.manual_seed(1)
-    persistent = {"persistent_workers": True} if epochs > 1 else {}
-    loader: Any = DataLoader(dataset, 2, num_workers=num_workers, **persistent)
+    loader: Any = DataLoader(dataset, 2, num_workers=num_workers, persistent_workers=epochs > 1)
+    validation = DataLoader(dataset, 2, num_workers=num_workers)
     if combined:
-        loader = CombinedLoader([loader, DataLoader(dataset, 2, num_workers=num_workers)], "max_size")
-    module, ckpt_path, save_at = Listening(), more.pop("ckpt_path", None), more.pop("save_at", None)
-    strategy = {"strategy": ParalDDPStrategy(split=split), "devices": 2} if split else {"devices": 1}
-    callbacks = [SaveAt(*save_at)] if save_at else []
-    trainer = quiet_trainer(max_epochs=epochs, callbacks=callbacks, num_sanity_val_steps=0, **strategy, **more)
-    trainer.fit(module, loader, DataLoader(dataset, 2, num_workers=num_workers), ckpt_path=ckpt_path)
-    return module.trained, module.validated, float(trainer.callback_metrics.get("mean", 0.0))
+        loader = CombinedLoader([loader, validation], "max_size")
+    more |= {"split": split} if split else {"strategy": "auto"}
+    model = fit(loader, validation, max_epochs=epochs, num_sanity_val_steps=0, **more)
+    trained = [flat(batch) for batch in model.trained]
+    return trained, flat(list(model.evaluated.values())), model.metrics.get("mean", 0.0)
 
 
 CASES: dict[str, tuple[Any, ...]] = {
@@ -97,8 +77,8 @@ def joined(ranks: Any) -> list[list[float]]:
 def test_each_sample_is_used_once_and_global_batches_equal_those_of_one_process(
     on_ranks, case: str, split: str
 ) -> None:
-    ((trained, validated, mean),) = on_ranks(1, fit, None, *CASES[case])
-    ranks = on_ranks(2, fit, split, *CASES[case])
+    ((trained, validated, mean),) = on_ranks(1, run, None, *CASES[case])
+    ranks = on_ranks(2, run, split, *CASES[case])
 
     found, whole = joined([rank[0] for rank in ranks]), joined([trained])
     assert found == whole if split == "global" else set(chain(*found)) == set(chain(*whole))
@@ -108,7 +88,7 @@ def test_each_sample_is_used_once_and_global_batches_equal_those_of_one_process(
 
 @pytest.mark.parametrize(("split", "size"), [("batch", 4), ("global", 2)])
 def test_samples_of_a_dataset_that_does_not_divide_itself_are_divided(on_ranks, split: str, size: int) -> None:
-    ranks = on_ranks(2, fit, split, Ignores(), 2)
+    ranks = on_ranks(2, run, split, Ignores(), 2)
 
     assert joined([rank[0] for rank in ranks])[0] == list(range(size))
 
@@ -117,8 +97,8 @@ def test_samples_of_a_dataset_that_does_not_divide_itself_are_divided(on_ranks, 
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_run_continues_inside_an_epoch(on_ranks, tmp_path, split: str, step: int) -> None:
     path = str(tmp_path / "x.ckpt")
-    whole = on_ranks(2, partial(fit, split, Divides(), 2, save_at=(step, path)))
-    resumed = on_ranks(2, partial(fit, split, Divides(), 2, ckpt_path=path))
+    whole = on_ranks(2, partial(run, split, Divides(), 2, callbacks=[SaveAt(step, path)]))
+    resumed = on_ranks(2, partial(run, split, Divides(), 2, ckpt_path=path))
 
     for rank, uninterrupted in zip(resumed, whole, strict=True):
         assert rank[0] == uninterrupted[0][step:]
@@ -126,14 +106,14 @@ def test_a_run_continues_inside_an_epoch(on_ranks, tmp_path, split: str, step: i
 
 def error_of_resumed(num_workers: int, path: str) -> str:
     with pytest.raises(ConfigurationError) as raised:
-        fit("global", Divides(), num_workers, ckpt_path=path)
+        run("global", Divides(), num_workers, ckpt_path=path)
     return str(raised.value)
 
 
 @pytest.mark.parametrize(("step", "num_workers"), [(2, 3), (11, 2)])
 def test_positions_in_parts_that_are_not_known_are_refused(on_ranks, tmp_path, step: int, num_workers: int) -> None:
     path = str(tmp_path / "x.ckpt")
-    on_ranks(2, partial(fit, "global", Divides(), 2, save_at=(step, path)))
+    on_ranks(2, partial(run, "global", Divides(), 2, callbacks=[SaveAt(step, path)]))
 
     for message in on_ranks(2, error_of_resumed, num_workers, path):
         assert "Divides divides itself by get_worker_info()" in message

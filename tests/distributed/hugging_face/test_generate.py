@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 pytest.importorskip("transformers")
 
-from lightning_paral.data.predictions import GatherPredictions
+from lightning_paral.data.evaluation import GatherPredictions
 from tests.contract.cases import strategy_of
 from tests.models.hugging_face import VOCABULARY, Wrapped, made, tokens
 from tests.running import quiet_trainer

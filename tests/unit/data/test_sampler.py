@@ -13,9 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from lightning_paral.data.division import ShardSpec
-from lightning_paral.data.order import GlobalOrder, Seed
-from lightning_paral.data.sampler import RankBatchSampler
+from lightning_paral.data.sampler import GlobalOrder, RankBatchSampler, Seed, ShardSpec
 from lightning_paral.errors import ConfigurationError
 
 lengths, batch_sizes, worlds = st.integers(0, 700), st.integers(1, 9), st.integers(1, 9)
@@ -137,19 +135,6 @@ def test_resuming_draws_the_remaining_samples_at_any_world_size(
     assert sorted(left) == sorted(expected[position["samples"] :])
 
 
-def test_resuming_in_the_same_world_draws_the_same_batches() -> None:
-    for split in ("batch", "global"):
-        whole = list(all_ranks(103, 5, 3, split, "wrap")[1])
-        resumed = all_ranks(103, 5, 3, split, "wrap")[1]
-        saved = all_ranks(103, 5, 3, split, "wrap")[1]
-        drawn = iter(saved)
-        next(drawn), next(drawn), next(drawn), next(drawn)
-
-        assert resumed.resume(0, saved.position(3), 3) == 3
-        assert list(resumed) == whole[3:]
-        assert resumed.position(len(whole)) == {"repetition": 0, "samples": 103}
-
-
 class Bucketing:
     """Yields batches of different sizes, drawn from all three global generators, and has no length."""
 
@@ -212,15 +197,6 @@ def test_order_differs_by_epoch_repetition_and_loader() -> None:
     orders = [first, repeated, second, of_another_loader]
     assert all(one != other for index, one in enumerate(orders) for other in orders[:index])
     assert sampler.sampler is sampler
-
-
-def test_single_indices_go_to_the_ranks_in_turn() -> None:
-    samplers = [sampler_of(rank, 3, "batch", "pad", SequentialSampler(range(7))) for rank in range(3)]
-    for sampler in samplers:
-        sampler.order.batched = False
-
-    assert [list(sampler) for sampler in samplers] == [[0, 3, 6], [1, 4, 6], [2, 5, 6]]
-    assert [padding_steps(sampler) for sampler in samplers] == [set(), {2}, {2}]
 
 
 def test_batch_with_fewer_samples_than_ranks_is_reported_once_in_training() -> None:

@@ -1,18 +1,18 @@
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pack_sequence, unpack_sequence
+from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 
 from lightning_paral import ConfigurationError
-from lightning_paral.data.parts import split_batch
+from lightning_paral.data.parts import gather, join_training_output, split_batch, weighted_mean
 
-TWO = [torch.device("cpu")] * 2
+CPU = torch.device("cpu")
+TWO = [CPU] * 2
 Pair = namedtuple("Pair", "inputs targets")
 
 
@@ -47,11 +47,10 @@ def test_sizes_differ_by_at_most_one_and_no_device_is_idle_without_need(num_samp
         lambda x, y: (x, {"deep": [y]}),
         lambda x, y: OrderedDict(x=x, y=y),
         lambda x, y: defaultdict(list, x=x, y=y),
-        lambda x, y: MappingProxyType({"x": x, "y": y}),
         lambda x, y: BatchEncoding({"x": x, "y": y}),
         lambda x, y: Pair(x, [y]),
     ],
-    ids=["list", "nested", "OrderedDict", "defaultdict", "read-only", "BatchEncoding", "namedtuple"],
+    ids=["list", "nested", "OrderedDict", "defaultdict", "BatchEncoding", "namedtuple"],
 )
 def test_collections_are_divided_item_by_item_and_keep_their_type(make) -> None:
     x, y = torch.randn(4, 3), torch.arange(4)
@@ -110,16 +109,11 @@ def test_lists_of_one_item_per_sample_are_divided_and_everything_else_is_shared(
         assert part["nothing"] is None
 
 
-@pytest.mark.parametrize("in_order", [True, False])
-def test_packed_sequences_are_divided_by_sample(in_order: bool) -> None:
-    lengths = (5, 3, 3, 1) if in_order else (1, 5, 2, 4)
-    sequences = [torch.randn(length, 2) for length in lengths]
+def test_packed_sequences_are_refused() -> None:
+    packed = pack_sequence([torch.randn(length, 2) for length in (5, 3, 1)])
 
-    parts, sizes = split_batch([pack_sequence(sequences, enforce_sorted=in_order), torch.arange(4)], TWO)
-
-    assert sizes == [2, 2]
-    unpacked = [sequence for packed, _ in parts for sequence in unpack_sequence(packed)]
-    assert all(map(torch.equal, unpacked, sequences))
+    with pytest.raises(ConfigurationError, match=r"batch\[0\] is a PackedSequence.*paral_ddp"):
+        split_batch([packed, torch.arange(3)], TWO)
 
 
 @pytest.mark.parametrize("batch", ["text", None, {"a": torch.tensor(1.0)}, [], object()])
@@ -143,3 +137,74 @@ def test_tensors_of_different_first_dimensions_are_named() -> None:
 
     with pytest.raises(ConfigurationError, match=r"batch\['x'\] has 8.*extra.*has 10.*buffer.*paral_ddp"):
         split_batch(batch, TWO)
+
+
+def test_weighted_means_and_their_gradients_equal_those_of_all_samples() -> None:
+    samples = torch.randn(7, dtype=torch.float64, requires_grad=True)
+    parts = samples.split([3, 4])
+
+    mean = weighted_mean([part.square().mean() for part in parts], [3, 4], CPU)
+
+    torch.testing.assert_close(mean, samples.square().mean())
+    torch.testing.assert_close(torch.autograd.grad(mean, samples)[0], 2 / 7 * samples.detach())
+
+
+def test_each_kind_of_output_equals_one_process() -> None:
+    def outputs(samples: torch.Tensor) -> dict[str, object]:
+        return {
+            "scores": samples * 2,
+            "mean": samples.float().mean(),
+            "mean_as_number": samples.float().mean().item(),
+            "num_odd": (samples % 2).sum(),
+            "num": len(samples),
+            "texts": [str(sample) for sample in samples.tolist()],
+            "records": [{"value": sample} for sample in samples],
+            "pair": [samples, samples + 1],
+            "named": Pair(samples, (samples, "same")),
+            "flag": True,
+            "text": "same",
+            "nothing": None,
+        }
+
+    samples = torch.arange(5)
+    parts = samples.split([2, 3])
+
+    gathered, expected = gather([outputs(part) for part in parts], [2, 3], CPU), outputs(samples)
+
+    assert gathered.keys() == expected.keys()
+    assert gathered.pop("mean_as_number") == pytest.approx(expected.pop("mean_as_number"))
+    torch.testing.assert_close(gathered.pop("mean"), expected.pop("mean"))
+    assert type(gathered["named"]) is Pair
+    assert str(gathered) == str(expected)
+
+
+def test_training_output_has_the_weighted_loss_and_the_rest_gathered() -> None:
+    first, second = torch.tensor(1.0), torch.tensor(4.0)
+
+    assert join_training_output([first, second], [1, 2], CPU).item() == 3.0
+    assert join_training_output([first[None], second[None]], [1, 2], CPU).tolist() == [3.0]
+    joined = join_training_output(
+        [{"loss": first, "scores": torch.zeros(1)}, {"loss": second, "scores": torch.ones(2)}], [1, 2], CPU
+    )
+    assert joined["loss"].item() == 3.0
+    assert joined["scores"].tolist() == [0.0, 1.0, 1.0]
+
+
+def test_replicas_that_skip_are_left_out_of_the_loss() -> None:
+    loss = torch.tensor(5.0)
+
+    assert join_training_output([None, None], [2, 2], CPU) is None
+    assert join_training_output([None, loss], [2, 3], CPU) is loss
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ([torch.zeros(2), {"a": torch.zeros(2)}], "different types.*Tensor.*dict"),
+        ([{"a": 1, "b": 2}, {"a": 1}], r"different keys.*\['a', 'b'\] and \['a'\]"),
+        ([None, torch.zeros(2)], "different types"),
+    ],
+)
+def test_outputs_of_different_types_are_refused(outputs, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        gather(outputs, [2, 2], CPU)
