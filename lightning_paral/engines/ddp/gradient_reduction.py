@@ -7,9 +7,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_paral.comm import ALL_REDUCE, AllReduce, WireDtype
-from lightning_paral.comm.by_size import all_reduce_by_size
 from lightning_paral.comm.ddp_hook import BucketReducer
 from lightning_paral.comm.reduction import WIRE_DTYPES
+from lightning_paral.comm.ring import all_reduce_by_size
 from lightning_paral.engines.ddp.options import AllReduceName
 
 
