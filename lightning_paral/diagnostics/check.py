@@ -85,8 +85,7 @@ def check(
             `gradient_clip_val` or `callbacks`.
         **options: `ranks=2`, the number of ranks; `steps=8`, that of optimizer steps; `seed=1`; `accelerator="cpu"`, of
             which `"cuda"` needs a device for each rank; `timeout=300.0`, the seconds after which a run hangs;
-            `keep_dropout=False`, whether to leave dropout on; `hooks=False`, whether to compare the parameters after
-            each hook of a step.
+            `keep_dropout=False`, whether to leave dropout on.
 
     Raises:
         ReferenceFailedError: the run in one process fails.
@@ -123,7 +122,7 @@ def check_project(
         timeout: seconds after which a run counts as hanging.
         progress: is called with what runs next.
         pool: ranks that run already; `None` starts and ends them.
-        **task: `seed`, `keep_dropout` and `hooks`, as in `check`.
+        **task: `seed` and `keep_dropout`, as in `check`.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ConfigurationError(
@@ -156,7 +155,7 @@ def check_project(
         rows = {label: checks.row(label, strategy, ranks) for label, strategy in chosen.items()}
         fewer = min(ranks // 2 or 2, available)
         rows |= {label: _resumed(row, rows, chosen, checks, fewer) for label, row in rows.items()}
-        return CheckReport(rows=tuple(rows.values()), notes=checks.notes)
+        return CheckReport(rows=tuple(rows.values()), notes=tuple(checks.notes))
 
 
 def _resumed(
