@@ -189,8 +189,6 @@ class _Follower:
                 backward(loss / fake.settings.accumulate if fake.settings.accumulate > 1 else loss)
             del loss
         if module.automatic_optimization:
-            if fake.settings.clip_value:
-                torch.nn.utils.clip_grad_norm_(module.parameters(), fake.settings.clip_value)
             for optimizer in fake.optimizers:
                 optimizer.step()
 
