@@ -134,23 +134,22 @@ class RunAverages:
                     set_averages(callback, None)
         self._callbacks = []
 
-    def _setup(self, make: Callable[[Any, LightningModule], ShardedAverages], theirs: Callable[..., None]) -> Any:
-        """Return a `setup` that keeps the averages that `make` returns, in place of a copy of the module."""
+    def _setup(self, theirs: Callable[..., None]) -> Callable[..., None]:
+        """Return a `setup` that makes sharded averages in place of a copy of the module."""
 
         def setup(callback: Any, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
             if trainer is not self._trainer:
                 theirs(callback, trainer, pl_module, stage)
             elif stage == "fit":
-                set_averages(callback, make(callback, pl_module))
+                # Like Lightning's copy, the averages of SWA move to the callback's device at the first update.
+                options = options_of(callback) if isinstance(callback, WeightAveraging) else {"prefix": ""}
+                set_averages(callback, ShardedAverages(pl_module, self._save_frozen, **options))
 
         return setup
 
     def _weight_averaging_methods(self) -> dict[str, Any]:
         theirs = WeightAveraging
         save = theirs.on_save_checkpoint
-
-        def make(callback: Any, pl_module: LightningModule) -> ShardedAverages:
-            return ShardedAverages(pl_module, self._save_frozen, **options_of(callback))
 
         def swap_models(callback: Any, pl_module: LightningModule) -> None:
             averages: ShardedAverages = averages_of(callback)
@@ -176,7 +175,7 @@ class RunAverages:
                 )
 
         return {
-            "setup": self._setup(make, theirs.setup),
+            "setup": self._setup(theirs.setup),
             SWAP: _if_sharded(swap_models, getattr(theirs, SWAP)),
             COPY: _if_sharded(copy_average_to_current, getattr(theirs, COPY)),
             "on_save_checkpoint": _if_sharded(on_save_checkpoint, save),
@@ -186,10 +185,6 @@ class RunAverages:
     def _swa_methods(self) -> dict[str, Any]:
         theirs = StochasticWeightAveraging
         update, load = theirs.update_parameters, theirs.load_state_dict
-
-        def make(callback: Any, pl_module: LightningModule) -> ShardedAverages:
-            # Like Lightning's copy, the averages move to the callback's device at the first update.
-            return ShardedAverages(pl_module, self._save_frozen, prefix="")
 
         @torch.no_grad()
         def update_parameters(averages: ShardedAverages, model: Any, *args: Any) -> None:
@@ -203,7 +198,7 @@ class RunAverages:
             replace_schedulers_late(callback, self._trainer)
 
         return {
-            "setup": self._setup(make, theirs.setup),
+            "setup": self._setup(theirs.setup),
             "update_parameters": staticmethod(_if_sharded(update_parameters, update)),
             "transfer_weights": staticmethod(_if_sharded(transfer_weights, theirs.transfer_weights)),
             "load_state_dict": _if_sharded(load_state_dict, load),

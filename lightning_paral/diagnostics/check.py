@@ -16,7 +16,7 @@ from rich.console import Group
 from rich.markup import escape
 from rich.text import Text
 
-from lightning_paral.diagnostics.check_compare import CheckRow, Checks, is_in_one_process
+from lightning_paral.diagnostics.check_compare import CheckRow, Checks
 from lightning_paral.diagnostics.check_record import Task
 from lightning_paral.diagnostics.check_run import Fit
 from lightning_paral.diagnostics.rank_pool import RankPool
@@ -152,27 +152,19 @@ def check_project(
         checks = Checks(
             make, Task(steps=steps, folder=folder, accelerator=accelerator, **task), pool, timeout, progress
         )
-        rows = {label: checks.row(label, strategy, ranks) for label, strategy in chosen.items()}
         fewer = min(ranks // 2 or 2, available)
-        rows |= {label: _resumed(row, rows, chosen, checks, fewer) for label, row in rows.items()}
-        return CheckReport(rows=tuple(rows.values()), notes=tuple(checks.notes))
+        rows = tuple(_checked(checks, label, strategy, ranks, fewer) for label, strategy in chosen.items())
+        return CheckReport(rows=rows, notes=tuple(checks.notes))
 
 
-def _resumed(
-    row: CheckRow, rows: Mapping[str, CheckRow], chosen: Mapping[str, Make], checks: Checks, ranks: int
-) -> CheckRow:
-    """Resume from the checkpoint of a row under the next strategy of the same precision, else under `paral_ddp`."""
+def _checked(checks: Checks, label: str, strategy: Make, ranks: int, fewer: int) -> CheckRow:
+    """Train under a strategy; if it equals one process, resume from its checkpoint under another one."""
+    row = checks.row(label, strategy, ranks)
     if row.outcome != "equal":
         return row
-    labels = list(rows)
-    later = [each for each in labels[labels.index(row.strategy) + 1 :] if rows[each].precision == row.precision]
-    # `paral_dp` draws the samples of later epochs anew, as Lightning does in one process.
-    loaders = {each: chosen[each] for each in later if not is_in_one_process(chosen[each])}
-    for loader, make in (loaders | by_name(["paral_fsdp" if row.strategy == "paral_ddp" else "paral_ddp"])).items():
-        found = checks.resumed(row, loader, make, ranks)
-        if found.outcome != "refused":
-            return found
-    return replace(row, resumed=f"not resumed: {found.sentence}")
+    loader = "paral_fsdp" if label == "paral_ddp" else "paral_ddp"
+    found = checks.resumed(row, loader, by_name([loader])[loader], fewer)
+    return replace(row, resumed=f"not resumed: {found.sentence}") if found.outcome == "refused" else found
 
 
 def by_name(names: Iterable[str]) -> dict[str, Make]:

@@ -285,7 +285,7 @@ class Checks:
         task = replace(self._task, strategy=strategy, devices=ranks, in_float64=in_float64, **how)
         self._pool.end_crowded_workers()
         try:
-            processes = 1 if is_in_one_process(strategy) else ranks
+            processes = 1 if _is_in_one_process(strategy) else ranks
             found = self._pool.run(processes, run, self._make, task, timeout=self._timeout)
         except RankError as error:
             # An error of a rank's own, before the pool ended the others, says more than that they were ended.
@@ -298,7 +298,7 @@ class Checks:
         return next((each for each in raised if not each.sentence.startswith("RankFailedError")), raised[0])
 
 
-def is_in_one_process(strategy: Callable[[], Any]) -> bool:
+def _is_in_one_process(strategy: Callable[[], Any]) -> bool:
     """Return whether what a function makes has all devices in one process."""
     with suppress(ConfigurationError):  # the run says so
         return isinstance(strategy(), ParalDPStrategy)

@@ -31,7 +31,6 @@ from lightning_paral.distributed.frames import place_of_thread
 from lightning_paral.registry import STRATEGIES
 
 START_SECONDS = 300.0
-END_SECONDS = 10.0  # how long `close` waits for workers to end by themselves
 MAX_THREADS = 60
 LINGER_SECONDS = 3.0  # how long the other ranks may still report after one has failed
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
@@ -115,12 +114,7 @@ class RankPool:
             self._end_workers()
 
     def close(self) -> None:
-        """Let all workers exit, and kill those that do not exit in time."""
-        for _, connection in self._workers:
-            connection.close()
-        deadline = time.monotonic() + END_SECONDS
-        for process, _ in self._workers:
-            process.join(timeout=max(0.0, deadline - time.monotonic()))
+        """End all workers."""
         self._end_workers()
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -69,6 +69,16 @@ class WritesOnOneRank(Callback):
             pl_module.layers[3].weight.data[0, 3] += 0.03
 
 
+class Forgets(Sound):
+    """Counts its steps in an attribute, which no checkpoint has."""
+
+    num_steps = 0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.num_steps += 1
+        return super().training_step(batch, batch_idx) * self.num_steps
+
+
 class CountsTwice(Sound):
     """Evaluates with a DistributedSampler, which repeats samples so that all ranks have the same number."""
 

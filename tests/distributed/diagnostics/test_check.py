@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_paral import (
     STRATEGIES,
-    CheckpointOptions,
     ConfigurationError,
     DifferenceError,
-    ParalDDPStrategy,
-    ParalFSDPStrategy,
     ReferenceFailedError,
     check,
 )
@@ -70,17 +66,10 @@ def test_write_on_one_rank_is_named_with_the_rank(rank_pool) -> None:
     assert row.sentence == "step 3: parameter layers.3.weight differs by 3.0e-02 on rank 1"
 
 
-def without_optimizer() -> ParalDDPStrategy:
-    return ParalDDPStrategy(split="global", checkpoint=CheckpointOptions(restore_optimizer=False))
+def test_what_is_lost_on_resume_is_named(rank_pool) -> None:
+    row = row_of(rank_pool, planted.Forgets)
 
-
-def test_optimizer_state_lost_on_resume_is_named(rank_pool) -> None:
-    sound = partial(ParalFSDPStrategy, split="global")
-    row = row_of(rank_pool, Sound, strategies={"saves": sound, "forgets": without_optimizer})
-
-    assert row.sentence.startswith(
-        "equal until resumed under forgets on 1 rank: step 5: parameter layers.0.weight differs by"
-    )
+    assert row.sentence.startswith("equal until resumed under paral_fsdp on 1 rank: step 5: loss differs by")
 
 
 @pytest.mark.parametrize("strategy", ["paral_ddp", "paral_zero2"])
