@@ -289,7 +289,7 @@ class Checks:
             found = self._pool.run(processes, run, self._make, task, timeout=self._timeout)
         except RankError as error:
             # An error of a rank's own, before the pool ended the others, says more than that they were ended.
-            found = [each for succeeded, each in error.outcomes.values() if succeeded]
+            found = [each for _, (succeeded, each) in sorted(error.outcomes.items()) if succeeded]
             found.append(Raised(f"no end: {'; '.join(str(error).splitlines())}"))
         raised = [each for each in found if isinstance(each, Raised)]
         if not raised:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_paral import ParalMonitor, plan
-from tests.distributed.planning.models import MODELS, Drawn
+from tests.models.planned import MODELS, Drawn
 from tests.models.regression import FEATURES, Regression, fit_regression, regression_data
 from tests.running import quiet_trainer
 

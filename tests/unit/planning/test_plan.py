@@ -36,7 +36,7 @@ from lightning_paral.planning.layout import LAYOUTS, layouts_of
 from lightning_paral.planning.plan import advise, is_candidate
 from lightning_paral.planning.states import ModelStates, ParameterState, count_states
 from lightning_paral.planning.trace import ROOT, PlannedUnit, Point, Step, follow_step
-from tests.unit.planning.models import Adversarial, ConvNet, DependsOnValues, bytes_of_text, gpt, images
+from tests.models.planned import Adversarial, ConvNet, DependsOnValues, bytes_of_text, gpt, images
 
 PROJECT = Path(lightning_paral.__file__).parents[1]
 
@@ -222,7 +222,7 @@ def test_70_billion_parameters_are_planned_without_allocating_them() -> None:
     program = (
         "import resource\n"
         "from lightning_paral import plan\n"
-        "from tests.unit.planning.models import bytes_of_text, gpt\n"
+        "from tests.models.planned import bytes_of_text, gpt\n"
         "made = plan(lambda: gpt(8192, 86), bytes_of_text(1), 64, '80GiB', precision='bf16-true')\n"
         "peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))\n"
         "print(made.states.num_params, peak * 1024, made.chosen.layout.name)\n"
