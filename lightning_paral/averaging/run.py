@@ -60,14 +60,16 @@ class RunAverages:
         self._pending: tuple[Mapping[str, Any], bool] | None = None
         self._is_loading_weights = False
         self._undo = ExitStack()
-        if self._callbacks and trainer.state.fn == TrainerFn.FITTING:
-            if obstacle is not None:
-                raise ConfigurationError(f"{type(self._callbacks[0]).__name__} cannot be used here: {obstacle}")
-            for callback in self._callbacks:
-                _check(callback)
-        if self._callbacks:  # also in an evaluation, because `StochasticWeightAveraging.setup` would copy the weights
-            self._undo.callback(replace_methods(WeightAveraging, self._weight_averaging_methods()))
-            self._undo.callback(replace_methods(StochasticWeightAveraging, self._swa_methods()))
+        if not self._callbacks:
+            return
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._callbacks = []  # nothing is averaged, but `StochasticWeightAveraging.setup` would copy the weights
+        elif obstacle is not None:
+            raise ConfigurationError(f"{type(self._callbacks[0]).__name__} cannot be used here: {obstacle}")
+        for callback in self._callbacks:
+            _check(callback)
+        self._undo.callback(replace_methods(WeightAveraging, self._weight_averaging_methods()))
+        self._undo.callback(replace_methods(StochasticWeightAveraging, self._swa_methods()))
 
     def attach(
         self, make_shards: Callable[[], WeightShards], buffers: RankZeroBuffers | None, load_weights: LoadWeights
