@@ -3,11 +3,9 @@
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
-from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_paral.compat.lightning.strategy_lookup import check_before_lookup
@@ -72,23 +70,14 @@ STRATEGIES = (
 
 
 def register_strategies() -> None:
-    """Register the strategies with Lightning's Trainer. In Fabric, their names raise a `ConfigurationError`.
+    """Register the strategies with Lightning's Trainer.
 
     `import lightning_paral` calls this. Calling it again changes nothing.
     """
     for entry in STRATEGIES:
         arguments = dict(entry.arguments)
         StrategyRegistry.register(entry.name, entry.create, entry.description, override=True, **arguments)
-        refuse = partial(_refuse_in_fabric, entry.name)
-        STRATEGY_REGISTRY.register(entry.name, refuse, "Only for lightning.pytorch.Trainer", override=True)
     check_before_lookup(_check)
-
-
-def _refuse_in_fabric(name: str) -> NoReturn:
-    raise ConfigurationError(
-        f"{name!r} is a strategy for Lightning's Trainer. Fabric has no Trainer to call its hooks. Use "
-        f"lightning.pytorch.Trainer(strategy={name!r}), or one of Fabric's own strategies: 'ddp', 'fsdp', 'deepspeed'."
-    )
 
 
 def _check(strategy: Any) -> None:

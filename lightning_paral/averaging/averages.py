@@ -1,6 +1,7 @@
 """Sharded averages of weights, which replace the full copy of the module that Lightning's callbacks keep."""
 
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,25 +27,31 @@ class ShardedAverages:
     Args:
         module: the LightningModule.
         save_frozen: whether checkpoints hold frozen parameters.
+        prefix: what the names of weights begin with in the state dict; empty for a copy of the module.
         device: device of the averages; `None` for the device of the shards.
         options: options of the `AveragedModel` that averages the shards.
     """
 
-    prefix = "module."
-    """The prefix of the weights' names in the state dict."""
-
     def __init__(
-        self, module: LightningModule, save_frozen: bool, device: torch.device | int | None = None, **options: Any
+        self,
+        module: LightningModule,
+        save_frozen: bool,
+        prefix: str = "module.",
+        device: torch.device | int | None = None,
+        **options: Any,
     ) -> None:
-        self._module = module
-        self._save_frozen = save_frozen
-        self._device = device
-        self._options = options
+        self._own, self._save_frozen, self._prefix = module, save_frozen, prefix
+        self._device, self._options = device, options
+        self.module: Module = module
+        """The averages: this rank's shards and all buffers during a fit, the LightningModule before and after it."""
+        self.n_averaged = torch.tensor(0, dtype=torch.long)
+        """The number of updates so far."""
+        self.is_lost = True
+        """Whether the averages have not become the weights of the module."""
+        self._inner: AveragedModel | None = None
         self._shards: WeightShards | None = None
-        self._inner = AveragedModel(Module(), **options)
-        self._rank_zero_buffers: RankZeroBuffers | None = None
-        self._swapped = False
-        self._became_weights = False
+        self._buffers: RankZeroBuffers | None = None
+        self._is_swapped = False
         self._state_to_read: Mapping[str, Any] | None = None
 
     def attach(self, shards: WeightShards, buffers: RankZeroBuffers | None) -> None:
@@ -54,50 +61,47 @@ class ShardedAverages:
             shards: this rank's shards of the weights.
             buffers: broadcasts rank 0's buffers, and the averages of them; `None` if each rank keeps its own.
         """
-        inner = AveragedModel(_ShardModule(shards.current(), self._module), self._device, **self._options)
-        if self._device is None:
-            inner.n_averaged = inner.n_averaged.cpu()
-        inner.n_averaged.copy_(self._inner.n_averaged)
-        self._inner, self._shards, self._rank_zero_buffers = inner, shards, buffers
-        state, self._state_to_read = self._state_to_read, None
-        if state is not None:
-            self.load_state_dict(state)
+        current = Module()
+        for number, shard in enumerate(shards.current()):
+            current.register_parameter(f"shard_{number}", Parameter(shard, requires_grad=False))
+        for number, buffer in enumerate(self._own.buffers()):
+            current.register_buffer(f"buffer_{number}", buffer.detach())
+        self._inner = AveragedModel(current, self._device, **self._options)  # copies them
+        self._inner.n_averaged = self.n_averaged
+        self.module, self._shards, self._buffers = self._inner.module, shards, buffers
+        if self._state_to_read is not None:
+            self.load_state_dict(self._state_to_read)
+            self._state_to_read = None
 
     @property
     def has_shards(self) -> bool:
         """Whether averages of shards exist: from `attach` to `end`."""
         return self._shards is not None
 
-    @property
-    def was_lost(self) -> bool:
-        """Whether the fit ended before the averages became the module's weights."""
-        return not self._became_weights
-
     def end(self) -> None:
         """Release the shards and their averages. Call it at the end of the fit."""
-        self._shards = None
-        for name, _ in list(self._inner.module.named_parameters(recurse=False)):
-            delattr(self._inner.module, name)
+        self.module, self._inner, self._shards = self._own, None, None
 
-    # Interface of AveragedModel
+    # Interface of AveragedModel, and of the copy that StochasticWeightAveraging keeps
 
-    @property
-    def n_averaged(self) -> Tensor:
-        """The number of updates so far."""
-        return self._inner.n_averaged
-
-    @property
-    def module(self) -> Module:
-        """A module whose parameters are the averages: of shards during a fit; after it, the LightningModule itself."""
-        return self._inner.module if self.has_shards else self._module
+    def parameters(self) -> Iterator[Parameter]:
+        """Return this rank's shards of the averages."""
+        return self.module.parameters()
 
     def update_parameters(self, module: Module) -> None:
         """Update the averages with the current weights. No collective."""
-        self._inner.update_parameters(_ShardView(self._require_shards().current(), module))  # type: ignore[arg-type]
+        assert self._inner is not None
+        self._inner.update_parameters(self.current_view())
+
+    def current_view(self) -> Any:
+        """Return an object whose `parameters()` are the current shards, in place of a module."""
+        current = self._attached().current()
+        return SimpleNamespace(parameters=lambda: iter(current), buffers=self._own.buffers)
 
     def to(self, device: Any) -> "ShardedAverages":
         """Move the averages to another device."""
-        self._inner.module.to(device)
+        if self.has_shards:
+            self.module.to(device)
         return self
 
     @torch.no_grad()
@@ -107,62 +111,19 @@ class ShardedAverages:
         Raises:
             ConfigurationError: the averages were lost, because the fit ended before they became the module's weights.
         """
-        state = {self.prefix + name: value for name, value in self._state_without_prefix().items()}
-        return state | ({"n_averaged": self.n_averaged} if self.prefix else {})
-
-    def _state_without_prefix(self) -> dict[str, Any]:
+        if self._shards is None and self.is_lost:
+            raise ConfigurationError(
+                "The averages of weights were lost: they were sharded, and the fit ended before they became the "
+                "module's weights. Save them during the fit, with ModelCheckpoint(save_on_exception=True)."
+            )
         if self._shards is None:
-            if self.was_lost:
-                raise ConfigurationError(
-                    "The averages of weights were lost: they were sharded, and the fit ended before they became the "
-                    "module's weights. Save them during the fit, with ModelCheckpoint(save_on_exception=True)."
-                )
-            return self._with_averaged_buffers(self._module.state_dict())
-        if self._swapped:
-            return self._state_with(self._shards, self._shards.current())
-        return self._with_averaged_buffers(self._state_with(self._shards, list(self._inner.module.parameters())))
-
-    @torch.no_grad()
-    def weights_to_save(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Return the module's weights for a checkpoint.
-
-        During an evaluation, the module holds the averages, and this object holds the weights.
-
-        Args:
-            weights: the module's `state_dict`. During an evaluation, the averages in it are replaced by the weights.
-        """
-        shards = self._shards
-        if shards is None or not self._swapped:
-            return weights
-        swapped_out = self._with_averaged_buffers(self._state_with(shards, list(self._inner.module.parameters())))
-        numbers = self._index_by_id()
-        named = self._module.named_parameters(remove_duplicate=False)
-        have_masters = {name for name, parameter in named if shards.has_master(numbers[id(parameter)])}
-        return {
-            name: value if name in have_masters else swapped_out.get(name, value) for name, value in weights.items()
-        }
-
-    def _index_by_id(self) -> dict[int, int]:
-        """Return the index in `WeightShards` of each parameter of the module, by the `id` of the parameter."""
-        return {id(parameter): number for number, parameter in enumerate(self._module.parameters())}
-
-    def _state_with(self, shards: WeightShards, values: list[Tensor]) -> dict[str, Any]:
-        """Return the module's `state_dict` with `values`, this rank's shards, as its parameters."""
-        numbers = self._index_by_id()
-
-        def local_shard(parameter: Parameter) -> Tensor:
-            number = numbers[id(parameter)]
-            return shards.as_saved(number, values[number].detach())
-
-        return sharded_state_dict(self._module, local_shard, self._save_frozen)
-
-    def _with_averaged_buffers(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Replace the buffers in `state` by their averages, in place, and return it."""
-        buffers = {_memory_key(own): average for own, average in self._buffers()}
-        for name, value in state.items():
-            if isinstance(value, Tensor) and not is_sharded(value) and value.numel():
-                state[name] = buffers.get(_memory_key(value), value)
-        return state
+            state: dict[str, Any] = self._own.state_dict()
+        elif self._is_swapped:
+            state = self._state_with(self._shards.current())
+        else:
+            state = self._state_of_averages()
+        named = {self._prefix + name: value for name, value in state.items()}
+        return named | ({"n_averaged": self.n_averaged} if self._prefix else {})
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -170,114 +131,102 @@ class ShardedAverages:
         if self._shards is None:
             self._state_to_read = state
             return
-        if "n_averaged" in state and self.prefix:
+        if self._prefix:
             self.n_averaged.copy_(state["n_averaged"])
-        named = dict(self._module.named_parameters(remove_duplicate=False))
-        numbers = self._index_by_id()
-        averages = list(self._inner.module.parameters())
-        read = set()
-        for name, parameter in named.items():
+        numbers, averages = self._numbers(), dict(enumerate(self.parameters()))
+        for name, parameter in self._own.named_parameters(remove_duplicate=False):
             number = numbers[id(parameter)]
-            if self.prefix + name in state and number not in read:
-                read.add(number)
-                self._shards.read(number, state[self.prefix + name], averages[number].detach())
-        buffers = {id(own): average for own, average in self._buffers()}
-        for name, buffer in self._module.named_buffers():
-            if self.prefix + name in state:
-                read_into(state[self.prefix + name], buffers[id(buffer)])
+            if self._prefix + name in state and number in averages:
+                self._shards.read(number, state[self._prefix + name], averages.pop(number).detach())
+        for (name, _), average in zip(self._own.named_buffers(), self.module.buffers(), strict=True):
+            if self._prefix + name in state:
+                read_into(state[self._prefix + name], average)
+
+    @torch.no_grad()
+    def weights_to_save(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """Return the weights for a checkpoint, in place of the averages that the module holds during an evaluation.
+
+        Args:
+            weights: the module's `state_dict`.
+        """
+        if not (self._is_swapped and self._shards is not None):
+            return weights
+        numbers, swapped_out = self._numbers(), self._state_of_averages()
+        named = self._own.named_parameters(remove_duplicate=False)
+        masters = {name for name, parameter in named if self._shards.has_master(numbers[id(parameter)])}
+        return {name: value if name in masters else swapped_out.get(name, value) for name, value in weights.items()}
+
+    def _state_of_averages(self) -> dict[str, Any]:
+        state = self._state_with([average.detach() for average in self.parameters()])
+        # By memory, because a module may give its buffers other names in its state dict.
+        averages = {(own.data_ptr(), own.shape): average for average, own in self._pairs_of_buffers()}
+        for name, value in state.items():
+            if isinstance(value, Tensor) and not is_sharded(value) and value.numel():
+                state[name] = averages.get((value.data_ptr(), value.shape), value)
+        return state
+
+    def _state_with(self, values: list[Tensor]) -> dict[str, Any]:
+        """Return the module's `state_dict` with `values`, this rank's shards, as its parameters."""
+        shards, numbers = self._attached(), self._numbers()
+
+        def saved(parameter: Parameter) -> Tensor:
+            number = numbers[id(parameter)]
+            return shards.as_saved(number, values[number])
+
+        return sharded_state_dict(self._own, saved, self._save_frozen)
+
+    def _numbers(self) -> dict[int, int]:
+        """Return the index in `WeightShards` of each parameter of the module, by the `id` of the parameter."""
+        return {id(parameter): number for number, parameter in enumerate(self._own.parameters())}
 
     # Weights
 
     @torch.no_grad()
     def take_current(self) -> None:
         """Set the averages to the current weights and buffers."""
-        for average, current in self._pairs(self._require_shards()):
+        for average, current in (*self._pairs(), *self._pairs_of_buffers()):
             average.copy_(current)
 
     @torch.no_grad()
     def swap(self) -> None:
         """Exchange weights and buffers with their averages. Call it before and after an evaluation. *Collective*."""
-        shards = self._require_shards()
+        shards = self._attached()
         shards.prepare()
         self._broadcast_buffers()
-        for average, current in self._pairs(shards):
+        for average, current in (*self._pairs(), *self._pairs_of_buffers()):
             before = current.clone()
             current.copy_(average)
             average.copy_(before)
-        self._swapped = not self._swapped
-        shards.publish(borrowed=self._swapped)
+        self._is_swapped = not self._is_swapped
+        shards.publish(borrowed=self._is_swapped)
 
     @torch.no_grad()
     def become_weights(self, *, buffers: bool) -> None:
         """Set the weights of the module to the averages, and its buffers as well if `buffers`. *Collective*."""
-        shards = self._require_shards()
+        shards = self._attached()
         shards.prepare()
         if buffers:
             self._broadcast_buffers()
-        for average, current in self._pairs(shards, buffers=buffers):
+        for average, current in (*self._pairs(), *(self._pairs_of_buffers() if buffers else ())):
             current.copy_(average)
         shards.keep()
         shards.publish(borrowed=False)
-        self._became_weights = True
+        self.is_lost = False
 
-    def current_view(self) -> Any:
-        """Return an object whose `parameters()` are the current shards."""
-        return _ShardView(self._require_shards().current(), self._module)
-
-    def _require_shards(self) -> WeightShards:
+    def _attached(self) -> WeightShards:
         if self._shards is None:
             raise ConfigurationError("Averages of weights exist only during trainer.fit, after the strategy's setup.")
         return self._shards
 
-    def _pairs(self, shards: WeightShards, *, buffers: bool = True) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each average with the tensor that it averages; both are writable."""
-        averages = (parameter.detach() for parameter in self._inner.module.parameters())
-        yield from zip(averages, shards.current(), strict=True)
-        if buffers:
-            yield from ((average, own.detach()) for own, average in self._buffers())
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's shard of each average, and the one of the weight; both are writable."""
+        averages = (average.detach() for average in self.parameters())
+        yield from zip(averages, self._attached().current(), strict=True)
 
-    def _buffers(self) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from zip(self._module.buffers(), self._inner.module.buffers(), strict=True)
+    def _pairs_of_buffers(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the average of each buffer, and the buffer."""
+        yield from zip(self.module.buffers(), (own.detach() for own in self._own.buffers()), strict=True)
 
     def _broadcast_buffers(self) -> None:
-        if self._rank_zero_buffers is not None and not self._swapped:
-            self._rank_zero_buffers.broadcast_averages(self._inner.module)
-
-
-class ShardedSWAAverages(ShardedAverages):
-    """Replaces the copy of the module that `StochasticWeightAveraging` keeps."""
-
-    prefix = ""
-
-    def parameters(self) -> Iterator[Parameter]:
-        """Return this rank's shards of the averages."""
-        return self._inner.module.parameters()
-
-
-class _ShardModule(Module):
-    """A module whose parameters are the shards, for `AveragedModel` to copy."""
-
-    def __init__(self, shards: list[Tensor], module: Module) -> None:
-        super().__init__()
-        for number, shard in enumerate(shards):
-            self.register_parameter(f"shard_{number}", Parameter(shard, requires_grad=False))
-        for number, buffer in enumerate(module.buffers()):
-            self.register_buffer(f"buffer_{number}", buffer.detach())
-
-
-class _ShardView:
-    """What averaging functions read of a module: the shards as its parameters, and its buffers."""
-
-    def __init__(self, shards: list[Tensor], module: Module) -> None:
-        self._shards = shards
-        self._module = module
-
-    def parameters(self) -> Iterator[Tensor]:
-        return iter(self._shards)
-
-    def buffers(self) -> Iterator[Tensor]:
-        return self._module.buffers()
-
-
-def _memory_key(tensor: Tensor) -> tuple[int, torch.Size]:
-    return tensor.data_ptr(), tensor.shape
+        if self._buffers is not None and not self._is_swapped:
+            self._buffers.broadcast_averages(self.module)

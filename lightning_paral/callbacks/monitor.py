@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,10 +40,8 @@ class ParalMonitor(Callback):
 
     Args:
         every_n_steps: after how many training batches to report.
-        planned_bytes: the bytes per rank that were planned, to show them beside the measured peak. `paral_auto` gives
-            its own plan if this is left out.
-        plan: whether rank 0 predicts the memory when a fit begins, which takes about a second for a small module. If
-            the module cannot be planned, or creates its layers in `setup`, a line says so, and there is no plan.
+        planned_bytes: the bytes per rank that were planned, to show them beside the measured peak, such as
+            `plan(...).of("paral_fsdp").peak_bytes`. `paral_auto` gives its own plan if this is left out.
         show_in_progress_bar: whether the progress bar shows the values.
 
     Raises:
@@ -55,12 +52,11 @@ class ParalMonitor(Callback):
         self,
         every_n_steps: int = 50,
         planned_bytes: int | None = None,
-        plan: bool = False,
         show_in_progress_bar: bool = True,
     ) -> None:
         if every_n_steps < 1:
             raise ConfigurationError(f"ParalMonitor(every_n_steps={every_n_steps}) never reports. Give at least 1.")
-        self.every_n_steps, self.planned_bytes, self.plan = every_n_steps, planned_bytes, plan
+        self.every_n_steps, self.planned_bytes = every_n_steps, planned_bytes
         self.show_in_progress_bar = show_in_progress_bar
         self.values: dict[str, float] = {}
         """The last values, as loggers get them; on each rank, with its own peak."""
@@ -72,13 +68,6 @@ class ParalMonitor(Callback):
         """Show `planned_bytes` as the plan, unless the user has given one."""
         if self.planned_bytes is None:
             self._planned = planned_bytes
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Predict the memory of a fit on rank 0 if the option `plan` is set."""
-        if stage == "fit":
-            self._planned = self.planned_bytes
-            if self.plan and self._planned is None and trainer.is_global_zero:
-                self._planned = _planned_bytes(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to measure."""
@@ -171,17 +160,6 @@ class ParalMonitor(Callback):
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_metrics(self.values, step=step_of_loggers(trainer))
-
-
-def _planned_bytes(trainer: Trainer) -> int | None:
-    """Return the most memory that a rank of this fit will need, in bytes; `None` if that cannot be predicted."""
-    from lightning_paral.planning.plan import plan_fit  # heavy, and rarely used
-
-    try:
-        return plan_fit(trainer, trainer.lightning_module).estimates[0].peak_bytes
-    except Exception as error:  # a prediction must never end the fit
-        rank_zero_info(f"ParalMonitor(plan=True) has no plan to compare with: {error}")
-        return None
 
 
 def _peak_bytes(trainer: Trainer) -> int:

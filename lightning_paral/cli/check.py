@@ -36,7 +36,6 @@ def check_command(arguments: list[str]) -> None:
     add("--accelerator", choices=("cpu", "cuda"), default="cpu", help="kind of device (default: cpu)")
     add("--timeout", type=float, default=300.0, help="seconds after which a run hangs (default: 300)")
     add("--keep-dropout", action="store_true", help="leave dropout on, which differs between ranks")
-    add("--hooks", action="store_true", help="also compare parameters after each hook of a step")
     add("--json", action="store_true", help="print JSON instead of a table")
     options, rest = parser.parse_beside_fit(arguments)
     given = {name: value for name, value in vars(options).items() if name not in ("strategies", "json")}

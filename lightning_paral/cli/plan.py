@@ -41,7 +41,6 @@ def plan_command(arguments: list[str]) -> None:
     add("--device-memory", help="memory of a device, such as 80GiB; without it, that of this machine's GPU, if any")
     add("--batch-shape", help="instead of the data: shapes and dtypes, such as 8x128:int64,8x128:int64")
     add("--strategies", help="names with commas between them; without it, all strategies")
-    add("--max-batch", action="store_true", help="also find the largest batch per rank that fits")
     add("--tensor-parallel", type=int, metavar="T", help="instead of costs: how T tensor ranks split each layer")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="kind of device; cuda if left out")
     add("--json", action="store_true", help="print JSON")
@@ -64,11 +63,9 @@ def plan_command(arguments: list[str]) -> None:
         memory,
         precision=str(given.get("precision") or "32-true"),
         accumulate=int(given.get("accumulate_grad_batches") or 1),
-        clip_value=given.get("gradient_clip_val"),
         strategies=_rows(given["strategy"], options.strategies),
         device_type=options.device,
         datamodule=cli.datamodule,
-        max_batch=options.max_batch,
     )
     show(made, options.json)
 

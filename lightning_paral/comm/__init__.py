@@ -1,10 +1,9 @@
 """All-reduce algorithms as pure functions of `(tensor, group)`, the DDP hook that runs them, and a traffic counter."""
 
-from lightning_paral.comm.all_to_all import all_to_all_all_reduce
 from lightning_paral.comm.native import native_all_reduce
-from lightning_paral.comm.reduce_broadcast import reduce_broadcast_all_reduce
 from lightning_paral.comm.reduction import AllReduce, WireDtype
 from lightning_paral.comm.ring import ring_all_reduce
+from lightning_paral.comm.textbook import all_to_all_all_reduce, reduce_broadcast_all_reduce
 from lightning_paral.comm.traffic import Traffic, count_traffic
 
 ALL_REDUCE: dict[str, AllReduce] = {

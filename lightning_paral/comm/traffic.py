@@ -48,7 +48,7 @@ def count_traffic() -> Iterator[Traffic]:
     Not a collective: each rank counts its own bytes. If sends may still be in flight, end the block with a barrier.
     """
     traffic = Traffic()
-    sent = SentBytes()
+    before = _sent_by_connection()
     with _counting_lock:
         _counting.append(traffic)
     try:
@@ -57,7 +57,9 @@ def count_traffic() -> Iterator[Traffic]:
         with _counting_lock:
             # Compare by identity: two blocks with equal counts are equal.
             _counting[:] = [other for other in _counting if other is not traffic]
-        traffic.socket_bytes = sent.take()
+        after = _sent_by_connection()
+        if before is not None and after is not None:
+            traffic.socket_bytes = sum(sent - before.get(inode, 0) for inode, sent in after.items())
 
 
 def record_sent(num_bytes: int) -> None:
@@ -67,23 +69,6 @@ def record_sent(num_bytes: int) -> None:
     with _counting_lock:
         for traffic in _counting:
             traffic.payload_bytes += num_bytes
-
-
-class SentBytes:
-    """Counts the bytes that all TCP connections of this process send between two calls, as `Traffic.socket_bytes`."""
-
-    def __init__(self) -> None:
-        self._before = _sent_by_connection()
-
-    def take(self) -> int | None:
-        """Return the bytes sent since the last call, or since this object was created; `None` if they are unknown.
-
-        Reads every connection of the process, which takes about a millisecond.
-        """
-        before, self._before = self._before, _sent_by_connection()
-        if before is None or self._before is None:
-            return None
-        return sum(sent - before.get(inode, 0) for inode, sent in self._before.items())
 
 
 def _sent_by_connection() -> dict[int, int] | None:

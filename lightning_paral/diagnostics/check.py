@@ -16,7 +16,7 @@ from rich.console import Group
 from rich.markup import escape
 from rich.text import Text
 
-from lightning_paral.diagnostics.check_compare import CheckRow, Checks, is_in_one_process
+from lightning_paral.diagnostics.check_compare import CheckRow, Checks
 from lightning_paral.diagnostics.check_record import Task
 from lightning_paral.diagnostics.check_run import Fit
 from lightning_paral.diagnostics.rank_pool import RankPool
@@ -85,8 +85,7 @@ def check(
             `gradient_clip_val` or `callbacks`.
         **options: `ranks=2`, the number of ranks; `steps=8`, that of optimizer steps; `seed=1`; `accelerator="cpu"`, of
             which `"cuda"` needs a device for each rank; `timeout=300.0`, the seconds after which a run hangs;
-            `keep_dropout=False`, whether to leave dropout on; `hooks=False`, whether to compare the parameters after
-            each hook of a step.
+            `keep_dropout=False`, whether to leave dropout on.
 
     Raises:
         ReferenceFailedError: the run in one process fails.
@@ -123,7 +122,7 @@ def check_project(
         timeout: seconds after which a run counts as hanging.
         progress: is called with what runs next.
         pool: ranks that run already; `None` starts and ends them.
-        **task: `seed`, `keep_dropout` and `hooks`, as in `check`.
+        **task: `seed` and `keep_dropout`, as in `check`.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ConfigurationError(
@@ -153,27 +152,19 @@ def check_project(
         checks = Checks(
             make, Task(steps=steps, folder=folder, accelerator=accelerator, **task), pool, timeout, progress
         )
-        rows = {label: checks.row(label, strategy, ranks) for label, strategy in chosen.items()}
         fewer = min(ranks // 2 or 2, available)
-        rows |= {label: _resumed(row, rows, chosen, checks, fewer) for label, row in rows.items()}
-        return CheckReport(rows=tuple(rows.values()), notes=checks.notes)
+        rows = tuple(_checked(checks, label, strategy, ranks, fewer) for label, strategy in chosen.items())
+        return CheckReport(rows=rows, notes=tuple(checks.notes))
 
 
-def _resumed(
-    row: CheckRow, rows: Mapping[str, CheckRow], chosen: Mapping[str, Make], checks: Checks, ranks: int
-) -> CheckRow:
-    """Resume from the checkpoint of a row under the next strategy of the same precision, else under `paral_ddp`."""
+def _checked(checks: Checks, label: str, strategy: Make, ranks: int, fewer: int) -> CheckRow:
+    """Train under a strategy; if it equals one process, resume from its checkpoint under another one."""
+    row = checks.row(label, strategy, ranks)
     if row.outcome != "equal":
         return row
-    labels = list(rows)
-    later = [each for each in labels[labels.index(row.strategy) + 1 :] if rows[each].precision == row.precision]
-    # `paral_dp` draws the samples of later epochs anew, as Lightning does in one process.
-    loaders = {each: chosen[each] for each in later if not is_in_one_process(chosen[each])}
-    for loader, make in (loaders | by_name(["paral_fsdp" if row.strategy == "paral_ddp" else "paral_ddp"])).items():
-        found = checks.resumed(row, loader, make, ranks)
-        if found.outcome != "refused":
-            return found
-    return replace(row, resumed=f"not resumed: {found.sentence}")
+    loader = "paral_fsdp" if label == "paral_ddp" else "paral_ddp"
+    found = checks.resumed(row, loader, by_name([loader])[loader], fewer)
+    return replace(row, resumed=f"not resumed: {found.sentence}") if found.outcome == "refused" else found
 
 
 def by_name(names: Iterable[str]) -> dict[str, Make]:

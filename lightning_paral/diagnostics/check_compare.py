@@ -1,6 +1,5 @@
 """Run the reference and the strategies of a `check`, and find the first value in which they differ."""
 
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -32,9 +31,6 @@ _ZERO = 1e-5
 """What is smaller than this part of the largest value of its kind may be zero but for rounding."""
 _OF_FP32 = 1e-6
 """A relative difference in fp64 that code which computes in fp32 explains."""
-_NO_MEAN = "a value that is no mean over samples, such as a count, or a mean over a rank's own tokens or boxes"
-_UNEVEN = "a value is logged without sync_dist=True, while ranks may have different numbers of samples"
-_NOT_SAVED = "a value that the module or a callback changes in training, and does not save"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +80,7 @@ class Compared(NamedTuple):
         size = f"differs by {off:.1e}" if math.isfinite(off) else "is missing, not finite, or has another shape"
         ranks = f"on rank {', '.join(map(str, self.wrong))}" if len(self.wrong) < len(self.offs) else ""
         item = self.item
-        return " ".join(filter(None, (f"step {item.step}: {item.kind}", item.name, size, ranks, item.place)))
+        return " ".join(filter(None, (f"step {item.step}: {item.kind}", item.name, size, ranks)))
 
 
 class Reference:
@@ -97,7 +93,7 @@ class Reference:
     def __init__(self, record: Ran) -> None:
         self.precision, self.causes = record.precision, record.causes
         # Within a batch, values are compared in the order of a step, whenever they were recorded.
-        order = sorted(record.items, key=lambda item: (item.at, -1 if item.place else _KINDS.index(item.kind)))
+        order = sorted(record.items, key=lambda item: (item.at, _KINDS.index(item.kind)))
         self._values = {item.key: item for item in order}
         self._noise: dict[Any, float] = {}
         self.vary: set[str] = set()
@@ -158,42 +154,23 @@ class Reference:
         """Compare a run under a strategy with the reference."""
         found = list(self.compared(runs))
         row = CheckRow(strategy=label, outcome="equal", precision=self.precision)
-        first = _first([each for each in found if each.wrong])
-        if first is None:
-            sizes = [
-                max(each.offs) / max(abs(each.item.value), _ZERO * self._largest[each.item.kind])
-                for each in found
-                if each.item.kind not in _LOGGED and any(each.offs)
-            ]
-            return replace(row, largest=max(sizes, default=0.0))
-        causes = dict.fromkeys([*self.causes, *(cause for each in runs for cause in each.causes)])
-        if first.item.kind in _LOGGED and first.item.name in self.unreduced(runs):
-            causes = dict.fromkeys([_UNEVEN])
-        elif not causes and first.item.kind in _OF_EACH_RANK:
-            causes = dict.fromkeys([_NO_MEAN])
-        return replace(row, outcome="differs", sentence=str(first), largest=first.relative, causes=tuple(causes))
-
-    def unreduced(self, runs: list[Ran]) -> set[str]:
-        """Return the names of values that ranks log without reducing them."""
-        logged: dict[Any, set[float]] = {}
-        for item in [item for each in runs for item in each.items if item.kind in _LOGGED]:
-            logged.setdefault(item.key, set()).add(item.value)
-        return {key[-1] for key, values in logged.items() if len(values) > 1} - self.vary
+        for first in found:
+            if first.wrong:
+                causes = dict.fromkeys([*self.causes, *(cause for each in runs for cause in each.causes)])
+                return replace(
+                    row, outcome="differs", sentence=str(first), largest=first.relative, causes=tuple(causes)
+                )
+        sizes = [
+            max(each.offs) / max(abs(each.item.value), _ZERO * self._largest[each.item.kind])
+            for each in found
+            if each.item.kind not in _LOGGED and any(each.offs)
+        ]
+        return replace(row, largest=max(sizes, default=0.0))
 
 
 def _start(runs: list[Ran]) -> tuple[int, int]:
     """Return the first epoch and batch of runs, which are not 0 and 0 if they resume."""
     return min((item.at for each in runs for item in each.items), default=(0, 0))
-
-
-def _first(wrong: list[Compared]) -> Compared | None:
-    """Return the difference that says most: in a hook if hooks are watched, unless the step went wrong before."""
-    first, in_hook = (next((each for each in wrong if bool(each.item.place) == is_hook), None) for is_hook in (0, 1))
-    if first is None or in_hook is None:
-        return in_hook or first
-    # The parameters after a step say less than what has led to them.
-    is_earlier = first.item.kind in ("loss", "gradient norm", "learning rate") and first.item.step <= in_hook.item.step
-    return first if is_earlier and in_hook.item.place.endswith("step") else in_hook
 
 
 def _distance(found: Item | None, expected: Item) -> float:
@@ -231,15 +208,8 @@ class Checks:
         self._make, self._task, self._pool, self._timeout, self._progress = make, task, pool, timeout, progress
         self._precisions = precisions
         self._references: dict[bool, Reference | Raised] = {}
-        self._notes: list[str] = []
-        self._unreduced: set[str] = set()
-
-    @property
-    def notes(self) -> tuple[str, ...]:
+        self.notes: list[str] = []
         """What the runs up to now have shown of the project itself."""
-        names = ", ".join(sorted(self._unreduced))
-        told = [f"Logged without sync_dist=True, so that loggers show the value of rank 0: {names}."] if names else []
-        return *self._notes, *told
 
     def row(self, label: str, strategy: Callable[[], Any], ranks: int, saves: bool = True) -> CheckRow:
         """Train under what `strategy` returns, and save half way if `saves`.
@@ -274,12 +244,10 @@ class Checks:
         how = f"resumed under {loader} on {ranks} rank{'s' if ranks > 1 else ''}"
         if found.outcome == "equal":
             return replace(row, largest=max(row.largest, found.largest), resumed=how)
-        causes = (*found.causes, _NOT_SAVED) if found.outcome == "differs" else ()
-        return replace(found, sentence=f"equal until {how}: {found.sentence}", causes=causes)
+        return replace(found, sentence=f"equal until {how}: {found.sentence}")
 
     def _judged(self, label: str, reference: Any, runs: list[Ran] | Raised) -> CheckRow:
         if not isinstance(runs, Raised):
-            self._unreduced |= reference.unreduced(runs)
             return reference.judged(label, runs)  # type: ignore[no-any-return]
         outcome: Literal["refused", "fails"] = "refused" if runs.is_refusal else "fails"
         return CheckRow(strategy=label, outcome=outcome, sentence=runs.sentence)
@@ -297,14 +265,14 @@ class Checks:
             return record
         if not record.num_steps:
             return Raised("no step: no optimizer step was taken")
-        if record.num_steps < self._task.steps and not self._notes:
-            self._notes.append(f"One process ended after {record.num_steps} of {self._task.steps} optimizer steps.")
+        if record.num_steps < self._task.steps and not self.notes:
+            self.notes.append(f"One process ended after {record.num_steps} of {self._task.steps} optimizer steps.")
         made = Reference(record)
         first = next((each for each in self._references.values() if isinstance(each, Reference)), None)
         if first is not None:
             made.vary, made.causes = first.vary, first.causes
         elif isinstance(again := self._run_alone(in_float64), Ran):
-            self._notes += made.learn_from_repetition(again)
+            self.notes += made.learn_from_repetition(again)
         if not in_float64 and isinstance(rounded := self._run_alone(in_float64, is_rounded=True), Ran):
             made.learn_rounding(rounded)
         return made
@@ -315,15 +283,13 @@ class Checks:
 
     def _run(self, strategy: Callable[[], Any], ranks: int, in_float64: bool, **how: Any) -> list[Ran] | Raised:
         task = replace(self._task, strategy=strategy, devices=ranks, in_float64=in_float64, **how)
-        for path in task.reference.glob("raised-*.json"):
-            path.unlink()
         self._pool.end_crowded_workers()
         try:
-            processes = 1 if is_in_one_process(strategy) else ranks
+            processes = 1 if _is_in_one_process(strategy) else ranks
             found = self._pool.run(processes, run, self._make, task, timeout=self._timeout)
         except RankError as error:
-            # An error of a rank's own, before the pool ended it, says more than that it was ended.
-            found = [Raised(*json.loads(path.read_text())) for path in sorted(task.reference.glob("raised-*.json"))]
+            # An error of a rank's own, before the pool ended the others, says more than that they were ended.
+            found = [each for _, (succeeded, each) in sorted(error.outcomes.items()) if succeeded]
             found.append(Raised(f"no end: {'; '.join(str(error).splitlines())}"))
         raised = [each for each in found if isinstance(each, Raised)]
         if not raised:
@@ -332,7 +298,7 @@ class Checks:
         return next((each for each in raised if not each.sentence.startswith("RankFailedError")), raised[0])
 
 
-def is_in_one_process(strategy: Callable[[], Any]) -> bool:
+def _is_in_one_process(strategy: Callable[[], Any]) -> bool:
     """Return whether what a function makes has all devices in one process."""
     with suppress(ConfigurationError):  # the run says so
         return isinstance(strategy(), ParalDPStrategy)

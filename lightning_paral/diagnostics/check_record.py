@@ -1,11 +1,9 @@
 """What `check` records of a run at every step, or how far a run is from the record."""
 
-import inspect
 import pickle
 import random
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -29,12 +26,8 @@ from lightning_paral.compat.torch.modules import BatchNorm
 from lightning_paral.strategies.base import ParalStrategy
 from lightning_paral.strategies.checkpoint_mixin import CheckpointMixin
 
-_HOOKS = (
-    *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
-    *("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad"),
-    *("on_train_batch_end", "lr_scheduler_step"),
-)
 _DROPOUT = re.compile("drop", re.IGNORECASE)
+_STATE = "optimizer state"
 
 Tensors = dict[tuple[str, str], Tensor]
 """Tensors by their kinds and names."""
@@ -66,8 +59,6 @@ class Task:
     """Where to save a checkpoint half way."""
     resume_from: Path | None = None
     keep_dropout: bool = False
-    hooks: bool = False
-    """Whether to compare parameters after each hook as well."""
 
     @property
     def reference(self) -> Path:
@@ -88,13 +79,11 @@ class Item(NamedTuple):
     """A number; for a tensor, its largest finite absolute value in the record."""
     off: float | None = None
     """For a tensor: the largest absolute difference from the record."""
-    place: str = ""
-    """The hook after which it was looked at; at the end of the batch if empty."""
 
     @property
-    def key(self) -> tuple[tuple[int, int], str, str, str]:
+    def key(self) -> tuple[tuple[int, int], str, str]:
         """What this item has in common with the same value of another run."""
-        return self.at, self.place, self.kind, self.name
+        return self.at, self.kind, self.name
 
 
 class Recorder(Callback):
@@ -102,64 +91,34 @@ class Recorder(Callback):
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.profiler = _AfterHooks(self)
+        self.profiler = _AfterBatch(self)
         self.items: list[Item] = []
         self.causes: set[str] = set()
         self.num_steps = 0
         self._at, self._step = (0, 0), 1
-        self._record: Tensors = {}
-        """The tensors of the record up to now."""
-        self._num_files = 0
+        self._num_norms = 0
         self._random_state = b""
         self._has_saved = False
-        self._calls: Counter[str] = Counter()
-        """How often each place of the current batch was reached."""
 
     def numbers(self, kind: str, values: Mapping[str, Any]) -> None:
         """Record numbers, in the order of their names."""
         self.items += [Item(self._at, self._step, kind, name, float(values[name])) for name in sorted(values)]
 
-    def _tensors(self, kinds: tuple[str, ...], place: str, read: Callable[[], Tensors]) -> None:
-        """Write the tensors that have changed to the record, or measure how far they are from it."""
-        point = f"{self._at} {kinds[0]} {place}.pt"
+    def _tensors(self, what: str, read: Callable[[Iterable[str]], Tensors]) -> None:
+        """Write tensors to the record, or measure how far they are from it. `read` gets the names in the record."""
+        path = self.task.reference / f"{what} {self._at}.pt"
         if self.task.is_reference:
-            found = {key: value.detach().cpu() for key, value in read().items()}
-            new = {key: value.clone() for key, value in found.items() if _distance(value, self._record.get(key))}
-            self._record |= new
-            torch.save(new, self.task.reference / f"{self._num_files:06} {point}")
-            self._num_files += 1
+            found = expected = {key: value.detach().cpu() for key, value in read(()).items()}
+            torch.save(expected, path)
+        elif path.exists():
+            expected = torch.load(path, mmap=True, weights_only=True)
+            found = read([name for _, name in expected])
         else:
-            files = sorted(self.task.reference.glob("*.pt"))
-            position = next((index for index, file in enumerate(files, 1) if file.name[7:] == point), None)
-            if position is None:
-                return  # the record has ended
-            for file in files[self._num_files : position]:
-                self._record |= torch.load(file, mmap=True, weights_only=True)
-            self._num_files = position
-            found = read()
-        for key, expected in self._record.items():
-            if key[0] in kinds:
-                sizes = (expected if expected.is_complex() else expected.double()).abs().nan_to_num(0.0, 0.0)
-                largest = sizes.max() if expected.numel() else 0.0
-                off = _distance(found.get(key), expected)
-                self.items.append(Item(self._at, self._step, *key, float(largest), off, place))
-
-    def look(self, trainer: Trainer, module: LightningModule, place: str = "") -> None:
-        """Record parameters and buffers, at the end of a batch or at a place within it."""
-        if place:
-            if not self.task.hooks:
-                return
-            self._calls[place] += 1
-            place += f", call {self._calls[place]}" if self._calls[place] > 1 else ""
-
-        def read() -> Tensors:
-            strategy = trainer.strategy
-            values = strategy.full_state_dict() if isinstance(strategy, CheckpointMixin) else module.state_dict()
-            trained = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-            kinds = {name: "parameter" if name in trained else "buffer" for name in values}
-            return {(kinds[name], name): value for name, value in values.items() if isinstance(value, Tensor)}
-
-        self._tensors(("parameter", "buffer"), place, read)
+            return  # the record has ended
+        for key, value in expected.items():
+            sizes = (value if value.is_complex() else value.double()).abs().nan_to_num(0.0, 0.0)
+            largest = float(sizes.max()) if value.numel() else 0.0
+            self.items.append(Item(self._at, self._step, *key, largest, _distance(found.get(key), value)))
 
     # Hooks, in the order of the step
 
@@ -176,31 +135,24 @@ class Recorder(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Record what was drawn."""
-        self._at, self._step = (trainer.current_epoch, batch_idx), trainer.global_step + 1
+        self._at, self._step, self._num_norms = (trainer.current_epoch, batch_idx), trainer.global_step + 1, 0
         if self.task.strategy is _auto:
             sums: list[float] = []
             apply_to_collection(batch, Tensor, lambda each: sums.append(each.sum(dtype=torch.float64).item()))
             self.numbers("batch", {f"tensor {index}": value for index, value in enumerate(sums)})
         self._random_state = _random_state()
-        self._calls.clear()
-        self.look(trainer, pl_module, "before the step")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Record the norm of the gradient before clipping. Code of the user may have clipped it already."""
         if pl_module.automatic_optimization:  # else the parameters after the step show it
-            name = f"of optimizer {self._calls['gradient norm']}"
-            self._calls["gradient norm"] += 1
-            self.numbers("gradient norm", {name: _reader(trainer, pl_module).gradient_norm(optimizer)})
-
-    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Look at what `training_step` leaves, if hooks are watched."""
-        self.look(trainer, pl_module, "after training_step")
+            norm = _reader(trainer, pl_module).gradient_norm(optimizer)
+            self.numbers("gradient norm", {f"of optimizer {self._num_norms}": norm})
+            self._num_norms += 1
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Record the loss, and whether the step has drawn random numbers."""
-        self.look(trainer, pl_module, "after the optimizer step")
         if self._random_state != _random_state():
             self.causes.add("random numbers are drawn in the step")
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
@@ -211,10 +163,18 @@ class Recorder(Callback):
 
     def end_batch(self, trainer: Trainer, module: LightningModule) -> None:
         """Record what the batch leaves, after all hooks; save, and stop."""
+
+        def read(_: Iterable[str]) -> Tensors:
+            strategy = trainer.strategy
+            values = strategy.full_state_dict() if isinstance(strategy, CheckpointMixin) else module.state_dict()
+            trained = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+            kinds = {name: "parameter" if name in trained else "buffer" for name in values}
+            return {(kinds[name], name): value for name, value in values.items() if isinstance(value, Tensor)}
+
         if trainer.global_step >= self._step or not module.automatic_optimization:
             groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
             self.numbers("learning rate", {f"of group {index}": group["lr"] for index, group in enumerate(groups)})
-            self.look(trainer, module)
+            self._tensors("weights", read)
         self.numbers("log", trainer.callback_metrics)
         # Lightning does not count steps of optimizers that it does not wrap.
         num_windows = (trainer.fit_loop.total_batch_idx + 1) // trainer.accumulate_grad_batches
@@ -239,26 +199,25 @@ class Recorder(Callback):
                 dataset[0]
                 if before != _random_state():
                     self.causes.add("random numbers are drawn by the dataset")
-        kind, names, reader = "optimizer state", dict(pl_module.named_parameters()), _reader(trainer, pl_module)
+        parameters, reader = dict(pl_module.named_parameters()), _reader(trainer, pl_module)
 
-        def read() -> Tensors:
-            wanted = [name for each, name in self._record if each == kind]
+        def read(wanted: Iterable[str]) -> Tensors:
             if self.task.is_reference:
                 # Under ZeRO, only states with the shape of the parameter are read in full. The number of steps is none.
-                states = [(n, p, o.state.get(p, {})) for o in trainer.optimizers for n, p in names.items()]
+                states = [(n, p, o.state.get(p, {})) for o in trainer.optimizers for n, p in parameters.items()]
                 wanted = [f"{key} of {n}" for n, p, state in states for key, v in state.items() if _has_shape(v, p)]
             found = {}
             for each in wanted:
                 key, _, name = each.partition(" of ")
                 with suppress(ValueError):  # the optimizer lacks it
-                    found[kind, each] = reader.full_optimizer_state(names[name], key)
+                    found[_STATE, each] = reader.full_optimizer_state(parameters[name], key)
             return found
 
-        self._tensors((kind,), "", read)
+        self._tensors(_STATE, read)
 
 
-class _AfterHooks(PassThroughProfiler):
-    """Lets a recorder look after each hook that the module or a callback overrides, and after the last of a batch."""
+class _AfterBatch(PassThroughProfiler):
+    """Lets a recorder look after the last hook of a batch, which is that of the module."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -267,22 +226,11 @@ class _AfterHooks(PassThroughProfiler):
 
     @contextmanager
     def profile(self, action_name: str) -> Iterator[str]:
-        """Look after the action of the Trainer with this name, such as `[Callback]EMA.on_train_batch_end`."""
+        """Look after `on_train_batch_end` of the module."""
         yield action_name
-        owner_name, _, hook = action_name.rpartition(".")
-        if hook not in _HOOKS:
-            return
-        trainer = self.trainer
-        module = trainer.lightning_module
-        owners = {f"[Callback]{each.state_key}": each for each in trainer.callbacks if each is not self._recorder}
-        owners[f"[LightningModule]{type(module).__name__}"] = module
-        owner = owners.get(owner_name)
-        if owner is not None and is_overridden(hook, owner):
-            code = getattr(inspect.unwrap(getattr(owner, hook)), "__code__", None)  # a partial has none
-            line = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
-            self._recorder.look(trainer, module, f"after {hook} of {type(owner).__name__}{line}")
-        if owner is module and hook == "on_train_batch_end":  # the last hook of a batch
-            self._recorder.end_batch(trainer, trainer.lightning_module)
+        module = self.trainer.lightning_module
+        if action_name == f"[LightningModule]{type(module).__name__}.on_train_batch_end":
+            self._recorder.end_batch(self.trainer, module)
 
 
 def _reader(trainer: Trainer, module: LightningModule) -> Any:
@@ -300,8 +248,8 @@ def _has_shape(value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
 
 
-def _distance(found: Tensor | None, expected: Tensor | None) -> float:
-    if found is None or expected is None or found.shape != expected.shape:
+def _distance(found: Tensor | None, expected: Tensor) -> float:
+    if found is None or found.shape != expected.shape:
         return float("inf")
     if expected.is_complex():
         found, expected = torch.view_as_real(found), torch.view_as_real(expected)

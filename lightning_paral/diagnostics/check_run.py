@@ -1,7 +1,6 @@
 """One run of `check` on a rank: train what a user's functions make, with what records or measures it."""
 
 import io
-import json
 import logging
 import os
 import re
@@ -81,10 +80,7 @@ def run(make: Callable[[], Fit], task: Task) -> Ran | Raised:
         with _quiet(), isolate_rng():
             return _run(make, task)
     except BaseException as error:
-        raised = _raised(error)
-        # Another rank may wait for this one until the pool ends it.
-        (task.reference / f"raised-{os.environ['RANK']}.json").write_text(json.dumps(raised))
-        return raised
+        return _raised(error)
 
 
 def _raised(error: BaseException) -> Raised:

@@ -8,10 +8,9 @@ import re
 import shutil
 import socket
 import sys
-import sysconfig
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module, metadata
 from threading import Thread
@@ -23,7 +22,6 @@ import torch.distributed as dist
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
-from torch.utils import collect_env
 
 from lightning_paral._version import __version__
 from lightning_paral.diagnostics.rank_pool import RankError, RankPool
@@ -41,8 +39,7 @@ PART_SECONDS = 60.0
 """How long a part of the machine may take to answer: a driver, a disk, an import on a cold machine."""
 _RANK_BYTES = 2**29
 """The host memory that a rank of the all-reduce needs: 0.3 GiB with torch's build for CPU, 0.41 with that for CUDA."""
-_SMALL_BYTES, _LARGE_BYTES = 8, 4 * 2**20
-"""Sizes of the fp32 tensors whose all-reduce gives the latency and the bandwidth."""
+_REDUCED_BYTES = 4 * 2**20
 _STYLES = {"ok": "green", "note": "dim", "warning": "yellow", "broken": "bold red"}
 
 ALL, RANKS, ZERO, OFFLOAD, NVME = "paral_", "paral_(?!dp$)", "zero", r"zero\d_(offload|nvme)", "nvme"
@@ -63,8 +60,6 @@ class Fact:
     """What to do: a command, or a sentence. Empty if nothing has to be done."""
     stops: str = ""
     """A regular expression of the names of the strategies that it keeps from running; empty if it stops none."""
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    """The numbers in `found`, for JSON: bytes, seconds, and bytes per second."""
 
     def __rich__(self) -> Table:
         """Return a row of a table for 80 columns and more."""
@@ -88,12 +83,9 @@ def lacks(facts: Iterable[Fact]) -> dict[str, list[str]]:
 
 
 def as_json(facts: Sequence[Fact]) -> dict[str, Any]:
-    """Return facts, and what follows from them, as `json` can write them, with what `collect_env` finds."""
+    """Return facts, and what follows from them, as `json` can write them."""
     strategies = [{"name": name, "lacks": lacking} for name, lacking in lacks(facts).items()]
-    get_environment: Callable[[], Any] = collect_env.get_env_info
-    environment = _in_time(lambda: dict(get_environment()._asdict()))
-    all_facts = [asdict(fact) for fact in facts]
-    return {"broken": broken(facts), "facts": all_facts, "strategies": strategies, "environment": environment}
+    return {"broken": broken(facts), "facts": [asdict(fact) for fact in facts], "strategies": strategies}
 
 
 def conclusion(facts: Sequence[Fact]) -> Group:
@@ -131,16 +123,17 @@ def examine(num_ranks: int, nvme_path: str | None) -> Iterator[Fact]:
         "cpu_adam": (partial(operator_fact, "cpu_adam"), OFFLOAD),
         "async_io": (partial(operator_fact, "async_io"), NVME),
         "NVMe": (lambda: nvme_fact(nvme_path), NVME),
+        "interfaces": (interfaces_fact, ""),
     }
     for name, (look, stops) in parts.items():
         found = _in_time(look)
         yield found if isinstance(found, Fact) else Fact(name=name, found=found, state="broken", stops=stops)
-    yield from network_facts(num_ranks)
+    yield all_reduce_fact(num_ranks)
 
 
-def _in_time(look: Callable[[], Any]) -> Any:
+def _in_time(look: Callable[[], Fact]) -> Fact | str:
     """Return what `look` returns; a sentence if it raises, as on a machine unlike any that was seen, or hangs."""
-    answers: list[Any] = []
+    answers: list[Fact | str] = []
 
     def run() -> None:
         try:
@@ -186,127 +179,89 @@ def nvme_fact(path: str | None) -> Fact:
         check_folder(path)
     except ConfigurationError as error:
         return Fact(name="NVMe", found=f"{path} cannot be used", state="broken", advice=str(error), stops=NVME)
-    free = shutil.disk_usage(path).free
-    return Fact(name="NVMe", found=f"{path}: direct I/O, {format_bytes(free)} free", numbers={"free": free})
+    return Fact(name="NVMe", found=f"{path}: direct I/O, {format_bytes(shutil.disk_usage(path).free)} free")
 
 
 def cuda_fact() -> Fact:
-    """Return the CUDA devices, or why torch has none."""
-    find_driver: Callable[..., str | None] = collect_env.get_nvidia_driver_version
-    driver, built = find_driver(collect_env.run), torch.version.cuda
+    """Return the CUDA devices, or that torch has none although there is a driver."""
     if torch.cuda.is_available():
         devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         shown = ", ".join(f"{device.name} ({format_bytes(device.total_memory)})" for device in devices)
-        return Fact(name="CUDA", found=f"{built}, driver {driver}: {shown}")
-    if driver is None:
+        return Fact(name="CUDA", found=f"{torch.version.cuda}: {shown}")
+    if shutil.which("nvidia-smi") is None:
         return Fact(name="CUDA", found="no device", state="note")
-    found = f"driver {driver}, but torch, built for CUDA {built}, finds no device"
+    found = f"there is nvidia-smi, but torch, built for CUDA {torch.version.cuda}, finds no device"
     advice = "Install a build of torch for the CUDA that `nvidia-smi` prints. Look at CUDA_VISIBLE_DEVICES."
     return Fact(name="CUDA", found=found, state="warning", advice=advice)
 
 
 def operator_fact(operator: str) -> Fact:
     """Return whether an operator of DeepSpeed for offload is compiled, or what compiling it lacks."""
-    found, missing = "compiled", []
+    stops = OFFLOAD if operator == "cpu_adam" else NVME
     try:
         check_compiler("Offload", needs_aio=operator == "async_io")  # before each run, also if it is compiled
     except ConfigurationError as error:
-        missing.append(str(error))
+        return Fact(name=operator, found="cannot be compiled", state="warning", advice=str(error), stops=stops)
     builders = import_module("deepspeed.ops.op_builder")
     builder = builders.CPUAdamBuilder() if operator == "cpu_adam" else builders.AsyncIOBuilder()
-    if not (operator_folder(builder) / f"{builder.name}.so").is_file():
-        found = "compiled at first use, which takes minutes"
-        if not os.path.isfile(os.path.join(sysconfig.get_path("include"), "Python.h")):
-            missing.append("Python has no headers: apt-get install python3-dev")
-        if not (shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable))):
-            missing.append("There is no ninja: pip install ninja")
-    if not missing:
-        return Fact(name=operator, found=found)
-    stops = OFFLOAD if operator == "cpu_adam" else NVME
-    return Fact(name=operator, found="cannot be compiled", state="warning", advice="\n".join(missing), stops=stops)
+    if (operator_folder(builder) / f"{builder.name}.so").is_file():
+        return Fact(name=operator, found="compiled")
+    if shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable)):
+        return Fact(name=operator, found="compiled at first use, which takes minutes")
+    advice = "There is no ninja: pip install ninja"
+    return Fact(name=operator, found="cannot be compiled", state="warning", advice=advice, stops=stops)
 
 
-def network_facts(num_ranks: int, seconds: float | None = None) -> list[Fact]:
-    """All-reduce over ranks that are started here; return how fast that is, and the interfaces that they use.
-
-    Args:
-        num_ranks: the number of ranks. They use NCCL if there is a CUDA device for each, else gloo.
-        seconds: how long they may take after they have started; by default a minute, and a second more for each.
-    """
-    seconds = seconds or 60.0 + num_ranks
-    interfaces = _interfaces()
-    shown = ", ".join(f"{name} {addresses[0]}" for name, addresses in interfaces.items())
-    facts = [Fact(name="interfaces", found=shown or "none is up")]
-    is_cuda = torch.cuda.device_count() >= num_ranks and dist.is_nccl_available()
-    what = f"{num_ranks} rank{'s' * (num_ranks != 1)}, {'NCCL on CUDA' if is_cuda else 'gloo on CPU'}: "
-    pool = RankPool(timeout=2 * seconds)  # waits longer than this process, which knows better which rank is silent
-    multiprocessing.set_forkserver_preload(["torch"])  # not DeepSpeed: if importing it fails, no rank would start
-    try:
-        ranks = pool.run(num_ranks, _all_reduce, is_cuda, timeout=seconds)
-    except RankError as error:
-        lines = str(error).splitlines()
-        what += "; ".join(line for line in lines if re.match("rank .*[^:]$", line)) or lines[-1]
-        advice = "Look at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. NCCL_DEBUG=INFO prints what NCCL does."
-        return [*facts, Fact(name="all-reduce", found=what, state="broken", advice=advice, stops=RANKS)]
-    finally:
-        pool.close()
-    latency, bandwidth = (max(rank[key] for _, rank in ranks) for key in (_SMALL_BYTES, _LARGE_BYTES))
-    numbers = {"ranks": num_ranks, "latency": latency, "bandwidth": _LARGE_BYTES / bandwidth}
-    what += f"{format_seconds(latency)} for 8 bytes, {format_bytes(numbers['bandwidth'])}/s for 4 MiB"
-    facts.append(Fact(name="all-reduce", found=what, numbers=numbers))
-    return facts + [_backend_fact(name, used, interfaces) for name, used in ranks[0][0].items()]
-
-
-def _all_reduce(is_cuda: bool) -> tuple[dict[str, set[str]], dict[int, float]]:
-    """Return the addresses that this rank uses, by backend, and the seconds of all-reduces by their bytes."""
-    addresses, group, device = {"gloo": _own_addresses()}, dist.group.WORLD, torch.device("cpu")
-    if is_cuda:
-        device = torch.device("cuda", dist.get_rank(group))
-        torch.cuda.set_device(device)
-        group = dist.new_group(backend="nccl")
-    taken = {size: _time(size // 4, group, device) for size in (_SMALL_BYTES, _LARGE_BYTES)}
-    if is_cuda:
-        addresses["NCCL"] = _own_addresses() - addresses["gloo"]
-    return addresses, taken
-
-
-def _own_addresses() -> set[str]:
-    connections = psutil.Process().connections("inet")  # from psutil 6 on also called net_connections
-    return {each.laddr.ip for each in connections if each.laddr}
-
-
-def _time(numel: int, group: Any, device: torch.device, repeats: int = 10) -> float:
-    """Return the seconds of an all-reduce. *Collective* over `group`."""
-    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    tensor = torch.full((numel,), float(rank + 1), device=device)
-    dist.all_reduce(tensor, group=group)  # the first one connects
-    if not bool((tensor == num_ranks * (num_ranks + 1) // 2).all()):
-        raise RuntimeError(f"the all-reduce of {4 * numel:,} bytes gave wrong values")
-    start = time.perf_counter()
-    for _ in range(repeats):
-        dist.all_reduce(tensor, group=group)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) / repeats
-
-
-def _interfaces() -> dict[str, list[str]]:
-    """Return the IPv4 and IPv6 addresses of the network interfaces that are up."""
+def interfaces_fact() -> Fact:
+    """Return the network interfaces that are up, each with an address."""
     states, families = psutil.net_if_stats(), (socket.AF_INET, socket.AF_INET6)
     found = {
         name: [each.address for each in addresses if each.family in families and "%" not in each.address]  # link-local
         for name, addresses in psutil.net_if_addrs().items()
         if name in states and states[name].isup
     }
-    return {name: addresses for name, addresses in found.items() if addresses}
+    shown = ", ".join(f"{name} {addresses[0]}" for name, addresses in found.items() if addresses)
+    return Fact(name="interfaces", found=shown or "none is up")
 
 
-def _backend_fact(backend: str, used: set[str], interfaces: Mapping[str, list[str]]) -> Fact:
-    chosen = [name for name, addresses in interfaces.items() if set(used) & set(addresses)]
-    others = [name for name in interfaces if name not in chosen]
-    found = f"uses {', '.join(chosen or used) or 'no interface'}"
-    if not (others and used and all(address == "::1" or address.startswith("127.") for address in used)):
-        return Fact(name=backend, found=found)
-    found += ", which reaches this machine only. Several nodes need another interface."
-    advice = f"export {backend.upper()}_SOCKET_IFNAME={others[0]}"
-    return Fact(name=backend, found=found, state="note", advice=advice)
+def all_reduce_fact(num_ranks: int, seconds: float | None = None) -> Fact:
+    """All-reduce over ranks that are started here, and return whether that works and how long it takes.
+
+    Args:
+        num_ranks: the number of ranks. They use NCCL if there is a CUDA device for each, else gloo.
+        seconds: how long they may take after they have started; by default a minute, and a second more for each.
+    """
+    seconds = seconds or 60.0 + num_ranks
+    is_cuda = torch.cuda.device_count() >= num_ranks and dist.is_nccl_available()
+    what = f"{num_ranks} rank{'s' * (num_ranks != 1)}, {'NCCL on CUDA' if is_cuda else 'gloo on CPU'}"
+    pool = RankPool("nccl" if is_cuda else "gloo", 2 * seconds)  # the pool knows better which rank is silent
+    multiprocessing.set_forkserver_preload(["torch"])  # not DeepSpeed: if importing it fails, no rank would start
+    try:
+        taken = max(pool.run(num_ranks, _all_reduce, is_cuda, timeout=seconds))
+    except RankError as error:
+        lines = [line.strip() for line in str(error).splitlines()]
+        whys = [line for line in lines if re.match("rank .*[^:]$", line)] or lines[-1:]
+        advice = "Look at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. NCCL_DEBUG=INFO prints what NCCL does."
+        found = f"{what}: {'; '.join(whys)}"
+        return Fact(name="all-reduce", found=found, state="broken", advice=advice, stops=RANKS)
+    finally:
+        pool.close()
+    return Fact(name="all-reduce", found=f"{what}: {format_seconds(taken)} for {format_bytes(_REDUCED_BYTES)}")
+
+
+def _all_reduce(is_cuda: bool) -> float:
+    """Return the seconds of an all-reduce. *Collective* over the world."""
+    group = dist.group.WORLD
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    device = torch.device("cuda", rank) if is_cuda else torch.device("cpu")
+    if is_cuda:
+        torch.cuda.set_device(device)
+    tensor = torch.full((_REDUCED_BYTES // 4,), float(rank + 1), device=device)
+    dist.all_reduce(tensor, group=group)  # the first one connects
+    if not bool((tensor == num_ranks * (num_ranks + 1) // 2).all()):
+        raise RuntimeError("the all-reduce gave wrong values")
+    start = time.perf_counter()
+    dist.all_reduce(tensor, group=group)
+    if is_cuda:
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start

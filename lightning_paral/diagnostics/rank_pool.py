@@ -6,20 +6,18 @@ them starts no processes, and a small fit takes hundredths of a second.
 
 import atexit
 import ctypes
-import faulthandler
 import gc
 import io
 import logging
 import os
-import re
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from glob import glob
 from multiprocessing.connection import Connection, wait
@@ -29,21 +27,26 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from lightning_paral.distributed.hangs import library_of
+from lightning_paral.distributed.hangs import place_of_thread
 from lightning_paral.registry import STRATEGIES
 
 START_SECONDS = 300.0
-END_SECONDS = 10.0  # how long `close` waits for workers to end by themselves
 MAX_THREADS = 60
 LINGER_SECONDS = 3.0  # how long the other ranks may still report after one has failed
-STACK_SECONDS = 5.0  # how long a rank that did not answer may take to write where it is
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
-_STACK_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1)  # macOS has no real-time signals
-_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>\S+)')
 
 
 class RankError(AssertionError):
-    """A rank raised, died, or did not answer in time. The message has the traceback of every rank that raised."""
+    """A rank raised, died, or did not answer in time. The message has the traceback of every rank that raised.
+
+    Args:
+        outcomes: of each rank, whether it has succeeded, and what it has returned, or why it has not.
+    """
+
+    def __init__(self, outcomes: dict[int, tuple[bool, Any]]) -> None:
+        failures = [f"rank {rank}: {why}" for rank, (succeeded, why) in sorted(outcomes.items()) if not succeeded]
+        super().__init__("\n".join(failures))
+        self.outcomes = outcomes
 
 
 class RankPool:
@@ -78,15 +81,22 @@ class RankPool:
                 new ones.
         """
         try:
-            self._grow_to(world_size)
+            while len(self._workers) < world_size:
+                self._start_worker()
             if self._world is None or self._world[0] != world_size:
                 self._num_worlds += 1
                 self._world = (world_size, f"{self._folder}/store-{self._num_worlds}")
-            for rank in range(world_size):
-                self._workers[rank][1].send((rank, *self._world, (self._backend, self._timeout), function, args))
-            return self._collect(world_size, timeout)
-        except BaseException:
+            connections = [connection for _, connection in self._workers[:world_size]]
+            for connection in connections:
+                if connection.poll(START_SECONDS):  # it says that it is ready, or it has died
+                    connection.recv_bytes()
+            for rank, connection in enumerate(connections):
+                connection.send((rank, *self._world, self._backend, self._timeout, timeout, function, args))
+            return _collect(connections, timeout)
+        except BaseException as error:
             self._end_workers()
+            if isinstance(error, EOFError | OSError):
+                raise RankError({0: (False, "a rank died when it started")}) from None
             raise
 
     def renew_world(self) -> None:
@@ -104,65 +114,22 @@ class RankPool:
             self._end_workers()
 
     def close(self) -> None:
-        """Let all workers exit, and kill those that do not exit in time."""
-        for _, connection in self._workers:
-            connection.close()
-        deadline = time.monotonic() + END_SECONDS
-        for process, _ in self._workers:
-            process.join(timeout=max(0.0, deadline - time.monotonic()))
+        """End all workers."""
         self._end_workers()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _grow_to(self, num_workers: int) -> None:
-        new = range(len(self._workers), num_workers)
-        for _ in new:
-            ours, theirs = self._context.Pipe()
-            stack = f"{self._folder}/stack-{len(self._workers)}"
-            process = self._context.Process(target=_serve, args=(theirs, stack))
-            with _stdout_in_stderr():
-                process.start()
-            theirs.close()
-            self._workers.append((process, ours))
-        for _, connection in self._workers[new.start :]:
-            try:
-                if not connection.poll(START_SECONDS):
-                    raise RankError(f"a rank did not start within {START_SECONDS:.0f} s")
-                connection.recv_bytes()
-            except (EOFError, ConnectionResetError):
-                raise RankError("a rank died when it started") from None
-
-    def _collect(self, world_size: int, timeout: float) -> list[Any]:
-        outcomes: dict[int, tuple[bool, Any]] = {}
-        deadline = time.monotonic() + timeout
-        while len(outcomes) < world_size and time.monotonic() < deadline:
-            waiting = {self._workers[rank][1]: rank for rank in range(world_size) if rank not in outcomes}
-            ready: list[Any] = wait(list(waiting), timeout=max(0.0, min(0.5, deadline - time.monotonic())))
-            for connection in ready:
-                try:
-                    outcome = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False)
-                except (EOFError, ConnectionResetError):
-                    outcome = False, "the process died"
-                outcomes[waiting[connection]] = outcome
-                if not outcome[0]:
-                    deadline = min(deadline, time.monotonic() + LINGER_SECONDS)
-        for rank in set(range(world_size)) - set(outcomes):
-            outcomes[rank] = False, f"no answer in time{self._place_of(rank)}"
-        failures = [f"rank {rank}: {outcomes[rank][1]}" for rank in range(world_size) if not outcomes[rank][0]]
-        if failures:
-            raise RankError("\n".join(failures))
-        return [outcomes[rank][1] for rank in range(world_size)]
-
-    def _place_of(self, rank: int) -> str:
-        """Return where a rank is: the innermost frame that is not of a library, if it has one."""
-        path, deadline = f"{self._folder}/stack-{rank}", time.monotonic() + STACK_SECONDS
-        os.kill(self._workers[rank][0].pid, _STACK_SIGNAL)
-        while not os.path.getsize(path) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        time.sleep(0.1)  # until all of it is written
-        with open(path) as file:
-            frames = [match for match in map(_FRAME.search, file) if match and match["file"][0] != "<"]
-        users = [frame for frame in frames if not library_of(frame["file"])] or frames
-        return ", in {2}, {0}:{1}".format(*users[0].groups()) if users else ""
+    def _start_worker(self) -> None:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs,))
+        stdout = os.dup(1)
+        os.dup2(2, 1)  # libraries print when they are imported
+        try:
+            process.start()
+        finally:
+            os.dup2(stdout, 1)
+            os.close(stdout)
+        theirs.close()
+        self._workers.append((process, ours))
 
     def _end_workers(self) -> None:
         for process, connection in self._workers:
@@ -174,55 +141,69 @@ class RankPool:
         self._world = None
 
 
-@contextmanager
-def _stdout_in_stderr() -> Iterator[None]:
-    """Let new processes write to stderr what they would write to stdout, as libraries do when they are imported."""
-    stdout = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
+def _collect(connections: list[Connection], timeout: float) -> list[Any]:
+    """Return what the ranks return; raise a `RankError` if one fails, or is silent for longer than its own timeout."""
+    outcomes: dict[int, tuple[bool, Any]] = {}
+    deadline = time.monotonic() + timeout + LINGER_SECONDS
+    while len(outcomes) < len(connections) and time.monotonic() < deadline:
+        waiting = {each: rank for rank, each in enumerate(connections) if rank not in outcomes}
+        ready: list[Any] = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        for connection in ready:
+            try:
+                outcome = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False)
+            except (EOFError, ConnectionResetError):
+                outcome = False, "the process died"
+            outcomes[waiting[connection]] = outcome
+            if not outcome[0]:
+                deadline = min(deadline, time.monotonic() + LINGER_SECONDS)
+    for rank in range(len(connections)):
+        outcomes.setdefault(rank, (False, "no answer in time"))
+    if not all(succeeded for succeeded, _ in outcomes.values()):
+        raise RankError(outcomes)
+    return [outcomes[rank][1] for rank in range(len(connections))]
 
 
-def _serve(connection: Connection, stack: str) -> None:
+def _serve(connection: Connection) -> None:
     """Serve calls in a worker until the pool closes the pipe: join the process group, call the function, report."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the fork server ends with the main process
-    stack_file = open(stack, "w")  # noqa: SIM115  stays open
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="rank-pool")
     # As in a process that a user starts: inherited from the forkserver, it would make each worker import torch.
     multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
-    connection.send_bytes(b"ready")
-    world, num_modules = None, 0
+    world, num_modules, sending = None, 0, threading.Lock()
+
+    def send(succeeded: bool, result: Any) -> None:
+        # Not `pickle`, which does not restore tensors of all dtypes, and shares their memory by a file for each.
+        file = io.BytesIO()
+        torch.save((succeeded, result), file)
+        with sending:
+            connection.send_bytes(file.getvalue())
+
+    def give_up() -> None:
+        send(False, f"no answer in time, in {place_of_thread(threading.main_thread().ident or 0).text}")
+
     while True:
         if len(sys.modules) > num_modules + 50:  # DeepSpeed collects garbage in every fit: leave out what is imported
             gc.collect()
             gc.freeze()
             num_modules = len(sys.modules)
         try:
-            rank, world_size, store, group, function, args = connection.recv()
-        except EOFError:
+            connection.send_bytes(b"ready")
+            rank, world_size, store, backend, of_group, timeout, function, args = connection.recv()
+        except (EOFError, BrokenPipeError):
             return
-        faulthandler.unregister(_STACK_SIGNAL)  # Lightning resets handlers after a fit, which faulthandler does not see
-        faulthandler.register(_STACK_SIGNAL, stack_file, all_threads=False)
+        timer = threading.Timer(timeout, give_up)
+        timer.daemon = True
+        timer.start()
         try:
             if world != (world_size, store):
-                _join(rank, world_size, store, *group)
+                _join(rank, world_size, store, backend, of_group)
                 world = (world_size, store)
-            outcome = _saved((True, _call_and_restore(function, args)))
+            send(True, _call_and_restore(function, args))
         except BaseException:
-            outcome = _saved((False, traceback.format_exc()))
-        connection.send_bytes(outcome)
-
-
-def _saved(outcome: tuple[bool, Any]) -> bytes:
-    """Return `outcome` as bytes: `Connection.send` would put tensors into shared memory, with a file open for each."""
-    file = io.BytesIO()  # not `pickle`, which does not restore tensors of all dtypes
-    torch.save(outcome, file)
-    return file.getvalue()
+            send(False, traceback.format_exc())
+        timer.cancel()
 
 
 def _call_and_restore(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -34,8 +34,6 @@ class StepSettings:
     """As `Trainer(precision=...)`."""
     accumulate: int = 1
     """Micro-batches per optimizer step, as `Trainer(accumulate_grad_batches=...)`."""
-    clip_value: float | None = None
-    """As `Trainer(gradient_clip_val=...)`."""
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:

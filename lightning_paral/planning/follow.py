@@ -1,7 +1,6 @@
 """Follow the training step of a module, without running it, in a fork of this process."""
 
 import multiprocessing
-import os
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_paral.compat.lightning.strategies import training_loaders
 from lightning_paral.compat.torch.tensors import hide_accelerators
+from lightning_paral.distributed.hangs import place_of
 from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.options import ActivationCheckpointing
 from lightning_paral.planning.fake import FakeModule, StepSettings
@@ -43,8 +43,6 @@ class FollowedSteps:
     """`None` if the module has no repeated blocks."""
     batch_size: int | None = None
     """Samples per batch and rank; `None` if it is unknown."""
-    by_size: "tuple[FollowedSteps, ...]" = ()
-    """The same with other batches, from the smallest to one that is too large, if they were asked for."""
 
     def step(self, layout: Layout) -> Step:
         """Return the step of a rank under a layout."""
@@ -59,7 +57,6 @@ def follow_steps(
     *,
     is_set_up: bool = False,
     on_cpu: bool = False,
-    device_memory: int | None = None,
     checkpointing: ActivationCheckpointing | None = None,
     timeout: float = 300.0,
 ) -> FollowedSteps:
@@ -75,7 +72,6 @@ def follow_steps(
         datamodule: what `trainer.datamodule` is in hooks.
         is_set_up: whether `setup("fit")` of the module has been called.
         on_cpu: whether the device is the CPU.
-        device_memory: also follow steps with 1, 4, 16, ... samples, until their activations exceed these bytes.
         checkpointing: what the user recomputes anyway; no other recomputation is then considered.
         timeout: seconds after which it is given up.
 
@@ -91,20 +87,10 @@ def follow_steps(
         if given is None:
             return _states_alone(fake, "No batch was given, so activations are not counted.")
         try:
-            followed = _follow(fake, given, on_cpu, checkpointing)
+            return _follow(fake, given, on_cpu, checkpointing)
         except Exception as error:
             reason = f"The step cannot be followed ({_described(error)}), so activations are not counted."
             return replace(_states_alone(fake, reason), batch_size=batch_size_of(given))
-        by_size: list[FollowedSteps] = []
-        if device_memory is not None and followed.batch_size is not None:
-            with suppress(Exception):  # the step does not take batches of other sizes
-                for size in (4**power for power in range(11)):
-                    batch_of_size = resized(given, size, followed.batch_size)
-                    by_size.append(_follow(fake, batch_of_size, on_cpu, checkpointing))
-                    step = by_size[-1].recomputed or by_size[-1].plain
-                    if max(point.used for point in step.points) > device_memory:
-                        break
-        return replace(followed, by_size=tuple(by_size))
 
     try:
         return run_isolated(follow, timeout)
@@ -141,11 +127,9 @@ def _states_alone(fake: FakeModule, reason: str) -> FollowedSteps:
 
 def _described(error: BaseException) -> str:
     """Return the error, and the line of the innermost function that is not in a library."""
-    frames = traceback.extract_tb(error.__traceback__)
-    libraries = ("site-packages", os.path.dirname(__file__))
-    own = [frame for frame in frames if not any(path in frame.filename for path in libraries)] or frames
+    frames = traceback.walk_tb(error.__traceback__)
     text = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {text}, raised in {own[-1].name}, {own[-1].filename}:{own[-1].lineno}"
+    return f"{type(error).__name__}: {text}, raised in {place_of(reversed(list(frames))).text}"
 
 
 # Batches
@@ -233,7 +217,6 @@ def settings_of(trainer: Trainer) -> StepSettings:
     return StepSettings(
         precision=str(trainer.precision),
         accumulate=trainer.accumulate_grad_batches,
-        clip_value=trainer.gradient_clip_val or None,
     )
 
 

@@ -1,9 +1,8 @@
 """Predict the costs of every strategy for a module, and recommend one."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -26,7 +25,7 @@ _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 _LEGEND = (
     "per rank at the peak of a step. params, grads, optim: of parameters, gradients and optimizer. acts: activations, "
     "buffers, batch. comm: unsharded units and buckets. offl: in host memory or on NVMe. wire: sent per step of the "
-    "optimizer. batch: the largest per rank that fits, with --max-batch."
+    "optimizer."
 )
 
 
@@ -82,18 +81,9 @@ class Plan:
         case = partial(Case, states=self.states, num_ranks=world_size, settings=settings, on_cpu=on_cpu)
         self.estimates = tuple(estimate(case(layout=row, step=followed.step(row))) for row in rows)
         """In the order of the table."""
-        self.max_batches: dict[str, int] = {}
-        """The largest batch per rank that fits, by the name of the layout, if it was asked for."""
-        if followed.by_size and device_memory is not None:
-            for row in rows:
-                sized = [
-                    (each.batch_size, estimate(case(layout=row, step=each.step(row)))) for each in followed.by_size
-                ]
-                peaks = {size: each.peak_bytes for size, each in sized if size is not None}
-                self.max_batches[row.name] = largest_batch(peaks, (1 - MARGIN) * device_memory)
         several = self.states.num_optimizers > 1
         rated = [each for each in self.estimates if is_candidate(each.layout, on_cpu, several)]
-        self.chosen, self.advice = advise(rated or self.estimates, device_memory, self.max_batches)
+        self.chosen, self.advice = advise(rated or self.estimates, device_memory)
         """The recommended layout and its costs, `None` if nothing fits or if the memory is unknown; and a sentence."""
 
     def of(self, name: str) -> Estimate:
@@ -134,7 +124,6 @@ class Plan:
             "host_bytes": each.host_bytes,
             "nvme_bytes": each.nvme_bytes,
             "wire_bytes": each.wire_bytes,
-            "max_batch": self.max_batches.get(each.layout.name),
         }
 
     def __str__(self) -> str:
@@ -153,12 +142,12 @@ class Plan:
             return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
         def cells(each: Estimate) -> list[str]:
-            row, label = self._row(each), each.layout.name.replace(each.layout.strategy + " ", "  ")
+            label = each.layout.name.replace(each.layout.strategy + " ", "  ")
             sizes = (each.peak_bytes, *each.memory, each.host_bytes + each.nvme_bytes, each.wire_bytes)
             label = f"[bold]{label}[/]" if each is self.chosen else label
-            return [label, fitting[row["fits"]], *map(size, sizes), str(row["max_batch"] or "-")]
+            return [label, fitting[self._row(each)["fits"]], *map(size, sizes)]
 
-        headers = ("strategy", "fits", "peak", "params", "grads", "optim", "acts", "comm", "offl", "wire", "batch")
+        headers = ("strategy", "fits", "peak", "params", "grads", "optim", "acts", "comm", "offl", "wire")
         states, dtypes = self.states, {str(state.dtype).removeprefix("torch.") for state in self.states.parameters}
         return Group(
             Text(
@@ -181,11 +170,9 @@ def plan(
     *,
     precision: str = "32-true",
     accumulate: int = 1,
-    clip_value: float | None = None,
     strategies: Iterable[Any] | None = None,
     device_type: DeviceType | None = None,
     datamodule: LightningDataModule | None = None,
-    max_batch: bool = False,
 ) -> Plan:
     """Predict memory and traffic of a fit for every strategy, and recommend one.
 
@@ -200,17 +187,15 @@ def plan(
             it has one; otherwise unknown, and nothing is recommended.
         precision: as `Trainer(precision=...)`.
         accumulate: as `Trainer(accumulate_grad_batches=...)`.
-        clip_value: as `Trainer(gradient_clip_val=...)`.
         strategies: names of strategies, such as `["paral_ddp", "paral_fsdp"]`, or objects, such as
             `ParalFSDPStrategy(replicate=2)`, whose options then count. `None`: all names.
         device_type: `"cuda"` or `"cpu"`. Offloading to host memory saves nothing on CPU. `None`: `"cuda"`.
         datamodule: what the module may find at `self.trainer.datamodule`.
-        max_batch: also find the largest batch per rank that fits; needs `batch` and `device_memory`.
 
     Raises:
         ConfigurationError: an argument is wrong, or the module cannot be built.
     """
-    settings = StepSettings(precision=precision, accumulate=accumulate, clip_value=clip_value)
+    settings = StepSettings(precision=precision, accumulate=accumulate)
     if world_size < 1:
         raise ConfigurationError(f"world_size={world_size} has to be at least 1, a number of ranks.")
     if device_memory is not None:
@@ -218,9 +203,8 @@ def plan(
     elif torch.cuda.is_available() and device_type != "cpu":
         device_memory = torch.cuda.get_device_properties(0).total_memory
     layouts = layouts_of(strategies)
-    memory = device_memory if max_batch else None
     return Plan(
-        follow_steps(module, batch, settings, datamodule, on_cpu=device_type == "cpu", device_memory=memory),
+        follow_steps(module, batch, settings, datamodule, on_cpu=device_type == "cpu"),
         name=type(module).__name__ if isinstance(module, LightningModule) else "the module",
         layouts=layouts,
         world_size=world_size,
@@ -230,30 +214,23 @@ def plan(
     )
 
 
-def plan_fit(
-    trainer: Trainer,
-    module: LightningModule,
-    layouts: Sequence[Layout] | None = None,
-    device_memory: int | None = None,
-) -> Plan:
+def plan_fit(trainer: Trainer, module: LightningModule, layouts: Sequence[Layout], device_memory: int) -> Plan:
     """Plan a fit in which the hooks `setup` have run, as `follow_fit` says.
 
     Args:
         trainer: the Trainer.
         module: its module, which has not been wrapped.
-        layouts: what to plan for. `None`: the strategy of the Trainer alone.
-        device_memory: bytes; `None` if unknown.
+        layouts: what to plan for.
+        device_memory: bytes.
 
     Raises:
-        ConfigurationError: the strategy or the module cannot be planned.
+        ConfigurationError: the module cannot be planned.
     """
-    layouts = layouts_of([trainer.strategy]) if layouts is None else layouts
-    is_dp = all(layout.engine == "dp" for layout in layouts)
     return Plan(
         follow_fit(trainer, module),
         name=type(module).__name__,
         layouts=layouts,
-        world_size=trainer.num_devices if is_dp else trainer.world_size,
+        world_size=trainer.world_size,
         device_memory=device_memory,
         settings=settings_of(trainer),
         on_cpu=trainer.strategy.root_device.type == "cpu",
@@ -276,9 +253,7 @@ def fits(each: Estimate, device_memory: int) -> bool:
     return each.peak_bytes <= (1 - MARGIN) * device_memory
 
 
-def advise(
-    estimates: Sequence[Estimate], device_memory: int | None, max_batches: dict[str, int] | None = None
-) -> tuple[Estimate | None, str]:
+def advise(estimates: Sequence[Estimate], device_memory: int | None) -> tuple[Estimate | None, str]:
     """Return the cheapest of the estimates that fits, and a sentence for the user.
 
     What makes a layout expensive, most important first: the layers themselves are divided, offloading, recomputation,
@@ -287,7 +262,6 @@ def advise(
     Args:
         estimates: of the candidates.
         device_memory: bytes of a device; `None` if unknown.
-        max_batches: the largest batch per rank that fits, by the name of the layout, if it is known.
     """
 
     def cost(each: Estimate) -> tuple[Any, ...]:
@@ -310,26 +284,5 @@ def advise(
             text = f"Use {named}: it needs {format_bytes(each.peak_bytes)} of {limit}."
             return each, text + (f" Cheaper, but too large: {', '.join(dismissed)}." if dismissed else "")
         dismissed.append(f"{each.layout.name} ({format_bytes(each.peak_bytes)})")
-    sizes = {name: size for name, size in (max_batches or {}).items() if size > 0}
-    if sizes:
-        name = max(sizes, key=lambda name: sizes[name])
-        samples = "1 sample" if sizes[name] == 1 else f"{sizes[name]} samples"
-        help_ = f"With at most {samples} per rank and batch, {name} fits; accumulate_grad_batches restores the size."
-    else:
-        help_ = "Use more ranks, smaller batches, 16-bit precision, or devices with more memory."
+    help_ = "Use more ranks, smaller batches, 16-bit precision, or devices with more memory."
     return None, f"Nothing fits into {limit}. {needs} {help_}"
-
-
-def largest_batch(peaks: Mapping[int, int], limit: float) -> int:
-    """Return the largest batch that fits, between 0 and the largest one in `peaks`.
-
-    A peak is the largest of moments that grow linearly with the batch, so between two sizes it is at most on the line.
-
-    Args:
-        peaks: bytes by the number of samples, in ascending order.
-        limit: a number of bytes.
-    """
-    for (size, peak), (larger, more) in pairwise({0: 0, **peaks}.items()):
-        if more > limit:
-            return size and size + int((larger - size) * (limit - peak) / (more - peak))
-    return max(peaks)

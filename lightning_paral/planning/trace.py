@@ -2,7 +2,9 @@
 
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -116,119 +118,105 @@ def follow_step(
         Exception: whatever the module raises, for example because it needs values of tensors.
     """
     named = tuple(PlannedUnit(name=name, parameters=()) for name in (*units, ""))
-    planned = named if units else planned_units(fake.module)
-    undo = checkpoint_units(fake.module, checkpointing) if checkpointing is not None else None
-    try:
-        with fake.mode:
-            return _Follower(fake, planned, on_cpu).follow(fake.converted(batch))
-    finally:
-        if undo is not None:
-            undo()
-
-
-class _Follower:
-    def __init__(self, fake: FakeModule, units: tuple[PlannedUnit, ...], on_cpu: bool) -> None:
-        self._fake, self._units, self._trace = fake, units, _Trace(len(units), on_cpu)
-        self._output_bytes = [0] * len(units)
-
-    def follow(self, batch: Any) -> Step:
-        module, trace = self._fake.module, self._trace
-        trace.give([*module.buffers(), *tensors_in(batch)])
-        trace.give(module.parameters(), are_parameters=True)
-        hooks = self._mark()
-        try:
-            with trace:
-                # Optimizer states and gradients exist when a step begins, from the one before.
-                if not any(optimizer.state for optimizer in self._fake.optimizers):
-                    self._step(batch)
-                for parameter in module.parameters():
-                    if parameter.grad is not None:
-                        trace.become(parameter.grad, "gradient")
-                trace.give(tensors_in([list(optimizer.state.values()) for optimizer in self._fake.optimizers]))
-                trace.restart()
-                self._step(batch)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        units = tuple(
-            replace(unit, output_bytes=num_bytes, flops=flops)
-            for unit, num_bytes, flops in zip(self._units, self._output_bytes, trace.flops, strict=True)
-        )
-        return Step(
-            points=tuple(trace.points),
-            units=units,
-            temporary_bytes=trace.temporary_bytes,
-            batch_bytes=sum(tensor.nbytes for tensor in tensors_in(batch)),
-            notes=tuple(sorted(trace.notes)),
-        )
-
-    def _step(self, batch: Any) -> None:
-        """Run a step in Lightning's order. With accumulation, two micro-batches stand for all of them."""
-        fake, module, trace = self._fake, self._fake.module, self._trace
-
-        def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            trace.enter(ROOT, in_backward=True)
-            trace.computing = len(self._units) - 2  # the loss, and what runs after the last unit
-            torch.autograd.backward(loss, *args, **kwargs)
-            trace.enter(ROOT, in_backward=False)
-
-        fake.use_optimizers(backward)
-        for number in range(min(2, fake.settings.accumulate)):
-            trace.enter(ROOT, in_backward=False)
-            trace.computing = ROOT
-            with fake.trainer.precision_plugin.forward_context():
-                output: Any = call_step(module.training_step, batch)
-            loss = output.get("loss") if isinstance(output, dict) else output
-            del output
-            if module.automatic_optimization:
-                if number == 0:
-                    for optimizer in fake.optimizers:
-                        optimizer.zero_grad()
-                if loss is None:
-                    raise ConfigurationError(f"{type(module).__name__}.training_step returned None, not a loss.")
-                backward(loss / fake.settings.accumulate if fake.settings.accumulate > 1 else loss)
-            del loss
-        if module.automatic_optimization:
-            if fake.settings.clip_value:
-                torch.nn.utils.clip_grad_norm_(module.parameters(), fake.settings.clip_value)
-            for optimizer in fake.optimizers:
-                optimizer.step()
-
-    def _mark(self) -> list[Any]:
-        """Mark where the passes of units begin, when gradients are ready, and the steps of the optimizers."""
-        module, trace, hooks = self._fake.module, self._trace, list[Any]()
-
-        def ready(parameter: Tensor) -> None:
+    planned, optimizers = named if units else planned_units(fake.module), fake.optimizers
+    trace = _Trace(len(planned), on_cpu)
+    with ExitStack() as stack:
+        if checkpointing is not None:
+            stack.callback(checkpoint_units(fake.module, checkpointing))
+        stack.enter_context(fake.mode)
+        batch = fake.converted(batch)
+        trace.give([*fake.module.buffers(), *tensors_in(batch)])
+        trace.give(fake.module.parameters(), are_parameters=True)
+        output_bytes = _mark(fake, planned, trace, stack)
+        stack.enter_context(trace)
+        # Optimizer states and gradients exist when a step begins, from the one before.
+        if not any(optimizer.state for optimizer in optimizers):
+            _take_step(fake, batch, trace)
+        for parameter in fake.module.parameters():
             if parameter.grad is not None:
                 trace.become(parameter.grad, "gradient")
+        trace.give(tensors_in([list(optimizer.state.values()) for optimizer in optimizers]))
+        trace.restart()
+        _take_step(fake, batch, trace)
+    return Step(
+        points=tuple(trace.points),
+        units=tuple(
+            replace(unit, output_bytes=num_bytes, flops=flops)
+            for unit, num_bytes, flops in zip(planned, output_bytes, trace.flops, strict=True)
+        ),
+        temporary_bytes=trace.temporary_bytes,
+        batch_bytes=sum(tensor.nbytes for tensor in tensors_in(batch)),
+        notes=tuple(sorted(trace.notes)),
+    )
 
-        for index, unit in enumerate(self._units[:-1]):
-            hooks += self._mark_unit(module.get_submodule(unit.name), index)
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                hooks.append(parameter.register_post_accumulate_grad_hook(ready))  # type: ignore[no-untyped-call]
-        for optimizer in self._fake.optimizers:
-            hooks.append(optimizer.register_step_pre_hook(lambda *_: trace.enter_optimizer()))
-            hooks.append(optimizer.register_step_post_hook(lambda *_: trace.leave_optimizer()))
-        return hooks
 
-    def _mark_unit(self, part: Module, index: int) -> list[Any]:
-        trace = self._trace
+def _take_step(fake: FakeModule, batch: Any, trace: "_Trace") -> None:
+    """Run a step in Lightning's order. With accumulation, two micro-batches stand for all of them."""
+    module, accumulate = fake.module, fake.settings.accumulate
 
-        def leave(_module: Module, _args: Any, output: Any) -> None:
-            tensors = tensors_in(output)
-            if not trace.in_backward:  # it is not a recomputation
-                self._output_bytes[index] = sum(tensor.nbytes for tensor in tensors)
-                trace.enter(ROOT, in_backward=False)
-            for tensor in tensors:
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda _: trace.enter(index, in_backward=True))  # type: ignore[no-untyped-call]
+    def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        trace.enter(ROOT, in_backward=True)
+        trace.computing = len(trace.flops) - 2  # the loss, and what runs after the last unit
+        torch.autograd.backward(loss, *args, **kwargs)
+        trace.enter(ROOT, in_backward=False)
 
-        def enter(*_: Any) -> None:
-            if not trace.in_backward:
-                trace.enter(index, in_backward=False)
+    fake.use_optimizers(backward)
+    for number in range(min(2, accumulate)):
+        trace.enter(ROOT, in_backward=False)
+        trace.computing = ROOT
+        with fake.trainer.precision_plugin.forward_context():
+            output: Any = call_step(module.training_step, batch)
+        loss = output.get("loss") if isinstance(output, dict) else output
+        del output
+        if module.automatic_optimization:
+            for optimizer in fake.optimizers if number == 0 else ():
+                optimizer.zero_grad()
+            if loss is None:
+                raise ConfigurationError(f"{type(module).__name__}.training_step returned None, not a loss.")
+            backward(loss / accumulate if accumulate > 1 else loss)
+        del loss
+    for optimizer in fake.optimizers if module.automatic_optimization else ():
+        optimizer.step()
 
-        return [part.register_forward_pre_hook(enter), part.register_forward_hook(leave)]
+
+def _mark(fake: FakeModule, units: Sequence[PlannedUnit], trace: "_Trace", undo: ExitStack) -> list[int]:
+    """Mark where passes of units begin, when gradients are ready, and steps of optimizers, until `undo` is closed.
+
+    Returns:
+        The bytes of what each unit returns, which are known after a step.
+    """
+    hooks, output_bytes = list[Any](), [0] * len(units)
+
+    def ready(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            trace.become(parameter.grad, "gradient")
+
+    def enter(index: int, *_: Any) -> None:
+        if not trace.in_backward:  # it is not a recomputation
+            trace.enter(index, in_backward=False)
+
+    def leave(index: int, _module: Module, _args: Any, output: Any) -> None:
+        tensors = tensors_in(output)
+        if not trace.in_backward:
+            output_bytes[index] = sum(tensor.nbytes for tensor in tensors)
+            trace.enter(ROOT, in_backward=False)
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: trace.enter(index, in_backward=True))  # type: ignore[no-untyped-call]
+
+    for index, unit in enumerate(units[:-1]):
+        part = fake.module.get_submodule(unit.name)
+        hooks.append(part.register_forward_pre_hook(partial(enter, index)))
+        hooks.append(part.register_forward_hook(partial(leave, index)))
+    for parameter in fake.module.parameters():
+        if parameter.requires_grad:
+            hooks.append(parameter.register_post_accumulate_grad_hook(ready))  # type: ignore[no-untyped-call]
+    for optimizer in fake.optimizers:
+        hooks.append(optimizer.register_step_pre_hook(lambda *_: trace.enter_optimizer()))
+        hooks.append(optimizer.register_step_post_hook(lambda *_: trace.leave_optimizer()))
+    for hook in hooks:
+        undo.callback(hook.remove)
+    return output_bytes
 
 
 class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -13,9 +13,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_paral.averaging.buffers import broadcast_when_swapped
-from lightning_paral.averaging.callbacks import forget_ended
-from lightning_paral.averaging.run import RunAverages
+from lightning_paral.averaging.run import RunAverages, broadcast_when_swapped, forget_ended
 from lightning_paral.callbacks.preemption import Preemption, handle_signals
 from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.compat.torch.process_groups import abort_nccl, nccl_backends

@@ -64,9 +64,19 @@ class LogDividedTwice(Sound):
 class WritesOnOneRank(Callback):
     """Writes a parameter on rank 1 only."""
 
-    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        if trainer.global_rank == 1 and trainer.global_step == 2:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 3:
             pl_module.layers[3].weight.data[0, 3] += 0.03
+
+
+class Forgets(Sound):
+    """Counts its steps in an attribute, which no checkpoint has."""
+
+    num_steps = 0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.num_steps += 1
+        return super().training_step(batch, batch_idx) * self.num_steps
 
 
 class CountsTwice(Sound):

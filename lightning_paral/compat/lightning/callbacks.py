@@ -4,7 +4,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 
 from lightning_paral.compat.lightning.methods import shadow_method
@@ -21,7 +21,6 @@ NAMES: Names = {
     },
     "lightning.pytorch.callbacks.StochasticWeightAveraging": {
         "._average_model": "average shards instead of a full copy of the module",
-        "._avg_fn": "test whether the averaging function is elementwise",
         "._model_contains_batch_norm": "remove the schedulers that a loaded checkpoint replaces",
         "._scheduler_state": "remove the schedulers that a loaded checkpoint replaces",
         "_clear_schedulers(trainer)": "remove the schedulers that a loaded checkpoint replaces",
@@ -38,16 +37,6 @@ SWAP, COPY = "_swap_models", "_copy_average_to_current"
 """Names of methods of `WeightAveraging`: one swaps averages and weights, one copies the averages to the weights."""
 
 
-def swap_method() -> Callable[[WeightAveraging, LightningModule], None]:
-    """Return the current method `SWAP`."""
-    return WeightAveraging._swap_models
-
-
-def copy_method() -> Callable[[WeightAveraging, LightningModule], None]:
-    """Return the current method `COPY`."""
-    return WeightAveraging._copy_average_to_current
-
-
 def averages_of(callback: Any) -> Any:
     """Return the copy of the module in which `callback` keeps its averages, or the object set in its place."""
     return callback._average_model
@@ -61,17 +50,6 @@ def set_averages(callback: Any, averages: Any) -> None:
 def options_of(callback: WeightAveraging) -> dict[str, Any]:
     """Return the options that `callback` passes to `AveragedModel`: `device`, `use_buffers`, and the user's."""
     return {"device": callback._device, "use_buffers": callback._use_buffers} | callback._kwargs
-
-
-def user_options_of(callback: WeightAveraging) -> dict[str, Any]:
-    """Return the user's options for `AveragedModel`."""
-    return callback._kwargs
-
-
-def averaging_function_of(callback: StochasticWeightAveraging) -> Callable[..., Any]:
-    """Return the averaging function of `callback`."""
-    function: Callable[..., Any] = callback._avg_fn
-    return function
 
 
 def replace_schedulers_late(callback: StochasticWeightAveraging, trainer: Trainer) -> None:

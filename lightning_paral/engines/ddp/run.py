@@ -18,9 +18,9 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_paral.comm import ALL_REDUCE, AllReduce
 from lightning_paral.comm.broadcast import broadcast
-from lightning_paral.comm.by_size import all_reduce_by_size
 from lightning_paral.comm.ddp_hook import BucketReducer
 from lightning_paral.comm.reduction import WIRE_DTYPES
+from lightning_paral.comm.ring import all_reduce_by_size
 from lightning_paral.compat.lightning.strategies import ddp_options, forget_static_graph, set_ddp_options
 from lightning_paral.compat.torch.ddp import remove_reducer
 from lightning_paral.distributed.mesh import ParallelDims

@@ -280,15 +280,10 @@ class OwnSwap(WeightAveraging):
         pass
 
 
-def normed(average: Tensor, current: Tensor, count: Any) -> Tensor:
-    return average + (current - average) / current.norm()
-
-
 @pytest.mark.parametrize("strategy", ["paral_fsdp", "paral_zero2"])
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: WeightAveraging(avg_fn=normed), r"avg_fn of WeightAveraging is not elementwise.*use paral_ddp"),
         (OwnCopy, r"OwnCopy copies the full module.*super\(\)\.setup"),
         (OwnSwap, r"OwnSwap overrides _swap_models"),
     ],

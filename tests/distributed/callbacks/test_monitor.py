@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_paral import ParalMonitor, plan
-from tests.distributed.planning.models import MODELS, Drawn
+from tests.models.planned import MODELS, Drawn
 from tests.models.regression import FEATURES, Regression, fit_regression, regression_data
 from tests.running import quiet_trainer
 
@@ -23,7 +23,7 @@ SLOW = 0.05
 
 
 def with_and_without(strategy: str, accumulate: int) -> tuple[Any, Any, dict[str, float]]:
-    monitor = ParalMonitor(every_n_steps=2, plan=strategy != "ddp")
+    monitor = ParalMonitor(every_n_steps=2)
     measured = fit_regression(5, accumulate, 2, strategy=strategy, callbacks=[monitor])
     return measured, fit_regression(5, accumulate, 2, strategy=strategy), monitor.values
 
@@ -42,7 +42,7 @@ def test_training_is_the_same_with_the_callback(on_ranks, strategy: str, accumul
     assert values["paral/slowest_rank"] == of_other_rank["paral/slowest_rank"]
     peaks = values["paral/peak_bytes"], of_other_rank["paral/peak_bytes"]
     assert values["paral/worst_peak_bytes"] == max(peaks) >= min(peaks) > 2**20
-    assert ("paral/planned_bytes" in values) == (strategy != "ddp")
+    assert "paral/planned_bytes" not in values
 
 
 class Samples(Dataset[list[Tensor]]):
@@ -115,20 +115,17 @@ def test_values_reach_loggers_in_a_resumed_fit_too(on_ranks, tmp_path: Path, str
     assert on_ranks(2, logged_fit, str(tmp_path), strategy, 2, checkpoint)[0] == ["7", "9", "11"]
 
 
-def planned_by(strategy: str) -> int:
+def planned_by_auto() -> int:
     make, draw = MODELS["gpt"]
-    monitor = ParalMonitor(every_n_steps=1, plan=True)
-    trainer = quiet_trainer(max_steps=2, max_epochs=1, devices=2, strategy=strategy, callbacks=[monitor])
+    monitor = ParalMonitor(every_n_steps=1)
+    trainer = quiet_trainer(max_steps=2, max_epochs=1, devices=2, strategy="paral_auto", callbacks=[monitor])
     trainer.fit(make(), DataLoader(Drawn(draw), batch_size=4))
-    return int(monitor.values.get("paral/planned_bytes", 0)) if trainer.is_global_zero else 0
+    return int(monitor.values["paral/planned_bytes"]) if trainer.is_global_zero else 0
 
 
-@pytest.mark.parametrize("strategy", ["paral_fsdp", "paral_auto"])
-def test_planned_bytes_are_those_of_the_plan(on_ranks, strategy: str) -> None:
+def test_planned_bytes_are_those_of_the_plan(on_ranks) -> None:
     make, draw = MODELS["gpt"]
     batch = next(iter(DataLoader(Drawn(draw), batch_size=4)))
-    chosen = "paral_ddp" if strategy == "paral_auto" else strategy
+    expected = plan(make, batch, 2, device_type="cpu").of("paral_ddp").peak_bytes
 
-    expected = plan(make, batch, 2, device_type="cpu").of(chosen).peak_bytes
-
-    assert on_ranks(2, planned_by, strategy)[0] == expected
+    assert on_ranks(2, planned_by_auto)[0] == expected

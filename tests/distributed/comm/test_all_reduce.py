@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightning_paral import ConfigurationError
 from lightning_paral.comm import ALL_REDUCE, count_traffic
-from lightning_paral.comm.by_size import LEAST_CHUNK_BYTES, all_reduce_by_size
-from lightning_paral.comm.chunks import balanced_cuts
+from lightning_paral.comm.point_to_point import balanced_cuts
+from lightning_paral.comm.ring import LEAST_CHUNK_BYTES, all_reduce_by_size
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8)
 WORLD_SIZES = (2, 3, 4)

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader
 
 from lightning_paral import STRATEGIES, ActivationCheckpointing
-from tests.distributed.planning.models import MODELS, Drawn
+from tests.models.planned import MODELS, Drawn
 from tests.running import quiet_trainer
 
 PAIRS = ((3, 4), (5, 6), (7, 8))

@@ -10,9 +10,8 @@ from torch.utils.data import DataLoader
 from lightning_paral import ConfigurationError, ParalAutoStrategy, Plan, plan
 from lightning_paral.diagnostics.rank_pool import RankPool
 from tests.distributed.planning.measured import fit, peak_in_fit, peak_of
-from tests.distributed.planning.models import MODELS, Drawn
+from tests.models.planned import MODELS, ConvNet, DependsOnValues, Drawn, gpt
 from tests.running import quiet_trainer
-from tests.unit.planning.models import DependsOnValues, gpt
 
 
 def planned(model: str, batch_size: int, num_ranks: int, precision: str = "32-true", accumulate: int = 1) -> Plan:
@@ -127,8 +126,6 @@ def test_step_that_cannot_be_followed_is_planned_from_states(on_ranks: Callable[
 
 
 def losses(strategy: str) -> list[float]:
-    from tests.unit.planning.models import ConvNet
-
     seen: list[float] = []
 
     class Seen(ConvNet):

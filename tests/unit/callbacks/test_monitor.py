@@ -16,8 +16,8 @@ from tests.running import quiet_trainer
 def test_options_are_checked_and_removed_ones_are_unknown() -> None:
     with pytest.raises(ConfigurationError, match="every_n_steps=0"):
         ParalMonitor(every_n_steps=0)
-    with pytest.raises(TypeError, match="print_summary"):
-        ParalMonitor(print_summary=False)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="plan"):
+        ParalMonitor(plan=True)  # type: ignore[call-arg]
 
 
 class Bar(TQDMProgressBar):
@@ -51,14 +51,6 @@ def test_step_time_is_without_validation_and_progress_bar_shows_it(shows: bool) 
     assert "paral/slowest_rank" not in monitor.values
     assert ("of 3.00 GiB planned" in str(bar.shown.get("paral"))) == shows
     assert "get_metrics" not in vars(bar)
-
-
-def test_module_that_cannot_be_planned_is_trained() -> None:
-    monitor = ParalMonitor(every_n_steps=2, plan=True)
-    fit_regression(5, 1, 1, callbacks=[monitor])  # under Lightning's strategy
-
-    assert monitor.values["paral/step_seconds"] > 0
-    assert "paral/planned_bytes" not in monitor.values
 
 
 def test_no_step_reads_a_tensor() -> None:

@@ -38,20 +38,23 @@ def test_what_compiles_operators_is_lacking_with_the_command_that_installs_it(
     for variable in ("PATH", "TORCH_EXTENSIONS_DIR"):  # no commands, and no operators compiled earlier
         monkeypatch.setenv(variable, str(tmp_path))
     monkeypatch.setattr(doctor.sys, "executable", str(tmp_path / "python"))
-    monkeypatch.delenv("CXX", raising=False)
 
-    for operator in ("cpu_adam", "async_io"):
+    for operator, compiler, advice in (
+        ("cpu_adam", "g++", "apt-get install g++"),
+        ("async_io", "g++", "apt-get install g++"),
+        ("cpu_adam", "/bin/true", "pip install ninja"),
+    ):
+        monkeypatch.setenv("CXX", compiler)
         fact = operator_fact(operator)
 
         assert (fact.state, fact.found) == ("warning", "cannot be compiled")
-        assert "apt-get install g++" in fact.advice
-        assert "pip install ninja" in fact.advice
+        assert advice in fact.advice
 
 
 def test_part_that_hangs_or_raises_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "cuda_fact", lambda: time.sleep(1000))
     monkeypatch.setattr(doctor, "nvme_fact", lambda path: [][0])
-    monkeypatch.setattr(doctor, "network_facts", lambda num_ranks: [])
+    monkeypatch.setattr(doctor, "all_reduce_fact", lambda num_ranks: Fact(name="all-reduce", found=""))
     monkeypatch.setattr(doctor, "PART_SECONDS", 2.0)
 
     facts = {fact.name: fact for fact in doctor.examine(2, None)}
@@ -64,7 +67,7 @@ def test_nvme_folder_is_checked_and_left_empty(tmp_path: Path) -> None:
     sound, missing = nvme_fact(str(tmp_path)), nvme_fact(str(tmp_path / "missing"))
 
     assert sound.state == "ok"
-    assert sound.numbers["free"] > 0
+    assert sound.found.endswith(" free")
     assert not list(tmp_path.iterdir())
     assert missing.state == "broken"
     assert "no such folder" in missing.advice

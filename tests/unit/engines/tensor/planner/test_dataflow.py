@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_paral.engines.tensor.planner.observations import Observations
 from lightning_paral.engines.tensor.planner.trace import plan_by_dataflow
+from tests.models.planned import bytes_of_text, gpt
 from tests.unit.engines.tensor.planner.models import INPUTS, Step, as_text, observed
-from tests.unit.planning.models import bytes_of_text, gpt
 
 
 def followed(module: Step) -> Observations:

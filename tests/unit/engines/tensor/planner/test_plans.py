@@ -10,8 +10,8 @@ from torch.nn.utils import parametrizations, spectral_norm
 
 from lightning_paral import ConfigurationError
 from lightning_paral.engines.tensor.planner.make import make_plan
+from tests.models.planned import bytes_of_text, gpt
 from tests.unit.engines.tensor.planner.models import INPUTS, Classifier, Step, observed, planned, written
-from tests.unit.planning.models import bytes_of_text, gpt
 
 BLOCKS = {f"blocks.{n}.{name}": style for n in range(2) for name, style in (("up", "colwise*"), ("down", "rowwise*"))}
 

@@ -10,8 +10,8 @@ import transformers
 from lightning_paral import ConfigurationError
 from lightning_paral.engines.tensor.planner.make import make_plan
 from lightning_paral.engines.tensor.planner.observations import Observations
+from tests.models.planned import Language
 from tests.unit.engines.tensor.planner.models import TOKENS, observed, planned, written
-from tests.unit.planning.models import Language
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

@@ -1,9 +1,13 @@
+"""Tensors are divided into parts, and grouped."""
+
 from itertools import pairwise
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_paral.comm.chunks import balanced_cuts, num_segments
+from lightning_paral.comm.grouping import group_by_dtype_and_device
+from lightning_paral.comm.point_to_point import balanced_cuts, num_segments
 
 
 @given(start=st.integers(0, 100), length=st.integers(0, 10_000), num_parts=st.integers(1, 64))
@@ -24,3 +28,17 @@ def test_messages_are_near_the_target_size(num_bytes: int) -> None:
     assert num >= 1
     assert num_bytes / num <= 1.5 * 1024 * 1024
     assert num == 1 or num_bytes / num >= 0.75 * 1024 * 1024
+
+
+def test_groups_and_their_members_keep_the_order() -> None:
+    tensors = [
+        torch.zeros(1),
+        torch.zeros(2, dtype=torch.bfloat16),
+        torch.zeros(3),
+        torch.zeros(4, device="meta"),
+        torch.zeros(5, dtype=torch.bfloat16),
+    ]
+
+    groups = group_by_dtype_and_device(tensors)
+
+    assert [[tensor.numel() for tensor in group] for group in groups] == [[1, 3], [2, 5], [4]]

@@ -1,11 +1,13 @@
-"""Modules whose plans are compared with measurements."""
+"""Modules whose memory is planned and measured, and their data."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import Dataset
 
 from examples.gpt import GPT
 
@@ -86,3 +88,46 @@ def bytes_of_text(size: int = 8, length: int = 64) -> tuple[Tensor, Tensor]:
 
 def gpt(width: int = 64, num_layers: int = 4) -> GPT:
     return GPT(width=width, num_layers=num_layers, context=64)
+
+
+class Drawn(Dataset[Any]):
+    """Samples of a batch, drawn again for each index."""
+
+    def __init__(self, draw: Callable[[torch.Generator], Any]) -> None:
+        self._draw = draw
+
+    def __len__(self) -> int:
+        return 512
+
+    def __getitem__(self, index: int) -> Any:
+        return self._draw(torch.Generator().manual_seed(index))
+
+
+def _text(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    drawn = torch.randint(0, 256, (65,), generator=generator)
+    return drawn[:-1], drawn[1:]
+
+
+def _tokens(generator: torch.Generator) -> Tensor:
+    return torch.randint(0, 1000, (64,), generator=generator)
+
+
+def _image(generator: torch.Generator) -> tuple[Tensor, int]:
+    return torch.randn(3, 32, 32, generator=generator), 0
+
+
+def _transformer(name: str, head: str, intermediate_size: int, **options: int) -> LightningModule:
+    import transformers
+
+    sizes = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 1000}
+    config = getattr(transformers, f"{name}Config")(**sizes, intermediate_size=intermediate_size, **options)
+    return Language(getattr(transformers, name + head)(config))
+
+
+MODELS: dict[str, tuple[Callable[[], LightningModule], Callable[[torch.Generator], Any]]] = {
+    "gpt": (lambda: gpt(192, 4), _text),
+    "llama": (lambda: _transformer("Llama", "ForCausalLM", 344), _tokens),
+    "bert": (lambda: _transformer("Bert", "ForSequenceClassification", 512, num_labels=3), _tokens),
+    "conv": (lambda: ConvNet(64), _image),
+}
+"""By name: a function that makes the module, and one that draws a sample."""

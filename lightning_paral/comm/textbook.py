@@ -1,0 +1,125 @@
+"""The textbook's all-reduce algorithms: reduce and broadcast, and all-to-all.
+
+In the first, every rank sends its tensor to the root, which adds them up and sends the sum back: the root receives and
+sends N-1 tensors. In the second, every rank sends its tensor to all others, and adds what it receives: it needs one
+round of messages and no root, but each rank sends the tensor N-1 times. It suits few ranks and small tensors.
+"""
+
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_paral.comm.point_to_point import Exchange, balanced_cuts, exchange, num_segments, run_pipeline, wait
+from lightning_paral.comm.reduction import Reduction, plan_reduction
+
+_ROOT = 0
+_STAGES = 2
+"""Segments in flight at once in the all-to-all."""
+
+
+def reduce_broadcast_all_reduce(
+    tensor: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    wire_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Replace `tensor` by its sum or average over `group`, bit-identical on all ranks. *Collective* over `group`.
+
+    Cost: the root (rank 0 of the group) sends the tensor N-1 times, every other rank once.
+    Memory: at most one chunk, 1/N of the tensor (or one element from each rank, if that is more).
+
+    Arguments, result and errors are those of `ring_all_reduce`. The root adds in the order of ranks.
+    """
+    reduction = plan_reduction(tensor, group, op, wire_dtype)
+    if reduction.world_size > 1 and tensor.numel():
+        reduction.prepare()
+        cuts = _cuts(reduction, reduction.world_size**2)  # a segment from every rank fits into one chunk
+        segments = [reduction.flat[start:end] for start, end in pairwise(cuts)]
+        (_reduce_and_send if reduction.rank == _ROOT else _send_and_receive)(reduction, segments)
+    return tensor
+
+
+def _cuts(reduction: Reduction, min_parts: int) -> list[int]:
+    """Return the bounds of at least `min_parts` segments, of which the first is the largest."""
+    length = reduction.flat.numel()
+    num_parts = max(num_segments(length * reduction.wire_dtype.itemsize), min_parts)
+    return balanced_cuts(0, length, min(num_parts, length))
+
+
+def _reduce_and_send(reduction: Reduction, segments: list[Tensor]) -> None:
+    """On the root: send back the sum of each segment while the next segment arrives."""
+    peers = range(1, reduction.world_size)
+    largest = segments[0].numel()
+    received = reduction.scratch(len(peers) * largest).view(len(peers), largest)
+    rounded = reduction.scratch(largest)[: largest if reduction.narrow_wire else 0]
+    sums: list[tuple[Tensor, int]] = []
+    for segment in segments:
+        arriving = received[:, : segment.numel()]
+        wait(*exchange(sums, [(arriving[peer - 1], peer) for peer in peers], reduction.group))
+        for contribution in arriving:
+            segment.add_(contribution)
+        reduction.finish(segment)
+        total = segment
+        if reduction.narrow_wire:
+            total = rounded[: segment.numel()].copy_(segment)
+            segment.copy_(total)
+        sums = [(total, peer) for peer in peers]
+    wait(*exchange(sums, [], reduction.group))
+
+
+def _send_and_receive(reduction: Reduction, segments: list[Tensor]) -> None:
+    """On the other ranks: send each segment while the sum of the previous one arrives and replaces it."""
+    nothing = reduction.flat[:0]  # is neither sent nor received
+    for awaited, outgoing in pairwise([nothing, *segments, nothing]):
+        arriving = reduction.scratch(awaited.numel()) if reduction.narrow_wire else awaited
+        wait(*exchange([(outgoing.to(reduction.wire_dtype), _ROOT)], [(arriving, _ROOT)], reduction.group))
+        if reduction.narrow_wire:
+            awaited.copy_(arriving)
+
+
+def all_to_all_all_reduce(
+    tensor: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    wire_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Replace `tensor` by its sum or average over `group`, bit-identical on all ranks. *Collective* over `group`.
+
+    Cost: every rank sends the tensor N-1 times.
+    Memory: at most one chunk, 1/N of the tensor (or two elements from each rank, if that is more).
+
+    Arguments, result and errors are those of `ring_all_reduce`. Every rank adds the contributions in the order of
+    ranks. A narrower wire dtype rounds the contributions but not the result.
+    """
+    reduction = plan_reduction(tensor, group, op, wire_dtype)
+    flat, rank, world_size = reduction.flat, reduction.rank, reduction.world_size
+    if world_size == 1 or not flat.numel():
+        return tensor
+    reduction.prepare()
+
+    cuts = _cuts(reduction, world_size**2 * _STAGES)  # the segments in flight fit into one chunk
+    contributions = reduction.scratch(_STAGES * world_size * cuts[1]).view(_STAGES, world_size, cuts[1])
+    peers = [peer for peer in range(world_size) if peer != rank]
+
+    def post(stage: int) -> tuple[Tensor, Exchange]:
+        segment = flat[cuts[stage] : cuts[stage + 1]]
+        arriving = contributions[stage % _STAGES, :, : segment.numel()]
+        mine = arriving[rank].copy_(segment)
+        works = exchange([(mine, peer) for peer in peers], [(arriving[peer], peer) for peer in peers], reduction.group)
+        return arriving, works
+
+    def complete(stage: int, posted: tuple[Tensor, Exchange]) -> None:
+        segment = flat[cuts[stage] : cuts[stage + 1]]
+        arrived, works = posted
+        wait(*works)
+        segment.copy_(arrived[0])
+        for contribution in arrived[1:]:
+            segment.add_(contribution)
+        reduction.finish(segment)
+
+    run_pipeline(len(cuts) - 1, _STAGES, post, complete)
+    return tensor
