@@ -17,7 +17,7 @@ from lightning_paral.checkpoint.io.storage import remove_at
 from lightning_paral.checkpoint.io.urls import without_scheme
 from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.state.loss_scale import add_loss_scale_of_ddp, add_loss_scale_of_plugin
-from lightning_paral.checkpoint.state.saved_modules import without_engines
+from lightning_paral.checkpoint.state.saved_modules import check_saved_modules
 from lightning_paral.checkpoint.state.weights import (
     PACKAGE_STATE_KEY,
     load_weights,
@@ -178,7 +178,8 @@ class CheckpointSaving(FullTensorReaders, StrategyDescription):
             added["random_states"] *= self.dims.num_ranks
         checkpoint[PACKAGE_STATE_KEY] = added
         if self._default_form == "sharded":
-            without_engines(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
+            module = self.lightning_module
+            ranks.run_on_rank_0("Saving", lambda: check_saved_modules(checkpoint, module))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, after the background save if one is running; keep any other folder, with a warning.
