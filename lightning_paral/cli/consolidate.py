@@ -10,7 +10,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def consolidate(arguments: list[str]) -> None:
-    """Convert a checkpoint to one Lightning file, safetensors or a Hugging Face folder, in constant memory."""
+    """Convert a checkpoint to one Lightning file, safetensors or a Hugging Face folder, tensor by tensor."""
     parser = CommandParser(prog="paral consolidate", description=consolidate.__doc__)
     add = parser.add_argument
     add("checkpoint", help="path or URL of a checkpoint of this package or Lightning")

@@ -181,6 +181,17 @@ class CheckpointSaving(FullTensorReaders, StrategyDescription):
             module = self.lightning_module
             ranks.run_on_rank_0("Saving", lambda: check_saved_modules(checkpoint, module))
 
+    def on_train_start(self) -> None:
+        """Refuse hyper-parameters that no checkpoint of this fit could contain.
+
+        Raises:
+            CheckpointError: a hyper-parameter is a part of the module that is sharded.
+        """
+        super().on_train_start()
+        module = self.lightning_module
+        if module is not None and self._default_form == "sharded" and module.trainer.checkpoint_callbacks:
+            check_saved_modules({"hyper_parameters": module.hparams}, module)
+
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, after the background save if one is running; keep any other folder, with a warning.
 

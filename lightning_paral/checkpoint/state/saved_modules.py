@@ -33,14 +33,15 @@ def check_saved_modules(checkpoint: Mapping[str, Any], module: Module) -> None:
         in_hparams = key == "hyper_parameters" and isinstance(value, Mapping)
         for name, entry in value.items() if in_hparams else () if is_state_key(key) else ((key, value),):
             for part in _modules_in(entry):
-                sharded = own.intersection(map(id, part.parameters()))
-                if sharded or any(describes_shards(attribute) for attribute in vars(part)):
-                    where = f"The hyper-parameter {name!r}" if in_hparams else f"The entry {name!r} of the checkpoint"
-                    remedy = f"Call self.save_hyperparameters(ignore=[{name!r}])" if in_hparams else "Leave it out"
-                    raise CheckpointError(
-                        f"{where} refers to {type(part).__name__}, a part of the module that this strategy shards, and "
-                        f"whose weights are in the checkpoint as state_dict. {remedy}, or use paral_ddp."
-                    )
+                if own.intersection(map(id, part.parameters())):
+                    fault, other = "whose parameters this strategy shards, and saves in state_dict", "paral_ddp"
+                elif any(map(describes_shards, vars(part))):
+                    fault, other = "in which ZeRO stage 3 has hooks that cannot be saved", "paral_fsdp"
+                else:
+                    continue
+                where = f"The hyper-parameter {name!r}" if in_hparams else f"The entry {name!r} of the checkpoint"
+                remedy = f"Call self.save_hyperparameters(ignore=[{name!r}])" if in_hparams else "Leave it out"
+                raise CheckpointError(f"{where} refers to {type(part).__name__}, {fault}. {remedy}, or use {other}.")
 
 
 def _modules_in(entry: Any) -> list[Module]:

@@ -79,8 +79,8 @@ def test_networks_are_saved_under_ddp(on_ranks, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("label", SHARDING)
 def test_networks_are_refused_by_name(on_ranks, tmp_path: Path, label: str) -> None:
-    refused = "criterion" if label == "zero3" else "head"  # stage 3 leaves hooks on every module
+    refused, other = ("criterion", "paral_fsdp") if label == "zero3" else ("head", "paral_ddp")  # hooks on every module
     for message in on_ranks(2, save, label, str(tmp_path / "x.ckpt"), True):
         assert f"The hyper-parameter {refused!r} refers to " in message
-        assert f"self.save_hyperparameters(ignore=[{refused!r}]), or use paral_ddp." in message
+        assert f"self.save_hyperparameters(ignore=[{refused!r}]), or use {other}." in message
     assert not (tmp_path / "x.ckpt").exists()
