@@ -1,6 +1,6 @@
 """Save and load checkpoints: a checkpoint of one strategy can be loaded by every other, at any world size."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
@@ -16,7 +16,6 @@ from lightning_paral.checkpoint.async_save import BackgroundSaver
 from lightning_paral.checkpoint.io.storage import remove_at
 from lightning_paral.checkpoint.io.urls import without_scheme
 from lightning_paral.checkpoint.shards import is_sharded
-from lightning_paral.checkpoint.state.loss_scale import add_loss_scale_of_ddp, add_loss_scale_of_plugin
 from lightning_paral.checkpoint.state.saved_modules import check_saved_modules
 from lightning_paral.checkpoint.state.weights import (
     PACKAGE_STATE_KEY,
@@ -34,6 +33,9 @@ from lightning_paral.model.engine_attributes import is_left_partitioned
 from lightning_paral.options import DEFAULT_TIMEOUT, CheckpointOptions, Form
 from lightning_paral.strategies.description import StrategyDescription
 from lightning_paral.strategies.full_reads import FullTensorReaders
+
+_LOSS_SCALES = ("MixedPrecision", "FSDPPrecision")
+"""Names of precision plugins, under which Lightning saves the loss scale; the first is that of DDP."""
 
 
 class CheckpointSaving(FullTensorReaders, StrategyDescription):
@@ -170,7 +172,7 @@ class CheckpointSaving(FullTensorReaders, StrategyDescription):
     def _add_package_state(self, checkpoint: dict[str, Any], ranks: RankGroup) -> None:
         """Add to `checkpoint` what this package needs to load it. *Collective* over `ranks`."""
         assert self.lightning_module is not None
-        add_loss_scale_of_ddp(checkpoint, type(self.precision_plugin).__qualname__)
+        _copy_loss_scale(checkpoint, (type(self.precision_plugin).__qualname__,), to=_LOSS_SCALES[0])
         rng_states = None if self._is_running and self._is_fit else self._rng_states_of_fit
         rng_states = rng_states or current_states(self._own_devices)
         added = package_state(self.lightning_module, self._checkpoint_options.save_frozen, ranks, rng_states)
@@ -248,7 +250,7 @@ class CheckpointMixin(CheckpointSaving):
             weights_only = self._checkpoint_options.weights_only
         checkpoint = load(ranks.gather(without_scheme(checkpoint_path))[0], ranks, weights_only=weights_only)
         if self.precision_plugin.precision == "16-mixed":
-            add_loss_scale_of_plugin(checkpoint, type(self.precision_plugin).__qualname__)
+            _copy_loss_scale(checkpoint, _LOSS_SCALES, to=type(self.precision_plugin).__qualname__)
         self._own_state = checkpoint.pop(PACKAGE_STATE_KEY, {})
         if not self._checkpoint_options.restore_optimizer:
             checkpoint.setdefault("lr_schedulers", [])
@@ -311,3 +313,11 @@ class CheckpointMixin(CheckpointSaving):
         """
         self._restores_after_setup = None
         super().teardown()
+
+
+def _copy_loss_scale(checkpoint: dict[str, Any], names: Sequence[str], *, to: str) -> None:
+    """Copy the state of a `torch.amp.GradScaler` under one of `names` in `checkpoint` to the name `to`."""
+    for name in names:
+        state = checkpoint.get(name)
+        if isinstance(state, Mapping) and {"scale", "_growth_tracker"} <= state.keys():
+            checkpoint.setdefault(to, state)
