@@ -1,26 +1,28 @@
 """Convert any checkpoint to one Lightning file, to safetensors, or to a Hugging Face folder."""
 
+import glob
 import logging
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from tqdm import tqdm
+from torch import Tensor
 
-from lightning_paral.checkpoint.consolidate import Cast, Progress, check_outside, select, size_of, write_file
-from lightning_paral.checkpoint.formats.hugging_face_folder import contents_of, write_folder
-from lightning_paral.checkpoint.formats.safetensors import write_safetensors
+from lightning_paral.checkpoint.consolidate import write_file
+from lightning_paral.checkpoint.formats.hugging_face import KEY, build_model, fill, without_wrappers
+from lightning_paral.checkpoint.io.atomic import AtomicPath
 from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.manifest import Manifest
 from lightning_paral.checkpoint.resolve import read_current, read_manifest
-from lightning_paral.checkpoint.state.prefix import as_prefix, without_prefix
-from lightning_paral.distributed.exchange import RankGroup
-from lightning_paral.errors import CheckpointError, ConfigurationError
+from lightning_paral.checkpoint.state.optimizer import list_names
+from lightning_paral.checkpoint.state.weights import PACKAGE_STATE_KEY
+from lightning_paral.checkpoint.tree import CURRENT_KEY
+from lightning_paral.distributed.exchange import RankGroup, explain
+from lightning_paral.errors import CheckpointError, ConfigurationError, ParalError
 
-T = TypeVar("T")
+_TRAINING_KEYS = ("optimizer_states", "lr_schedulers", "callbacks", CURRENT_KEY, "averaging_state")
 
 _log = logging.getLogger(__name__)
 
@@ -38,10 +40,13 @@ def convert(
     config: str | None = None,
     trust: bool = False,
 ) -> list[Path]:
-    """Convert a checkpoint in constant memory, atomically, and show the progress. The name of `out` chooses the format.
+    """Convert a checkpoint, atomically, and show the progress. The name of `out` chooses the format.
+
+    One tensor at a time is in memory. Safetensors are written by `huggingface_hub`, and Hugging Face folders by the
+    model's own `save_pretrained`, from a temporary file that is mapped into memory.
 
     Args:
-        checkpoint: the path or URL of a checkpoint of this package, Lightning or DeepSpeed.
+        checkpoint: the path or URL of a checkpoint of this package or Lightning.
         out: a local path: `.ckpt` for a Lightning file, `.safetensors` for weights; a folder with `hugging_face`.
         weights_only: whether to leave out optimizers, schedulers and callbacks.
         dtype: the dtype of the weights; `None` keeps it.
@@ -67,43 +72,41 @@ def convert(
         raise ConfigurationError(fault)
 
     def read(path: str | Path) -> tuple[dict[str, Any], Manifest | None]:
-        if target.exists() and Path(path).exists() and target.samefile(path):
-            raise ConfigurationError(f"{target} is the checkpoint that is read. Write to a different path.")
-        check_outside(target, path)
+        if target.resolve().is_relative_to(Path(path).resolve()):
+            raise ConfigurationError(
+                f"{target} is the checkpoint {path}, or inside it, and this must not be modified. Write elsewhere."
+            )
         return load(path, RankGroup(), weights_only=not trust), read_manifest(path)
 
     found, manifest = read_current(checkpoint, RankGroup(), read)
-    is_file = not hugging_face and target.suffix == ".ckpt"
-    kept = select(found, weights_only=weights_only or not is_file, dtype=dtype)
-    prefix = None if strip_prefix is None else as_prefix(strip_prefix)
-    if is_file:
-        about = {
-            "form": "full",
-            "strategy": manifest.strategy if manifest else "unknown",
-            "world_size": manifest.world_size if manifest else 0,
-            "epoch": int(kept.get("epoch", 0)),
-            "global_step": int(kept.get("global_step", 0)),
-        }
-        _write(target, size_of(kept), lambda progress: write_file(kept, target, about, progress))
-        return [target]
-    weights = kept["state_dict"]
+    about = {
+        "form": "full",
+        "strategy": manifest.strategy if manifest else "unknown",
+        "world_size": manifest.world_size if manifest else 0,
+        "epoch": int(found.get("epoch", 0)),
+        "global_step": int(found.get("global_step", 0)),
+    }
+    prefix = strip_prefix if strip_prefix is None else f"{strip_prefix.rstrip('.')}.".removeprefix(".")
+    model = None
     if hugging_face:
-        path = None if config is None else Path(config)
-        contents = contents_of(kept, config=path, prefix=prefix, only_prefix=only_prefix, cast=dtype is not None)
-        if not contents.checked:
-            _log.warning(
-                "The names of the weights were not checked: `transformers` is not installed, or does not have the "
-                "model's class."
-            )
-        _warn_of_omitted(weights)
-        return _write(
-            target, contents.nbytes, lambda progress: write_folder(contents, target, max_shard_bytes, progress)
-        )
-    if prefix is not None:
-        weights = without_prefix(weights, prefix, only=only_prefix)
-    _warn_of_omitted(weights)
-    nbytes = size_of({"state_dict": weights})
-    return _write(target, nbytes, lambda progress: write_safetensors(weights, target, max_shard_bytes, progress))
+        described = found.get(PACKAGE_STATE_KEY, {}).get(KEY, [])
+        prefix, model = build_model(described, None if config is None else Path(config), prefix)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.suffix == ".ckpt" and model is None:
+            kept = {key: value for key, value in found.items() if not (weights_only and key in _TRAINING_KEYS)}
+            with AtomicPath(target, folder=False) as draft:
+                write_file(kept, draft.path, about, dtype=dtype)
+                draft.commit()
+            return [target]
+        weights = _select(found["state_dict"], prefix or "", only_prefix)
+        if model is None:
+            return _write_safetensors(weights, target, about, dtype, max_shard_bytes)
+        return _write_model(weights, model, target, about, dtype, max_shard_bytes)
+    except ParalError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{target} could not be written, and nothing of it was kept: {explain(error)}") from error
 
 
 def _fault_of_target(given: str, out: Path, hugging_face: bool) -> str:
@@ -113,8 +116,8 @@ def _fault_of_target(given: str, out: Path, hugging_face: bool) -> str:
     if hugging_face:
         if out.suffix in (".ckpt", ".safetensors"):
             return f"--hugging-face writes a folder, but {out} is the name of a file."
-        if os.path.lexists(out) and not _is_empty_folder(out):
-            return f"{out} exists and is not an empty folder. Write to a new folder."
+        if os.path.lexists(out):
+            return f"{out} exists. Write to a new folder."
     elif out.suffix not in (".ckpt", ".safetensors"):
         return f"{out} ends in neither .ckpt nor .safetensors. A folder needs --hugging-face."
     elif os.path.isdir(out):  # Path.is_dir raises PermissionError where this returns False
@@ -137,27 +140,99 @@ def _fault_of_options(
     return ""
 
 
-def _is_empty_folder(path: Path) -> bool:
-    with suppress(OSError):
-        return not path.is_symlink() and not os.listdir(path)
-    return False
-
-
-def _warn_of_omitted(weights: dict[str, Any]) -> None:
-    names = [name for name, value in weights.items() if not isinstance(value, torch.Tensor | Cast)]
-    if names:
-        _log.warning("Left out, because safetensors files hold only tensors: %s.", ", ".join(names))
-
-
-def _write(out: Path, total_bytes: int, write: Callable[[Progress], T]) -> T:
-    """Call `write` with a function that shows the progress.
+def _select(weights: Mapping[str, Any], prefix: str, only: bool) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with `prefix`, without it.
 
     Raises:
-        CheckpointError: the system reports an error.
+        ConfigurationError: no name begins with the prefix, or some names do not and `only` is `False`.
+    """
+    of_prefix = {name: value for name, value in weights.items() if name.startswith(prefix)}
+    others = [name for name in weights if name not in of_prefix]
+    if not of_prefix:
+        roots = sorted({name.split(".")[0] for name in weights})
+        raise ConfigurationError(
+            f"No weight's name begins with {prefix!r}. " + list_names("They begin with", roots) + "Choose another."
+        )
+    if others and not only:
+        raise ConfigurationError(
+            f"{len(others)} of {len(weights)} names do not begin with {prefix!r}, and would be lost. "
+            + list_names("They are", others)
+            + "Pass --only-prefix to leave them out."
+        )
+    left_out = [name for name, value in of_prefix.items() if not isinstance(value, Tensor)]
+    if left_out:
+        _log.warning("Left out, because safetensors files hold only tensors: %s.", ", ".join(left_out))
+    return {name.removeprefix(prefix): value for name, value in of_prefix.items() if isinstance(value, Tensor)}
+
+
+def _write_safetensors(
+    weights: dict[str, Tensor], out: Path, about: dict[str, Any], dtype: torch.dtype | None, max_shard_bytes: int
+) -> list[Path]:
+    """Write the file `out`; or, if it would be larger than `max_shard_bytes`, several files next to it and an index.
+
+    Only the file `out` is replaced. Readers take a file or an index, so that one of them must not be left from before.
     """
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tqdm(total=total_bytes, unit="B", unit_scale=True, desc=out.name) as bar:
-            return write(bar.update)
-    except OSError as error:
-        raise CheckpointError(f"{out} could not be written: {error}. No part of it was kept.") from error
+        from huggingface_hub import save_torch_state_dict
+    except ImportError as error:
+        raise ConfigurationError(
+            "Writing safetensors needs two libraries: pip install safetensors huggingface_hub."
+        ) from error
+    stem = glob.escape(out.stem)
+    for pattern in (f"{stem}-*-of-*.safetensors", f"{stem}.safetensors.index.json"):
+        _check_absent(*out.parent.glob(pattern))
+    with AtomicPath(out.with_name(f"{out.name}.parts"), folder=True) as draft:
+        mapped = _mapped(weights, draft.path, about, dtype)
+        name = out.stem.replace("{", "{{").replace("}", "}}") + "{suffix}.safetensors"
+        save_torch_state_dict(mapped, draft.path, filename_pattern=name, max_shard_size=max_shard_bytes)
+        names = _flush(draft.path)
+        _check_absent(*([out] if len(names) > 1 else []))
+        for name in names:  # the index is the last one
+            os.replace(draft.path / name, out.with_name(name))
+    return [out.with_name(name) for name in names]
+
+
+def _check_absent(*paths: Path) -> None:
+    for path in filter(os.path.lexists, paths):
+        raise CheckpointError(
+            f"{path} exists, and with it, readers may load other weights than these. Remove it, or write elsewhere."
+        )
+
+
+def _write_model(
+    weights: dict[str, Tensor],
+    model: Any,
+    out: Path,
+    about: dict[str, Any],
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+) -> list[Path]:
+    """Write the folder `out` with the `PreTrainedModel` on the meta device and its weights."""
+    weights = {without_wrappers(name): value for name, value in weights.items()}
+    fill(model, {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in weights.items()})
+    with AtomicPath(out, folder=True) as draft:
+        fill(model, _mapped(weights, draft.path, about, dtype))
+        model.save_pretrained(draft.path, max_shard_size=max_shard_bytes)
+        names = _flush(draft.path)
+        draft.commit()
+    return [out / name for name in names]
+
+
+def _mapped(
+    weights: dict[str, Tensor], folder: Path, about: dict[str, Any], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """Return weights as tensors of `dtype` that are mapped from a file in `folder`, which is then unlinked."""
+    path = folder / "weights"
+    write_file({"state_dict": weights}, path, about, dtype=dtype, copies=2)
+    found: dict[str, Tensor] = torch.load(path, mmap=True, weights_only=True)["state_dict"]
+    path.unlink()
+    return found
+
+
+def _flush(folder: Path) -> list[str]:
+    """Wait until the files in `folder` are on disk, and return their names, sorted."""
+    names = sorted(os.listdir(folder))
+    for name in names:
+        with open(folder / name, "rb") as file:
+            os.fsync(file.fileno())
+    return names

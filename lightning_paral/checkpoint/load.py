@@ -18,7 +18,7 @@ def load(path: str | Path, ranks: RankGroup, *, weights_only: bool = True) -> di
     """Verify the checkpoint at `path`, and return it in Lightning's format. *Collective* over `ranks`.
 
     Args:
-        path: the path of a file or folder, or a URL; saved by this package, Lightning or DeepSpeed.
+        path: the path of a file or folder, or a URL; saved by this package or Lightning.
         ranks: the ranks that load together. Each verifies a part of the files.
         weights_only: `False` trusts the checkpoint and runs code in it.
 

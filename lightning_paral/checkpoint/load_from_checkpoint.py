@@ -1,5 +1,6 @@
 """Read the folder of a sharded checkpoint for `load_from_checkpoint`, in one process."""
 
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ def read_folder(path: Any, *, map_location: Any = None, weights_only: bool | Non
     """Verify the checkpoint at `path`, and return it with tensors as `LazyTensor`.
 
     Args:
-        path: a folder that was saved by this package, Lightning or DeepSpeed.
+        path: a folder that was saved by this package or Lightning.
         map_location: as for `torch.load`. Tensors are read to the device to which it maps CPU tensors.
         weights_only: `False` trusts the checkpoint and runs code in it.
 
@@ -37,22 +38,13 @@ def read_folder(path: Any, *, map_location: Any = None, weights_only: bool | Non
     from lightning_paral.distributed.exchange import RankGroup
 
     checkpoint = load(os.fspath(path), RankGroup(), weights_only=weights_only is not False)
-    device = _device(map_location)
-    if device.type == "cpu":
-        return checkpoint
+    probe = io.BytesIO()
+    torch.save(torch.empty(0), probe)
+    probe.seek(0)
+    device = torch.load(probe, map_location).device
 
     def moved(stored: LazyTensor) -> LazyTensor:
         return LazyTensor(stored.shape, stored.dtype, stored.chunks, device)
 
     moved_tensors: dict[str, Any] = tree_map_only(LazyTensor, moved, checkpoint)
     return moved_tensors
-
-
-def _device(map_location: Any) -> torch.device:
-    """Return the device to which `map_location` maps CPU tensors."""
-    if callable(map_location):
-        found = map_location(torch.empty(0).untyped_storage(), "cpu")
-        return torch.device("cpu") if found is None else found.device
-    if isinstance(map_location, dict):
-        map_location = map_location.get("cpu")
-    return torch.device("cpu" if map_location is None else map_location)

@@ -10,10 +10,10 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def consolidate(arguments: list[str]) -> None:
-    """Convert a checkpoint to one Lightning file, safetensors or a Hugging Face folder, in constant memory."""
+    """Convert a checkpoint to one Lightning file, safetensors or a Hugging Face folder, tensor by tensor."""
     parser = CommandParser(prog="paral consolidate", description=consolidate.__doc__)
     add = parser.add_argument
-    add("checkpoint", help="path or URL of a checkpoint of this package, Lightning or DeepSpeed")
+    add("checkpoint", help="path or URL of a checkpoint of this package or Lightning")
     add("out", help="OUT.ckpt: a Lightning file; OUT.safetensors: weights only; with --hugging-face, a folder")
     add("--weights-only", action="store_true", help="leave out optimizers, schedulers and callbacks")
     add("--dtype", choices=_DTYPES, help="dtype of the weights (default: as saved)")

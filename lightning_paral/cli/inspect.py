@@ -1,8 +1,6 @@
 """`paral inspect`: print the contents of a checkpoint."""
 
 import json
-import sys
-from contextlib import redirect_stdout
 from typing import Any
 
 from tabulate import tabulate
@@ -15,12 +13,11 @@ from lightning_paral.cli.parser import CommandParser
 def inspect(arguments: list[str]) -> None:
     """Print which strategy saved a checkpoint, at which step, and its tensors with their sizes."""
     parser = CommandParser(prog="paral inspect", description=inspect.__doc__)
-    parser.add_argument("checkpoint", help="path or URL of a checkpoint of this package, Lightning or DeepSpeed")
+    parser.add_argument("checkpoint", help="path or URL of a checkpoint of this package or Lightning")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--trust", action="store_true", help="create objects of any type; may run code in it")
     options = parser.parse_args(arguments)
-    with redirect_stdout(sys.stderr):  # loading a DeepSpeed checkpoint imports deepspeed, which prints to stdout
-        manifest, found = peek(options.checkpoint, weights_only=not options.trust)
+    manifest, found = peek(options.checkpoint, weights_only=not options.trust)
     tensors: list[dict[str, Any]] = [
         {"name": name, "shape": list(each.shape), "dtype": str(each.dtype).removeprefix("torch."), "bytes": each.nbytes}
         for name, each in named_tensors(found)

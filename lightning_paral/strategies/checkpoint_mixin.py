@@ -22,8 +22,7 @@ from lightning_paral.checkpoint.io.urls import without_scheme
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
-from lightning_paral.checkpoint.state.loss_scale import add_loss_scale_of_ddp, add_loss_scale_of_plugin
-from lightning_paral.checkpoint.state.saved_modules import without_engines
+from lightning_paral.checkpoint.state.saved_modules import check_saved_modules
 from lightning_paral.checkpoint.state.weights import (
     PACKAGE_STATE_KEY,
     load_weights,
@@ -41,6 +40,9 @@ from lightning_paral.errors import CheckpointError, StorageOptionsError
 from lightning_paral.model.engine_attributes import is_left_partitioned
 from lightning_paral.model.user_hooks import trainer_of
 from lightning_paral.options import DEFAULT_TIMEOUT, CheckpointOptions, Form
+
+_LOSS_SCALES = ("MixedPrecision", "FSDPPrecision")
+"""Names of precision plugins, under which Lightning saves the loss scale; the first is that of DDP."""
 
 
 class CheckpointMixin(ParallelStrategy):
@@ -274,7 +276,7 @@ class CheckpointMixin(ParallelStrategy):
     def _add_package_state(self, checkpoint: dict[str, Any], ranks: RankGroup) -> None:
         """Add to `checkpoint` what this package needs to load it. *Collective* over `ranks`."""
         assert self.lightning_module is not None
-        add_loss_scale_of_ddp(checkpoint, type(self.precision_plugin).__qualname__)
+        _copy_loss_scale(checkpoint, (type(self.precision_plugin).__qualname__,), to=_LOSS_SCALES[0])
         rng_states = None if self._is_running and self._is_fit else self._rng_states_of_fit
         rng_states = rng_states or current_states(self._own_devices)
         added = package_state(self.lightning_module, self._checkpoint_options.save_frozen, ranks, rng_states)
@@ -282,7 +284,19 @@ class CheckpointMixin(ParallelStrategy):
             added["random_states"] *= self.dims.num_ranks
         checkpoint[PACKAGE_STATE_KEY] = added
         if self._default_form == "sharded":
-            without_engines(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
+            module = self.lightning_module
+            ranks.run_on_rank_0("Saving", lambda: check_saved_modules(checkpoint, module))
+
+    def on_train_start(self) -> None:
+        """Refuse hyper-parameters that no checkpoint of this fit could contain.
+
+        Raises:
+            CheckpointError: a hyper-parameter is a part of the module that is sharded.
+        """
+        super().on_train_start()
+        module = self.lightning_module
+        if module is not None and self._default_form == "sharded" and module.trainer.checkpoint_callbacks:
+            check_saved_modules({"hyper_parameters": module.hparams}, module)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, after the background save if one is running; keep any other folder, with a warning.
@@ -318,7 +332,7 @@ class CheckpointMixin(ParallelStrategy):
             weights_only = self._checkpoint_options.weights_only
         checkpoint = load(ranks.gather(without_scheme(checkpoint_path))[0], ranks, weights_only=weights_only)
         if self.precision_plugin.precision == "16-mixed":
-            add_loss_scale_of_plugin(checkpoint, type(self.precision_plugin).__qualname__)
+            _copy_loss_scale(checkpoint, _LOSS_SCALES, to=type(self.precision_plugin).__qualname__)
         self._own_state = checkpoint.pop(PACKAGE_STATE_KEY, {})
         if not self._checkpoint_options.restore_optimizer:
             checkpoint.setdefault("lr_schedulers", [])
@@ -388,3 +402,11 @@ class CheckpointMixin(ParallelStrategy):
                 saver.close()
         finally:
             super().teardown()
+
+
+def _copy_loss_scale(checkpoint: dict[str, Any], names: Sequence[str], *, to: str) -> None:
+    """Copy the state of a `torch.amp.GradScaler` under one of `names` in `checkpoint` to the name `to`."""
+    for name in names:
+        state = checkpoint.get(name)
+        if isinstance(state, Mapping) and {"scale", "_growth_tracker"} <= state.keys():
+            checkpoint.setdefault(to, state)

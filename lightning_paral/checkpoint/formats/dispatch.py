@@ -1,12 +1,12 @@
-"""Open a checkpoint of any format: one file, a sharded folder, or a DeepSpeed folder."""
+"""Open a checkpoint of any format: one file or a sharded folder. Those of DeepSpeed are refused with a remedy."""
 
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from torch import Tensor
 
-from lightning_paral.checkpoint.formats.deepspeed import find_folder, read_deepspeed
 from lightning_paral.checkpoint.formats.full import read_full
 from lightning_paral.checkpoint.formats.sharded import META, METADATA, read_meta, read_tree
 from lightning_paral.checkpoint.io.storage import Folder, LocalStorage, folder_at
@@ -66,10 +66,24 @@ def _open(path: str | Path, weights_only: bool, manifest: Manifest | None) -> di
             if "state_dict" not in checkpoint:
                 raise CheckpointError(f"{path} is not a checkpoint: it has no 'state_dict'.")
             return checkpoint
-        deepspeed_folder = find_folder(folder.path)
-        if deepspeed_folder is not None:
-            return read_deepspeed(deepspeed_folder, weights_only)
+        if any(folder.path.glob("*/*mp_rank_00_model_states.pt")):
+            raise CheckpointError(_of_deepspeed(folder.path))
     return _open_sharded(folder, path, weights_only, manifest)
+
+
+def _of_deepspeed(path: Path) -> str:
+    """Return the error about a folder of DeepSpeed, with the lines that convert it."""
+    source, file, folder = (quote(f"{path.absolute()}{suffix}") for suffix in ("", "-fp32.ckpt", "-fp32"))
+    code = (
+        "import sys; from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict as "
+        "convert; convert(*sys.argv[1:])"
+    )
+    return (
+        f"{path} is a checkpoint of DeepSpeed, which only DeepSpeed reads. Convert it once, if you trust it: this runs "
+        "code in it. If Lightning's deepspeed strategies saved it, the result is a ckpt_path for every strategy, with "
+        f"CheckpointOptions(restore_optimizer=False):\npython -c '{code}' {source} {file}\nOtherwise, the result are "
+        f"weights for load_state_dict:\npython {quote(str(path.absolute() / 'zero_to_fp32.py'))} {source} {folder}"
+    )
 
 
 def _open_sharded(folder: Folder, path: str | Path, weights_only: bool, manifest: Manifest | None) -> dict[str, Any]:

@@ -1,37 +1,37 @@
 """The weights of a module in a checkpoint: collect this rank's shards, and load weights by name after checking them."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torchmetrics import Metric
 
 from lightning_paral.checkpoint.formats.hugging_face import KEY as MODELS_KEY
 from lightning_paral.checkpoint.formats.hugging_face import describe_models
 from lightning_paral.checkpoint.lazy_tensor import LazyTensor, materialize
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.checkpoint.shards import is_sharded
-from lightning_paral.checkpoint.state.custom_state_dict import (
-    call_load_state_dict,
-    call_state_dict,
-    overrides_load_state_dict,
-    overrides_state_dict,
-)
-from lightning_paral.checkpoint.state.load_hooks import (
-    has_load_hooks,
-    names_to_load,
-    run_load_hooks,
-    without_load_hooks,
-)
 from lightning_paral.checkpoint.state.optimizer import list_names
-from lightning_paral.compat.torch.modules import EXTRA_STATE, set_versions, versions_in
+from lightning_paral.compat.torch.modules import (
+    EXTRA_STATE,
+    load_hooks,
+    load_submodules_by,
+    own_children,
+    own_parameters,
+    save_own,
+    save_submodules_by,
+    set_load_hooks,
+    versions_in,
+)
 from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.distributed.exchange import RankGroup
-from lightning_paral.errors import CheckpointError
+from lightning_paral.errors import CheckpointError, ParalError
 
 PACKAGE_STATE_KEY = "lightning_paral"
 """Key in a checkpoint for the state that only this package reads: the names of frozen parameters that were not saved,
@@ -41,34 +41,43 @@ random states, and descriptions of Hugging Face models."""
 def sharded_state_dict(module: Module, shard: Callable[[Parameter], Tensor], save_frozen: bool) -> dict[str, Any]:
     """Return `module.state_dict()` with `shard(parameter)` instead of each parameter.
 
+    Hooks and overrides of `state_dict` see the shards: they may add, rename and delete entries, and may apply to
+    tensors the operations that shards support.
+
     Args:
         module: the unwrapped LightningModule.
         shard: returns this rank's shard of a parameter; called once for each parameter, even if it has several names.
         save_frozen: whether to include frozen parameters.
+
+    Raises:
+        CheckpointError: `module.state_dict()` did not return a dict with string keys.
     """
-    by_parameter: dict[int, Tensor] = {}
+    shards: dict[int, Tensor] = {}
 
-    def once(parameter: Parameter) -> Tensor:
-        if id(parameter) not in by_parameter:
-            by_parameter[id(parameter)] = shard(parameter)
-        return by_parameter[id(parameter)]
+    def save(part: Module, own: Callable[..., Any], destination: Any, prefix: str, _: Any) -> None:
+        before = set(destination)
+        own(destination, prefix, True)
+        for name in [name for name in destination if name not in before]:
+            value = destination[name]
+            if isinstance(value, Parameter):
+                if id(value) not in shards:
+                    shards[id(value)] = shard(value)
+                destination[name] = shards[id(value)]
+            elif isinstance(value, Tensor):
+                destination[name] = value.detach()
 
-    if overrides_state_dict(module):
-        custom = call_state_dict(module, once)
-        left_out = [p for p in module.parameters() if not (p.requires_grad or save_frozen) and id(p) in by_parameter]
-        frozen = {id(by_parameter[id(parameter)]) for parameter in left_out}
-        for name in [name for name, value in custom.items() if id(value) in frozen]:
-            del custom[name]
-        return custom
-    state: dict[str, Any] = module.state_dict(keep_vars=True)
-    for name, value in list(state.items()):
-        if not isinstance(value, Parameter):
-            state[name] = value.detach() if isinstance(value, Tensor) else value
-        elif value.requires_grad or save_frozen:
-            state[name] = once(value)
-        else:
-            del state[name]
-    return state
+    with save_submodules_by(module, save):
+        state = module.state_dict()
+    if not isinstance(state, Mapping) or any(not isinstance(name, str) for name in state):
+        raise CheckpointError(
+            f"{type(module).__name__}.state_dict() returned a {type(state).__name__}, but a checkpoint requires a dict "
+            "of tensors by name. Return one."
+        )
+    left_out = [] if save_frozen else [p for p in module.parameters() if not p.requires_grad and id(p) in shards]
+    frozen = {id(shards[id(parameter)]) for parameter in left_out}
+    for name in [name for name, value in state.items() if id(value) in frozen]:
+        del state[name]
+    return dict(state) if versions_in(state) is None else state
 
 
 def replicated_storages(module: Module) -> set[int]:
@@ -102,7 +111,10 @@ def load_weights(
     left_out: Collection[str],
     into: ShardedState,
 ) -> None:
-    """Load `state_dict` into `module`. Each rank reads only its shards.
+    """Call `module.load_state_dict(state_dict, strict=strict)`, in which each rank reads only its shards.
+
+    It is called twice, with its hooks and overrides: the first time, names and shapes are compared, the second time,
+    values are loaded.
 
     Args:
         module: the unwrapped LightningModule.
@@ -113,58 +125,91 @@ def load_weights(
 
     Raises:
         CheckpointError: names or shapes do not match. The module is unchanged.
-        RuntimeError: names or shapes do not match, and `module` overrides `load_state_dict`.
     """
-    if overrides_load_state_dict(module):
-        call_load_state_dict(module, state_dict, strict=strict, left_out=left_out, into=into)
-        return
-    has_hooks = has_load_hooks(module)
-    if has_hooks:
-        state_dict = run_load_hooks(module, state_dict, strict)
-    expected = names_to_load(module) if has_hooks else module.state_dict(keep_vars=True)
-    missing = sorted(expected.keys() - state_dict.keys() - set(left_out))
-    unexpected = sorted(state_dict.keys() - expected.keys())
-    shapes = [
-        f"{name} (checkpoint {tuple(saved.shape)}, module {into.full_shape(expected[name])})"
-        for name, saved in state_dict.items()
-        if not _is_extra_state(name)  # the size of a tensor in it may change from save to save
-        and isinstance(saved, Tensor)
-        and isinstance(expected.get(name), Tensor)
-        and saved.shape != into.full_shape(expected[name])
-    ]
-    if shapes or (strict and (missing or unexpected)):
+    missing: list[str] = []
+    unexpected: list[str] = []
+    shapes: list[str] = []
+    filled: set[int] = set()
+
+    def compare(part: Module, own: Callable[..., Any], state: Any, prefix: str, about: Any, *rest: Any) -> None:
+        _run_hooks(part, state, prefix, about, *rest)
+        expected: dict[str, Any] = {}
+        save_own(part, expected, prefix)
+        absent = [name for name in expected if name not in state and name not in left_out]
+        known = tuple(f"{prefix}{name}." for name in own_children(part))
+        unknown = [
+            name
+            for name in state
+            if name.startswith(prefix) and not name.startswith(known) and name not in expected
+            if not isinstance(part, Metric)  # expects entries of its own
+        ]
+        different = [
+            f"{name} (checkpoint {tuple(state[name].shape)}, module {into.full_shape(value)})"
+            for name, value in expected.items()
+            if isinstance(value, Tensor) and isinstance(state.get(name), Tensor)
+            if not name.endswith(EXTRA_STATE)  # the size of a tensor in it may change from save to save
+            if tuple(state[name].shape) != into.full_shape(value)
+        ]
+        for found, ours, theirs in zip(
+            (absent, unknown, different), (missing, unexpected, shapes), rest[1:], strict=True
+        ):
+            ours += found
+            theirs += found
+
+    def load(part: Module, own: Callable[..., Any], state: Any, prefix: str, about: Any, *rest: Any) -> None:
+        _run_hooks(part, state, prefix, about, *rest)
+        done = set()
+        for name, parameter in own_parameters(part).items():
+            saved = state.get(prefix + name)
+            if parameter is None or not isinstance(saved, Tensor):
+                continue
+            if id(parameter) in filled or into.write_shard(parameter, saved):  # tied parameters have several names
+                filled.add(id(parameter))
+                done.add(prefix + name)
+        # A module may keep its extra state.
+        entries = {
+            name: tree_map_only(LazyTensor, materialize, value) if name.endswith(EXTRA_STATE) else value
+            for name, value in state.items()
+            if name not in done
+        }
+        with _without_hooks(part):
+            own(entries, prefix, about, *rest)
+        rest[1][:] = [name for name in rest[1] if name not in done and name not in left_out]
+
+    try:
+        with load_submodules_by(module, compare):
+            module.load_state_dict(copy(state_dict), strict=strict)
+    except RuntimeError as error:
+        if isinstance(error, ParalError) or not (missing or unexpected or shapes):
+            raise
         raise CheckpointError(
             f"The checkpoint's weights do not match {type(module).__name__}. "
-            + list_names("Missing in the checkpoint", missing if strict else [])
-            + list_names("Only in the checkpoint", unexpected if strict else [])
+            + list_names("Missing in the checkpoint", sorted(missing) if strict else [])
+            + list_names("Only in the checkpoint", sorted(unexpected) if strict else [])
             + list_names("Different shape", shapes)
             + ("To load only the weights whose names match, set `module.strict_loading = False`." if not shapes else "")
-        )
-    kept = sorted(set(left_out) & expected.keys() - state_dict.keys())
+        ) from error
+    kept = sorted(set(left_out) - state_dict.keys())
     if kept:
         rank_zero_info(
             f"{len(kept)} frozen parameters are not in the checkpoint, and keep the values with which the module was "
             f"built: {', '.join(kept[:4])}{', ...' if len(kept) > 4 else ''}."
         )
-    rest: OrderedDict[str, Any] = OrderedDict()  # what `module.load_state_dict` has to load
-    filled = set()
-    with torch.no_grad():
-        for name, saved in state_dict.items():
-            parameter = expected.get(name)
-            if _is_extra_state(name):
-                rest[name] = tree_map_only(LazyTensor, materialize, saved)  # a module may keep it
-            elif not isinstance(parameter, Parameter) or not isinstance(saved, Tensor):
-                rest[name] = saved
-            elif id(parameter) not in filled:  # tied parameters have several names
-                if into.write_shard(parameter, saved):
-                    filled.add(id(parameter))
-                else:
-                    rest[name] = saved
-    if (versions := versions_in(state_dict)) is not None:
-        set_versions(rest, versions)
-    with without_load_hooks(module) if has_hooks else nullcontext():
-        module.load_state_dict(rest, strict=False)
+    with load_submodules_by(module, load), torch.no_grad():
+        module.load_state_dict(copy(state_dict), strict=strict)
 
 
-def _is_extra_state(name: str) -> bool:
-    return name.endswith(EXTRA_STATE)
+def _run_hooks(part: Module, state: Any, *about: Any) -> None:
+    """Run the load-state-dict pre-hooks of `part`, which convert the entries that its older versions saved."""
+    for hook in load_hooks(part).values():
+        hook(state, *about)
+
+
+@contextmanager
+def _without_hooks(part: Module) -> Iterator[None]:
+    hooks = load_hooks(part)
+    set_load_hooks(part, OrderedDict())
+    try:
+        yield
+    finally:
+        set_load_hooks(part, hooks)

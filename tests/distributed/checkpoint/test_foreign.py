@@ -1,5 +1,7 @@
 """Our strategies resume from checkpoints of Lightning's own strategies, and these from ours."""
 
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,8 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from lightning_paral import ParalZeROStrategy
-from lightning_paral.checkpoint.consolidate import write_file
+from lightning_paral import CheckpointError, ParalZeROStrategy
+from lightning_paral.checkpoint.convert import convert
 from lightning_paral.checkpoint.load import load
 from lightning_paral.distributed.exchange import RankGroup
 from tests.models.resumable import (
@@ -31,7 +33,6 @@ from tests.models.resumable import (
     refusal,
 )
 
-ABOUT = {"form": "full", "strategy": "", "world_size": 2, "epoch": 0, "global_step": 2}
 OURS = ("paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3")
 
 
@@ -147,7 +148,7 @@ def test_sharded_form_is_an_ordinary_distributed_checkpoint(on_ranks, tmp_path: 
     assert_continues(on_ranks(2, partial(losses, ModelParallelOnCPU, Sharded, resume_from=path)), whole)
     dcp_to_torch_save(path, tmp_path / "converted.pt")
     converted = torch.load(tmp_path / "converted.pt", weights_only=True)
-    write_file(load(path, RankGroup()), tmp_path / "consolidated.ckpt", ABOUT, lambda nbytes: None)
+    convert(path, str(tmp_path / "consolidated.ckpt"))
     consolidated = Resumable.load_from_checkpoint(tmp_path / "consolidated.ckpt", scalar=False).state_dict()
     assert consolidated.keys() == converted["state_dict"].keys()
     for name, value in consolidated.items():
@@ -178,16 +179,25 @@ def save_with_deepspeed(path: str, stage: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_weights_of_a_deepspeed_folder_are_its_master_weights(on_ranks, tmp_path: Path, stage: int) -> None:
-    path = tmp_path / "theirs.ckpt"
+def test_lines_of_the_error_convert_a_deepspeed_folder(on_ranks, tmp_path: Path, stage: int) -> None:
+    path = tmp_path / "it's theirs.ckpt"
     expected = on_ranks(2, save_with_deepspeed, str(path), stage)[0]
 
-    found = load(path, RankGroup())["state_dict"]
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name].clone(), value, rtol=0, atol=0)
-    for message in on_ranks(2, partial(refusal, "paral_ddp", resume_from=path)):
+    with pytest.raises(CheckpointError, match="which only DeepSpeed reads") as raised:
+        load(path, RankGroup())
+    lines = [line for line in str(raised.value).splitlines() if line.startswith("python ")]
+    for line in lines:
+        subprocess.run(line.replace("python", sys.executable, 1), shell=True, check=True, timeout=120)
+    resumed = Path(f"{path}-fp32.ckpt")
+    weights_alone = torch.load(Path(f"{path}-fp32") / "pytorch_model.bin")
+    lost = {"frozen.weight", "frozen.bias"} if stage == 1 else set()  # DeepSpeed's script leaves them out
+    for found in (load(resumed, RankGroup())["state_dict"], weights_alone):
+        for name in expected.keys() - lost:
+            torch.testing.assert_close(found[name].clone(), expected[name], rtol=0, atol=0, check_dtype=False)
+    for message in on_ranks(2, partial(refusal, "paral_ddp", resume_from=resumed)):
         assert "CheckpointOptions(restore_optimizer=False)" in message
-    losses("paral_ddp", checkpoint={"restore_optimizer": False}, resume_from=path)
+    for label in OURS if not lost else ():
+        on_ranks(2, partial(losses, label, checkpoint={"restore_optimizer": False}, resume_from=resumed))
 
 
 def test_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
