@@ -1,14 +1,12 @@
 """Losses of every strategy next to those of one process, on a small GPT.
 
-    python -m tests.benchmarks.correctness          # print them
-    python -m tests.benchmarks.correctness --write  # and write docs/correctness.md
+    python -m tests.benchmarks.correctness
 
 Every name is trained on two ranks (`paral_dp`: two devices) by `Trainer(strategy=NAME)`, on the same global batches as
 one process: where each rank draws samples of its own, with half of the batch size. What is compared is what users see:
 the logged losses of training and validation, and the weights of the saved checkpoint.
 """
 
-import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -115,26 +113,20 @@ def measure() -> dict[str, Any]:
             row["training_difference"] = max(abs(loss - other) / other for loss, other in pairs)
             row["validation_difference"] = abs(row["validation"] / expected["validation"] - 1.0)
             row["weight_difference"] = max(float((found[key] - weights[key]).abs().max()) for key in weights)
-    return {"num_ranks": NUM_RANKS, "num_steps": NUM_STEPS, "global_batch_size": GLOBAL_BATCH_SIZE, "rows": rows}
+    return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write docs/correctness.md and its plot")
-    options = parser.parse_args()
-    record = measure()
+    """Print the losses and the largest differences."""
+    shown = (0, 1, 4, 9, 19)
+    kinds = ("training", "validation", "weight")
     rows = [
-        (name, row["training"][0], row["training"][-1], row["validation"], row["training_difference"])
-        for name, row in record["rows"].items()
+        [name, *(row["training"][step] for step in shown), row["validation"]]
+        + [row[f"{kind}_difference"] for kind in kinds]
+        for name, row in measure().items()
     ]
-    headers = ("", "first loss", "last loss", "validation loss", "largest relative difference")
-    print_table(headers, rows, ("", ".6f", ".6f", ".6f", ".1e"))
-    if options.write:
-        from tests.benchmarks.measure import store
-        from tests.docs.generated import write_all
-
-        store("correctness", record)
-        write_all()
+    headers = ("", *(f"step {step + 1}" for step in shown), "validation", *(f"difference, {kind}" for kind in kinds))
+    print_table(headers, rows, ("", *[".6f"] * 6, *[".1e"] * 3))
 
 
 if __name__ == "__main__":

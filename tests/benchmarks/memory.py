@@ -60,7 +60,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = []
     for num_ranks in map(int, options.ranks.split(",")):
@@ -71,7 +70,7 @@ def main() -> None:
             divided = SHARDED_BYTES.get(name.removeprefix("paral_"), 0)
             formula = most.pop("num_params") * (16 - divided + divided / num_ranks)
             rows.append({"name": name, "num_ranks": num_ranks, "formula_bytes": round(formula)} | most)
-    show(rows, options.json)
+    show(rows)
 
 
 if __name__ == "__main__":
