@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import MeanSquaredError
 
@@ -29,49 +28,6 @@ class Clipped(Manual):
 @row("manual optimization: `manual_backward`, `clip_gradients`, `lr_schedulers()`", columns=ALL)
 def manual(run: Run) -> dict[str, Any]:
     return run.fit(Clipped, max_epochs=2)
-
-
-class Adversarial(LightningModule):
-    """Lightning's example of a GAN, small."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.generator = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 5))
-        self.discriminator = nn.Sequential(nn.Linear(5, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
-        self.seen: list[Any] = []
-
-    def forward(self, z: Any) -> Any:
-        return self.generator(z)
-
-    def judged(self, x: Any, real: bool) -> Any:
-        found = self.discriminator(x)
-        return nn.functional.binary_cross_entropy_with_logits(found, torch.full_like(found, float(real)))
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        first, second = self.optimizers()
-        self.toggle_optimizer(first)
-        loss = self.judged(self(batch[0]), real=True)
-        self.log("generator", loss, sync_dist=True)
-        self.manual_backward(loss)
-        first.step()
-        first.zero_grad()
-        self.untoggle_optimizer(first)
-        self.toggle_optimizer(second)
-        other = (self.judged(batch[0], real=True) + self.judged(self(batch[0]).detach(), real=False)) / 2
-        self.log("discriminator", other, sync_dist=True)
-        self.manual_backward(other)
-        second.step()
-        second.zero_grad()
-        self.untoggle_optimizer(second)
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.Adam(part.parameters(), 1e-2) for part in (self.generator, self.discriminator)]
-
-
-@row("several optimizers, `toggle_optimizer`: Lightning's GAN", columns=ALL)
-def gan(run: Run) -> dict[str, Any]:
-    return run.fit(Adversarial, max_epochs=2, callbacks=[Saving(run, "x.ckpt")])
 
 
 @row("`self.log`: `reduce_fx`, `sync_dist`, `batch_size`, `prog_bar`; `self.log_dict`")

@@ -1,34 +1,11 @@
-"""Resume places optimizer state on its parameter's device, and restores random states of a rank's own devices."""
+"""Resume restores the random states of a rank's own devices."""
 
 import pytest
 import torch
-from torch.optim import SGD, AdamW
 
 from lightning_paral import ParalDPStrategy
-from lightning_paral.checkpoint.state.optimizer import place_state
 from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.distributed.rng_state import current_states, restore_states, without_cuda_states
-
-
-def test_state_is_placed_beside_its_parameter_and_steps_stay() -> None:
-    host, device = (torch.zeros(2, device=name, requires_grad=True) for name in ("cpu", "meta"))
-    optimizer = AdamW([host, device])
-    optimizer.state[host] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2), "count": 3}
-    optimizer.state[device] = {"step": torch.tensor(1.0), "history": [torch.zeros(2)]}
-    of_another_kind = SGD([device])
-    of_another_kind.state[device] = torch.zeros(2)
-    of_another_kind.state["all"] = {"total": torch.zeros(())}
-
-    place_state(optimizer, torch.device("meta"))
-    place_state(of_another_kind, torch.device("meta"))
-
-    on_host, on_device = optimizer.state[host], optimizer.state[device]
-    assert (str(on_host["step"].device), str(on_device["step"].device)) == ("cpu", "cpu")
-    assert str(on_host["exp_avg"].device) == "cpu"
-    assert on_host["count"] == 3
-    assert str(on_device["history"][0].device) == "meta"
-    assert str(of_another_kind.state[device].device) == "meta"
-    assert str(of_another_kind.state["all"]["total"].device) == "meta"
 
 
 class Generators:
@@ -60,21 +37,6 @@ def test_random_state_of_a_device_is_restored_under_another_index(monkeypatch) -
     assert seen.numbers == [15]
     restore_states([without_cuda_states(states[0])] * 8, RankGroup(5, 8), cuda(0))
     assert seen.numbers == [15]
-
-
-def test_random_states_of_all_devices_in_earlier_checkpoints_are_restored(monkeypatch) -> None:
-    old = current_states([torch.device("cpu")])
-    assert "cuda" not in old
-    old["torch.cuda"] = [torch.tensor([20 + index], dtype=torch.uint8) for index in range(8)]
-    seen = Generators(monkeypatch, 0, 1)
-
-    restore_states([old], RankGroup(), cuda(1))
-    assert seen.numbers == [0, 21]
-    old["torch.cuda"] = old["torch.cuda"][:1]
-    restore_states([old], RankGroup(), cuda(1))
-    assert seen.numbers == [0, 21]
-    restore_states([old], RankGroup(), [torch.device("cpu")])
-    assert seen.numbers == [0, 21]
 
 
 def test_all_devices_of_one_process_have_their_random_states_saved(monkeypatch) -> None:
