@@ -4,9 +4,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchmetrics import MeanSquaredError
 
-from tests.contract.lightning_api.rows import ALL, RANKS, fits, row
+from tests.contract.lightning_api.rows import ALL, fits, row
 from tests.contract.tables.run import Run, Saving, plain
 from tests.contract.user_code.models import Manual, Supervised, validated
 
@@ -42,34 +41,6 @@ def log(run: Run) -> dict[str, Any]:
             self.log_dict({"a": loss, "b": loss.square().sqrt()}, on_step=False, on_epoch=True, sync_dist=True)
 
     return {"metrics": run.fit(Logging, loaders=validated)["metrics"]}
-
-
-@row("`self.log` of a torchmetrics metric")
-def metric(run: Run) -> dict[str, Any]:
-    class Measuring(Supervised):
-        def __init__(self) -> None:
-            super().__init__()
-            self.error = MeanSquaredError()
-            self.trained = MeanSquaredError()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.trained(self(batch[0]).detach(), batch[1])
-            self.log("trained", self.trained, on_step=False, on_epoch=True)
-            return self.loss(batch)
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.error(self(batch[0]), batch[1])
-            self.log("error", self.error)
-
-    found = run.fit(Measuring, loaders=validated, max_epochs=2)
-    return {"metrics": found["metrics"], "weights": found["weights"]}
-
-
-@fits("`self.all_gather`", columns=RANKS, reference="ddp", loaders=validated)
-class Gathering(Supervised):
-    def on_validation_epoch_end(self) -> None:
-        found = self.all_gather({"rank": torch.tensor(self.global_rank), "two": [torch.ones(2)]})
-        self.seen.append(plain(found))
 
 
 class Hyper(Supervised):
@@ -132,20 +103,6 @@ def not_strict(run: Run) -> dict[str, Any]:
     return run.fit(Partial, max_epochs=2, how={"ckpt_path": run.folder / "x.ckpt"})
 
 
-@row("`state_dict()` without arguments, `load_state_dict` renaming old keys")
-def own_states(run: Run) -> dict[str, Any]:
-    class Renaming(Supervised):
-        def state_dict(self) -> Any:
-            return {name.replace("head", "old_head"): value for name, value in super().state_dict().items()}
-
-        def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
-            renamed = {name.replace("old_head", "head"): value for name, value in state_dict.items()}
-            return super().load_state_dict(renamed, strict)
-
-    run.fit(Renaming, callbacks=[Saving(run, "x.ckpt")])
-    return run.fit(Renaming, max_epochs=2, how={"ckpt_path": run.folder / "x.ckpt"})
-
-
 @row("`example_input_array`, `to_torchscript` after `fit`")
 def exported(run: Run) -> dict[str, Any]:
     module = run.module(Supervised)
@@ -167,21 +124,6 @@ def by_itself(run: Run) -> dict[str, Any]:
     copied = copy.deepcopy(module)
     inputs = torch.ones(2, 5)
     return found | {"outputs": [plain(each.eval()(inputs)) for each in (module, loaded, copied)]}
-
-
-@fits("`training_step` returning a dict, `None`")
-class Returning(Supervised):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"loss": self.loss(batch), "extra": torch.ones(2)}
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen.append((sorted(outputs), float(outputs["extra"].mean())))
-
-
-@fits("`training_step` returning `None`", names="None", reference="ddp")
-class Nothing(Supervised):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None if batch_idx == 1 else self.loss(batch)
 
 
 @fits("`configure_optimizers` returning `None`")
