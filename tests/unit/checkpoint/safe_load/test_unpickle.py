@@ -4,8 +4,6 @@ import io
 import os
 import pickle
 import random
-import struct
-import zipfile
 from argparse import Namespace
 from collections import Counter, OrderedDict
 from datetime import UTC, date, datetime, timedelta, timezone
@@ -68,72 +66,6 @@ def test_data_are_restored(value: Any) -> None:
     found = load_safely(saved(value))["value"]
     assert type(found) is type(value)
     assert repr(found) == repr(value)
-
-
-def of_pickle(data: bytes) -> io.BytesIO:
-    file = saved(0)
-    with zipfile.ZipFile(file) as old:
-        records = {name: old.read(name) for name in old.namelist()}
-    changed = io.BytesIO()
-    with zipfile.ZipFile(changed, "w") as new:
-        for name, content in records.items():
-            new.writestr(name, data if name.endswith("data.pkl") else content)
-    changed.seek(0)
-    return changed
-
-
-def text(value: str) -> bytes:
-    return b"X" + struct.pack("<I", len(value)) + value.encode()
-
-
-def called(name: str, args: bytes) -> bytes:
-    module, _, attribute = name.rpartition(".")
-    return f"c{module}\n{attribute}\n".encode() + b"(" + args + b"tR"
-
-
-def attributes(**values: str) -> bytes:
-    return b"}" + b"".join(text(key) + text(value) + b"s" for key, value in values.items())
-
-
-SLOTS = b"N" + attributes(as_posix="evil", _raw_paths="evil") + b"\x86b"
-DTYPE = called("numpy.dtype", text("O8") + b"\x89\x88")
-PLAIN_STATE = b"(K\x03" + text("|") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
-MEMBER = called("lightning.pytorch.trainer.states.TrainerFn", text("fit"))
-KIND = b"clightning.pytorch.trainer.states\nTrainerFn\n"
-FIELD = called("numpy.dtype", text("f8") + b"\x89\x88")
-FIELDS = b"(K\x03" + text("|") + b"N(" + text("a") + b"t}" + text("a") + FIELD + b"M\xa0\x0f\x86sK\x08K\x01K\x10tb"
-HOSTILE = {
-    "state of a class": b"cpathlib\nPosixPath\n" + SLOTS,
-    "state of a path": called("pathlib.PosixPath", text("x")) + SLOTS,
-    "state of a member": MEMBER + attributes(_value_="evil") + b"b",
-    "state of a member by a tensor's": called(
-        "torch._tensor._rebuild_from_type_v2", KIND + KIND + text("fit") + b"\x85" + attributes(_value_="evil")
-    ),
-    "class of an object": b"cargparse\nNamespace\n)\x81" + attributes(__class__="evil") + b"b",
-    "a new enumeration": called("lightning.pytorch.trainer.states.TrainerFn", text("A") + text("a b")),
-    "objects that are none": DTYPE + PLAIN_STATE,
-    "fields behind the end": called("numpy.dtype", text("V8") + b"\x89\x88") + FIELDS,
-    "the process's dtype": called("numpy.dtype", text("f4") + b"\x89\x89"),
-    "memory by size": called("builtins.bytearray", b"J\xff\xff\xff\x7f"),
-    "a function": called("builtins.getattr", b"cpathlib\nPosixPath\n" + text("touch")),
-}
-
-
-def state_of_the_process() -> str:
-    kinds = [sorted(f"{key} {id(value)}" for key, value in vars(kind).items()) for kind in (PosixPath, Path, TrainerFn)]
-    members = [sorted(map(str, vars(member).items())) for member in TrainerFn]
-    return repr((kinds, members, numpy.dtype("O").flags, numpy.dtype("f4")))
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_no_file_changes_the_state_of_the_process(name: str) -> None:
-    before = state_of_the_process()
-    assert load_safely(of_pickle(b"\x80\x02}.")) == {}
-    with pytest.raises(CheckpointError):
-        load_safely(of_pickle(b"\x80\x02" + HOSTILE[name] + b"."))
-    with pytest.raises(CheckpointError):
-        load_metadata(b"\x80\x02" + HOSTILE[name] + b".", ".metadata")
-    assert state_of_the_process() == before
 
 
 def test_types_admitted_by_the_user_stay_admitted() -> None:
