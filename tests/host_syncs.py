@@ -1,20 +1,8 @@
 """Count calls that would make the host wait for a GPU, in tests where the CPU is the only device.
 
-Two means find such calls. Patches of torch's functions see calls on every thread. A dispatch mode sees operations on
-the calling thread, in its backward passes, and on threads started inside the context. It also sees the values that C++
-code reads: those that `tensor[mask]`, `torch.where(condition)` and tensors as indices need.
-
-Some waits are not found, because there is only one device:
-
-- A move or `copy_` between devices, unless `Tensor.to` names the host: as the string `"cpu"`, or as a `torch.device` if
-  the calling function has a constant `"cpu"`, or its module has that `torch.device` as a global.
-  `square.to(other.device)` and `on_host.copy_(tensor)` wait if the devices differ, as they may under offloading.
-- A copy from the host: `torch.tensor(number, device=device)`, or an index that is a list or a tensor on the host.
-- `tensor[mask] = value` with a `value` of one element. A number needs no wait, but a tensor on the device does.
-- Waits for streams, events and collectives, and functions that copy memory themselves, such as `torch.save` and
-  collectives of objects.
-
-`tests/gpu/syncs.py` counts all waits on a GPU.
+Patches of torch's methods see calls on every thread. A dispatch mode sees the operations of the calling thread and of
+its backward passes, and the values that C++ code reads, such as those that `tensor[mask]` needs. Moves between devices
+are only found if `to` names the host as `"cpu"`. `tests/gpu/syncs.py` counts all waits on a GPU.
 """
 
 import functools
@@ -37,22 +25,13 @@ import lightning_paral
 OURS = str(Path(lightning_paral.__file__).parent) + "/"
 OTHERS = ("/lightning/", "/deepspeed/", "/torch/optim/", "/torchmetrics/", "/tests/")
 """Code outside this package whose calls of torch are counted as its own. Other code is not a caller."""
-
-_TENSOR_METHODS = (
+_METHODS = (
     *("item", "tolist", "cpu", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__"),
-    *("__contains__", "nonzero", "masked_select", "unique", "unique_consecutive", "equal", "allclose", "is_nonzero"),
-    *("argwhere", "bincount", "to"),
+    *("__contains__", "nonzero", "masked_select", "unique", "equal", "allclose", "to"),
 )
-_TORCH_FUNCTIONS = (
-    *("equal", "allclose", "nonzero", "masked_select", "unique", "unique_consecutive", "is_nonzero", "argwhere"),
-    "bincount",
-)
-_CUDA_FUNCTIONS = ("synchronize",)
 _OPERATIONS = {
-    *("_local_scalar_dense", "nonzero", "masked_select", "equal", "allclose", "bincount", "_linalg_check_errors"),
-    *("_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "_coalesce"),
+    *("_local_scalar_dense", "nonzero", "masked_select", "equal", "allclose", "bincount", "_unique2", "unique_dim"),
 }
-_INDEXING = ("index", "_unsafe_index", "index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_")
 
 
 class HostSyncs:
@@ -67,33 +46,27 @@ class HostSyncs:
     @contextmanager
     def watched(self) -> Iterator["HostSyncs"]:
         """Watch calls inside the context. They are counted only while `is_counting` is true."""
-        owners: list[tuple[Any, str]] = [(Tensor, name) for name in _TENSOR_METHODS]
-        owners += [(torch, name) for name in _TORCH_FUNCTIONS]
-        owners += [(torch.cuda, name) for name in _CUDA_FUNCTIONS]
-        before = [(owner, name, vars(owner).get(name), getattr(owner, name)) for owner, name in owners]
-        for owner, name, _, function in before:
-            setattr(owner, name, self._counted(name, function))
-        run = threading.Thread.run
-        threading.Thread.run = self._watching(run)  # type: ignore[method-assign]
+        before = {name: (vars(Tensor).get(name), getattr(Tensor, name)) for name in _METHODS}
+        for name, (_, function) in before.items():
+            setattr(Tensor, name, self._counted(name, function))
         try:
             with _Operations(self):
                 yield self
         finally:
-            threading.Thread.run = run  # type: ignore[method-assign]
-            for owner, name, own, _ in before:
+            for name, (own, _) in before.items():
                 if own is None:
-                    delattr(owner, name)
+                    delattr(Tensor, name)
                 else:
-                    setattr(owner, name, own)
+                    setattr(Tensor, name, own)
 
     def call(self, name: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a function that waits, and count this call, but not the calls that it makes itself."""
         if not self.is_counting or getattr(self._nested, "is_inside", False):
             return function(*args, **kwargs)
-        responsible = _responsible()
-        if name == "to" and not _names_the_host(responsible, args[1:], kwargs):
+        names_the_host = any(isinstance(device, str) and device == "cpu" for device in (*args, kwargs.get("device")))
+        if name == "to" and not names_the_host:
             return function(*args, **kwargs)
-        self._note(name, responsible)
+        self._note(name)
         self._nested.is_inside = True
         try:
             return function(*args, **kwargs)
@@ -107,14 +80,8 @@ class HostSyncs:
 
         return counted
 
-    def _watching(self, run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
-        def watching(thread: threading.Thread) -> None:
-            with _Operations(self):
-                run(thread)
-
-        return watching
-
-    def _note(self, name: str, responsible: FrameType | None) -> None:
+    def _note(self, name: str) -> None:
+        responsible = _responsible()
         if responsible is None or not responsible.f_code.co_filename.startswith(OURS):
             self.num_elsewhere += 1
             return
@@ -132,25 +99,11 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if any(each.__torch_dispatch__ is not Tensor.__torch_dispatch__ and each is not FakeTensor for each in types):
             return NotImplemented  # a subclass then runs operations on its inner tensors, and those are counted
-        kwargs = kwargs or {}
         namespace, _, name = func._schema.name.partition("::")
-        if namespace == "aten" and _waits(name, args, kwargs):
-            return self._syncs.call(name, func, args, kwargs)
-        return func(*args, **kwargs)
-
-
-def _waits(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if name == "repeat_interleave":
-        return bool(args) and isinstance(args[-1], Tensor) and kwargs.get("output_size") is None
-    if name not in _INDEXING:
-        return name in _OPERATIONS
-    indices = [index for index in args[1] if index is not None]
-    masks = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
-    if not masks or len(args) == 2:
-        return bool(masks)
-    accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
-    is_filling = len(indices) == 1 and args[2].numel() == 1 and not accumulates  # runs as masked_fill_
-    return not is_filling
+        reads_a_mask = name == "index" and any(each is not None and each.dtype == torch.bool for each in args[1])
+        if namespace == "aten" and (name in _OPERATIONS or reads_a_mask):
+            return self._syncs.call(name, func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 def _responsible() -> FrameType | None:
@@ -162,16 +115,3 @@ def _responsible() -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
-
-
-def _names_the_host(responsible: FrameType | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether the arguments of `Tensor.to` name the host itself, not a device that is the CPU in these tests."""
-    for device in (*args, kwargs.get("device")):
-        if isinstance(device, str) and torch.device(device).type == "cpu":
-            return True
-        if isinstance(device, torch.device) and device.type == "cpu" and responsible is not None:
-            if any(isinstance(each, str) and each.split(":")[0] == "cpu" for each in responsible.f_code.co_consts):
-                return True
-            if any(value is device for value in list(responsible.f_globals.values())):
-                return True
-    return False

@@ -32,6 +32,8 @@ TIMES = Path(__file__).with_name("times.json")
 """The mean seconds of a test of each function that takes long. `pytest --lane all --write-times` writes it."""
 DEFAULT_SECONDS = 3.0
 """A function has as many tests in the default lane as fit into this time; the others are in the full lane."""
+PROMISE_SECONDS = 10.0
+"""A function that is marked for the default lane may take longer than others, but a test of it not longer than this."""
 FULL_SECONDS = 10.0
 """A function whose tests take longer than this in the full lane has each value once there, not each pair of values."""
 _FOLDERS = {
@@ -129,7 +131,8 @@ def places_of(items: Sequence[pytest.Item], times: Times) -> dict[pytest.Item, i
     5. A function that takes long, by the times of `tests/times.json`, has fewer tests in a lane: see `DEFAULT_SECONDS`
        and `FULL_SECONDS`.
 
-    A function with `pytest.mark.lane(NAME)` is in that lane instead of by rule 4 and by `DEFAULT_SECONDS`.
+    A function with `pytest.mark.lane(NAME)` is in that lane instead of by rule 4 and by `DEFAULT_SECONDS`, as long as a
+    test takes at most `PROMISE_SECONDS`.
     """
     functions: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -146,10 +149,11 @@ def places_of(items: Sequence[pytest.Item], times: Times) -> dict[pytest.Item, i
         for item in members:
             mark = _mark_of_parameter(item)
             if mark is not None:
-                places[item] = max(LANES.index(mark.args[0]), int(bool(operators_of(item))))
+                least = max(LANES.index(mark.args[0]), int(bool(operators_of(item))))
             else:
                 product = 0 if item in usual else 1 if item in full else 2
-                places[item] = max(product, _least_lane(item, item in fitting))
+                least = max(product, _least_lane(item, item in fitting))
+            places[item] = max(least, int(seconds > PROMISE_SECONDS))
     return places
 
 

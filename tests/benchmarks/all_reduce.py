@@ -88,7 +88,6 @@ def main() -> None:
     parser.add_argument("--sizes", default="4MiB,25MiB")
     parser.add_argument("--algorithms", default=",".join((*ALL_REDUCE, *OTHERS)))
     parser.add_argument("--wire", default=",".join(("fp32", "bf16")))
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.nodes and "RANK" not in os.environ:
         command = [sys.executable, "-m", "tests.benchmarks.all_reduce", *sys.argv[1:]]
@@ -99,7 +98,7 @@ def main() -> None:
     rows = []
     for size in options.sizes.split(","):
         rows += measure(options.algorithms.split(","), options.wire.split(","), parse_bytes(size, "--sizes"))
-    show(rows, options.json, num_ranks=dist.get_world_size())
+    show(rows)
     dist.destroy_process_group()
 
 

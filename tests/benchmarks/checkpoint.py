@@ -93,7 +93,6 @@ def main() -> None:
     parser.add_argument("--folder", default=".", help="on the disk to be measured")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     times: dict[str, list[float]] = {"consolidate": []}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder, silent_ranks() as on_ranks:
@@ -106,7 +105,7 @@ def main() -> None:
             with redirect_stdout(sys.stderr):
                 times["consolidate"].append(timed(lambda: consolidate([str(source), str(out)])))
             out.unlink()
-    show([{"size_bytes": size} | {what: median(taken) for what, taken in times.items()}], options.json)
+    show([{"size_bytes": size} | {what: median(taken) for what, taken in times.items()}])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """What benchmarks share: silence, ranks, the times of steps, and the table that they print."""
 
-import json
 import logging
 import os
 import warnings
@@ -40,10 +39,10 @@ def _silently(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
-def show(rows: list[dict[str, Any]], as_json: bool, **about: Any) -> None:
-    """Print rows as a table, or as JSON with `about`. Only rank 0 of the ranks of torchrun prints."""
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print rows as a table. Only rank 0 of the ranks of torchrun prints."""
     if os.environ.get("RANK", "0") == "0":
-        print(json.dumps({"rows": rows} | about) if as_json else tabulate(rows, headers="keys"))
+        print(tabulate(rows, headers="keys"))
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], floatfmt: str | Sequence[str]) -> None:

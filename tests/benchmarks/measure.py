@@ -1,4 +1,4 @@
-"""Run benchmarks again and write docs/measurements.md from their output.
+"""Run benchmarks again and write what they print into docs/measurements.md.
 
     python -m tests.benchmarks.measure          # all of them, which takes about half an hour on two cores
     python -m tests.benchmarks.measure NAME...  # some of them
@@ -8,7 +8,6 @@ Times are only worth something on a machine that does nothing else.
 """
 
 import argparse
-import json
 import os
 import platform
 import shlex
@@ -17,11 +16,10 @@ import sys
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
-from tests.tables import write_json
+from tests.docs.blocks import filled
 
-RESULTS = Path(__file__).with_name("results.json")
+PAGE = Path(__file__).parents[2] / "docs" / "measurements.md"
 PYTHON = sys.executable
 PROGRAMS = {
     "paral": [PYTHON, "-m", "lightning_paral"],
@@ -34,7 +32,12 @@ def _step(name: str, loop: str = "") -> tuple[str, ...]:
     return (f"torchrun --nproc-per-node 2 -m tests.benchmarks.steps {name}{loop}",)
 
 
-WITH_JSON = {
+PRINTING = (
+    *("checkpoint", "memory", "fsdp_memory", "zero_memory", "activation_memory", "fsdp_traffic", "zero_traffic"),
+    "import_time",
+)
+"""Modules of this folder that need no arguments."""
+BENCHMARKS = {
     "all_reduce": tuple(f"python -m tests.benchmarks.all_reduce --nodes {n}" for n in (2, 4)),
     "all_reduce_loopback": tuple(
         f"torchrun --nproc-per-node {n} -m tests.benchmarks.all_reduce --algorithms ring,native --wire fp32"
@@ -44,42 +47,25 @@ WITH_JSON = {
     "fsdp_step": _step("paral_fsdp"),
     "fsdp_step_direct": _step("paral_fsdp", " --loop 'torch fully_shard direct'"),
     **{f"zero{stage}_step": _step(f"paral_zero{stage}") for stage in (1, 2, 3)},
-    "checkpoint": ("python -m tests.benchmarks.checkpoint",),
-    "memory": ("python -m tests.benchmarks.memory",),
     "plan_13b": tuple(
         f"paral plan --config configs/gpt-13b.yaml --world-size 1 --device-memory {memory}GiB --strategies "
         "paral_zero2_offload,paral_zero3_offload"
         for memory in (32, 80, 139)
     ),
+    **{name: (f"python -m tests.benchmarks.{name}",) for name in PRINTING},
 }
-"""Commands by benchmark. With `--json`, each prints one JSON object."""
-PRINTING = ("fsdp_memory", "zero_memory", "activation_memory", "fsdp_traffic", "zero_traffic", "import_time")
-"""Modules of this folder that print what is shown."""
-BENCHMARKS = WITH_JSON | {name: (f"python -m tests.benchmarks.{name}",) for name in PRINTING}
-"""What a user types to see the tables of each benchmark."""
+"""What a user types to see the results of each block of the page."""
 
 
-def load() -> dict[str, Any]:
-    """Return all results, by name."""
-    found: dict[str, Any] = json.loads(RESULTS.read_text())
-    return found
-
-
-def store(name: str, record: dict[str, Any]) -> None:
-    """Replace the results called `name`, with today's date, versions and machine."""
+def measured(name: str) -> str:
+    """Run a benchmark; return the block of the page: what it prints, the commands, the date and the versions."""
+    lines = BENCHMARKS[name]
+    printed = "\n\n".join(_output(line).strip("\n").rstrip() for line in lines)
     versions = [f"Python {platform.python_version()}"]
     versions += [f"{library} {version(library)}" for library in ("torch", "lightning", "deepspeed")]
-    measured_with = f"{', '.join(versions)}; {os.cpu_count()} CPU cores ({platform.machine()})"
-    results = load() | {name: {"date": f"{datetime.now(UTC):%Y-%m-%d}", "with": measured_with, **record}}
-    write_json(RESULTS, dict(sorted(results.items())))
-
-
-def measured(name: str) -> dict[str, Any]:
-    """Run a benchmark, and return what it prints."""
-    if name in WITH_JSON:
-        printed = [_output(f"{line} --json") for line in WITH_JSON[name]]
-        return {"json": [json.loads(text[text.index("{") :]) for text in printed]}
-    return {"printed": _output(BENCHMARKS[name][0]).strip("\n").rstrip()}
+    machine = f"{', '.join(versions)}; {os.cpu_count()} CPU cores ({platform.machine()})"
+    commands = "<br>\n".join(f"`{line}`" for line in lines)
+    return f"```text\n{printed}\n```\n\n{commands}<br>\n{datetime.now(UTC):%Y-%m-%d}, {machine}"
 
 
 def _output(line: str) -> str:
@@ -100,12 +86,9 @@ def main() -> None:
         print("\n".join(f"{name:20} {' && '.join(lines)}" for name, lines in BENCHMARKS.items()))
         return
     for name in options.names or BENCHMARKS:
-        record = measured(name)
-        print(f"{name}\n\n{record.get('printed') or json.dumps(record, indent=2)}\n", flush=True)
-        store(name, record)
-    from tests.docs.generated import write_all
-
-    write_all()
+        block = measured(name)
+        print(f"{name}\n\n{block}\n", flush=True)
+        PAGE.write_text(filled(PAGE, {name: block}))
 
 
 if __name__ == "__main__":

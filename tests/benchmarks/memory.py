@@ -1,4 +1,4 @@
-"""Peaks of the resident memory of a rank while a Transformer of 152 million parameters trains in fp32.
+"""Peaks of the resident memory of a rank while the example's GPT with 152 million parameters trains in fp32.
 
     python -m tests.benchmarks.memory
 
@@ -12,18 +12,33 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 
+from examples.gpt import GPT, StandardLibraryData
 from tests.benchmarks.common import show, silent_ranks
 from tests.benchmarks.peak import Watch
-from tests.models.transformer import RandomTokenData, SmallTransformer
 from tests.running import quiet_trainer
 
 STRATEGIES = ("ddp", "paral_ddp", "paral_zero1", "paral_zero2", "paral_zero3", "paral_fsdp")
 SHARDED_BYTES = {"zero1": 8, "zero2": 12, "zero3": 16, "fsdp": 16}
 """Of the 16 bytes that a parameter needs in training, those that the ranks divide among them."""
+CONTEXT = 64
 NUM_STEPS = 3
 """The first step creates optimizer states; gradients of a step may exist until the next one computes its own."""
+
+
+class BuiltLate(GPT):
+    """The example's GPT, built in `configure_model`, so that strategies may shard it unit by unit."""
+
+    def __init__(self, width: int) -> None:
+        LightningModule.__init__(self)
+        self.width = width
+        self.hparams.update(learning_rate=1e-4, num_warmup_steps=1)
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "blocks"):
+            for name, part in GPT(self.width, num_layers=12, num_heads=16, context=CONTEXT).named_children():
+                self.add_module(name, part)
 
 
 class Start(Callback):
@@ -49,9 +64,9 @@ def peaks(strategy: str, num_ranks: int, width: int) -> dict[str, Any]:
     optimizer.step()
     watch = Watch()
     start = Start(watch)
-    module = SmallTransformer(width, num_layers=12, context=64)
+    module = BuiltLate(width)
     options = {"max_steps": NUM_STEPS, "limit_val_batches": 0, "callbacks": [start]}
-    quiet_trainer(strategy=strategy, devices=num_ranks, **options).fit(module, RandomTokenData(1, 64))
+    quiet_trainer(strategy=strategy, devices=num_ranks, **options).fit(module, StandardLibraryData(1, CONTEXT))
     num_params = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in module.parameters())
     return start.found | {"peak_bytes": watch.end()[1], "num_params": num_params}
 
@@ -60,7 +75,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = []
     for num_ranks in map(int, options.ranks.split(",")):
@@ -71,7 +85,7 @@ def main() -> None:
             divided = SHARDED_BYTES.get(name.removeprefix("paral_"), 0)
             formula = most.pop("num_params") * (16 - divided + divided / num_ranks)
             rows.append({"name": name, "num_ranks": num_ranks, "formula_bytes": round(formula)} | most)
-    show(rows, options.json)
+    show(rows)
 
 
 if __name__ == "__main__":

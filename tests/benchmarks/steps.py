@@ -26,7 +26,6 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     silence()
     device = torch.device("cpu" if options.device == "cpu" else f"cuda:{os.environ['LOCAL_RANK']}")
@@ -45,7 +44,7 @@ def main() -> None:
     for name, taken in seconds.items():
         ratio = median(taken) / median(seconds[loops[name]]) if name in loops else None
         rows.append({"name": name, "seconds": median(taken), "ratio": ratio, "peak_bytes": peaks[name] or None})
-    show(rows, options.json)
+    show(rows)
 
 
 if __name__ == "__main__":

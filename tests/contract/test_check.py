@@ -1,4 +1,4 @@
-"""`check` says of each row of the table of user code what the table says."""
+"""`check` says of a row of each theme of the table of user code what the table says."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -19,24 +19,18 @@ from tests.contract.user_code.table import TABLE
 SAID = page.read(TABLE)
 AGREES = {"equal": ("equal",), "as ddp": ("equal", "differs"), "refused": ("refused", "fails")}
 """Word of the page -> outcomes of the check. Errors of torch and Lightning are refusals in the table only."""
-OTHERWISE = {
-    "loss, a sum over samples, with dropout": "the loss of a step is the sum of a rank's own samples",
-    "freezing and unfreezing in turns": "under ZeRO, the optimizer's state of a frozen parameter is not read",
-}
-"""Rows of which a check says something else, and why."""
 
 
 def cells() -> Iterator[Any]:
-    """Yield the cells of rows that fit a module and compare everything; the first of a theme is in the lane full."""
+    """Yield the cells of the first row of each theme that fits a module and compares everything."""
     themes = set()
     for row in TABLE.rows.values():
         is_whole = isinstance(row.scenario, fitting.Fit) and not row.scenario.trainer and not row.apart
-        if is_whole and row.label not in OTHERWISE:
-            lane = "all" if row.theme in themes else "full"
+        if is_whole and row.theme not in themes:
             themes.add(row.theme)
             for column in ("paral_ddp", "paral_fsdp", "paral_zero3"):
                 if column in row.columns:
-                    yield pytest.param(row.label, column, marks=pytest.mark.lane(lane))
+                    yield pytest.param(row.label, column, marks=pytest.mark.lane("full"))
 
 
 def project(label: str) -> Fit:

@@ -22,7 +22,6 @@ CASES = (StrategyCase(label="flat_all_reduce", world_sizes=(1, 2), themes_of_use
 """
 SUITES = (
     "tests/contract/test_parity.py",
-    "tests/contract/test_buffers.py",
     "tests/contract/test_sampling.py",
     "tests/contract/test_lightning_api.py",
     "tests/contract/test_user_code.py",
@@ -32,7 +31,6 @@ CONTRACTS = "flat_all_reduce and not test_feature and not test_user_code_equals 
 ROWS = "flat_all_reduce and (max_steps or during)"
 SOME = (
     "test_training_equals_one_process[flat_all_reduce-2-3]",
-    "test_validation_in_a_fit_equals_one_process_with_the_final_weights_and_buffers[flat_all_reduce-2]",
     "test_evaluation_equals_one_process[flat_all_reduce-2-batch]",
     "test_training_on_global_batches_equals_one_process[flat_all_reduce-2]",
     "test_resuming_inside_an_epoch_equals_the_uninterrupted_run[flat_all_reduce-batch]",

@@ -1,7 +1,6 @@
 """Write the generated parts of the documentation: `python -m tests.docs --write`.
 
-Without `--write`, print the files that are not up to date and exit with 1 if there are any. A plot is drawn again if
-its data have changed. Drawing needs matplotlib, which the extra `docs` installs.
+Without `--write`, print the files that are not up to date and exit with 1 if there are any.
 """
 
 import argparse

@@ -77,3 +77,14 @@ def command_of(line: str) -> Command:
         words = ["paral", *words[3:]]
     output = words[-1] if words[-2:-1] == [">"] else None
     return Command(words[0], words[1 : -2 if output else None], variables, output)
+
+
+def filled(path: Path, blocks: dict[str, str]) -> str:
+    """Return a page with new text between `<!-- begin: NAME -->` and `<!-- end: NAME -->`, for some of its names."""
+    text = path.read_text()
+    for name, block in blocks.items():
+        pattern = rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)"
+        shown = f"\n{block}\n\n"
+        text, count = re.subn(pattern, lambda match, shown=shown: match[1] + shown + match[2], text, flags=re.DOTALL)  # type: ignore[misc]
+        assert count == 1, f"{path.name}: no block {name}"
+    return text

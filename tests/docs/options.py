@@ -22,7 +22,6 @@ DATACLASSES = tuple(
     if not issubclass(value, options.StrategyOptions)
 )
 TRAINERS_OWN = {field.name for field in dataclasses.fields(options.StrategyOptions)} - {"checkpoint"}
-OWN = "lightning_paral"
 INTRODUCTION = """\
 # Options
 
@@ -85,17 +84,8 @@ def options_of(cls: type) -> Iterator[Option]:
 
 
 def docs_of(cls: type) -> dict[str, str]:
-    """Return the description of each option: of the class, of its base classes of ours, or of the shared options."""
-    if cls in DATACLASSES:
-        return _attribute_docs(cls)
-    docs: dict[str, str] = {}
-    for dataclass in DATACLASSES:
-        docs |= _attribute_docs(dataclass)
-    shared = [value for value in vars(options).values() if isinstance(value, type) and value not in DATACLASSES]
-    for owner in (*shared, *reversed(cls.__mro__)):
-        if owner.__module__.startswith(OWN):
-            docs |= _argument_docs(inspect.cleandoc(owner.__doc__ or ""))
-    return docs | _argument_docs(inspect.cleandoc(cls.__init__.__doc__ or ""))
+    """Return the description of each option of a dataclass, or of a strategy, whose constructor collects them."""
+    return _attribute_docs(cls) if cls in DATACLASSES else _argument_docs(inspect.cleandoc(cls.__init__.__doc__ or ""))
 
 
 def _argument_docs(docstring: str) -> dict[str, str]:

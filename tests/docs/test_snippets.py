@@ -151,7 +151,9 @@ def test_names_of_strategies_exist(path: Path) -> None:
     text = path.read_text()
     ours = {entry.name for entry in STRATEGIES}
     examples = {
-        name for path in (ROOT / "examples").glob("*.py") for name in re.findall(r' name="(\w+)"', path.read_text())
+        name
+        for example in (ROOT / "examples").glob("*.py")
+        for name in re.findall(r'strategy_name = "(\w+)"', example.read_text())
     }
     theirs = {*StrategyRegistry.available_strategies(), "auto"}
 

@@ -2,6 +2,8 @@
 
     python -m tests.gpu.all [--only NAME,...] [--device cpu|cuda] [--out DIR]
 
+`paral doctor` prints the versions and devices of the machine.
+
 Prints a line as each check ends, and a table at the end. Writes DIR/all.json, which is valid at any time, and
 DIR/all.md. A check that fails, crashes or hangs does not stop the others. The exit code is 1 if any failed. `--list`
 shows the names; `--only` takes prefixes, so that `--only fit,sync` runs `fit:paral_ddp` and so on.
@@ -32,7 +34,6 @@ def checks(device: str, folder: str) -> list[Check]:
         )
     ]
     return [
-        Check("versions", "surroundings:versions", (device,)),
         *of_labels("fit", "numbers:parity", ONE_RANK, device),
         *of_labels("sync", "syncs:waits", STRATEGIES, device),
         *of_labels("precision", "numbers:precisions", STRATEGIES, device, budget=90),
@@ -53,11 +54,6 @@ def checks(device: str, folder: str) -> list[Check]:
 
 def _on_gpu_only(device: str, folder: str) -> list[Check]:
     return [
-        *(
-            Check(f"copies:{form}:{staged}", "copies:save", (form, staged))
-            for form in ("full", "sharded")
-            for staged in (False, True)
-        ),
         *of_labels("replicas", "evaluation:precision_of_replicas", ("16-mixed",), device),
         Check("nvme_without_toolkit", "numbers:nvme_without_toolkit", (device, folder), 300, operators=True),
     ]

@@ -79,7 +79,7 @@ def options_of(label: str, device: str) -> dict[str, Any]:
 def check_installed(label: str) -> None:
     """Raise `Skipped` if the strategy of a case needs DeepSpeed and it is not installed."""
     if "zero" in label and importlib.util.find_spec("deepspeed") is None:
-        raise Skipped("DeepSpeed is not installed; tests/gpu/carry.py downloads the wheels")
+        raise Skipped("DeepSpeed is not installed")
 
 
 def needs_operators(label: str) -> bool:

@@ -1,13 +1,6 @@
-"""Report the hardware and software of this machine, and whether the process groups of the strategies work on it."""
+"""Compile operators, and check whether the process groups of the strategies work on this machine."""
 
-import os
-import platform
-import shutil
-import socket
-import subprocess
-import tempfile
 import time
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -19,40 +12,7 @@ from tests.gpu.place import Facts, check_installed, join, num_ranks, of_ranks, r
 from tests.models.regression import Regression, regression_data
 from tests.running import quiet_trainer
 
-PACKAGES = ("torch", "lightning", "torchmetrics", "deepspeed", "transformers", "jsonargparse", "numpy", "xxhash")
 LENGTHS = (1, 5, 1000, 3_000_001)
-_AIO = "#include <libaio.h>\nint main() { io_context_t context = 0; return io_setup(1, &context); }\n"
-
-
-def versions(device: str) -> Facts:
-    """Report versions, compilers, devices, memory and disk."""
-    facts = Facts()
-    installed = {each.metadata["Name"].lower(): each.version for each in metadata.distributions()}
-    facts |= {"python": platform.python_version()} | {name: installed.get(name, "missing") for name in PACKAGES}
-    facts |= {"CUDA of torch": torch.version.cuda, "CUDA_HOME": os.environ.get("CUDA_HOME", "unset")}
-    facts["nvcc"] = _said(["nvcc", "--version"])[-1]
-    facts["g++"] = _said(["g++", "--version"])[0]
-    facts["libaio"] = _said(["g++", "-x", "c++", "-", "-o", os.devnull, "-laio"], given=_AIO) == ["code 0"]
-    facts["driver"] = _said(["nvidia-smi", "--query-gpu=driver_version,memory.used", "--format=csv,noheader"])[-1]
-    facts["cores"] = os.cpu_count()
-    facts["host memory, GB"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
-    facts["disk free, GB"] = round(shutil.disk_usage(tempfile.gettempdir()).free / 1e9, 1)
-    facts["interfaces"] = [name for _, name in socket.if_nameindex()]
-    if device == "cuda" and not torch.cuda.is_available():
-        facts.require(False, "torch sees no GPU")
-    elif device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        facts["GPU"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {torch.cuda.device_count()}"
-        facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return facts
-
-
-def _said(command: list[str], given: str | None = None) -> list[str]:
-    try:
-        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return [type(error).__name__]
-    return (done.stdout + done.stderr).strip().splitlines() or [f"code {done.returncode}"]
 
 
 def build_operators(device: str) -> Facts:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ def rows(path: Path) -> dict[str, Any]:
 
 def test_every_check_of_one_rank_passes(tmp_path: Path) -> None:
     only = (
-        "versions,fit:paral_dp,fit:paral_ddp,fit:paral_fsdp,fit:paral_zero2,sync:paral_ddp,sync:paral_fsdp,"
+        "fit:paral_dp,fit:paral_ddp,fit:paral_fsdp,fit:paral_zero2,sync:paral_ddp,sync:paral_fsdp,"
         "precision:paral_fsdp,clip:paral_fsdp_offload,clip:paral_zero1_offload,memory:paral_ddp,activation_offload,backend,async:paral_fsdp,"
         "resume:paral_ddp,manual_optimization,replicas:bf16-true"
     )
@@ -59,12 +60,12 @@ def test_two_ranks_on_one_device(tmp_path: Path) -> None:
 def test_steps_are_measured_beside_loops() -> None:
     command = "-m torch.distributed.run --nproc-per-node 1 -m tests.benchmarks.steps --rounds 1 --steps 2"
     names = ["paral_ddp", "paral_zero2"]
-    done = subprocess.run([sys.executable, *command.split(), *names, "--json"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *command.split(), *names], capture_output=True, text=True)
 
     assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout[done.stdout.index("{") :])["rows"]
-    assert [row["name"] for row in rows] == [*names, "torch DDP", "deepspeed 2"]
-    assert [row["ratio"] is None for row in rows] == [False, False, True, True]
+    assert re.findall(r"^(paral_\w+|torch DDP|deepspeed 2) ", done.stdout, re.MULTILINE) == [
+        *names, "torch DDP", "deepspeed 2"
+    ]  # fmt: skip
 
 
 def one() -> dict[str, Any]:

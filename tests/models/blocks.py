@@ -175,47 +175,6 @@ class UpdatedBuffers(Tied):
         )
 
 
-class GAN(Fitted):
-    """Two networks, two optimizers, manual optimization, and a parameter of the module itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.generator = nn.Sequential(nn.Linear(2, WIDTH), nn.Tanh(), nn.Linear(WIDTH, LENGTH))
-        self.discriminator = nn.Sequential(nn.Linear(LENGTH, WIDTH), nn.Tanh(), Block(), nn.Linear(WIDTH, 1))
-        self.scale = nn.Parameter(torch.ones(LENGTH))
-
-    def generate(self, real: Tensor) -> Tensor:
-        return self.generator(real[:, :2].cos()) * self.scale
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        real = batch[0].float() / VOCABULARY
-        for_generator, for_discriminator = self.optimizers()
-
-        self.toggle_optimizer(for_generator)
-        loss = nn.functional.softplus(-self.discriminator(self.generate(real))).mean()
-        self.losses.append(loss.item())
-        for_generator.zero_grad()
-        self.manual_backward(loss)
-        self.clip_gradients(for_generator, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
-        for_generator.step()
-        self.untoggle_optimizer(for_generator)
-
-        self.toggle_optimizer(for_discriminator)
-        for_discriminator.zero_grad()
-        loss = nn.functional.softplus(-self.discriminator(real)).mean()
-        self.manual_backward(loss)
-        fake = nn.functional.softplus(self.discriminator(self.generate(real).detach())).mean()
-        self.manual_backward(fake)
-        self.losses.append((loss + fake).item())
-        for_discriminator.step()
-        self.untoggle_optimizer(for_discriminator)
-
-    def configure_optimizers(self) -> Any:
-        generator = [*self.generator.parameters(), self.scale]
-        return torch.optim.AdamW(generator, lr=5e-3), torch.optim.AdamW(self.discriminator.parameters(), lr=5e-3)
-
-
 class Contrastive(Fitted):
     """CLIP's head: a 0-dimensional parameter scales the logits."""
 
@@ -292,8 +251,8 @@ class T5(Fitted):
 MODULES = {
     module.__name__: module
     for module in (
-        Contrastive, Decayed, Tied, TiedBlocks, FrozenEncoder, LoRA, OnTheModule, OtherMethods, UpdatedBuffers, GAN,
-        GPT2, T5,
+        Contrastive, Decayed, Tied, TiedBlocks, FrozenEncoder, LoRA, OnTheModule, OtherMethods, UpdatedBuffers, GPT2,
+        T5,
     )
 }  # fmt: skip
 """Modules written without a strategy in mind: rows of `tests.contract.user_code`, and trained on GPUs."""

@@ -162,7 +162,7 @@ def fit(label: str, devices: int, num: int, batch_size: int, **variant: Any) -> 
     stopping = EarlyStopping("both_epoch", min_delta=0.1, patience=1, check_on_train_epoch_end=True)
     best = ModelCheckpoint(folder, filename="best", monitor="mean_of_steps_epoch", save_on_train_epoch_end=True)
     trainer = quiet_trainer(
-        strategy=strategy_of(label, **({} if label == "one process" else {"split": "global"})),
+        strategy=strategy_of(label, **({} if label in ("one process", "paral_dp") else {"split": "global"})),
         devices=devices,
         max_epochs=3,
         callbacks=[in_callback, stopping, best],

@@ -3,10 +3,7 @@
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    BaseFinetuning,
     BasePredictionWriter,
     BatchSizeFinder,
     DeviceStatsMonitor,
@@ -16,7 +13,6 @@ from lightning.pytorch.callbacks import (
     LambdaCallback,
     LearningRateFinder,
     LearningRateMonitor,
-    ModelPruning,
     ModelSummary,
     ProgressBar,
     RichModelSummary,
@@ -39,30 +35,6 @@ class Scheduled(Supervised):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
-
-
-@row("`BackboneFinetuning`", columns=ALL, names="Finetuning")
-def backbone(run: Run) -> dict[str, Any]:
-    class Head(Supervised):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05)
-
-    finetuning = BackboneFinetuning(1, lambda epoch: 1.5, backbone_initial_ratio_lr=0.5)
-    found = run.fit(Head, callbacks=[finetuning], max_epochs=3)
-    return found | {"groups": [group["lr"] for group in run.last.optimizers[0].param_groups]}
-
-
-@row("`BaseFinetuning`, of one's own", names="Finetuning")
-def finetuning(run: Run) -> dict[str, Any]:
-    class Mine(BaseFinetuning):
-        def freeze_before_training(self, module: Any) -> None:
-            self.freeze(module.backbone.stem)
-
-        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
-            if epoch == 1:
-                self.unfreeze_and_add_param_group(module.backbone.stem, optimizer, lr=0.01)
-
-    return run.fit(callbacks=[Mine()], max_epochs=2)
 
 
 @row("`BasePredictionWriter`")
@@ -179,20 +151,6 @@ def rate_monitor(run: Run) -> dict[str, Any]:
     logger = CSVLogger(run.folder)
     found = run.fit(Scheduled, callbacks=[monitor], logger=logger, log_every_n_steps=1, max_epochs=2)
     return found | {"file": metrics_of(run), "lrs": monitor.lrs}
-
-
-@row("`ModelPruning`", names="ModelPruning")
-def pruning(run: Run) -> dict[str, Any]:
-    def parameters(module: Any) -> Any:
-        return [(module.head, "weight"), (module.backbone.stem, "weight")]
-
-    class Late(Callback):
-        def setup(self, trainer: Any, module: Any, stage: str) -> None:
-            (pruning,) = [each for each in trainer.callbacks if isinstance(each, ModelPruning)]
-            pruning._parameters_to_prune = parameters(module)
-
-    made = ModelPruning("l1_unstructured", amount=0.3, make_pruning_permanent=True)
-    return run.fit(callbacks=[Late(), made])
 
 
 @row("`ModelSummary(max_depth=2)`", columns=LIGHT)

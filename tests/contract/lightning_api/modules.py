@@ -3,11 +3,9 @@
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import nn
-from torchmetrics import MeanSquaredError
 
-from tests.contract.lightning_api.rows import ALL, RANKS, fits, row
+from tests.contract.lightning_api.rows import ALL, fits, row
 from tests.contract.tables.run import Run, Saving, plain
 from tests.contract.user_code.models import Manual, Supervised, validated
 
@@ -31,49 +29,6 @@ def manual(run: Run) -> dict[str, Any]:
     return run.fit(Clipped, max_epochs=2)
 
 
-class Adversarial(LightningModule):
-    """Lightning's example of a GAN, small."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.generator = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 5))
-        self.discriminator = nn.Sequential(nn.Linear(5, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
-        self.seen: list[Any] = []
-
-    def forward(self, z: Any) -> Any:
-        return self.generator(z)
-
-    def judged(self, x: Any, real: bool) -> Any:
-        found = self.discriminator(x)
-        return nn.functional.binary_cross_entropy_with_logits(found, torch.full_like(found, float(real)))
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        first, second = self.optimizers()
-        self.toggle_optimizer(first)
-        loss = self.judged(self(batch[0]), real=True)
-        self.log("generator", loss, sync_dist=True)
-        self.manual_backward(loss)
-        first.step()
-        first.zero_grad()
-        self.untoggle_optimizer(first)
-        self.toggle_optimizer(second)
-        other = (self.judged(batch[0], real=True) + self.judged(self(batch[0]).detach(), real=False)) / 2
-        self.log("discriminator", other, sync_dist=True)
-        self.manual_backward(other)
-        second.step()
-        second.zero_grad()
-        self.untoggle_optimizer(second)
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.Adam(part.parameters(), 1e-2) for part in (self.generator, self.discriminator)]
-
-
-@row("several optimizers, `toggle_optimizer`: Lightning's GAN", columns=ALL)
-def gan(run: Run) -> dict[str, Any]:
-    return run.fit(Adversarial, max_epochs=2, callbacks=[Saving(run, "x.ckpt")])
-
-
 @row("`self.log`: `reduce_fx`, `sync_dist`, `batch_size`, `prog_bar`; `self.log_dict`")
 def log(run: Run) -> dict[str, Any]:
     class Logging(Supervised):
@@ -86,34 +41,6 @@ def log(run: Run) -> dict[str, Any]:
             self.log_dict({"a": loss, "b": loss.square().sqrt()}, on_step=False, on_epoch=True, sync_dist=True)
 
     return {"metrics": run.fit(Logging, loaders=validated)["metrics"]}
-
-
-@row("`self.log` of a torchmetrics metric")
-def metric(run: Run) -> dict[str, Any]:
-    class Measuring(Supervised):
-        def __init__(self) -> None:
-            super().__init__()
-            self.error = MeanSquaredError()
-            self.trained = MeanSquaredError()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.trained(self(batch[0]).detach(), batch[1])
-            self.log("trained", self.trained, on_step=False, on_epoch=True)
-            return self.loss(batch)
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.error(self(batch[0]), batch[1])
-            self.log("error", self.error)
-
-    found = run.fit(Measuring, loaders=validated, max_epochs=2)
-    return {"metrics": found["metrics"], "weights": found["weights"]}
-
-
-@fits("`self.all_gather`", columns=RANKS, reference="ddp", loaders=validated)
-class Gathering(Supervised):
-    def on_validation_epoch_end(self) -> None:
-        found = self.all_gather({"rank": torch.tensor(self.global_rank), "two": [torch.ones(2)]})
-        self.seen.append(plain(found))
 
 
 class Hyper(Supervised):
@@ -176,20 +103,6 @@ def not_strict(run: Run) -> dict[str, Any]:
     return run.fit(Partial, max_epochs=2, how={"ckpt_path": run.folder / "x.ckpt"})
 
 
-@row("`state_dict()` without arguments, `load_state_dict` renaming old keys")
-def own_states(run: Run) -> dict[str, Any]:
-    class Renaming(Supervised):
-        def state_dict(self) -> Any:
-            return {name.replace("head", "old_head"): value for name, value in super().state_dict().items()}
-
-        def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
-            renamed = {name.replace("old_head", "head"): value for name, value in state_dict.items()}
-            return super().load_state_dict(renamed, strict)
-
-    run.fit(Renaming, callbacks=[Saving(run, "x.ckpt")])
-    return run.fit(Renaming, max_epochs=2, how={"ckpt_path": run.folder / "x.ckpt"})
-
-
 @row("`example_input_array`, `to_torchscript` after `fit`")
 def exported(run: Run) -> dict[str, Any]:
     module = run.module(Supervised)
@@ -211,21 +124,6 @@ def by_itself(run: Run) -> dict[str, Any]:
     copied = copy.deepcopy(module)
     inputs = torch.ones(2, 5)
     return found | {"outputs": [plain(each.eval()(inputs)) for each in (module, loaded, copied)]}
-
-
-@fits("`training_step` returning a dict, `None`")
-class Returning(Supervised):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"loss": self.loss(batch), "extra": torch.ones(2)}
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen.append((sorted(outputs), float(outputs["extra"].mean())))
-
-
-@fits("`training_step` returning `None`", names="None", reference="ddp")
-class Nothing(Supervised):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None if batch_idx == 1 else self.loss(batch)
 
 
 @fits("`configure_optimizers` returning `None`")

@@ -11,7 +11,7 @@ from tests.contract.user_code.columns import RANKS
 from tests.contract.user_code.models import FEATURES, OUTPUTS, WIDTH, Block, Supervised, loader
 from tests.contract.user_code.rows import add, row
 from tests.contract.user_code.updates import OFFLOADED
-from tests.models.blocks import GAN, MODULES, Tied
+from tests.models.blocks import MODULES, Tied
 from tests.models.regression import samples
 from tests.models.several_optimizers import KINDS, Plain
 from tests.models.tokens import BatchStream, tokens
@@ -28,8 +28,7 @@ def of_pairs(rank: int, num_ranks: int) -> dict[str, Any]:
 PARALLEL = ("paral_dp", *(name for name in RANKS if name not in ("paral_pp", "paral_ddp_ring")))
 
 for name, network in MODULES.items():
-    clipping = {} if network is GAN else {"gradient_clip_val": 0.5}
-    add(f"network {name}", network.__doc__ or "", network, loaders=of_tokens, trainer=clipping)
+    add(f"network {name}", network.__doc__ or "", network, loaders=of_tokens, trainer={"gradient_clip_val": 0.5})
 
 
 def of_stream(rank: int, num_ranks: int) -> dict[str, Any]:
@@ -46,6 +45,7 @@ for name, several in KINDS.items():
         sentence,
         several,
         loaders=of_pairs,
+        resumed=name == "Toggled",
         strategies=offloaded,
         names="froze a parameter",
     )

@@ -169,18 +169,22 @@ def views() -> dict[str, Tensor]:
 def odd() -> dict[str, Tensor]:
     """Return tensors of many dtypes and layouts."""
     base = torch.randn(12)
-    return views() | {
-        "part": base[2:5],
-        "overlapping": base[4:8],
-        "strided": base[::3],
-        "expanded": torch.randn(1, 3).expand(4, 3),
-        "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        "empty": torch.empty(0, 3),
-        "flags": torch.tensor([True, False]),
-        "eighth": torch.randn(4).to(torch.float8_e4m3fn),
-        "unsigned": torch.arange(3).to(torch.uint16),
-        "float64": torch.randn(4, dtype=torch.float64),
-    }
+    return (
+        views()
+        | {
+            "part": base[2:5],
+            "one": base.view(3, 4)[:1, 0],  # contiguous, though its stride is 4
+            "overlapping": base[4:8],
+            "strided": base[::3],
+            "expanded": torch.randn(1, 3).expand(4, 3),
+            "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+            "empty": torch.empty(0, 3),
+            "flags": torch.tensor([True, False]),
+            "eighth": torch.randn(4).to(torch.float8_e4m3fn),
+            "unsigned": torch.arange(3).to(torch.uint16),
+            "float64": torch.randn(4, dtype=torch.float64),
+        }
+    )
 
 
 def with_buffers(make: Any) -> Resumable:

@@ -1,34 +1,11 @@
-"""Resume places optimizer state on its parameter's device, and restores random states of a rank's own devices."""
+"""Resume restores the random states of a rank's own devices."""
 
 import pytest
 import torch
-from torch.optim import SGD, AdamW
 
 from lightning_paral import ParalDPStrategy
-from lightning_paral.checkpoint.state.optimizer import place_state
 from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.distributed.rng_state import current_states, restore_states, without_cuda_states
-
-
-def test_state_is_placed_beside_its_parameter_and_steps_stay() -> None:
-    host, device = (torch.zeros(2, device=name, requires_grad=True) for name in ("cpu", "meta"))
-    optimizer = AdamW([host, device])
-    optimizer.state[host] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2), "count": 3}
-    optimizer.state[device] = {"step": torch.tensor(1.0), "history": [torch.zeros(2)]}
-    of_another_kind = SGD([device])
-    of_another_kind.state[device] = torch.zeros(2)
-    of_another_kind.state["all"] = {"total": torch.zeros(())}
-
-    place_state(optimizer, torch.device("meta"))
-    place_state(of_another_kind, torch.device("meta"))
-
-    on_host, on_device = optimizer.state[host], optimizer.state[device]
-    assert (str(on_host["step"].device), str(on_device["step"].device)) == ("cpu", "cpu")
-    assert str(on_host["exp_avg"].device) == "cpu"
-    assert on_host["count"] == 3
-    assert str(on_device["history"][0].device) == "meta"
-    assert str(of_another_kind.state[device].device) == "meta"
-    assert str(of_another_kind.state["all"]["total"].device) == "meta"
 
 
 class Generators:

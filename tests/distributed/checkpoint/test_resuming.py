@@ -18,35 +18,6 @@ PLACEMENTS = labels(with_ranks(PER_PLACEMENT, 2))
 FORMS = ("full", "sharded")
 
 
-class EditedInHooks(Resumable):
-    """Changes the checkpoint when it is saved, and undoes that when it is loaded."""
-
-    saved = ("renamed", "added")
-    not_saved = ("out.bias", "frozen.bias")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen_bias = self.frozen.bias.detach().clone()
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        state = checkpoint["state_dict"]
-        state["renamed"] = state.pop("out.bias")
-        state["added"] = torch.full((3,), 2.5)
-        state["first.bias"] = state["first.bias"].to(torch.float64) * 2
-        del state["frozen.bias"]
-        checkpoint["mine"] = {"note": "kept", "values": torch.arange(4)}
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        state = checkpoint["state_dict"]
-        assert state["first.bias"].dtype == torch.float64
-        state["out.bias"] = state.pop("renamed")
-        state["first.bias"] = state["first.bias"] / 2
-        state["frozen.bias"] = self.frozen_bias
-        assert state.pop("added").sum() == 7.5
-        assert checkpoint["mine"]["note"] == "kept"
-        assert checkpoint["mine"]["values"].tolist() == [0, 1, 2, 3]
-
-
 def rename(state: dict[str, Any], old: str, new: str, factor: float) -> None:
     for kind in ("weight", "bias"):
         if f"{old}.{kind}" in state:
@@ -111,8 +82,6 @@ WithLBFGS = partial(OtherOptimizer, torch.optim.LBFGS, lr=0.1, max_iter=2, histo
 WithoutState = partial(OtherOptimizer, torch.optim.SGD, lr=1e-2)
 CASES: list[tuple[Any, Any, str, str | None, int]] = [
     *((OldVersion, LoadsOldVersion, label, None, 2) for label in PLACEMENTS),
-    *((EditedInHooks, EditedInHooks, label, "full", 2) for label in ("paral_ddp", "paral_zero3")),
-    *((EditedInHooks, EditedInHooks, label, "sharded", 2) for label in ("paral_fsdp", "paral_zero2")),
     *((each, each, "paral_ddp", form, 1) for each in (WithLookahead, WithLBFGS) for form in FORMS),
     *((WithoutState, WithoutState, label, form, 2) for label in ("paral_ddp", "paral_fsdp") for form in FORMS),
     *((Untrained, Untrained, "paral_ddp", form, 2) for form in FORMS),

@@ -1,6 +1,5 @@
 """`ParalDPStrategy` on several devices, which are threads on the CPU here."""
 
-import csv
 import threading
 from pathlib import Path
 from typing import Any
@@ -8,11 +7,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MeanMetric, MetricCollection, PearsonCorrCoef
-from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryF1Score
 
 from lightning_paral import ConfigurationError
 from tests.models.regression import FEATURES
@@ -177,92 +173,6 @@ def test_batch_norm_normalizes_by_replica_and_keeps_the_first_replicas_statistic
     torch.testing.assert_close(module.norm.running_mean, first.mean(dim=0))
     assert module.num_seen == 2
     assert torch.equal(module.last, first)  # also true of attributes
-
-
-# Logging and evaluation
-
-
-class Metrics(nn.Module):
-    """Metrics with states that are sums, lists, and moments with their own reduction, in every kind of container."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = MeanMetric()
-        self.correlation = PearsonCorrCoef()
-        self.collection = MetricCollection([BinaryAccuracy(), BinaryF1Score(), BinaryAUROC()])
-        self.by_name = nn.ModuleDict({"auroc": BinaryAUROC()})
-
-
-class Logging(Scores):
-    """Logs with every combination of options."""
-
-    num_logged = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.metrics = nn.ModuleDict({"fit": Metrics(), "held_out": Metrics()})
-
-    def log(self, *args: Any, **kwargs: Any) -> None:
-        type(self).num_logged += 1
-        super().log(*args, **kwargs)
-
-    def log_everything(self, batch: list[Tensor], kind: str) -> Tensor:
-        scores, targets = self(batch[0]), batch[1]
-        loss = nn.functional.mse_loss(scores, targets)
-        self.log(f"{kind}_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
-        self.log_dict({f"{kind}_a": targets.mean(), f"{kind}_b": 2.0})
-        self.log(f"{kind}_num", float(len(scores)), reduce_fx="sum", on_step=False, on_epoch=True)
-        self.log(f"{kind}_max", targets.max(), reduce_fx="max", on_step=False, on_epoch=True)
-        self.log(f"{kind}_min", targets.min(), reduce_fx=min, on_step=False, on_epoch=True)
-        num_positive = int((targets > 0).sum())
-        mean_positive = targets.relu().sum() / max(num_positive, 1)
-        self.log(f"{kind}_of_some", mean_positive, batch_size=num_positive, sync_dist=True, on_epoch=True)
-
-        metrics, probabilities, labels = self.metrics[kind], scores.sigmoid(), (targets > 0).int()
-        metrics.mean(targets)
-        self.log(f"{kind}_mean", metrics.mean, on_step=True, on_epoch=True)
-        metrics.correlation.update(scores, targets)
-        self.log(f"{kind}_correlation", metrics.correlation, on_step=False, on_epoch=True)
-        metrics.collection.update(probabilities, labels)
-        metrics.collection["BinaryAccuracy"].update(1 - probabilities, labels)  # without its collection
-        self.log_dict(metrics.collection, on_step=False, on_epoch=True)
-        metrics.by_name["auroc"](probabilities, labels)
-        self.log(f"{kind}_auroc", metrics.by_name["auroc"], on_step=False, on_epoch=True)
-        return loss
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return self.log_everything(batch, "fit")
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log_everything(batch, "held_out")
-
-    test_step = validation_step
-
-
-def test_logged_values_and_metrics_equal_those_of_one_process(tmp_path: Path) -> None:
-    def run(trainer: Any, module: Logging) -> Any:
-        Logging.num_logged = 0
-        logger = CSVLogger(tmp_path, name=f"{trainer.num_devices}_devices")
-        trainer.loggers = [logger]
-        trainer.fit(module, samples(), samples())
-        (tested,) = trainer.test(module, samples(), verbose=False)
-        logger.save()
-        with open(logger.experiment.metrics_file_path) as file:
-            rows = list(csv.DictReader(file))
-        return trainer.callback_metrics, trainer.progress_bar_metrics, tested, rows, Logging.num_logged
-
-    expected, found = one_process_and_dp(Logging, run, log_every_n_steps=1)
-
-    assert found[-1] == expected[-1]  # the user's `log` is called as often
-    for metrics, wanted in [*zip(found[:3], expected[:3], strict=True), *zip(found[3], expected[3], strict=True)]:
-        assert list(metrics) == list(wanted)
-        for name in metrics:
-            if wanted[name] == "":
-                assert metrics[name] == ""
-            else:
-                assert float(metrics[name]) == pytest.approx(float(wanted[name]), rel=1e-3, abs=1e-4), name
-    assert found[2]["held_out_num"] == NUM_SAMPLES
-    assert len(found[3]) > 20
 
 
 # Failures

@@ -149,21 +149,6 @@ def test_accumulation_with_a_partial_window(on_ranks, accumulate: str, replicate
     assert_same_fit(ranks, fit_with_accumulation(1))
 
 
-def fit_in_precision(strategy: Any, precision: Any) -> list[float]:
-    return fit(OnTheModule, 8, 2, strategy=strategy, precision=precision, gradient_clip_val=0.5)[0]
-
-
-@pytest.mark.parametrize(("precision", "tolerance"), [("bf16-mixed", 1e-2), ("bf16-true", 3e-2)])
-def test_low_precision_is_close_to_ddp(on_ranks, precision: str, tolerance: float) -> None:
-    ddp = on_ranks(2, fit_in_precision, "paral_ddp", precision)
-    fsdp = on_ranks(2, fit_in_precision, "paral_fsdp", precision)
-    exact = on_ranks(2, fit_in_precision, "paral_fsdp", "32-true")
-
-    for ours, theirs, full in zip(fsdp, ddp, exact, strict=True):
-        assert ours == pytest.approx(theirs, rel=tolerance)
-        assert ours != full
-
-
 class Compiled(Tied):
     """Has blocks compiled by a backend that only captures graphs, which shows graph breaks."""
 

@@ -1,7 +1,7 @@
-"""Options of torch's optimizers update shards as in one process, or are refused by name; LightningCLI's optimizers."""
+"""Optimizers that cannot update shards are refused by name, and those of LightningCLI train."""
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
-from lightning_paral import ParalFSDPStrategy
 from lightning_paral.errors import ConfigurationError
 from tests.running import quiet_trainer
 
@@ -57,12 +56,6 @@ def fit(optimizer: Callable[..., optim.Optimizer], matrices: bool, **options: An
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
-PLAIN = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "SGD")
-SHARED: dict[str, tuple[Any, bool]] = {n: (partial(getattr(optim, n), foreach=True), True) for n in PLAIN}
-SHARED |= {f"{name}, fused": (partial(getattr(optim, name), fused=True), True) for name in ("Adam", "AdamW")}
-SHARED["RMSprop, centered"] = (partial(optim.RMSprop, centered=True, momentum=0.9), False)
-if hasattr(optim, "Muon"):
-    SHARED["Muon, rms"] = (partial(optim.Muon, adjust_lr_fn="match_rms_adamw"), True)
 REFUSED: dict[str, tuple[Any, bool, list[str]]] = {
     "SGD, fused": (partial(optim.SGD, fused=True), True, ["SGD(fused=True)", "SGD(fused=False)"]),
     "Adagrad, fused": (partial(optim.Adagrad, fused=True), True, ["Adagrad(fused=True)"]),
@@ -71,25 +64,12 @@ REFUSED: dict[str, tuple[Any, bool, list[str]]] = {
 }
 
 
-@cache
-def in_one_process(name: str) -> Tensor | str:
-    return fit(*SHARED[name], devices=1)
-
-
-def fit_all(names: tuple[str, ...]) -> dict[str, Tensor | str]:
-    cases = {**SHARED, **{name: case[:2] for name, case in REFUSED.items()}}
-    return {n: fit(*cases[n], strategy=ParalFSDPStrategy(split="global"), devices=2) for n in names}
-
-
-def test_optimizers_update_shards_as_in_one_process(on_ranks) -> None:
-    for results in on_ranks(2, fit_all, tuple(SHARED)):
-        for name, found in results.items():
-            assert not isinstance(found, str), (name, found)
-            torch.testing.assert_close(found, in_one_process(name), atol=1e-6, rtol=1e-5, msg=name)
+def refusals() -> dict[str, Tensor | str]:
+    return {name: fit(*case[:2], strategy="paral_fsdp", devices=2) for name, case in REFUSED.items()}
 
 
 def test_optimizers_that_cannot_update_shards_are_named(on_ranks) -> None:
-    for results in on_ranks(2, fit_all, tuple(REFUSED)):
+    for results in on_ranks(2, refusals):
         for name, said in results.items():
             for part in REFUSED[name][2]:
                 assert part in said, (name, said)

@@ -1,7 +1,5 @@
 """What users do besides training gives the same in a pipeline: epochs, metrics, hooks, prediction, dropout, memory."""
 
-import gc
-import logging
 import warnings
 from typing import Any
 
@@ -14,7 +12,6 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_paral import ParalPipelineStrategy, RankFailedError
-from lightning_paral.checkpoint.shards import FlatShard
 from lightning_paral.diagnostics.rank_pool import RankPool
 from tests.models.chain import (
     FEATURES,
@@ -137,60 +134,6 @@ class BuiltLate(Chain):
             self.register_parameter(name, parameter)
 
 
-class Held(Callback):
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        gc.collect()
-        held = {name: p.numel() for name, p in pl_module.named_parameters() if not isinstance(p, FlatShard)}
-        self.names = {name for name in held if held[name]}
-        self.states = {
-            name
-            for name, p in pl_module.named_parameters()
-            if any(isinstance(v, Tensor) and v.dim() for v in trainer.optimizers[0].state.get(p, {}).values())
-        }
-        self.bytes_of_blocks = bytes_of_blocks()
-
-
-def bytes_of_blocks() -> int:
-    return sum(
-        each.untyped_storage().nbytes()
-        for each in gc.get_objects()
-        if isinstance(each, Tensor) and not isinstance(each, FlatShard) and each.shape == (WIDTH, WIDTH)
-    )
-
-
-def held_of(make: Any) -> Any:
-    held = Held()
-    trainer = quiet_trainer(devices=2, strategy=ParalPipelineStrategy(split="global"), max_steps=2, callbacks=[held])
-    gc.collect()
-    of_earlier_tests = bytes_of_blocks()
-    module = make()
-    trainer.fit(module, loader(3))
-    held.bytes_of_blocks -= of_earlier_tests
-    weights = {name: value.clone() for name, value in module.state_dict().items()}
-    return trainer.global_rank, held.names, held.states, held.bytes_of_blocks, weights
-
-
-@pytest.mark.parametrize("make", [Chain, BuiltLate])
-def test_a_rank_holds_its_own_units_and_what_is_outside(on_ranks, make: Any) -> None:
-    ranks = on_ranks(2, held_of, make)
-
-    for rank, names, states, bytes_of_blocks, weights in ranks:
-        own = (2, 3) if rank == 0 else (0, 1)  # rank 0 has the last stage
-        blocks = {name for name in weights if name.startswith("blocks.") and not name.endswith("calls")}
-        outside = {name for name in weights if not name.startswith("blocks.")}
-        expected = {name for name in blocks if int(name.split(".")[1]) in own}
-        assert names == expected | outside
-        assert states <= expected | outside
-        trained = {name for name in expected if ".1." not in name}  # the second block is frozen
-        assert trained <= states
-        num_trained = len(trained) // 2  # each has a matrix with a gradient and two moments
-        assert bytes_of_blocks == 4 * WIDTH * WIDTH * (len(own) + 3 * num_trained)
-    weights, of_other = (weights for *_, weights in ranks)
-    assert weights.keys() == of_other.keys()
-    for name, weight in weights.items():
-        assert torch.equal(weight, of_other[name]), name
-
-
 class DropsOut(Chain):
     """Records the masks that blocks draw, and random numbers that the step draws before the first block."""
 
@@ -237,31 +180,6 @@ def test_units_draw_different_masks_on_each_stage_and_the_step_the_same_numbers(
         all_masks += [tuple(mask.tolist()) for mask in (*masks, *other_masks)]
     assert len(all_masks) == 3 * 2 * NUM_BLOCKS
     assert len(set(all_masks)) > len(all_masks) / 2  # 7 bits each: few coincide by chance
-
-
-def fit_and_listen() -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    try:
-        fit_chain(ParalPipelineStrategy(split="global", micro_batches=4), 2)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-    return [line for line in lines if line.startswith(("Pipeline", "ParalPipeline", "paral_pp"))]
-
-
-def test_waiting_time_is_printed_once(on_ranks) -> None:
-    lines, of_other = on_ranks(2, fit_and_listen)
-
-    (idle,) = [line for line in lines if "waited" in line]
-    assert "2 equally fast stages and 4 micro-batches, 20% are expected; 9 micro-batches would halve this" in idle
-    assert any(line.startswith("Pipeline: 2 + 2 units on 2 stages") for line in lines)
-    assert not of_other
 
 
 class Fails(Chain):

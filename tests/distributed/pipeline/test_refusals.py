@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor, init_device_m
 
 from lightning_paral import ConfigurationError, ParalPipelineStrategy
 from lightning_paral.model.user_hooks import trainer_of
-from tests.models.chain import WIDTH, Chain, fit_chain
+from tests.models.chain import Chain, fit_chain
 
 
 class EndsAtOnce(Chain):
@@ -101,54 +101,16 @@ def test_more_stages_than_units_are_refused(on_ranks, options: dict[str, Any]) -
     assert all(named in each for each in messages)
 
 
-class NormalizesFrozen(Chain):
-    """Has a BatchNorm that uses its running statistics, as in a frozen encoder."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH).requires_grad_(False).eval()
-        nn.init.uniform_(self.norm.running_mean)  # type: ignore[arg-type]
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(torch.tanh(self.first(x)))
-        for block in self.blocks:
-            x = block(x)
-        return self.out(x)
-
-
-class Unfreezes(NormalizesFrozen):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.norm.train(batch_idx == 2)
-
-
-def losses_of(make: Callable[[], Any], world_size: int, options: dict[str, Any]) -> list[float]:
-    strategy: Any = ParalPipelineStrategy(**options) if world_size > 1 else "auto"
-    trainer_options = {"num_sanity_val_steps": 0, "max_epochs": 2, "check_val_every_n_epoch": 2}
-    return list(fit_chain(strategy, world_size, module=make, num_batches=6, **trainer_options)[0].values())
-
-
-def test_frozen_batchnorm_trains_as_in_one_process(on_ranks) -> None:
-    expected = losses_of(NormalizesFrozen, 1, {})
-
-    for losses in on_ranks(2, losses_of, NormalizesFrozen, 2, {}):
-        assert losses == pytest.approx(expected, rel=1e-5)
-
-
-def refusal_later(make: Callable[[], Chain], options: dict[str, Any]) -> str:
+def refusal_later() -> str:
+    options = {"num_sanity_val_steps": 0, "max_epochs": 2, "check_val_every_n_epoch": 2}
     with pytest.raises(ConfigurationError) as error:
-        losses_of(make, 2, options)
+        fit_chain(ParalPipelineStrategy(), 2, module=Averages, num_batches=6, **options)
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "message"),
-    [
-        (Unfreezes, {}, "norm is a BatchNorm"),
-        (Averages, {}, "Averages.training_step changes the parameter target."),
-    ],
-)
-def test_what_shows_later_is_refused_then(on_ranks, make: Any, options: dict[str, Any], message: str) -> None:
-    assert all(message in each for each in on_ranks(2, refusal_later, make, options))
+def test_what_shows_later_is_refused_then(on_ranks) -> None:
+    message = "Averages.training_step changes the parameter target."
+    assert all(message in each for each in on_ranks(2, refusal_later))
 
 
 @pytest.mark.parametrize(

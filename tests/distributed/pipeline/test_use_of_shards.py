@@ -12,12 +12,10 @@ from lightning.pytorch.callbacks import BaseFinetuning, WeightAveraging
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_paral import ConfigurationError, ParalDDPStrategy, ParalPipelineStrategy, RankFailedError
+from lightning_paral import ConfigurationError, ParalDDPStrategy, ParalPipelineStrategy
 from lightning_paral.checkpoint.shards import FlatShard
-from lightning_paral.diagnostics.rank_pool import RankPool
-from tests.distributed.pipeline.test_ordinary_use import Fails
 from tests.distributed.pipeline.test_shards import TWO_BY_TWO, Sharded, assert_close, weights_of
-from tests.models.chain import FEATURES, NUM_BLOCKS, WIDTH, Chain, fit_chain, loader
+from tests.models.chain import FEATURES, NUM_BLOCKS, WIDTH, Chain, loader
 from tests.running import quiet_trainer
 
 # What a rank holds
@@ -68,18 +66,19 @@ class Held(Callback):
             self.after.append(live_bytes() - self.before)
 
 
-def held_by_a_rank() -> list[int]:
+def held_by_a_rank(num_ranks: int, options: dict[str, Any]) -> list[int]:
     held = Held()
-    trainer = quiet_trainer(devices=4, strategy=Sharded(**TWO_BY_TWO), max_steps=2, callbacks=[held])
+    trainer = quiet_trainer(devices=num_ranks, strategy=Sharded(**options), max_steps=2, callbacks=[held])
     trainer.fit(Wide(), loader(2), loader(1))
     return held.after
 
 
-def test_a_rank_holds_its_shard_of_its_stage(on_ranks) -> None:
+@pytest.mark.parametrize(("num_ranks", "options"), [(2, {}), (4, TWO_BY_TWO)])
+def test_a_rank_holds_its_stage_or_its_shard_of_it(on_ranks, num_ranks: int, options: dict[str, Any]) -> None:
     of_stage = (NUM_BLOCKS // 2 + 2) * SIZE * SIZE  # two blocks and the table
-    expected = 4 * of_stage // 2 * 4  # bytes: half of the weights, their gradients and two moments
+    expected = 4 * of_stage // (num_ranks // 2) * 4  # bytes: weights, their gradients and two moments
 
-    for after in on_ranks(4, held_by_a_rank):
+    for after in on_ranks(num_ranks, held_by_a_rank, num_ranks, options):
         assert after == [pytest.approx(expected, rel=0.1)]
 
 
@@ -170,30 +169,6 @@ def test_hooks_averages_and_readers_are_those_of_one_process(on_ranks, tmp_path:
 # Failures and refusals
 
 
-def fit_failing() -> str:
-    trainer = quiet_trainer(devices=4, strategy=Sharded(**TWO_BY_TWO), max_steps=3)
-    with pytest.raises((RuntimeError, RankFailedError)) as error:
-        trainer.fit(FailsOnOneRank(NUM_BLOCKS - 1), loader(3))
-    return f"{type(error.value).__name__}: {error.value}"
-
-
-class FailsOnOneRank(Fails):
-    def _fail(self, *args: Any) -> None:
-        if self.global_rank == 0:
-            super()._fail(*args)
-
-
-def test_failure_of_a_rank_ends_all() -> None:
-    pool = RankPool()
-    try:
-        messages = pool.run(4, fit_failing, timeout=60)
-    finally:
-        pool.close()
-
-    assert [each.partition(":")[0] for each in messages] == ["RuntimeError", *["RankFailedError"] * 3]
-    assert all("made to fail" in each for each in messages)
-
-
 class KeepsClones(Chain):
     """Keeps clones of weights in an attribute, which are DTensors on one stage and empty on the other."""
 
@@ -279,11 +254,3 @@ def test_impossible_shards_are_refused_on_all_ranks(on_ranks) -> None:
 def test_shard_must_be_positive() -> None:
     with pytest.raises(ConfigurationError, match="shard"):
         ParalPipelineStrategy(stages=2, shard=0)
-
-
-def test_one_rank_may_shard_over_itself() -> None:
-    losses, _, trainer = fit_chain(ParalPipelineStrategy(shard=True), 1)
-
-    assert isinstance(trainer.strategy, ParalPipelineStrategy)
-    assert trainer.strategy.dims.shard == 1
-    assert losses == fit_chain(ParalPipelineStrategy(), 1)[0]

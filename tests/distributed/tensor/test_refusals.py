@@ -80,25 +80,6 @@ def test_is_refused(on_ranks, world_size: int, module: Any, options: dict[str, A
         assert words in message
 
 
-class DropsInChain(SplitLayers):
-    """Uses dropout between a colwise and a rowwise layer only."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        return self.out(self.alone(nn.functional.dropout(torch.relu(self.twice(x)), 0.5, self.training)))
-
-
-def fit_with_dropout() -> list[float]:
-    losses, _, _ = fit_chain(ParalFSDPStrategy(tensor_parallel=2, plan=ALL), 2, module=DropsInChain)
-    return list(losses.values())
-
-
-def test_dropout_in_a_chain_is_no_difference(on_ranks) -> None:
-    first, second = on_ranks(2, fit_with_dropout)
-
-    assert first == second
-
-
 def warnings_on_two_nodes() -> list[str]:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         patch.setenv("LOCAL_RANK", "0")

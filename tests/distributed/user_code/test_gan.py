@@ -1,4 +1,4 @@
-"""Several optimizers: checkpoints for other strategies, values of one optimizer, and what is read too early."""
+"""Several optimizers: values of one optimizer, and what is read too early."""
 
 from pathlib import Path
 from typing import Any
@@ -8,64 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_paral import ParalDDPStrategy, ParalZeROStrategy
+from lightning_paral import ParalZeROStrategy
 from lightning_paral.engines.zero.training.gradients import GradientsNotReadyError
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.options import Offload
 from tests.compile_operators import skip_unless_compilable
 from tests.models.reading import read_values
-from tests.models.regression import regression_data
-from tests.models.several_optimizers import Fitted, Plain, Toggled, fit
-from tests.running import assert_same_fit, quiet_trainer
+from tests.models.several_optimizers import Plain, fit
 
 NOTHING_KEPT = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 
 
 def strategy_of(name: str) -> Any:
-    if name == "ddp, finding unused":
-        return ParalDDPStrategy(find_unused_parameters=True)
     return ParalZeROStrategy(stage=3, deepspeed_config=NOTHING_KEPT) if name == "zero3, nothing kept" else name
-
-
-# Checkpoints
-
-
-def save_halfway(strategy: str, path: str, num_ranks: int) -> None:
-    torch.manual_seed(3)
-    model = Toggled()
-    trainer = quiet_trainer(max_epochs=1, devices=num_ranks, strategy=strategy_of(strategy))
-    model.on_train_end = lambda: trainer.save_checkpoint(path)  # type: ignore[method-assign]
-    trainer.fit(model, regression_data(3, num_ranks))
-
-
-def resume(strategy: str, path: str, num_ranks: int) -> Fitted:
-    torch.manual_seed(5)
-    model = Toggled()
-    trainer = quiet_trainer(max_epochs=2, devices=num_ranks, strategy=strategy_of(strategy))
-    trainer.fit(model, regression_data(3, num_ranks), ckpt_path=path)
-    return model.losses, {name: weight.detach().clone() for name, weight in model.state_dict().items()}
-
-
-def train_on(strategy: str) -> Fitted:
-    torch.manual_seed(3)
-    model = Toggled()
-    quiet_trainer(max_epochs=2, devices=1, strategy=strategy).fit(model, regression_data(3, 1))
-    return model.losses[6:], {name: weight.detach().clone() for name, weight in model.state_dict().items()}
-
-
-@pytest.mark.parametrize(
-    ("saver", "loader", "num_ranks"),
-    [
-        ("paral_zero3", "paral_zero1", 1),
-        ("paral_zero2", "ddp, finding unused", 2),
-        ("paral_fsdp", "zero3, nothing kept", 2),
-        ("paral_zero1", "paral_fsdp", 2),
-    ],
-)
-def test_gan_resumes_under_another_strategy(on_ranks, tmp_path: Path, saver: str, loader: str, num_ranks: int) -> None:
-    on_ranks(2, save_halfway, saver, str(tmp_path / "x.ckpt"), 2)
-    ranks = on_ranks(num_ranks, resume, loader, str(tmp_path / "x.ckpt"), num_ranks)
-    assert_same_fit(ranks, train_on("auto"))
 
 
 # Values that hooks and steps read

@@ -1,15 +1,13 @@
-"""Precision of weights under FSDP, and layers that Lightning replaces."""
+"""Precision of weights under FSDP."""
 
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.plugins.layer_sync import LayerSync
-from torch import Tensor, nn
+from torch import nn
 
 from tests.models.blocks import Block, Tied
-from tests.models.tokens import LENGTH, Fitted, fit, token_loader
-from tests.running import quiet_trainer
+from tests.models.tokens import fit
 
 NUM_BATCHES = 4
 
@@ -39,44 +37,3 @@ def test_precision_of_weights_equals_one_process(on_ranks, make: Any, precision:
     _, expected = fit_on_rank(make, 1, options)
     for _, weights in on_ranks(2, fit_on_rank, make, 2, options | {"strategy": "paral_fsdp"}):
         torch.testing.assert_close(weights, expected, rtol=0.0, atol=tolerance)
-
-
-# Layers that Lightning replaces
-
-
-class Normalizes(Fitted):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(LENGTH)
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        return self.norm(batch[0].float()).square().mean()
-
-
-class Halves(LayerSync):
-    """Replaces a layer during the fit, like the synchronization of batch normalization."""
-
-    def apply(self, model: Any) -> Any:
-        model.before, model.norm = [model.norm], nn.LayerNorm(LENGTH)
-        return model
-
-    def revert(self, model: Any) -> Any:
-        (model.norm,) = model.before
-        return model
-
-
-class Synchronized(Normalizes):
-    def on_train_start(self) -> None:
-        assert isinstance(self.norm, nn.LayerNorm)
-
-
-def fit_with_layer_sync(strategy: str) -> list[str]:
-    torch.manual_seed(5)
-    model = Synchronized()
-    quiet_trainer(max_epochs=1, devices=2, strategy=strategy, plugins=[Halves()]).fit(model, token_loader(2, 2))
-    return [type(part).__name__ for part in model.children()]
-
-
-@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero2"])
-def test_layers_are_synchronized_during_the_fit_under_every_strategy(on_ranks, strategy: str) -> None:
-    assert on_ranks(2, fit_with_layer_sync, strategy) == [["BatchNorm1d"]] * 2

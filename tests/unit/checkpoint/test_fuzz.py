@@ -246,9 +246,34 @@ def call(name: str, args: bytes) -> bytes:
     return named(name) + b"(" + args + b"tR"
 
 
+def attributes(**values: str) -> bytes:
+    return b"}" + b"".join(text(key) + text(value) + b"s" for key, value in values.items())
+
+
 NUMBER = b"J" + struct.pack("<i", 2**31 - 1)
-DTYPE = b"X\x02\x00\x00\x00O8\x89\x88"
-STATE_OF_DTYPE = b"(K\x03" + text("|") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+SLOTS = b"N" + attributes(as_posix="evil", _raw_paths="evil") + b"\x86b"
+DTYPE = call("numpy.dtype", text("O8") + b"\x89\x88")
+PLAIN_STATE = b"(K\x03" + text("|") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+MEMBER = call("lightning.pytorch.trainer.states.TrainerFn", text("fit"))
+KIND = b"clightning.pytorch.trainer.states\nTrainerFn\n"
+FIELD = call("numpy.dtype", text("f8") + b"\x89\x88")
+FIELDS = b"(K\x03" + text("|") + b"N(" + text("a") + b"t}" + text("a") + FIELD + b"M\xa0\x0f\x86sK\x08K\x01K\x10tb"
+HOSTILE = {
+    "state of a class": b"cpathlib\nPosixPath\n" + SLOTS,
+    "state of a path": call("pathlib.PosixPath", text("x")) + SLOTS,
+    "state of a member": MEMBER + attributes(_value_="evil") + b"b",
+    "state of a member by a tensor's": call(
+        "torch._tensor._rebuild_from_type_v2", KIND + KIND + text("fit") + b"\x85" + attributes(_value_="evil")
+    ),
+    "class of an object": b"cargparse\nNamespace\n)\x81" + attributes(__class__="evil") + b"b",
+    "a new enumeration": call("lightning.pytorch.trainer.states.TrainerFn", text("A") + text("a b")),
+    "objects that are none": DTYPE + PLAIN_STATE,
+    "fields behind the end": call("numpy.dtype", text("V8") + b"\x89\x88") + FIELDS,
+    "the process's dtype": call("numpy.dtype", text("f4") + b"\x89\x89"),
+    "memory by size": call("builtins.bytearray", b"J\xff\xff\xff\x7f"),
+    "a function": call("builtins.getattr", b"cpathlib\nPosixPath\n" + text("touch")),
+}
+"""Pickles that would change the process if they were loaded as torch does."""
 PICKLES = [
     PROTO + b"}r\xff\xff\xff\xff.",
     b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x7f}.",
@@ -269,7 +294,7 @@ PICKLES = [
     PROTO + b"}" + text("a") + call("builtins.set", call("__builtin__.xrange", NUMBER)) + b"s.",
     PROTO + b"}" + text("a") + call("collections.Counter", call("__builtin__.xrange", NUMBER)) + b"s.",
     PROTO + b"}" + text("a") + call("torch.Size", call("__builtin__.xrange", NUMBER)) + b"s.",
-    PROTO + b"}" + text("a") + call("numpy.dtype", DTYPE) + STATE_OF_DTYPE + b"s.",
+    PROTO + b"}" + text("a") + DTYPE + PLAIN_STATE + b"s.",
     PROTO + b"}" + text("a") + call("torch.distributed.device_mesh.DeviceMesh", text("cpu") + b"(K\x00K\x01t") + b"s.",
     PROTO + b"}" + text("a") + call("os.system", text("touch ../ran")) + b"s.",
     PROTO + b"}" + text("a") + call("builtins.eval", text("1")) + b"s.",
@@ -277,6 +302,7 @@ PICKLES = [
     + b"}("
     + b"".join(b"\x8a\x0a" + (k * (2**61 - 1)).to_bytes(10, "little") + b"N" for k in range(20_000))
     + b"u.",
+    *(PROTO + hostile + b"." for hostile in HOSTILE.values()),
 ]
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 
 import lightning_paral.compat
+from lightning_paral.compat import checks
 from lightning_paral.compat.private_name import TESTED, PrivateName, entries, is_named_by
 from lightning_paral.engines.zero.runtime.deepspeed import choose_accelerator, quiet_deepspeed
 from lightning_paral.errors import PrivateNameError
@@ -89,6 +91,15 @@ def entry(name: str, parameters: tuple[str, ...] | None = None) -> PrivateName:
 def test_missing_name_and_changed_parameters_raise(wrong: PrivateName, message: str) -> None:
     with pytest.raises(PrivateNameError, match=message):
         wrong.resolve()
+
+
+@pytest.mark.parametrize("strategy", ["paral_dp", "paral_ddp", "paral_fsdp", "paral_zero2"])
+def test_missing_name_raises_before_training(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks.check_names.cache_clear()
+    monkeypatch.setattr(checks, "_entries", lambda library: (entry("torch.nn.Module._gone"),))
+
+    with pytest.raises(PrivateNameError, match=r"torch\.nn\.Module\._gone to show this"):
+        Trainer(strategy=strategy, devices=1, accelerator="cpu", logger=False, barebones=True)
 
 
 def test_wrappers_that_take_any_argument_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:

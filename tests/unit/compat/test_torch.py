@@ -8,21 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Linear, Parameter
 
-from lightning_paral.compat import checks
 from lightning_paral.compat.torch import autograd, dtensor, modules, tensors
 from lightning_paral.compat.torch.optimizers import UnscalingGradScaler
-from lightning_paral.errors import PrivateNameError
-from tests.unit.compat.renaming import rename
 
 
 @contextmanager
@@ -131,15 +125,6 @@ def test_scaler_unscales_and_steps_through_a_replaced_method() -> None:
         scaler.update()
 
         assert parameter.item() == value, "step() unscales in another way: ranks would skip different steps"
-
-
-@pytest.mark.parametrize("strategy", ["paral_dp", "paral_ddp", "paral_fsdp", "paral_zero2"])
-def test_renamed_attribute_raises_before_training(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    checks.check_names.cache_clear()
-    rename(FSDPParam, "_sharded_param_data", monkeypatch)
-
-    with pytest.raises(PrivateNameError, match=r"FSDPParam\._sharded_param_data to make FSDP2 gather .* torch 2\.11"):
-        Trainer(strategy=strategy, devices=1, accelerator="cpu", logger=False, barebones=True)
 
 
 def test_meshes_of_earlier_groups_are_removed() -> None:

@@ -140,10 +140,8 @@ def test_only_sizes_differ_from_deepspeeds_defaults_except_on_gloo(
     assert {key for key in ours if ours[key] != theirs[key]} == others
 
 
-def test_lbfgs_and_objects_that_are_not_optimizers_are_refused() -> None:
+def test_objects_that_are_not_optimizers_are_refused() -> None:
     module = Regression()
-    with pytest.raises(ConfigurationError, match="LBFGS"):
-        check_optimizers([torch.optim.LBFGS(module.parameters())], module)
     with pytest.raises(ConfigurationError, match="returned object, which is not"):
         check_optimizers([object()], module)
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 from lightning_paral.engines.tensor.plan import TensorPlan
 from lightning_paral.engines.tensor.planner.following import observe
 from lightning_paral.engines.tensor.planner.make import make_plan
-from lightning_paral.engines.tensor.planner.observations import Chain, Observations
+from lightning_paral.engines.tensor.planner.observations import Observations
 from lightning_paral.planning.fake import StepSettings
 
 
@@ -71,10 +71,6 @@ TOKENS = torch.zeros(2, 6, dtype=torch.long)
 
 def observed(module: LightningModule, batch: Any = INPUTS, **options: Any) -> Observations:
     return observe(module, batch, StepSettings(), **options)
-
-
-def as_text(chain: Chain) -> tuple[str, str]:
-    return " ".join(chain.opening), " ".join(chain.closing)
 
 
 def planned(module: LightningModule, batch: Any = TOKENS, num_ranks: int = 2, plan: Any = "auto") -> TensorPlan:
