@@ -11,12 +11,11 @@ from torch import Tensor, TypedStorage, UntypedStorage
 from torch.nn import Module
 
 from lightning_paral.checkpoint.tree import is_state_key
-from lightning_paral.errors import CheckpointError
 from lightning_paral.model.engine_attributes import describes_shards
 
 
-def check_saved_modules(checkpoint: Mapping[str, Any], module: Module) -> None:
-    """Check that no entry refers to a part of `module` that has parameters, or hooks of ZeRO stage 3.
+def fault_of_entries(checkpoint: Mapping[str, Any], module: Module) -> str:
+    """Return which entry refers to a part of `module` that has parameters, or hooks of ZeRO stage 3; "" if none does.
 
     `self.save_hyperparameters()` records networks that are arguments of the LightningModule, and `on_save_checkpoint`
     may add any module, or objects that refer to one. Losses and metrics without parameters may be saved.
@@ -24,9 +23,6 @@ def check_saved_modules(checkpoint: Mapping[str, Any], module: Module) -> None:
     Args:
         checkpoint: the checkpoint in Lightning's format.
         module: the LightningModule, whose parameters an engine has sharded.
-
-    Raises:
-        CheckpointError: an entry refers to such a part. The message names both.
     """
     own = {id(parameter) for parameter in module.parameters()}
     for key, value in checkpoint.items():
@@ -41,11 +37,12 @@ def check_saved_modules(checkpoint: Mapping[str, Any], module: Module) -> None:
                     continue
                 where = f"The hyper-parameter {name!r}" if in_hparams else f"The entry {name!r} of the checkpoint"
                 remedy = f"Call self.save_hyperparameters(ignore=[{name!r}])" if in_hparams else "Leave it out"
-                raise CheckpointError(f"{where} refers to {type(part).__name__}, {fault}. {remedy}, or use {other}.")
+                return f"{where} refers to {type(part).__name__}, {fault}. {remedy}, or use {other}."
+    return ""
 
 
 def _modules_in(entry: Any) -> list[Module]:
-    """Return the outermost modules to which `entry` refers."""
+    """Return the modules to which `entry` refers, also inside other objects."""
     finder = _Finder(io.BytesIO(), protocol=4)
     finder.found = []
     with suppress(Exception):  # an entry that cannot be pickled is an error of the save
@@ -60,7 +57,6 @@ class _Finder(pickle.Pickler):
         return id(obj) if isinstance(obj, Tensor | numpy.ndarray | UntypedStorage | TypedStorage) else None
 
     def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, Module):
-            return NotImplemented
-        self.found.append(obj)
-        return type(None), ()
+        if isinstance(obj, Module):
+            self.found.append(obj)
+        return NotImplemented

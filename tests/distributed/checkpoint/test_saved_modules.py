@@ -1,5 +1,6 @@
 """Losses and metrics in a checkpoint are saved as in one process; networks too, or refused by name."""
 
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from lightning_paral import (
     ParalZeROStrategy,
 )
 from lightning_paral.checkpoint.load_from_checkpoint import read_folder
+from lightning_paral.checkpoint.state.saved_modules import fault_of_entries
 from tests.models.chain import WIDTH, Chain, fit_chain
 
 SHARDING: dict[str, Any] = {
@@ -84,3 +86,11 @@ def test_networks_are_refused_by_name(on_ranks, tmp_path: Path, label: str) -> N
         assert f"The hyper-parameter {refused!r} refers to " in message
         assert f"self.save_hyperparameters(ignore=[{refused!r}]), or use {other}." in message
     assert not (tmp_path / "x.ckpt").exists()
+
+
+def test_references_inside_other_objects_are_found() -> None:
+    module, metric = Chain(), MeanMetric()
+    assert not fault_of_entries({"metric": metric, "loss": [nn.MSELoss()], "state_dict": module.state_dict()}, module)
+    metric.owner = Namespace(module=module)
+    fault = fault_of_entries({"kept": {"metric": metric}}, module)
+    assert fault.startswith("The entry 'kept' of the checkpoint refers to Chain, whose parameters")
