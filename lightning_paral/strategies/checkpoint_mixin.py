@@ -16,7 +16,7 @@ from lightning_paral.checkpoint.async_save import BackgroundSaver
 from lightning_paral.checkpoint.io.storage import remove_at
 from lightning_paral.checkpoint.io.urls import without_scheme
 from lightning_paral.checkpoint.shards import is_sharded
-from lightning_paral.checkpoint.state.saved_modules import fault_of_entries
+from lightning_paral.checkpoint.state.saved_modules import without_engines
 from lightning_paral.checkpoint.state.weights import (
     PACKAGE_STATE_KEY,
     load_weights,
@@ -180,22 +180,7 @@ class CheckpointSaving(FullTensorReaders, StrategyDescription):
             added["random_states"] *= self.dims.num_ranks
         checkpoint[PACKAGE_STATE_KEY] = added
         if self._default_form == "sharded":
-            fault = ranks.gather(fault_of_entries(checkpoint, self.lightning_module))[0]
-            if fault:
-                raise CheckpointError(fault)
-
-    def on_train_start(self) -> None:
-        """Refuse hyper-parameters that no checkpoint of this fit could contain.
-
-        Raises:
-            CheckpointError: a hyper-parameter is a part of the module that is sharded.
-        """
-        super().on_train_start()
-        module = self.lightning_module
-        if module is not None and self._default_form == "sharded" and module.trainer.checkpoint_callbacks:
-            fault = fault_of_entries({"hyper_parameters": module.hparams}, module)
-            if fault:
-                raise CheckpointError(fault)
+            without_engines(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, after the background save if one is running; keep any other folder, with a warning.
