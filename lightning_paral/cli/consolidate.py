@@ -1,5 +1,8 @@
 """`paral consolidate`: convert any checkpoint to one Lightning file, to safetensors, or to a Hugging Face folder."""
 
+import sys
+from contextlib import redirect_stdout
+
 import torch
 
 from lightning_paral.checkpoint.convert import convert
@@ -26,5 +29,6 @@ def consolidate(arguments: list[str]) -> None:
     given = vars(parser.parse_args(arguments))
     given["dtype"] = _DTYPES.get(given["dtype"])
     given["max_shard_bytes"] = parse_bytes(given.pop("max_shard_size"), "--max-shard-size")
-    for path in convert(**given):
-        print(path)
+    with redirect_stdout(sys.stderr):  # transformers may import deepspeed, which prints to stdout
+        written = convert(**given)
+    print(*written, sep="\n")

@@ -22,7 +22,7 @@ from lightning_paral.checkpoint.io.urls import without_scheme
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
-from lightning_paral.checkpoint.state.saved_modules import check_saved_modules
+from lightning_paral.checkpoint.state.saved_modules import without_engines
 from lightning_paral.checkpoint.state.weights import (
     PACKAGE_STATE_KEY,
     load_weights,
@@ -284,19 +284,7 @@ class CheckpointMixin(ParallelStrategy):
             added["random_states"] *= self.dims.num_ranks
         checkpoint[PACKAGE_STATE_KEY] = added
         if self._default_form == "sharded":
-            module = self.lightning_module
-            ranks.run_on_rank_0("Saving", lambda: check_saved_modules(checkpoint, module))
-
-    def on_train_start(self) -> None:
-        """Refuse hyper-parameters that no checkpoint of this fit could contain.
-
-        Raises:
-            CheckpointError: a hyper-parameter is a part of the module that is sharded.
-        """
-        super().on_train_start()
-        module = self.lightning_module
-        if module is not None and self._default_form == "sharded" and module.trainer.checkpoint_callbacks:
-            check_saved_modules({"hyper_parameters": module.hparams}, module)
+            without_engines(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, after the background save if one is running; keep any other folder, with a warning.
