@@ -2,10 +2,10 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain, count, islice, repeat
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
 
 from lightning_paral.compat.private_name import is_named_by
 from lightning_paral.compat.torch.loaders import copy_without_workers, set_worker_info
-from lightning_paral.data.loaders import Collate, Loader, Marked, with_iteration
+from lightning_paral.data.loaders import Batches, Collate, Loader, Marked, with_iteration
 from lightning_paral.data.sampler import MAYBE_PADDED, PADDING, BatchSource, OrderRNG, Seed, ShardSpec
 from lightning_paral.distributed.exchange import any_rank, every_rank, gather_ints
 from lightning_paral.distributed.rng_state import derive_seed
@@ -130,7 +130,11 @@ class ShardedIterable(BatchSource, IterableDataset[Any]):
         return int(position["samples"]) // self.global_batch_size
 
     def start_over(self) -> None:
-        """Let a dataset that has a state of its own begin where it began in this process, whatever was read ahead."""
+        """Make the next iteration the first one of the epoch, whatever was read ahead.
+
+        A dataset that has a state of its own then begins where it began in this process.
+        """
+        self._num_iterations = 0
         if self._at_start is not None:
             self.dataset.load_state_dict(copy.deepcopy(self._at_start))
 
@@ -298,13 +302,11 @@ def synchronize_self_sharded(loader: Loader, shard: ShardSpec, group: dist.Proce
     length = sized_len(loader)
     lengths = gather_ints(-1 if length is None else length, group)
     num_batches = min(lengths) if shard.remainder == "drop" or min(lengths) < 0 else max(lengths)
-    in_step = partial(_in_lockstep, restart=partial(iter, loader), remainder=shard.remainder, group=group)
+    in_step = partial(_in_lockstep, remainder=shard.remainder, group=group)
     return with_iteration(loader, in_step, num_batches if num_batches >= 0 else None)
 
 
-def _in_lockstep(
-    batches: Iterator[Any], restart: Callable[[], Iterator[Any]], remainder: str, group: dist.ProcessGroup | None
-) -> Iterator[Any]:
+def _in_lockstep(batches: Iterator[Any], remainder: str, group: dist.ProcessGroup | None) -> Iterator[Any]:
     """Yield the same number of batches on every rank. *Collective* over `group`, once per batch.
 
     With `remainder="drop"`, all ranks stop when the first one runs out of batches. Otherwise they stop when the last
@@ -318,7 +320,7 @@ def _in_lockstep(
         if not agree(first_pass, group):
             return
         if batch is _END and remainder == "wrap":
-            batches = restart()
+            cast(Batches, batches).start_over()
             batch = next(batches, None)
         if remainder == "pad":
             last, batch = (last, Marked(last, PADDING)) if batch is _END else (batch, Marked(batch, MAYBE_PADDED))

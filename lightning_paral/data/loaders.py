@@ -108,6 +108,20 @@ def with_iteration(
     return changed
 
 
+class Batches(Iterator[Any]):
+    """The batches of a loader, which can start over, in workers that have the same settings."""
+
+    def __init__(self, make: Callable[[], Iterator[Any]]) -> None:
+        self._make, self._batches = make, make()
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def start_over(self) -> None:
+        """Continue with the first batch."""
+        self._batches = self._make()
+
+
 @cache
 def _iterated(users: Any) -> Any:
     """Return a subclass of the user's class, with the same name, that iterates as `with_iteration` says."""
@@ -116,7 +130,7 @@ def _iterated(users: Any) -> Any:
         paral_users = users
 
         def __iter__(self) -> Iterator[Any]:
-            batches: Iterator[Any] = super().__iter__()
+            batches: Iterator[Any] = Batches(super().__iter__)
             for iterate in self.paral_iterations:
                 batches = iterate(batches)
             return batches

@@ -71,7 +71,8 @@ def gather_over_data_ranks(dims: ParallelDims, undo: ExitStack) -> None:
         lists = {name: state for name, state in metric.metric_state.items() if isinstance(state, list)}
         by_rank = []
         if lists:
-            on_host = apply_to_collection(lists, Tensor, lambda tensor: tensor.detach().cpu())
+            # Cloned, because pickling a view, such as a row of a batch, would send all of its storage.
+            on_host = apply_to_collection(lists, Tensor, lambda tensor: tensor.detach().cpu().clone())
             device = torch.device("cpu") if metric.compute_on_cpu else metric.device
             by_rank = [move_data_to_device(theirs, device) for theirs in gather_objects(on_host, group)]
             by_rank[dist.get_rank(group)] = lists  # which may be part of a graph

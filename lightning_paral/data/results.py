@@ -439,6 +439,7 @@ class TrainingResults(SharedResults):
 
         def join_and_end_epoch() -> None:
             self._step.close()
+            self.mark = EVEN  # also if `on_train_batch_start` ended the epoch by returning -1
             self._metrics = None
             history.where = f"the hooks at the end of epoch {trainer.current_epoch}"
             self.join(trainer.lightning_module)

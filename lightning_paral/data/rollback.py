@@ -64,7 +64,7 @@ def _restorer(value: Any) -> Callable[[], None]:
     if isinstance(value, Parameter | WithoutMemory):
         return _do_nothing  # engines keep lists of parameters, which they unshard and free
     if isinstance(value, Tensor):
-        return partial(_copy_changed, value.detach(), value.detach().clone())
+        return partial(_copy_changed, value, value.detach().clone())
     if not isinstance(value, dict | list | deque | tuple | set):
         return _do_nothing
     items = copy.copy(value)
@@ -84,7 +84,7 @@ def _restorer(value: Any) -> Callable[[], None]:
 
 def _copy_changed(value: Tensor, before: Tensor) -> None:
     # Of a DTensor this rank's part: comparing the whole is a collective, which other ranks may not join.
-    ours, kept = local_part(value), local_part(before)
+    ours, kept = local_part(value.detach()), local_part(before)
     if not torch.equal(ours, kept):
         ours.copy_(kept)
 

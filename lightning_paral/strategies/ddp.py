@@ -1,7 +1,7 @@
 """Distributed data parallel: a replica on each rank; a choice of all-reduce algorithms averages the gradients."""
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -100,7 +100,8 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Accumulate gradients on each rank in backward passes inside this context."""
-        with self._engine.accumulating(super().block_backward_sync()):
+        blocked = super().block_backward_sync()
+        with blocked if self._ddp is None else self._ddp.accumulating(blocked):
             yield
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -122,7 +123,8 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         Raises:
             UnusedParametersError: some parameters did not contribute to the loss of the previous step.
         """
-        return self._engine.training_step(super().training_step, args, kwargs)
+        assert self._ddp is not None
+        return self._ddp.training_step(super().training_step, args, kwargs)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward pass, in which gradients are averaged. *Collective* over the world.
@@ -130,7 +132,8 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         Raises:
             ConfigurationError: parameters were unfrozen inside the step, which is too late.
         """
-        self._engine.before_backward(closure_loss)
+        if self._ddp is not None:  # otherwise a test or validation step calls `manual_backward`
+            self._ddp.before_backward(closure_loss)
         return super().backward(closure_loss, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
@@ -140,7 +143,7 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
             ConfigurationError: gradients were computed by `loss.backward()`, which does not average them.
         """
         closure = averaged_closure(optimizer, closure, self.reduce)
-        with self._engine.optimizer_step(optimizer):
+        with nullcontext() if self._ddp is None else self._ddp.optimizer_step(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def on_validation_start(self) -> None:
@@ -148,11 +151,6 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         super().on_validation_start()
         if self._ddp is not None:
             self._ddp.before_validation()
-
-    @property
-    def _engine(self) -> DDPRun:
-        assert self._ddp is not None
-        return self._ddp
 
     # Sampler injection: `ParalStrategy`.
 

@@ -68,23 +68,27 @@ def test_stream_continues_by_its_own_state_at_any_number_of_ranks(on_ranks, tmp_
 
 
 def around_the_end(hook: str, path: str) -> Any:
-    def fitted(**options: Any) -> list[int]:
+    def fitted(**options: Any) -> list[float]:
+        torch.manual_seed(1)
         loader = DataLoader(Continuing(7), 2)
-        return [int(each) for each in flat(fit(loader, DataLoader([torch.zeros(1)]), max_epochs=2, **options).trained)]
+        return flat(fit(loader, DataLoader([torch.zeros(1)]), max_epochs=2, **options).trained)
 
     def save(trainer: Any, module: Any) -> None:
         if not trainer.current_epoch and not trainer.sanity_checking:
             trainer.save_checkpoint(path)
 
-    return fitted(callbacks=[LambdaCallback(**{hook: save})]), fitted(ckpt_path=path)
+    whole = fitted(callbacks=[LambdaCallback(**{hook: save})])
+    resumed = fitted(ckpt_path=path, callbacks=[SaveAt(6, f"{path}-again")])
+    return whole, resumed, fitted(ckpt_path=f"{path}-again")
 
 
 @pytest.mark.parametrize("hook", ["on_validation_end", "on_train_epoch_end"])
 def test_nothing_that_was_read_ahead_is_lost_at_the_end_of_an_epoch(on_ranks, tmp_path, hook: str) -> None:
-    ((whole, resumed),) = on_ranks(1, around_the_end, hook, str(tmp_path / "end.ckpt"))
+    ((whole, resumed, again),) = on_ranks(1, around_the_end, hook, str(tmp_path / "end.ckpt"))
 
-    assert whole == [*range(1, 8)] * 2
+    assert [int(each) for each in whole] == [*range(1, 8)] * 2
     assert resumed == whole[7:]
+    assert again == whole[11:]  # from the middle of the epoch with which the first resumed fit began
 
 
 class Own(DataLoader[float]):

@@ -154,6 +154,26 @@ def test_group_of_another_size_is_refused(on_ranks) -> None:
         assert f"rank {rank} of 4" in message
 
 
+class DerivesInTest(Features):
+    """Takes the derivative by its inputs in a test step, as adversarial evaluation does."""
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        with torch.enable_grad():
+            inputs = batch.clone().requires_grad_()
+            self.manual_backward(self.last(self.first(inputs)).sum())
+        self.log("gradient", inputs.grad.norm())
+
+
+def derive_in_test(strategy: str, devices: int) -> float:
+    torch.manual_seed(0)
+    trainer = quiet_trainer(strategy=strategy, devices=devices, inference_mode=False)
+    return trainer.test(DerivesInTest(), rows(), verbose=False)[0]["gradient"]
+
+
+def test_manual_backward_outside_a_fit_takes_a_derivative(on_ranks) -> None:
+    assert on_ranks(2, derive_in_test, "paral_ddp", 2) == [pytest.approx(derive_in_test("auto", 1))] * 2
+
+
 def fail_on_rank_one() -> None:
     if dist.get_rank() == 1:
         raise ValueError("the reason")

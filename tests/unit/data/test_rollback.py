@@ -29,6 +29,7 @@ class Stateful(nn.Module):
         self.seen: set[int] = set()
         self.pair = ([], 0)
         self.average = torch.zeros(4)
+        self.replaced = torch.zeros(4)
         self.best = None
 
     def step(self, x: torch.Tensor) -> None:
@@ -42,6 +43,7 @@ class Stateful(nn.Module):
         self.seen.add(int(x.sum() * 1000))
         self.pair[0].append(1)
         self.average += x.mean(dim=0)
+        self.replaced.data = 0.9 * self.replaced.data + x.mean(dim=0)
         self.best = x.max()
         self.new = len(self.outputs)
 
