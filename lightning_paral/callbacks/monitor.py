@@ -123,8 +123,9 @@ class ParalMonitor(Callback):
         self._begin_step_again()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Restore the progress bar."""
+        """Restore the progress bar, and forget the plan of this fit."""
         self._undo.close()
+        self._planned = self.planned_bytes
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Restore the progress bar, because `teardown` is not called after an exception."""

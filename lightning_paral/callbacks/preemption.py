@@ -121,7 +121,7 @@ class Preemption(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check about once per second from now on whether to stop."""
         self._take_signals(trainer)
-        self._began = time.monotonic()
+        self._last_ask = time.monotonic(), 0
         ask_soon = stop_between_batches(trainer, partial(self._ask, trainer), partial(self._save, trainer), self._undo)
         if trainer.world_size == 1:
             self._ask_soon = ask_soon
@@ -181,8 +181,12 @@ class Preemption(Callback):
     def _ask(self, trainer: Trainer, num_batches: int) -> int:
         """Return 0 if any rank has a reason to stop, otherwise after how many batches to ask again. *Collective*."""
         cause = self._signum or (_DEADLINE if self._deadline is not None and time.time() >= self._deadline else 0)
-        own = [cause, int(1e6 * (time.monotonic() - self._began)) // num_batches]
-        rows = [own] if trainer.world_size == 1 else gather_int_lists(own)
+        if trainer.world_size == 1:
+            self._cause = cause
+            return int(not cause)
+        now, (began, num_before) = time.monotonic(), self._last_ask
+        self._last_ask = now, num_batches
+        rows = gather_int_lists([cause, int(1e6 * (now - began)) // (num_batches - num_before)])
         self._cause = next((cause for cause, _ in rows if cause), 0)
         per_second = int(1e6) // max(1, *(micros for _, micros in rows))
         return 0 if self._cause else max(1, min(per_second, _MOST_BATCHES))

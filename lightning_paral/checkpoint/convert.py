@@ -72,7 +72,8 @@ def convert(
         raise ConfigurationError(fault)
 
     def read(path: str | Path) -> tuple[dict[str, Any], Manifest | None]:
-        if target.resolve().is_relative_to(Path(path).resolve()):
+        is_same = target.exists() and Path(path).exists() and target.samefile(path)
+        if is_same or target.resolve().is_relative_to(Path(path).resolve()):
             raise ConfigurationError(
                 f"{target} is the checkpoint {path}, or inside it, and this must not be modified. Write elsewhere."
             )

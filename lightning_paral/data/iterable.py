@@ -130,11 +130,7 @@ class ShardedIterable(BatchSource, IterableDataset[Any]):
         return int(position["samples"]) // self.global_batch_size
 
     def start_over(self) -> None:
-        """Make the next iteration the first one of the epoch, whatever was read ahead.
-
-        A dataset that has a state of its own then begins where it began in this process.
-        """
-        self._num_iterations = 0
+        """Let a dataset that has a state of its own begin where it began in this process, whatever was read ahead."""
         if self._at_start is not None:
             self.dataset.load_state_dict(copy.deepcopy(self._at_start))
 

@@ -82,17 +82,18 @@ class DataPosition:
         inside_epoch = state["epoch"] == epoch and num_steps > 0 and len(state["loaders"]) == len(self.sources)
         is_last = fit_loop.epoch_loop.batch_progress.is_last_batch
         has_loaded = self._load_own_states(state.get("own_states", []), 0 if is_last else num_steps)
-        streams = [each for each in self.sources if isinstance(each, ShardedIterable)]
+        streams = [each for each in self.sources if isinstance(each, ShardedIterable) and each.keeps_states]
         for stream in streams:
             stream.start_over()
         if self.sources:  # otherwise the user's own loaders decide where they start
             if inside_epoch:
                 self._move(state["loaders"], epoch, num_steps)
             else:
+                for source in self.sources:  # what was read ahead may have been of the first epoch
+                    source.set_epoch(epoch)
                 restore()
-        reads_own_state = has_loaded or any(stream.keeps_states for stream in streams)
         # At the end of an epoch, reading what has a state of its own ahead would lose batches of the next one.
-        is_at_end = is_last and num_steps > 0 and not state.get("is_counted", True) and reads_own_state
+        is_at_end = is_last and num_steps > 0 and not state.get("is_counted", True) and (has_loaded or bool(streams))
         if (self.sources or has_loaded) and not is_at_end:
             # The current iterator starts at the first batch, and its workers may already have loaded some batches.
             restart_training_data(self._trainer)

@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -206,9 +207,13 @@ def operator_fact(operator: str) -> Fact:
     builder = builders.CPUAdamBuilder() if operator == "cpu_adam" else builders.AsyncIOBuilder()
     if (operator_folder(builder) / f"{builder.name}.so").is_file():
         return Fact(name=operator, found="compiled")
-    if shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable)):
+    advice = ""
+    if not os.path.isfile(os.path.join(sysconfig.get_path("include"), "Python.h")):
+        advice = "Python has no headers: apt-get install python3-dev"
+    elif not (shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable))):
+        advice = "There is no ninja: pip install ninja"
+    if not advice:
         return Fact(name=operator, found="compiled at first use, which takes minutes")
-    advice = "There is no ninja: pip install ninja"
     return Fact(name=operator, found="cannot be compiled", state="warning", advice=advice, stops=stops)
 
 

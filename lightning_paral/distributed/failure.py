@@ -280,10 +280,15 @@ class FailureWatch:
 
     # Called by the main thread
 
-    def report(self, error: BaseException, where: str) -> BaseException:
+    def report(self, error: BaseException, where: str, *, is_agreed: bool = False) -> BaseException:
         """Tell the other ranks that `error` ended the run on this one, unless another rank failed before.
 
         Call this while `error` is being handled.
+
+        Args:
+            error: the error.
+            where: the part of the run.
+            is_agreed: whether all ranks exit with the same status, so that `sys.exit(0)` is no mistake.
 
         Returns:
             BaseException: the error to raise: `error`, or a `RankFailedError` if it is a consequence of the failure of
@@ -300,7 +305,7 @@ class FailureWatch:
                 raised = self._found.with_traceback(error.__traceback__)
             tell_torchrun(raised)
         remember_first(raised, self.first)
-        if not isinstance(raised, Exception):
+        if not isinstance(raised, Exception) and not is_agreed:
             told = describe_exit(raised, self.rank, where)
             if self.first.is_own:
                 self.first.print_own(lambda: sys.stderr.write(told))

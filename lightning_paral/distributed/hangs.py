@@ -98,7 +98,7 @@ class Hangs:
         self._watcher, self._rank, self._world_size = watcher, watcher.rank, watcher.world_size
         self._timeout = f"timeout={timeout}, set by `{option}`"
         self._left_at: Place | None = None
-        self._has_timed_out = False
+        self._has_broken = False
         self._lock = threading.Lock()
         self._round, self._answered_at = 0, 0.0
         """The last request that this rank has answered, and when."""
@@ -149,11 +149,13 @@ class Hangs:
         return type(None), ()
 
     def poll(self, store: Any) -> None:
-        """Answer a request, and ask after a timeout in NCCL, of which no exception reaches Python."""
-        if not self._has_timed_out and self._left_at is None and "TIMEOUT" in nccl_errors():
-            self._has_timed_out = True
+        """Answer a request, and ask after an error in NCCL, of which no exception reaches Python."""
+        found = [] if self._has_broken or self._left_at is not None else nccl_errors()
+        if found:
+            self._has_broken = True
             late = f"A collective of rank {self._rank} did not finish within {self._timeout}."
-            self.where_all_are(f"{late} NCCL ends this process soon.")
+            why = late if "TIMEOUT" in found else f"NCCL reports {found[0]} in a collective of rank {self._rank}."
+            self.where_all_are(f"{why} NCCL ends this process soon.")
         self._answer(int(store.add("stacks/asked", 0)))
 
     def _answer(self, asked: int) -> None:
@@ -192,10 +194,13 @@ def summarize(places: Mapping[int, Place], world_size: int, if_all_wait: str = "
 
 
 def _stacks() -> str:
-    with tempfile.TemporaryFile("w+") as file:  # then logged in one piece: ranks write at the same time
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        return file.read().rstrip()
+    try:
+        with tempfile.TemporaryFile("w+") as file:  # then logged in one piece: ranks write at the same time
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            return file.read().rstrip()
+    except OSError as error:
+        return f"not written: {error}"
 
 
 # Where a thread is: in which line of the user's code, and in which call of a library below it

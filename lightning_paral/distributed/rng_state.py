@@ -143,7 +143,7 @@ def restore_states(states: list[dict[str, Any]], ranks: RankGroup, devices: Sequ
         ranks: the ranks of this run.
         devices: the devices of this rank. A device without a saved state, as after a run on CPU, keeps its current one.
     """
-    if len(states) != ranks.world_size:
+    if len(states) != ranks.world_size or not {"torch", "numpy", "python"} <= states[ranks.rank].keys():
         held = f"random states for a different number of ranks ({len(states)})" if states else "no random states"
         rank_zero_info(
             f"The checkpoint has {held}, so they are not restored: dropout masks and other random numbers differ from "

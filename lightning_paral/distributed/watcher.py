@@ -152,7 +152,9 @@ class RankWatcher:
         self._ended.set()
         self.wake()
         if self._calls:
-            signal.set_wakeup_fd(self._heard_before)
+            set_last = signal.set_wakeup_fd(self._heard_before)
+            if set_last != self._write_end.fileno():
+                signal.set_wakeup_fd(set_last)  # by somebody else, meanwhile
             self._calls = {}
         for thread in self._threads:
             thread.join(timeout=1.0)
@@ -170,7 +172,7 @@ class RankWatcher:
             self._read_end.settimeout(seconds)
             with suppress(TimeoutError):
                 for signum in self._read_end.recv(64):
-                    self._calls.get(signum, bool)()
+                    self._hear(signum)
             for topic in self._topics:
                 try:
                     topic.poll(self.store)
@@ -181,6 +183,15 @@ class RankWatcher:
                     self.remove(topic)
             self._num_polls += 1
             seconds = min(2 * seconds, self._poll_seconds)
+
+    def _hear(self, signum: int) -> None:
+        if signum and self._heard_before != -1:  # such as that of an event loop of asyncio
+            with suppress(OSError):
+                os.write(self._heard_before, bytes([signum]))
+        try:
+            self._calls.get(signum, bool)()
+        except Exception:
+            log.exception("What signal %d calls failed", signum)
 
     def _guard(self) -> None:
         seen, silent = 0, 0

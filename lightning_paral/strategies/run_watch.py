@@ -211,7 +211,8 @@ class RunWatch:
                 self._hangs.leave(error)
                 if timed_out:
                     error.add_note(self._hangs.where_all_are(f"A collective of rank {self.global_rank} timed out."))
-            reported = self._failures.report(error, describe_position(trainer, error))
+            is_agreed = isinstance(error, SystemExit) and agreed_status() is not None
+            reported = self._failures.report(error, describe_position(trainer, error), is_agreed=is_agreed)
         self._step = str(trainer.global_step) if reported is error else ""
         if self._undo_guard is None:
             self._undo_guard = ExitStack()

@@ -157,6 +157,10 @@ def test_group_of_another_size_is_refused(on_ranks) -> None:
 class DerivesInTest(Features):
     """Takes the derivative by its inputs in a test step, as adversarial evaluation does."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
         with torch.enable_grad():
             inputs = batch.clone().requires_grad_()

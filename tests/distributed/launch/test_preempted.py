@@ -98,12 +98,13 @@ def test_sigterm_under_slurm_saves_and_does_not_requeue(under_slurm, tmp_path: P
     assert not (tmp_path / "scontrol-calls").exists()
 
 
-def test_sigterm_to_lightnings_launcher_ends_all_ranks(run, tmp_path: Path) -> None:
-    launcher = run("paral_ddp", "signal")
+@pytest.mark.parametrize(("callback", "status"), [("signal", 143), ("zero", 0)])
+def test_sigterm_to_lightnings_launcher_ends_all_ranks(run, tmp_path: Path, callback: str, status: int) -> None:
+    launcher = run("paral_ddp", callback)
     wait_until_trained(tmp_path, 3, [launcher])
     launcher.send_signal(signal.SIGTERM)
 
-    assert statuses([launcher]) == [143], logs(tmp_path)
+    assert statuses([launcher]) == [status], logs(tmp_path)
     assert num_batches(tmp_path) == num_batches(tmp_path, rank=1) < LIMIT
     saved = list(tmp_path.glob("preempted-*.ckpt"))
     assert len(saved) == 1
