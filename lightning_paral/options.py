@@ -214,7 +214,7 @@ class RankOptions(Sampling, StrategyOptions):
         activation_checkpointing: keep only the inputs of units for the backward pass, and recompute the activations.
         split: `"batch"`: each rank draws its own batches. `"global"`: the ranks divide each batch. See `Sampling`.
         remainder: for `split="batch"`, if the number of batches is not divisible by the number of ranks: drop the last
-            batches of an epoch (`"drop"`), or add its first batches (`"wrap"`).
+            batches of an epoch (`"drop"`), or add its first batches (`"wrap"`), in a stream those of its last step.
         shard_iterable: divide the samples of iterable datasets among ranks and workers. `False`: the datasets do this
             themselves.
         start_method: how local ranks are started if no launcher such as torchrun starts them: `"popen"` runs the script

@@ -48,8 +48,8 @@ class Preemption(Callback):
     the validation that follows, if one does. They save together and exit. A resumed fit continues with the next batch.
     Under SLURM, SIGUSR1 and the deadline also requeue the job.
 
-    A second signal ends the process immediately, unless SLURM has requeued the job. Nothing is damaged then: a
-    checkpoint has its name only when it is complete. Signal handlers that were set before the fit are still called, and
+    A second signal ends the process as soon as its main thread runs Python code, unless SLURM has requeued the job.
+    Nothing is damaged then: a checkpoint has its name only when it is complete. Signal handlers that were set before the fit are still called, and
     handle signals alone before training or the sanity check begins, and in evaluation and prediction, which have
     nothing to save.
 

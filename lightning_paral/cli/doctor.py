@@ -12,7 +12,7 @@ from lightning_paral.tables import make_console
 
 
 def doctor(arguments: list[str]) -> None:
-    """Print versions, devices, network, compiler, disk and ready strategies, and all-reduce over ranks started here.
+    """Print versions, devices, operators, interfaces and ready strategies, and all-reduce over ranks started here.
 
     The exit status is 1 if something is broken.
     """
