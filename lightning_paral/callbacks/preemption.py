@@ -49,9 +49,9 @@ class Preemption(Callback):
     Under SLURM, SIGUSR1 and the deadline also requeue the job.
 
     A second signal ends the process as soon as its main thread runs Python code, unless SLURM has requeued the job.
-    Nothing is damaged then: a checkpoint has its name only when it is complete. Signal handlers that were set before the fit are still called, and
-    handle signals alone before training or the sanity check begins, and in evaluation and prediction, which have
-    nothing to save.
+    Nothing is damaged then: a checkpoint has its name only when it is complete. Signal handlers that were set before
+    the fit are still called, and handle signals alone before training or the sanity check begins, and in evaluation and
+    prediction, which have nothing to save.
 
     Args:
         dirpath: the folder in which to save `preempted-step=N.ckpt`, where N is the number of optimizer steps. By

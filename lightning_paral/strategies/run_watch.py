@@ -150,14 +150,16 @@ class RunWatch:
 
     def _end_watching(self) -> None:
         call_on_mismatch(None)
-        if self._watcher is not None:
-            self._watcher.end()
-        if self._hangs is not None:
-            self._hangs.end()
-        if self._failures is not None:
-            self._failures.end()
-            self._why_interrupted = self._failures.first.why_interrupted()
-        self._watcher = self._hangs = self._failures = None
+        try:
+            if self._watcher is not None:
+                self._watcher.end()
+        finally:  # the failure of another rank interrupts this thread here as well
+            if self._hangs is not None:
+                self._hangs.end()
+            if self._failures is not None:
+                self._failures.end()
+                self._why_interrupted = self._failures.first.why_interrupted()
+            self._watcher = self._hangs = self._failures = None
 
     def hear_signal(self, signum: int, call: Callable[[], None]) -> None:
         """Call `call` in a thread after each signal `signum`, even if the main thread waits in a collective.
