@@ -79,7 +79,8 @@ def test_a_rank_holds_its_stage_or_its_shard_of_it(on_ranks, num_ranks: int, opt
     expected = 4 * of_stage // (num_ranks // 2) * 4  # bytes: weights, their gradients and two moments
 
     for after in on_ranks(num_ranks, held_by_a_rank, num_ranks, options):
-        assert after == [pytest.approx(expected, rel=0.1)]
+        # A thread of gloo may still hold the bucket that it reduced last, an eighth of this.
+        assert after == [pytest.approx(expected, rel=0.16)]
 
 
 # Hooks of users
