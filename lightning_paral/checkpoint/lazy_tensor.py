@@ -1,6 +1,6 @@
 """Tensors of a checkpoint that are read when they are used, and only as far as they are needed."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_paral.checkpoint.dtensor_chunks import chunk_of_dtensor
-from lightning_paral.checkpoint.layout import Chunk, chunks_of_flat_range, flat_range_of, full_chunk, intersection
-from lightning_paral.checkpoint.shards import flat
+from lightning_paral.checkpoint.layout import Chunk, chunks_of_flat_range, full_chunk, intersection
 from lightning_paral.compat.torch.tensors import WithoutMemory, tree_map_only, without_memory
 from lightning_paral.errors import CheckpointError
 
@@ -106,41 +105,6 @@ def read_flat_range(stored: Tensor, start: int, target: Tensor) -> None:
     for chunk in chunks_of_flat_range(stored.shape, start, start + target.numel()):
         read_chunk(stored, chunk, target[position : position + chunk.numel].view(chunk.sizes))
         position += chunk.numel
-
-
-def flat_slices(stored: Tensor, max_bytes: int) -> Iterator[Tensor]:
-    """Yield all elements of `stored` in row-major order, as 1-dimensional tensors of at most `max_bytes` bytes.
-
-    If the chunks are flat ranges, as in checkpoints of this package, the slices are views of what `StoredChunk.read`
-    returns, such as a mapped file. Otherwise they are views of one buffer, and each is valid until the next one is
-    requested.
-    """
-    step = max(1, max_bytes // stored.dtype.itemsize)
-    reads = _reads_in_order(stored)
-    if reads is not None:
-        for read in reads:
-            mapped = flat(read())
-            for start in range(0, mapped.numel(), step):
-                yield mapped[start : start + step]
-        return
-    buffer = torch.empty(min(step, stored.numel()), dtype=stored.dtype)
-    for start in range(0, stored.numel(), step):
-        target = buffer[: stored.numel() - start]
-        read_flat_range(stored, start, target)
-        yield target
-
-
-def _reads_in_order(stored: Tensor) -> list[Callable[[], Tensor]] | None:
-    """Return the reads of the chunks of `stored` in row-major order; `None` if the chunks are not flat ranges."""
-    if not isinstance(stored, LazyTensor):
-        return [lambda: stored]
-    position, ordered = 0, []
-    for saved in sorted(stored.chunks, key=lambda saved: saved.chunk.offsets):
-        found = flat_range_of(stored.shape, saved.chunk)
-        if found is not None and found[0] == position:
-            position = found[1]
-            ordered.append(saved.read)
-    return ordered if position == stored.numel() else None
 
 
 def read_into(stored: Tensor, target: Tensor) -> None:

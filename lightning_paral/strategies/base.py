@@ -240,10 +240,6 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         """Call `call` in a thread after each signal `signum`, even if the main thread waits in a collective."""
         self._watch.hear_signal(signum, call)
 
-    def end_hung_run(self, why: str, remedy: str = "") -> None:
-        """End the run on all ranks with an error that says why and where they wait. Call this in a thread."""
-        self._watch.end_hung_run(why, remedy)
-
     def log_where_all_are(self, why: str) -> None:
         """Log in which line each rank is, after the sentence `why`. Call this in a thread."""
         self._watch.log_where_all_are(why)

@@ -44,9 +44,9 @@ class RunWatch:
         form: the form of checkpoints if the user does not choose one; `"sharded"` if ranks may hold shards.
     """
 
-    _run: str = ""
+    name: str = ""
     """The name of the run, equal on all ranks; empty between runs."""
-    _watcher: RankWatcher | None = None
+    watcher: RankWatcher | None = None
     """During a run with several ranks, the thread that exchanges messages with the other ranks."""
     _hangs: Hangs | None = None
     """During a run with several ranks, what asks all ranks where they are."""
@@ -82,33 +82,14 @@ class RunWatch:
         return self._strategy.global_rank
 
     @property
-    def _is_failing(self) -> bool:
+    def is_failing(self) -> bool:
         """Whether an exception ended the run, and the teardown is not finished."""
         trainer = trainer_of(self.lightning_module)
-        return trainer is not None and bool(self._run) and trainer.state.status == TrainerStatus.INTERRUPTED
+        return trainer is not None and bool(self.name) and trainer.state.status == TrainerStatus.INTERRUPTED
 
     @property
     def _timeout_option(self) -> str:
         return f"{type(self._strategy).__name__}(timeout=...)"
-
-    @property
-    def name(self) -> str:
-        """The name of the run, equal on all ranks; empty between runs."""
-        return self._run
-
-    @property
-    def watcher(self) -> RankWatcher | None:
-        """During a run with several ranks, the thread that exchanges messages with the other ranks."""
-        return self._watcher
-
-    @property
-    def is_failing(self) -> bool:
-        """Whether an exception ended the run, and the teardown is not finished."""
-        return self._is_failing
-
-    def reachable(self) -> RankGroup | None:
-        """Return the ranks that can be reached. *Collective* when first called after a failure."""
-        return self._reachable()
 
     def forget_last(self) -> None:
         """Forget how the last run ended."""
@@ -121,17 +102,17 @@ class RunWatch:
             self._undo_run = ExitStack()
             self._undo_run.callback(use_default_timeout(self.timeout))
         self._end_watching()
-        self._run = uuid.uuid4().hex
+        self.name = uuid.uuid4().hex
         if self.world_size == 1:
             return
-        self._run = self._strategy.broadcast(self._run)
-        self._watcher = RankWatcher(self._run, self.timeout.total_seconds() + 5.0)
-        self._failures = FailureWatch(self._watcher)
-        self._watcher.add(self._failures)
+        self.name = self._strategy.broadcast(self.name)
+        self.watcher = RankWatcher(self.name, self.timeout.total_seconds() + 5.0)
+        self._failures = FailureWatch(self.watcher)
+        self.watcher.add(self._failures)
         requeue = getattr(self._strategy.cluster_environment, "requeue_signal", None)  # of SLURM
         takes_signal = getattr(requeue, "name", "") != "SIGUSR2"
-        self._hangs = Hangs(self._watcher, self.timeout, self._timeout_option, takes_signal=takes_signal)
-        self._watcher.add(self._hangs)
+        self._hangs = Hangs(self.watcher, self.timeout, self._timeout_option, takes_signal=takes_signal)
+        self.watcher.add(self._hangs)
         call_on_mismatch(self._end_after_mismatch)
 
     def end(self) -> None:
@@ -146,41 +127,28 @@ class RunWatch:
             trainer = trainer_of(self.lightning_module)
             if trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED and self.world_size > 1:
                 release_process_group(after_failure=True)
-            self._run, self._reached = "", None
+            self.name, self._reached = "", None
 
     def _end_watching(self) -> None:
         call_on_mismatch(None)
         try:
-            if self._watcher is not None:
-                self._watcher.end()
+            if self.watcher is not None:
+                self.watcher.end()
         finally:  # the failure of another rank interrupts this thread here as well
             if self._hangs is not None:
                 self._hangs.end()
             if self._failures is not None:
                 self._failures.end()
                 self._why_interrupted = self._failures.first.why_interrupted()
-            self._watcher = self._hangs = self._failures = None
+            self.watcher = self._hangs = self._failures = None
 
     def hear_signal(self, signum: int, call: Callable[[], None]) -> None:
         """Call `call` in a thread after each signal `signum`, even if the main thread waits in a collective.
 
         Does nothing outside of a run with several ranks.
         """
-        if self._watcher is not None:
-            self._watcher.hear(signum, call)
-
-    def end_hung_run(self, why: str, remedy: str = "") -> None:
-        """End the run on all ranks, wherever they wait, with an error that says where. Call this in a thread.
-
-        Args:
-            why: a sentence about why the run ends, which comes before where the ranks are.
-            remedy: what to do, which comes after it.
-        """
-        hangs, failures, trainer = self._hangs, self._failures, trainer_of(self.lightning_module)
-        if hangs is not None and failures is not None and trainer is not None:
-            where = hangs.where_all_are(why)
-            error = ProcessGroupError(where if remedy in where else f"{where} {remedy}")
-            failures.end_with(error, describe_position(trainer))
+        if self.watcher is not None:
+            self.watcher.hear(signum, call)
 
     def log_where_all_are(self, why: str) -> None:
         """Log in which line each rank is, after the sentence `why`. Call this in a thread."""
@@ -188,8 +156,13 @@ class RunWatch:
             self._hangs.where_all_are(why)
 
     def _end_after_mismatch(self) -> None:
+        """End the run on all ranks, wherever they wait, with an error that says where. Called in a thread of gloo."""
         atexit.register(end_with_error)  # otherwise Python would wait for gloo's thread when it exits
-        self.end_hung_run("A rank sent more to another one than its collective takes.", DIFFERENT)
+        hangs, failures, trainer = self._hangs, self._failures, trainer_of(self.lightning_module)
+        if hangs is not None and failures is not None and trainer is not None:
+            where = hangs.where_all_are("A rank sent more to another one than its collective takes.")
+            error = ProcessGroupError(where if DIFFERENT in where else f"{where} {DIFFERENT}")
+            failures.end_with(error, describe_position(trainer))
 
     # Called before Lightning's hooks for exceptions
 
@@ -200,7 +173,7 @@ class RunWatch:
         another rank that interrupted the teardown of the last run. `sys.exit(0)` exits with status 1.
         """
         trainer = trainer_of(self.lightning_module)
-        if trainer is None or not self._run:
+        if trainer is None or not self.name:
             if isinstance(error, SystemExit) and not error.code and self.world_size > 1 and agreed_status() is None:
                 sys.stderr.write(describe_exit(error, self.global_rank, "code outside of a run"))
             return as_consequence(error, self._why_interrupted)
@@ -208,8 +181,8 @@ class RunWatch:
         if self._failures is not None:
             self._failures.leave()  # first: this thread must not be interrupted while it reports
             timed_out = isinstance(error, Exception) and explain_timeout(error, self.timeout, self._timeout_option)
-            if self._watcher is not None and self._hangs is not None:
-                self._watcher.leave(error)
+            if self.watcher is not None and self._hangs is not None:
+                self.watcher.leave(error)
                 self._hangs.leave(error)
                 if timed_out:
                     error.add_note(self._hangs.where_all_are(f"A collective of rank {self.global_rank} timed out."))
@@ -276,7 +249,7 @@ class RunWatch:
             self._failures.begin_save()
             if self._has_rank_0_died:
                 reason = "rank 0, which saves, has died."
-            elif self._default_form == "sharded" and self._reachable() is None:
+            elif self._default_form == "sharded" and self.reachable() is None:
                 reason = (
                     "each rank holds a shard of the state, and not all ranks raised an error after the same optimizer "
                     "step."
@@ -299,20 +272,20 @@ class RunWatch:
         newest = max(filter(os.path.exists, paths), key=os.path.getmtime, default=None)
         return "The run has saved no other checkpoint." if newest is None else f"The newest checkpoint is {newest}."
 
-    def _reachable(self) -> RankGroup | None:
+    def reachable(self) -> RankGroup | None:
         """Return all ranks; after a failure, `None`, or in a new group those that hold shards and raised together.
 
         The first call after a failure is *collective*, but returns if some rank does not call it.
         """
         if not dist.is_initialized() or dist.get_world_size() != self.world_size:
             return None
-        if not self._is_failing or self._failures is None:
+        if not self.is_failing or self._failures is None:
             return all_ranks()
         if self._reached is None:
             self._reached = (None,)
             if self._default_form == "sharded" and self._failures.first.agree("step", self._step):
                 with suppress(dist.DistError, RuntimeError):  # a rank has died since
-                    name, ranks = f"after the failure of {self._run}", range(self.world_size)
+                    name, ranks = f"after the failure of {self.name}", range(self.world_size)
                     # not an older group, in which collectives may be pending
                     group = new_named_group(name, ranks, timeout=self.timeout, backend="gloo")
                     self._reached = (all_ranks(group),)
@@ -322,7 +295,7 @@ class RunWatch:
         """Return the ranks that save after a failure; `None` if this rank is not one of them."""
         if self._default_form == "full":
             return RankGroup() if self.global_rank == 0 else None
-        return self._reachable()
+        return self.reachable()
 
 
 def describe_position(trainer: Trainer, error: BaseException | None = None) -> str:

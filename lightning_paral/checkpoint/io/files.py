@@ -61,14 +61,6 @@ class BlockChecksums:
             if self._length == BLOCK_BYTES:
                 self._close()
 
-    def catch_up(self, read: ReadInto, position: int) -> None:
-        """Process the bytes of the file up to `position`, which were not passed to `update`, by reading them."""
-        buffer = memoryview(bytearray(min(_STEP_BYTES, position - self.position)))
-        while self.position < position:
-            part = buffer[: position - self.position]
-            read(self.position, part)
-            self.update(part)
-
     def record(self) -> FileRecord:
         """Return the size and checksums of the bytes processed so far. Call this once, at the end of the file."""
         if self._length:

@@ -1,6 +1,7 @@
 """Shards of a stage in use: what a rank holds, hooks, averages and readers, failures and refusals."""
 
 import gc
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ class Held(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         if trainer.global_step == 2:
+            time.sleep(0.2)  # until the thread of gloo forgets the bucket that it reduced last
             self.after.append(live_bytes() - self.before)
 
 
@@ -79,8 +81,7 @@ def test_a_rank_holds_its_stage_or_its_shard_of_it(on_ranks, num_ranks: int, opt
     expected = 4 * of_stage // (num_ranks // 2) * 4  # bytes: weights, their gradients and two moments
 
     for after in on_ranks(num_ranks, held_by_a_rank, num_ranks, options):
-        # A thread of gloo may still hold the bucket that it reduced last, an eighth of this.
-        assert after == [pytest.approx(expected, rel=0.16)]
+        assert after == [pytest.approx(expected, rel=0.1)]
 
 
 # Hooks of users

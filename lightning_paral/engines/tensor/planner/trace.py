@@ -23,27 +23,6 @@ from lightning_paral.engines.tensor.planner.references import referred
 _FULL: Label = frozenset()
 
 
-def plan_by_dataflow(module: Module, run_step: Callable[[], Any], num_ranks: int = 1) -> Observations:
-    """Run a step, and return which layers it proves to need no collectives between them.
-
-    A tensor that holds output features of a linear layer is followed by its identity, through functions that act on
-    each feature, and, with several ranks, through those of which each rank can compute its part. Any other function, a
-    reference that outlives the step, and code that torch does not show make the layer gather its output.
-
-    Args:
-        module: the module. It may be on fake tensors.
-        run_step: runs the step; what it returns counts as used. If it raises an error, nothing is proven.
-        num_ranks: the number of tensor ranks.
-    """
-    trace = DataflowTrace(module, num_ranks)
-    with trace.following():
-        try:
-            trace.run("the step", run_step)
-        except Exception as error:
-            return trace.observations(f"the step cannot be followed: {reason_of(error)}")
-    return trace.observations()
-
-
 def reason_of(error: Exception) -> str:
     """Return why a step could not be followed, in one line."""
     if is_value_missing(error):
