@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lightning_paral.checkpoint.formats.full import write_full
+from lightning_paral.checkpoint.full import write_full
 from lightning_paral.checkpoint.layout import full_chunk
 from lightning_paral.checkpoint.lazy_tensor import LazyTensor, materialize
-from lightning_paral.checkpoint.save_plan import WriteItem
+from lightning_paral.checkpoint.saved_tensors import SavedTensor
 from lightning_paral.checkpoint.shards import NO_SHARD, LocalShard
 from lightning_paral.checkpoint.tree import WEIGHT_KEYS, tensors_in, view_key
 from lightning_paral.distributed.exchange import RankGroup
@@ -38,29 +38,31 @@ def write_file(
         CheckpointError: the disk does not have enough free space, or a tensor could not be read or written.
     """
     with tqdm(unit="B", unit_scale=True, desc="tensors") as bar:
-        items = _items(checkpoint, dtype, bar.update)
-        bar.reset(total=sum(item.nbytes for item in items))
+        tensors = _tensors(checkpoint, dtype, bar.update)
+        bar.reset(total=sum(tensor.nbytes for tensor in tensors))
         needed_bytes, free_bytes = copies * bar.total, shutil.disk_usage(path.parent).free
         if free_bytes < needed_bytes:
             raise CheckpointError(
                 f"The output needs {needed_bytes / 1e9:.2f} GB, but only {free_bytes / 1e9:.2f} GB are free in "
                 f"{path.parent}. Free some space, or write elsewhere."
             )
-        write_full(checkpoint, items, path, RankGroup(), about, "Writing the output")
+        write_full(checkpoint, tensors, path, RankGroup(), about, "Writing the output")
 
 
-def _items(checkpoint: dict[str, Any], dtype: torch.dtype | None, progress: Callable[[int], object]) -> list[WriteItem]:
+def _tensors(
+    checkpoint: dict[str, Any], dtype: torch.dtype | None, progress: Callable[[int], object]
+) -> list[SavedTensor]:
     """Return each tensor of weights and optimizer states. It is read when it is written. Tied tensors occur once."""
-    found: dict[Any, WriteItem] = {}
+    found: dict[Any, SavedTensor] = {}
     for key in (*WEIGHT_KEYS, "optimizer_states"):
         for path, tensor in tensors_in(checkpoint.get(key), (key,)):
             cast = dtype if key == "state_dict" and tensor.is_floating_point() else None
-            item = WriteItem(path, tuple(tensor.shape), cast or tensor.dtype, NO_SHARD)
+            saved = SavedTensor((path,), tuple(tensor.shape), cast or tensor.dtype, NO_SHARD)
             if tensor.numel():
-                item.shard = LocalShard((full_chunk(tensor.shape),), partial(_read, tensor, progress, item.nbytes))
-            first = found.setdefault((_location(tensor), item.dtype), item)
-            if first is not item:
-                first.aliases.append(path)
+                saved.shard = LocalShard((full_chunk(tensor.shape),), partial(_read, tensor, progress, saved.nbytes))
+            first = found.setdefault((_location(tensor), saved.dtype), saved)
+            if first is not saved:
+                first.paths += (path,)
     return list(found.values())
 
 

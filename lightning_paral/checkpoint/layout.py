@@ -83,25 +83,6 @@ def flat_range_of(shape: Sequence[int], chunk: Chunk) -> tuple[int, int] | None:
     return (start, start + chunk.numel) if chunks_of_flat_range(shape, start, start + chunk.numel) == [chunk] else None
 
 
-def balanced_range(rank: int, world_size: int, nbytes: int, position: int, itemsize: int) -> tuple[int, int]:
-    """Return the flat range `[start, stop)` of a tensor that `rank` writes, if all ranks hold the same tensors.
-
-    The bytes of all tensors are concatenated and divided into `world_size` equal ranges, at element boundaries.
-
-    Args:
-        rank: the rank, from 0 to `world_size - 1`.
-        world_size: the number of ranks.
-        nbytes: the total size of the tensors in bytes.
-        position: the byte at which this tensor begins in the concatenation.
-        itemsize: the size of an element of this tensor in bytes.
-
-    Returns:
-        tuple[int, int]: the range. It may be empty, and may exceed the tensor: clip it to the number of elements.
-    """
-    low, high = nbytes * rank // world_size, nbytes * (rank + 1) // world_size
-    return max(0, -((position - low) // itemsize)), max(0, -((position - high) // itemsize))
-
-
 def coverage_fault(shape: Sequence[int], chunks: Sequence[Chunk]) -> str | None:
     """Describe why `chunks` do not cover a tensor exactly once; return `None` if they do.
 

@@ -1,12 +1,12 @@
-"""Save a checkpoint: plan which rank writes what, write next to the target, agree on success, commit by a rename.
+"""Save a checkpoint: plan what each rank writes, write next to the target, agree on success, commit by a rename.
 
 The steps of a save, with the files to read:
 
-1. `state/weights.py`, `sharded_state.py`: the strategy collects this rank's shards before it calls this module.
-2. `save_plan.py`, `shards.py`: decide which elements this rank writes.
-3. `formats/sharded.py` or `formats/full.py`: write them, into a new folder or file next to the target.
+1. `weights.py`, `sharded_state.py`: the strategy collects this rank's shards before it calls this module.
+2. `saved_tensors.py`, `shards.py`: list the tensors, and the elements of them that this rank writes.
+3. `sharded.py` or `full.py`: write them, into a new folder or file next to the target.
 4. `manifest.py`: rank 0 writes the manifest after all ranks have succeeded.
-5. `io/atomic.py`: rename the new folder or file to the target.
+5. `commit.py`: rename the new folder or file to the target.
 """
 
 import io
@@ -15,34 +15,33 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from torch import Tensor
 
-from lightning_paral.checkpoint.formats.full import write_full
-from lightning_paral.checkpoint.formats.sharded import (
-    META,
-    METADATA,
-    flatten,
-    make_metadata,
-    serialize_values,
-    write_rank_file,
-)
+from lightning_paral.checkpoint.fqn_keys import by_fqn, merge_stages
+from lightning_paral.checkpoint.full import write_full
+from lightning_paral.checkpoint.host_memory import Staging, host_copy
 from lightning_paral.checkpoint.io.atomic import AtomicPath
 from lightning_paral.checkpoint.io.files import record_bytes
-from lightning_paral.checkpoint.io.staging import Staging, copy_to_host
 from lightning_paral.checkpoint.io.storage import Folder, FsspecStorage, LocalStorage
 from lightning_paral.checkpoint.io.urls import file_system, is_remote, put_file
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
 from lightning_paral.checkpoint.ownership import check_replaceable, check_replaceable_at
 from lightning_paral.checkpoint.safe_load.unpickle import warn_about_refused_types
-from lightning_paral.checkpoint.save_plan import WriteItem, plan_save
+from lightning_paral.checkpoint.saved_tensors import SavedTensor, tensors_to_save
+from lightning_paral.checkpoint.sharded import (
+    META,
+    METADATA,
+    leaves,
+    make_metadata,
+    serialize_values,
+    write_rank_file,
+)
 from lightning_paral.checkpoint.shards import is_sharded
-from lightning_paral.checkpoint.stages import merge_stages, restore_int_keys
-from lightning_paral.checkpoint.state.optimizer import OTHER_ENTRIES_KEY, other_entries, to_fqn_keys
 from lightning_paral.checkpoint.tree import WEIGHT_KEYS, TreePath, is_state_key, replace_at, tensors_in
 from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.errors import CheckpointError
@@ -58,16 +57,17 @@ class SaveJob:
     path: str
     form: Form
     """`"full"` for one file, `"sharded"` for a folder."""
-    tree: dict[str, Any]
-    """For a full checkpoint, all entries; for a sharded one, weights and optimizer states. Rank 0 writes it."""
-    rest: dict[str, Any]
-    """For a sharded checkpoint, the other entries: the content of `meta.pt`."""
-    items: list[WriteItem]
-    """The tensors, each with the shard that this rank writes."""
-    objects: dict[TreePath, bytes]
-    """For a sharded checkpoint, on rank 0: the values in `tree` that are not tensors, serialized."""
+    tensors: list[SavedTensor]
+    """The tensors of this rank, each with the shard that this rank writes; on rank 0, those of all ranks."""
     about: dict[str, Any]
     """The fields of the manifest that do not concern its files."""
+    stages: Sequence[int]
+    """The pipeline stage of each rank."""
+    tree: dict[str, Any] = field(default_factory=dict)
+    """For a full checkpoint, on rank 0: all entries."""
+    objects: dict[TreePath, bytes] = field(default_factory=dict)
+    """For a sharded checkpoint, on rank 0: the weights and optimizer states that are not tensors, serialized, and at
+    the path `()` the other entries, which are the content of `meta.pt`."""
     is_first_of_run: bool = True
     """Whether to check for types that loading will refuse. Later saves of a run contain the same types."""
 
@@ -77,12 +77,14 @@ class SaveJob:
         path: object,
         form: Form,
         ranks: RankGroup,
-        replicated: set[int],
+        *,
         strategy: str,
-        averages_later: bool = False,
         stages: Sequence[int] | None = None,
     ) -> "SaveJob":
-        """Decide which rank writes what. Tensors are not copied. *Collective* over `ranks`.
+        """List what each rank writes. Tensors are not copied. *Collective* over `ranks`.
+
+        Sharded tensors (`DTensor`, `FlatShard`), wherever they are in the checkpoint, are written by the ranks that
+        have the shards; everything else is rank 0's, or that of the first rank of each pipeline stage.
 
         Args:
             checkpoint: the checkpoint in Lightning's format, with full tensors, `DTensor` or `FlatShard`. It is not
@@ -90,34 +92,27 @@ class SaveJob:
             path: the path of the file or folder, or the URL, to save to. An existing checkpoint is replaced.
             form: `"full"` for one file, `"sharded"` for a folder.
             ranks: the ranks that save together.
-            replicated: the addresses of the storages of weights that are equal on all ranks that have them.
             strategy: the name of the strategy, for the manifest.
-            averages_later: whether replicas may differ because the weights are averaged only from time to time.
-            stages: the pipeline stage of each of `ranks`, see `plan_save`; `None` if there is one stage.
+            stages: the pipeline stage of each of `ranks`, as in `ParallelDims.stages`; `None` if there is one stage.
 
         Raises:
-            CheckpointError: ranks have different tensors, or a value cannot be saved. Raised on all ranks.
+            CheckpointError: a value cannot be saved. Raised on all ranks.
         """
         what = f"Saving {path}"
-        has_stages = stages is not None and len(set(stages)) > 1
-        by_fqn = form == "sharded" or has_stages  # stages number their parameters independently
-        tree = _with_fqn_keys(checkpoint) if by_fqn else dict(checkpoint)
-        items = plan_save(
-            _without_extra_states(tree) if form == "sharded" else tree,
-            ranks,
-            replicated,
-            stages=stages,
-            averages_later=averages_later,
-            what=what,
-        )
-        if stages is not None and has_stages:
-            tree = merge_stages(tree, items, ranks, stages, what)
-        rest: dict[str, Any] = {}
-        objects: dict[TreePath, bytes] = {}
-        if form == "sharded":
-            tree, rest, objects = ranks.run_on_all(what, lambda: _split(tree, items, with_objects=ranks.is_rank_0))
-        elif has_stages:
-            tree = ranks.run_on_all(what, lambda: restore_int_keys(tree, items) if ranks.is_rank_0 else {})
+        stages = [0] * ranks.world_size if stages is None else stages
+        has_stages = len(set(stages)) > 1
+        by_name = form == "sharded" or has_stages  # stages number their parameters independently
+        tree = by_fqn(checkpoint) if by_name else dict(checkpoint)
+        writes_full = stages.index(stages[ranks.rank]) == ranks.rank
+
+        def list_tensors() -> list[SavedTensor]:
+            return tensors_to_save(_without_objects(tree) if form == "sharded" else tree, writes_full=writes_full)
+
+        tensors = ranks.run_on_all(what, list_tensors)
+        if has_stages:
+            tree = merge_stages(tree, tensors, ranks, stages, what)
+            if form == "full":
+                tensors = ranks.run_on_all(what, lambda: tensors_to_save(tree, writes_full=writes_full))
         about = {
             "form": form,
             "strategy": strategy,
@@ -125,7 +120,12 @@ class SaveJob:
             "epoch": int(checkpoint.get("epoch", 0)),
             "global_step": int(checkpoint.get("global_step", 0)),
         }
-        return SaveJob(str(path), form, tree, rest, items, objects, about)
+        job = SaveJob(str(path), form, tensors, about, stages)
+        if ranks.is_rank_0 and form == "full":
+            job.tree = tree
+        elif form == "sharded":
+            job.objects = ranks.run_on_all(what, lambda: _serialized(tree) if ranks.is_rank_0 else {})
+        return job
 
     def stage(self, staging: Staging) -> None:
         """Copy to the host what this rank will write, so that training can continue while `write` runs.
@@ -134,9 +134,9 @@ class SaveJob:
             CheckpointError: saving to the path would delete files that do not belong to a checkpoint.
         """
         self._check_target()
-        staging.stage(self.items)
-        paths = (path for item in self.items for path in (item.path, *item.aliases))
-        self.tree, self.rest = copy_to_host((replace_at(self.tree, dict.fromkeys(paths)), self.rest))
+        staging.stage(self.tensors)
+        paths = (path for tensor in self.tensors for path in tensor.paths)
+        self.tree = host_copy(replace_at(self.tree, dict.fromkeys(paths)))
 
     def write(self, ranks: RankGroup) -> None:
         """Write all files and commit. *Collective* over `ranks`, the ranks that prepared the job.
@@ -178,8 +178,7 @@ class SaveJob:
         try:
             path = Path(ranks.run_on_rank_0(what, begin))
             if self.form == "full":
-                nbytes = write_full(self.tree, self.items, path, ranks, self.about, what)
-                ranks.run_on_rank_0(what, lambda: self._check_types(path))
+                nbytes = self._write_file(path, ranks)
             else:
                 nbytes = self._write_folder(LocalStorage(path), ranks)
             ranks.run_on_rank_0(what, lambda: draft.commit() if draft is not None else None)
@@ -189,20 +188,20 @@ class SaveJob:
             if draft is not None:
                 draft.discard()
 
-    def _check_types(self, *files: Any) -> None:
-        """In the first save of a run, warn about types that loading will refuse."""
-        if self.is_first_of_run:
-            for file in files:
-                warn_about_refused_types(file)
+    def _write_file(self, path: Path, ranks: RankGroup) -> int:
+        keyed_by_fqn = len(set(self.stages)) > 1
+        what = f"Saving {self.path}"
+        nbytes = write_full(self.tree, self.tensors, path, ranks, self.about, what, keyed_by_fqn=keyed_by_fqn)
+        ranks.run_on_rank_0(what, lambda: self._check_types(path))
+        return nbytes
 
     def _upload(self, ranks: RankGroup) -> int:
-        """Write a local file, because ranks cannot write parts of a file at a URL, and upload it. Return its size."""
+        """Write a local file, because a manifest cannot be appended to a file at a URL, and upload it."""
         what = f"Saving {self.path}"
         folder = ranks.run_on_rank_0(what, lambda: tempfile.mkdtemp(prefix="lightning_paral_"))
         try:
             path = Path(folder) / "full.ckpt"
-            nbytes = write_full(self.tree, self.items, path, ranks, self.about, what)
-            ranks.run_on_rank_0(what, lambda: self._check_types(path))
+            nbytes = self._write_file(path, ranks)
             ranks.run_on_rank_0(what, lambda: put_file(path, self.path))
             return nbytes
         finally:
@@ -218,6 +217,7 @@ class SaveJob:
             save_id: for URLs, a part of the file names that distinguishes them from those of other saves.
         """
         what = f"Saving {self.path}"
+        objects = {path: data for path, data in self.objects.items() if path}
 
         def write_local_shards() -> Any:
             if isinstance(folder, LocalStorage) and not folder.path.is_dir():
@@ -225,14 +225,14 @@ class SaveJob:
                     "this rank does not see the folder that rank 0 created. A sharded checkpoint requires a file "
                     "system that all nodes share; checkpoint='full' does not."
                 )
-            return write_rank_file(folder.create, f"__{ranks.rank}_0{save_id}.distcp", self.items, self.objects)
+            return write_rank_file(folder, f"__{ranks.rank}_0{save_id}.distcp", self.tensors, objects)
 
         written = ranks.gather_results(what, write_local_shards)
 
         def finish() -> int:
             files = {file.name: file.record for file in written}
-            contents = {METADATA: make_metadata(self.items, written), META: serialize_values({(): self.rest})[()]}
-            self._check_types(*map(io.BytesIO, (contents[META], *self.objects.values())))
+            contents = {METADATA: make_metadata(written, self.stages), META: self.objects[()]}
+            self._check_types(*map(io.BytesIO, self.objects.values()))
             names = {name: f"{name}-{save_id}" for name in contents} if save_id else {}
             for name, data in contents.items():
                 files[names.get(name, name)] = record_bytes(data)
@@ -246,51 +246,35 @@ class SaveJob:
 
         return ranks.run_on_rank_0(what, finish)
 
-
-def _with_fqn_keys(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the checkpoint with an entry `optimizer_0`, ... for each optimizer, with its state keyed by FQN."""
-    tree = dict(checkpoint)
-    states = tree.pop("optimizer_states", [])
-    tree |= {f"optimizer_{number}": to_fqn_keys(state) for number, state in enumerate(states)}
-    others = [other_entries(state) for state in states]
-    if any(others):
-        tree[OTHER_ENTRIES_KEY] = others
-    tree.setdefault("state_dict", {})
-    return tree
+    def _check_types(self, *files: Any) -> None:
+        """In the first save of a run, warn about types that loading will refuse."""
+        if self.is_first_of_run:
+            for file in files:
+                warn_about_refused_types(file)
 
 
-def _without_extra_states(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `tree` without extra states of modules: values that are saved as one object, even if they have tensors."""
+def _is_object(value: Any) -> bool:
+    """Return whether `value` in a `state_dict` is an extra state, which is saved as one object with its tensors."""
+    return not isinstance(value, Tensor) and not any(is_sharded(tensor) for _, tensor in tensors_in(value))
 
-    def is_extra_state(value: Any) -> bool:
-        return not isinstance(value, Tensor) and not any(is_sharded(tensor) for _, tensor in tensors_in(value))
 
+def _without_objects(tree: Mapping[str, Any]) -> dict[str, Any]:
     kept = dict(tree)
     for key in WEIGHT_KEYS:
         if key in tree:
-            kept[key] = {name: value for name, value in tree[key].items() if not is_extra_state(value)}
+            kept[key] = {name: value for name, value in tree[key].items() if not _is_object(value)}
     return kept
 
 
-def _split(
-    tree: Mapping[str, Any], items: list[WriteItem], *, with_objects: bool
-) -> tuple[dict[str, Any], dict[str, Any], dict[TreePath, bytes]]:
-    """Return the fields `tree`, `rest` and `objects` of a `SaveJob`. Without `with_objects`, `objects` is empty."""
-    paths = {path for item in items for path in (item.path, *item.aliases)}
-    rest = {key: value for key, value in tree.items() if not is_state_key(key)}
+def _serialized(tree: Mapping[str, Any]) -> dict[TreePath, bytes]:
+    """Return the field `objects` of a `SaveJob` for a sharded checkpoint."""
     state = {key: value for key, value in tree.items() if is_state_key(key)}
-    extra_states: dict[TreePath, Any] = {}
-    planned = {path[:2] for path in paths}
-    for key in WEIGHT_KEYS:
-        for name in [name for name in state.get(key, ()) if (key, name) not in planned]:
-            extra_states[key, name] = state[key][name]
-        if key in state:
-            state[key] = {name: value for name, value in state[key].items() if (key, name) in planned}
-    objects: dict[TreePath, bytes] = {}
-    if with_objects:
-        leaves = {path: value for path, value in flatten(state).items() if not isinstance(value, Tensor)}
-        objects = serialize_values(leaves | extra_states)
-    return state, replace_at(rest, dict.fromkeys(paths)), objects
+    values = {path: value for path, value in leaves(_without_objects(state)) if not isinstance(value, Tensor)}
+    for key in set(WEIGHT_KEYS) & state.keys():
+        values |= {(key, name): value for name, value in state[key].items() if _is_object(value)}
+    rest = {key: value for key, value in tree.items() if not is_state_key(key)}
+    sharded = (path for path, tensor in tensors_in(rest) if is_sharded(tensor))
+    return serialize_values(values | {(): replace_at(rest, dict.fromkeys(sharded))})
 
 
 def _write(folder: Folder, name: str, data: bytes) -> None:

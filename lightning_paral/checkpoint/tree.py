@@ -94,6 +94,6 @@ def insert(tree: dict[str, Any], path: TreePath, value: Any, gaps_left: list[int
 
 def view_key(value: Tensor) -> Any:
     """Return a key that is equal for two tensors if they are the same view of the same memory."""
-    if is_sharded(value) or value.numel() == 0:
+    if is_sharded(value) or value.is_meta or value.numel() == 0:
         return id(value)
     return value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), value.is_conj(), value.is_neg()

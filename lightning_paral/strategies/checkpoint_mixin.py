@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.checkpoint.async_save import BackgroundSaver
+from lightning_paral.checkpoint.background import BackgroundSaver
 from lightning_paral.checkpoint.io.storage import remove_at
 from lightning_paral.checkpoint.io.urls import without_scheme
 from lightning_paral.checkpoint.sharded_state import ShardedState
@@ -27,12 +27,10 @@ from lightning_paral.checkpoint.state.weights import (
     PACKAGE_STATE_KEY,
     load_weights,
     package_state,
-    replicated_storages,
     sharded_state_dict,
 )
 from lightning_paral.checkpoint.tensor_state import TensorState
 from lightning_paral.checkpoint.tree import tensors_in
-from lightning_paral.compat.lightning.strategies import averages_models
 from lightning_paral.distributed.exchange import RankGroup, all_ranks, explain
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.rng_state import current_states, restore_states
@@ -215,11 +213,10 @@ class CheckpointMixin(ParallelStrategy):
             return
         self._add_package_state(checkpoint, ranks)
         path = ranks.gather(without_scheme(filepath))[0]
-        replicated = replicated_storages(self.lightning_module)
-        name, local_sgd = type(self).__name__, averages_models(self)
+        name = type(self).__name__
         stages = self.dims.stages if ranks.world_size == self.dims.num_ranks else None
         checkpoint = self._without_others(checkpoint)
-        save = SaveJob.prepare(checkpoint, path, self._checkpoint_form, ranks, replicated, name, local_sgd, stages)
+        save = SaveJob.prepare(checkpoint, path, self._checkpoint_form, ranks, strategy=name, stages=stages)
         save.is_first_of_run, self._has_saved = not self._has_saved, True
         if not self._checkpoint_options.async_save or not self._can_save_in_background:
             if self._saver is not None:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.checkpoint.io.arena import fresh_like
+from lightning_paral.checkpoint.host_memory import fresh_like
 from lightning_paral.checkpoint.lazy_tensor import materialize, read_into
 from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.errors import CheckpointError

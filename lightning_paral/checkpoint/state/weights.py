@@ -16,7 +16,6 @@ from lightning_paral.checkpoint.formats.hugging_face import KEY as MODELS_KEY
 from lightning_paral.checkpoint.formats.hugging_face import describe_models
 from lightning_paral.checkpoint.lazy_tensor import LazyTensor, materialize
 from lightning_paral.checkpoint.sharded_state import ShardedState
-from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.state.optimizer import list_names
 from lightning_paral.compat.torch.modules import (
     EXTRA_STATE,
@@ -78,12 +77,6 @@ def sharded_state_dict(module: Module, shard: Callable[[Parameter], Tensor], sav
     for name in [name for name, value in state.items() if id(value) in frozen]:
         del state[name]
     return dict(state) if versions_in(state) is None else state
-
-
-def replicated_storages(module: Module) -> set[int]:
-    """Return the addresses of the storages of parameters that are not sharded."""
-    full = [parameter for parameter in module.parameters() if parameter.numel() and not is_sharded(parameter)]
-    return {parameter.untyped_storage().data_ptr() for parameter in full}
 
 
 def package_state(module: Module, save_frozen: bool, ranks: RankGroup, random_states: dict[str, Any]) -> dict[str, Any]:

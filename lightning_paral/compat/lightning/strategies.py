@@ -42,7 +42,6 @@ NAMES: Names = {
         "._layer_sync": "know whether Trainer(sync_batchnorm=True) was set",
     },
     "lightning.pytorch.strategies.DDPStrategy": {
-        "._model_averager": "know whether weights differ between ranks under post-local SGD",
         "._ddp_kwargs": "create DDP's reducer again with other options",
         "._pl_static_graph_delay_done": "delay the first all-reduce of a static graph again",
     },
@@ -100,11 +99,6 @@ NAMES: Names = {
 def layer_sync_of(strategy: ParallelStrategy) -> LayerSync | None:
     """Return the plugin that synchronizes BatchNorm layers, or `None` without `Trainer(sync_batchnorm=True)`."""
     return strategy._layer_sync
-
-
-def averages_models(strategy: Strategy) -> bool:
-    """Return whether the ranks use post-local SGD: they average weights periodically, and differ in between."""
-    return isinstance(strategy, DDPStrategy) and strategy._model_averager is not None
 
 
 def set_forward_redirection(strategy: Strategy, redirection: Any) -> None:

@@ -69,7 +69,7 @@ def make_all(folder: Path) -> None:
     """Write an undamaged checkpoint in each format, by our writers and by torch's."""
     for form in ("full", "sharded"):
         own = contents() | {"lightning_paral": {"frozen": [], "random_states": []}}
-        SaveJob.prepare(own, folder / form, form, RankGroup(), set(), "Test").write(RankGroup())  # type: ignore[arg-type]
+        SaveJob.prepare(own, folder / form, form, RankGroup(), strategy="Test").write(RankGroup())  # type: ignore[arg-type]
     plain = contents()
     torch.save(plain, folder / "lightning.ckpt")
     tensors = {"state_dict": plain.pop("state_dict"), "optimizer_0": plain.pop("optimizer_states")[0]}

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from lightning_paral.checkpoint.layout import (
     Chunk,
-    balanced_range,
     chunks_of_flat_range,
     coverage_fault,
 )
@@ -60,16 +59,3 @@ def test_coverage_agrees_with_counting_elements(data) -> None:
     for chunk in found:
         count[chunk.index] += 1
     assert (coverage_fault(shape, found) is None) == bool((count == 1).all())
-
-
-@given(st.lists(st.tuples(st.integers(0, 20), st.sampled_from([1, 2, 4, 8])), max_size=6), st.integers(1, 5))
-def test_balanced_ranges_divide_every_tensor_among_the_ranks(tensors, world_size) -> None:
-    nbytes = sum(numel * itemsize for numel, itemsize in tensors)
-    position = 0
-    for numel, itemsize in tensors:
-        written = []
-        for rank in range(world_size):
-            start, stop = balanced_range(rank, world_size, nbytes, position, itemsize)
-            written += range(min(start, numel), min(stop, numel))
-        assert written == list(range(numel))
-        position += numel * itemsize

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_paral import CheckpointError, CheckpointOptions, ParalDDPStrategy
-from lightning_paral.checkpoint.io.staging import Staging
+from lightning_paral.checkpoint.host_memory import Staging
 from lightning_paral.checkpoint.io.storage import remove_at
 from lightning_paral.checkpoint.load import peek
 from lightning_paral.checkpoint.save import SaveJob
@@ -28,7 +28,7 @@ FORMS: list[Form] = ["full", "sharded"]
 
 def prepared(path: object, form: Form) -> SaveJob:
     checkpoint = {"epoch": 0, "global_step": 1, "state_dict": {"a": torch.ones(3)}}
-    return SaveJob.prepare(checkpoint, path, form, RankGroup(), set(), "Test")
+    return SaveJob.prepare(checkpoint, path, form, RankGroup(), strategy="Test")
 
 
 def save(path: object, form: Form) -> None:

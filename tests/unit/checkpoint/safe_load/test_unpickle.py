@@ -122,7 +122,7 @@ def test_compressed_tensors_are_named(tmp_path: Path) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     checkpoint = {"epoch": 0, "global_step": 1, "state_dict": {"a": torch.ones(3)}}
-    SaveJob.prepare(checkpoint, tmp_path / "x.ckpt", "sharded", RankGroup(), set(), "Test").write(RankGroup())
+    SaveJob.prepare(checkpoint, tmp_path / "x.ckpt", "sharded", RankGroup(), strategy="Test").write(RankGroup())
     return tmp_path / "x.ckpt"
 
 
@@ -132,7 +132,7 @@ def test_links_to_a_checkpoint_and_inside_it_are_followed(folder: Path, tmp_path
     (folder / "__0_0.distcp").symlink_to("moved")
     full = {"epoch": 0, "global_step": 1, "state_dict": {"a": torch.ones(3)}}
     (tmp_path / "elsewhere").mkdir()
-    SaveJob.prepare(full, tmp_path / "elsewhere" / "y.ckpt", "full", RankGroup(), set(), "Test").write(RankGroup())
+    SaveJob.prepare(full, tmp_path / "elsewhere" / "y.ckpt", "full", RankGroup(), strategy="Test").write(RankGroup())
     (tmp_path / "link.ckpt").symlink_to("elsewhere/y.ckpt")
     for name in ("last.ckpt", "link.ckpt"):
         assert load(tmp_path / name, RankGroup())["global_step"] == 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_paral.checkpoint.io.staging import Staging
+from lightning_paral.checkpoint.host_memory import Staging
 from lightning_paral.distributed.exchange import RankGroup, all_ranks
 
 

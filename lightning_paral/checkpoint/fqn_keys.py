@@ -1,0 +1,121 @@
+"""A checkpoint keyed by FQN, in which the states of several pipeline stages come together."""
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_paral.checkpoint.host_memory import host_copy
+from lightning_paral.checkpoint.saved_tensors import SavedTensor
+from lightning_paral.checkpoint.state.optimizer import OTHER_ENTRIES_KEY, other_entries, to_fqn_keys, to_int_keys
+from lightning_paral.checkpoint.state.weights import PACKAGE_STATE_KEY
+from lightning_paral.checkpoint.tree import WEIGHT_KEYS, TreePath, is_state_key, replace_at
+from lightning_paral.compat.torch.modules import set_versions, versions_in
+from lightning_paral.distributed.exchange import RankGroup
+
+_OPTIMIZER_KEY = re.compile(r"optimizer_(\d+)")
+
+
+def by_fqn(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint with entries `optimizer_0`, ..., keyed by FQN, in place of `optimizer_states`."""
+    tree = dict(checkpoint)
+    states = tree.pop("optimizer_states", [])
+    tree |= {f"optimizer_{number}": to_fqn_keys(state) for number, state in enumerate(states)}
+    others = [other_entries(state) for state in states]
+    if any(others):
+        tree[OTHER_ENTRIES_KEY] = others
+    tree.setdefault("state_dict", {})
+    return tree
+
+
+def by_int(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint in Lightning's format, keyed by int, from one that `by_fqn` made."""
+    numbers = sorted(int(found[1]) for found in map(_OPTIMIZER_KEY.fullmatch, tree) if found)
+    states = [to_int_keys(tree[f"optimizer_{number}"]) for number in numbers]
+    checkpoint = {
+        key: value for key, value in tree.items() if not _OPTIMIZER_KEY.fullmatch(key) and key != OTHER_ENTRIES_KEY
+    }
+    if states:
+        others = zip_longest(tree.get(OTHER_ENTRIES_KEY, ()), states, fillvalue={})
+        checkpoint["optimizer_states"] = [other | state for other, state in others]
+    return checkpoint
+
+
+def merge_stages(
+    tree: dict[str, Any], tensors: Sequence[SavedTensor], ranks: RankGroup, stages: Sequence[int], what: str
+) -> dict[str, Any]:
+    """Return rank 0's `tree` with what only other stages have; other ranks' trees as they are. *Collective*.
+
+    Groups of parameters are merged by index. Where several stages have an entry, that of the first stage is used.
+
+    Args:
+        tree: the checkpoint of this rank, keyed by FQN.
+        tensors: the tensors of this rank. Those that only other stages have are on the meta device in the result.
+        ranks: the ranks that save together.
+        stages: the pipeline stage of each of `ranks`.
+        what: the action, such as "Saving a.ckpt", for error messages.
+
+    Raises:
+        CheckpointError: the state of a stage cannot be copied. Raised on all ranks.
+    """
+
+    def describe() -> Any:
+        if ranks.rank == 0 or stages.index(stages[ranks.rank]) != ranks.rank:
+            return None
+        state = {key: value for key, value in tree.items() if is_state_key(key) or key == OTHER_ENTRIES_KEY}
+        state["frozen"] = tree.get(PACKAGE_STATE_KEY, {}).get("frozen", [])
+        absent: dict[TreePath, Tensor] = {}
+        for tensor in tensors:
+            stand_in = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            absent |= dict.fromkeys(tensor.paths, stand_in)
+        return host_copy(replace_at(state, absent))
+
+    others = [state for state in ranks.gather_results(what, describe) if state is not None]
+    if not ranks.is_rank_0:
+        return tree
+    merged: dict[str, Any] = replace_at(tree, {})
+    for state in others:
+        _add_frozen(merged, state.pop("frozen"))
+        for key, found in state.items():
+            _merge(key, merged.setdefault(key, found), found)
+    return merged
+
+
+def _add_frozen(merged: dict[str, Any], names: list[str]) -> None:
+    about = merged.get(PACKAGE_STATE_KEY)
+    if about is not None:
+        about["frozen"] = list(dict.fromkeys((*about.get("frozen", ()), *names)))
+
+
+def _merge(key: str, first: Any, second: Any) -> None:
+    """Add to `first`, an entry of a checkpoint, what only `second` has."""
+    if key in WEIGHT_KEYS:
+        versions = {**(versions_in(second) or {}), **(versions_in(first) or {})}
+        _add_missing(first, second)
+        if versions:
+            set_versions(first, versions)
+    elif key == OTHER_ENTRIES_KEY:
+        _add_by_index(first, second)
+    else:
+        _add_missing(first["state"], second["state"])
+        names = [
+            list(dict.fromkeys((*one.get("params", ()), *other.get("params", ()))))
+            for one, other in zip_longest(first["param_groups"], second["param_groups"], fillvalue={})
+        ]
+        _add_by_index(first["param_groups"], second["param_groups"])
+        for group, params in zip(first["param_groups"], names, strict=True):
+            group["params"] = params
+
+
+def _add_missing(first: dict[str, Any], second: Mapping[str, Any]) -> None:
+    for key, value in second.items():
+        first.setdefault(key, value)
+
+
+def _add_by_index(first: list[Any], second: Sequence[Mapping[str, Any]]) -> None:
+    first.extend({} for _ in range(len(second) - len(first)))
+    for one, other in zip(first, second, strict=False):
+        _add_missing(one, other)

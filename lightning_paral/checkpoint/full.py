@@ -1,0 +1,243 @@
+"""The full format: one ordinary Lightning file. Rank 0 receives each tensor in turn, and writes it before the next."""
+
+import io
+import os
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.serialization import config
+
+from lightning_paral.checkpoint.fqn_keys import by_int
+from lightning_paral.checkpoint.io.files import ChecksummedWriter, FileRecord, checksum_of_block, reader_of
+from lightning_paral.checkpoint.layout import Chunk
+from lightning_paral.checkpoint.manifest import Manifest, embed
+from lightning_paral.checkpoint.safe_load.archive import check_regular
+from lightning_paral.checkpoint.safe_load.unpickle import load_safely
+from lightning_paral.checkpoint.saved_tensors import SavedTensor, check_coverage
+from lightning_paral.checkpoint.shards import bytes_of, flat
+from lightning_paral.checkpoint.tree import TreePath, replace_at
+from lightning_paral.compat.torch.tensors import fake_tensors, identity_of, untyped
+from lightning_paral.distributed.exchange import RankGroup
+from lightning_paral.errors import CheckpointError
+
+
+def write_full(
+    tree: dict[str, Any],
+    tensors: Sequence[SavedTensor],
+    path: Path,
+    ranks: RankGroup,
+    about: dict[str, Any],
+    what: str,
+    *,
+    keyed_by_fqn: bool = False,
+) -> int:
+    """Write the file `path`: what `torch.save` would write, and a manifest. *Collective* over `ranks`.
+
+    Only rank 0 accesses the file. It never holds more than one tensor of other ranks.
+
+    Args:
+        tree: the checkpoint. Only rank 0's is used, and not for `tensors`.
+        tensors: the tensors of this rank, each with the shard that this rank writes. Rank 0 has all.
+        path: the path of the file.
+        ranks: the ranks that save together.
+        about: the fields of the manifest that do not concern its files.
+        what: the action, such as "Saving a.ckpt", for error messages.
+        keyed_by_fqn: whether `tree` has optimizer states by FQN, as `by_fqn` makes them.
+
+    Returns:
+        int: the size of the file in bytes on rank 0, otherwise 0.
+
+    Raises:
+        CheckpointError: a rank could not read or write, or the shards of the ranks do not fit together. Raised on all
+            ranks.
+    """
+    skeleton: Any = None
+    storages: dict[int, torch.UntypedStorage] = {}
+    at: dict[int, TreePath] = {}
+
+    def lay_out() -> list[TreePath]:
+        nonlocal skeleton, storages
+        fakes = fake_tensors((tensor.shape, tensor.dtype) for tensor in tensors)
+        pairs = list(zip(tensors, fakes, strict=True))
+        skeleton = replace_at(tree, {path: fake for tensor, fake in pairs for path in tensor.paths})
+        skeleton = by_int(skeleton) if keyed_by_fqn else skeleton
+        storages = {key: storage for key, storage in _storages_in(skeleton).items() if storage.nbytes()}
+        at.update({identity_of(fake.untyped_storage()): tensor.paths[0] for tensor, fake in pairs})
+        return [at[key] for key in storages if key in at]
+
+    order = ranks.run_on_rank_0(what, lay_out)
+    shards = {path: tensor for tensor in tensors for path in tensor.paths}
+    holders = ranks.gather([shards[path].shard.chunks if path in shards else () for path in order])
+    ranks.run_on_rank_0(what, lambda: _check(order, shards, holders))
+    values = _Gathered(order, shards, holders, ranks)
+    error: Exception | None = None
+    nbytes = 0
+    try:
+        if ranks.is_rank_0:
+            data = (values.next() if key in at else _tensor_over(storage) for key, storage in storages.items())
+            nbytes = _write(path, skeleton, data, about)
+    except Exception as raised:
+        error = raised
+    while values.left:
+        values.next()
+
+    def confirm() -> None:
+        for failure in (error, values.error):
+            if failure is not None:
+                raise failure
+
+    ranks.run_on_all(what, confirm)
+    return nbytes
+
+
+def _check(
+    order: Sequence[TreePath], shards: Mapping[TreePath, SavedTensor], holders: Sequence[Sequence[Sequence[Chunk]]]
+) -> None:
+    for number, path in enumerate(order):
+        chunks = [chunk for of_rank in holders for chunk in of_rank[number]]
+        check_coverage(shards[path].name, shards[path].shape, chunks)
+
+
+class _Gathered:
+    """Sends tensors to rank 0 one by one. All ranks call `next` equally often; it returns the full tensor on rank 0.
+
+    A rank that cannot read its values sends zeros and keeps the error, so that the others do not wait for it.
+    """
+
+    def __init__(
+        self,
+        order: Sequence[TreePath],
+        shards: Mapping[TreePath, SavedTensor],
+        holders: Sequence[Sequence[Sequence[Chunk]]],
+        ranks: RankGroup,
+    ) -> None:
+        self._shards, self._holders, self._ranks = shards, holders, ranks
+        self._next = list(enumerate(order))[::-1]
+        self.error: Exception | None = None
+
+    @property
+    def left(self) -> int:
+        """How many tensors have not been sent."""
+        return len(self._next)
+
+    def next(self) -> Tensor:
+        """Return the next tensor, flat and on the host, on rank 0; send this rank's shard of it on other ranks."""
+        number, path = self._next.pop()
+        chunks = [of_rank[number] for of_rank in self._holders]
+        own = self._read(path, chunks[self._ranks.rank])
+        if not self._ranks.is_rank_0:
+            if own.numel():
+                dist.send(own.view(torch.uint8), group=self._ranks.group, group_dst=0)
+            return own
+        shape, dtype = self._shards[path].shape, self._shards[path].dtype
+        if not any(chunks[1:]):
+            return own
+        full = torch.empty(shape, dtype=dtype)
+        for rank, of_rank in enumerate(chunks):
+            part = own if rank == 0 else torch.empty(sum(chunk.numel for chunk in of_rank), dtype=dtype)
+            if rank and part.numel():
+                dist.recv(part.view(torch.uint8), group=self._ranks.group, group_src=rank)
+            for chunk, values in zip(of_rank, part.split([chunk.numel for chunk in of_rank]), strict=True):
+                full[chunk.index] = values.view(chunk.sizes)
+        return full.view(-1)
+
+    def _read(self, path: TreePath, chunks: Sequence[Chunk]) -> Tensor:
+        if not chunks:
+            return torch.empty(0, dtype=torch.uint8)
+        tensor = self._shards[path]
+        try:
+            return flat(tensor.shard.values().to("cpu", tensor.dtype))
+        except Exception as error:
+            self.error = self.error or error
+            return torch.zeros(sum(chunk.numel for chunk in chunks), dtype=tensor.dtype)
+
+
+def _write(path: Path, skeleton: Any, data: Iterator[Tensor], about: dict[str, Any]) -> int:
+    """Write the file with the next of `data` as each of its storages, and the manifest. Return its size in bytes."""
+    without_crc = config.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]
+    with ChecksummedWriter(open(path, "wb", buffering=2**20), on_disk=True) as file:
+        filled = _FilledFile(file, data)
+        try:
+            with without_crc, torch.serialization.skip_data(materialize_fake_tensors=True):
+                torch.save(skeleton, cast("IO[bytes]", filled))
+        except RuntimeError as error:  # torch hides what went wrong
+            raise filled.error or file.error or error from None
+    embed(path, lambda nbytes: Manifest(files={".": _first(file.record(), nbytes, path)}, **about))
+    return path.stat().st_size
+
+
+class _FilledFile:
+    """A file for `torch.save` under `skip_data`: where torch seeks past the data of a storage, this writes the data."""
+
+    def __init__(self, file: ChecksummedWriter, data: Iterator[Tensor]) -> None:
+        self._file, self._data = file, data
+        self.write, self.flush = file.write, file.flush
+        self.error: Exception | None = None
+
+    def seek(self, nbytes: int, whence: int) -> None:
+        """Write the next storage."""
+        try:
+            values = bytes_of(next(self._data))
+            assert (whence, nbytes) == (os.SEEK_CUR, len(values)), "torch.save writes storages in another order"
+            self._file.write(values)
+        except Exception as error:
+            self.error = error
+            raise
+
+
+def _first(record: FileRecord, nbytes: int, path: Path) -> FileRecord:
+    """Return the record of the first `nbytes` bytes of the file. Only the block in which they end is read again."""
+    blocks = [block for block in record.blocks if block[0] + block[1] <= nbytes]
+    start = sum(length for _, length, _ in blocks)
+    if start < nbytes:
+        with open(path, "rb", buffering=0) as file:
+            blocks.append((start, nbytes - start, checksum_of_block(reader_of(file.fileno()), start, nbytes - start)))
+    return FileRecord(bytes=nbytes, blocks=blocks)
+
+
+def _tensor_over(storage: Any) -> Tensor:
+    """Return the bytes of a storage as a tensor on the host."""
+    return torch.empty(0, dtype=torch.uint8).set_(storage.cpu())
+
+
+def _storages_in(tree: Any) -> dict[int, torch.UntypedStorage]:
+    """Return the storages in `tree` by their identity, in the order in which `torch.save` writes them."""
+    finder = _StorageFinder(io.BytesIO(), protocol=torch.serialization.DEFAULT_PROTOCOL)
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        finder.dump(tree)
+    return finder.found
+
+
+class _StorageFinder(pickle.Pickler):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.found: dict[int, torch.UntypedStorage] = {}
+
+    def persistent_id(self, obj: Any) -> Any:
+        storage = untyped(obj)
+        if storage is None:
+            return None
+        self.found.setdefault(identity_of(storage), storage)
+        return "storage"
+
+
+def read_full(path: str | Path, weights_only: bool = True) -> dict[str, Any]:
+    """Return the checkpoint in the file at `path`, with memory-mapped tensors.
+
+    Args:
+        path: the path of the file.
+        weights_only: `False` trusts the checkpoint and runs code in it.
+
+    Raises:
+        CheckpointError: the file is damaged or not a checkpoint, or it contains code and `weights_only` is `True`.
+    """
+    check_regular(path, os.stat(path).st_mode)
+    loaded = load_safely(path, weights_only=weights_only, mmap=True)
+    if not isinstance(loaded, Mapping):
+        raise CheckpointError(f"{path} contains a {type(loaded).__name__}, not a checkpoint.")
+    return dict(loaded)
