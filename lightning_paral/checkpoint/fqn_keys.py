@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -46,42 +47,49 @@ def by_int(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def merge_stages(
     tree: dict[str, Any], tensors: Sequence[SavedTensor], ranks: RankGroup, stages: Sequence[int], what: str
-) -> dict[str, Any]:
-    """Return rank 0's `tree` with what only other stages have; other ranks' trees as they are. *Collective*.
+) -> tuple[dict[str, Any], list[SavedTensor]]:
+    """Return rank 0's `tree` with what only other stages have, and the tensors that no earlier stage has. *Collective*.
 
     Groups of parameters are merged by index. Where several stages have an entry, that of the first stage is used.
 
     Args:
         tree: the checkpoint of this rank, keyed by FQN.
-        tensors: the tensors of this rank. Those that only other stages have are on the meta device in the result.
+        tensors: the tensors of this rank.
         ranks: the ranks that save together.
         stages: the pipeline stage of each of `ranks`.
         what: the action, such as "Saving a.ckpt", for error messages.
+
+    Returns:
+        tuple[dict[str, Any], list[SavedTensor]]: on rank 0, the merged tree, with tensors on the meta device where only
+            other stages have them, and on other ranks an unspecified tree; and what is left of `tensors`.
 
     Raises:
         CheckpointError: the state of a stage cannot be copied. Raised on all ranks.
     """
 
     def describe() -> Any:
-        if ranks.rank == 0 or stages.index(stages[ranks.rank]) != ranks.rank:
+        if stages.index(stages[ranks.rank]) != ranks.rank:
             return None
         state = {key: value for key, value in tree.items() if is_state_key(key) or key == OTHER_ENTRIES_KEY}
-        state["frozen"] = tree.get(PACKAGE_STATE_KEY, {}).get("frozen", [])
         absent: dict[TreePath, Tensor] = {}
         for tensor in tensors:
             stand_in = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             absent |= dict.fromkeys(tensor.paths, stand_in)
-        return host_copy(replace_at(state, absent))
+        frozen = tree.get(PACKAGE_STATE_KEY, {}).get("frozen", [])
+        return list(absent), frozen, None if ranks.is_rank_0 else host_copy(replace_at(state, absent))
 
-    others = [state for state in ranks.gather_results(what, describe) if state is not None]
-    if not ranks.is_rank_0:
-        return tree
-    merged: dict[str, Any] = replace_at(tree, {})
-    for state in others:
-        _add_frozen(merged, state.pop("frozen"))
-        for key, found in state.items():
-            _merge(key, merged.setdefault(key, found), found)
-    return merged
+    described = ranks.gather_results(what, describe)
+    earlier = {path for found in described[: stages.index(stages[ranks.rank])] if found for path in found[0]}
+    left = [replace(tensor, paths=tuple(path for path in tensor.paths if path not in earlier)) for tensor in tensors]
+    if ranks.is_rank_0:
+        tree = replace_at(tree, {})
+        for found in described[1:]:
+            if found is not None:
+                _, frozen, state = found
+                _add_frozen(tree, frozen)
+                for key, value in state.items():
+                    _merge(key, tree.setdefault(key, value), value)
+    return tree, [tensor for tensor in left if tensor.paths]
 
 
 def _add_frozen(merged: dict[str, Any], names: list[str]) -> None:

@@ -5,7 +5,7 @@ import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from lightning_paral.checkpoint.layout import Chunk
 from lightning_paral.checkpoint.manifest import Manifest, embed
 from lightning_paral.checkpoint.safe_load.archive import check_regular
 from lightning_paral.checkpoint.safe_load.unpickle import load_safely
-from lightning_paral.checkpoint.saved_tensors import SavedTensor, check_coverage
+from lightning_paral.checkpoint.saved_tensors import Kind, SavedTensor, check_shards
 from lightning_paral.checkpoint.shards import bytes_of, flat
 from lightning_paral.checkpoint.tree import TreePath, replace_at
 from lightning_paral.compat.torch.tensors import fake_tensors, identity_of, untyped
@@ -72,9 +72,10 @@ def write_full(
 
     order = ranks.run_on_rank_0(what, lay_out)
     shards = {path: tensor for tensor in tensors for path in tensor.paths}
-    holders = ranks.gather([shards[path].shard.chunks if path in shards else () for path in order])
-    ranks.run_on_rank_0(what, lambda: _check(order, shards, holders))
-    values = _Gathered(order, shards, holders, ranks)
+    local = [shards.get(path) for path in order]
+    parts = ranks.gather([Part(tensor.kind, tensor.shard.chunks) if tensor else None for tensor in local])
+    ranks.run_on_rank_0(what, lambda: _check(order, parts))
+    values = _Gathered(local, parts, ranks)
     error: Exception | None = None
     nbytes = 0
     try:
@@ -95,66 +96,75 @@ def write_full(
     return nbytes
 
 
-def _check(
-    order: Sequence[TreePath], shards: Mapping[TreePath, SavedTensor], holders: Sequence[Sequence[Sequence[Chunk]]]
-) -> None:
+class Part(NamedTuple):
+    """What one rank writes of a tensor."""
+
+    kind: Kind
+    chunks: Sequence[Chunk]
+
+
+Parts = Sequence[Sequence[Part | None]]
+"""For each rank, what it writes of each tensor; `None` for a tensor that it does not have."""
+
+
+def _check(order: Sequence[TreePath], parts: Parts) -> None:
     for number, path in enumerate(order):
-        chunks = [chunk for of_rank in holders for chunk in of_rank[number]]
-        check_coverage(shards[path].name, shards[path].shape, chunks)
+        found = [part for of_rank in parts if (part := of_rank[number]) is not None and part.chunks]
+        kinds = [part.kind for part in found] or [part.kind for part in [parts[0][number]] if part is not None]
+        check_shards(".".join(map(str, path)), kinds, [chunk for part in found for chunk in part.chunks])
 
 
 class _Gathered:
     """Sends tensors to rank 0 one by one. All ranks call `next` equally often; it returns the full tensor on rank 0.
 
     A rank that cannot read its values sends zeros and keeps the error, so that the others do not wait for it.
+
+    Args:
+        local: the tensors, each with what this rank writes of it; `None` for a tensor that it does not have.
+        parts: what each rank writes.
+        ranks: the ranks.
     """
 
-    def __init__(
-        self,
-        order: Sequence[TreePath],
-        shards: Mapping[TreePath, SavedTensor],
-        holders: Sequence[Sequence[Sequence[Chunk]]],
-        ranks: RankGroup,
-    ) -> None:
-        self._shards, self._holders, self._ranks = shards, holders, ranks
-        self._next = list(enumerate(order))[::-1]
+    def __init__(self, local: Sequence[SavedTensor | None], parts: Parts, ranks: RankGroup) -> None:
+        self._local, self._parts, self._ranks = local, parts, ranks
+        self._number = 0
         self.error: Exception | None = None
 
     @property
     def left(self) -> int:
         """How many tensors have not been sent."""
-        return len(self._next)
+        return len(self._local) - self._number
 
     def next(self) -> Tensor:
-        """Return the next tensor, flat and on the host, on rank 0; send this rank's shard of it on other ranks."""
-        number, path = self._next.pop()
-        chunks = [of_rank[number] for of_rank in self._holders]
-        own = self._read(path, chunks[self._ranks.rank])
+        """Return the next tensor, on the host, on rank 0; send this rank's part of it on other ranks."""
+        tensor, number = self._local[self._number], self._number
+        self._number += 1
+        own = self._read(tensor)
         if not self._ranks.is_rank_0:
             if own.numel():
                 dist.send(own.view(torch.uint8), group=self._ranks.group, group_dst=0)
             return own
-        shape, dtype = self._shards[path].shape, self._shards[path].dtype
+        assert tensor is not None, "rank 0 lists all tensors"
+        chunks = [part.chunks if (part := of_rank[number]) else () for of_rank in self._parts]
         if not any(chunks[1:]):
             return own
-        full = torch.empty(shape, dtype=dtype)
+        full = torch.empty(tensor.shape, dtype=tensor.dtype)
         for rank, of_rank in enumerate(chunks):
-            part = own if rank == 0 else torch.empty(sum(chunk.numel for chunk in of_rank), dtype=dtype)
+            part = own if rank == 0 else torch.empty(sum(chunk.numel for chunk in of_rank), dtype=tensor.dtype)
             if rank and part.numel():
                 dist.recv(part.view(torch.uint8), group=self._ranks.group, group_src=rank)
             for chunk, values in zip(of_rank, part.split([chunk.numel for chunk in of_rank]), strict=True):
                 full[chunk.index] = values.view(chunk.sizes)
-        return full.view(-1)
+        return full
 
-    def _read(self, path: TreePath, chunks: Sequence[Chunk]) -> Tensor:
-        if not chunks:
-            return torch.empty(0, dtype=torch.uint8)
-        tensor = self._shards[path]
+    def _read(self, tensor: SavedTensor | None) -> Tensor:
+        if tensor is None or not tensor.shard.chunks:
+            return torch.empty(0)
         try:
             return flat(tensor.shard.values().to("cpu", tensor.dtype))
         except Exception as error:
             self.error = self.error or error
-            return torch.zeros(sum(chunk.numel for chunk in chunks), dtype=tensor.dtype)
+            return torch.zeros(sum(chunk.numel for chunk in tensor.shard.chunks), dtype=tensor.dtype)
 
 
 def _write(path: Path, skeleton: Any, data: Iterator[Tensor], about: dict[str, Any]) -> int:
@@ -177,7 +187,7 @@ class _FilledFile:
     def __init__(self, file: ChecksummedWriter, data: Iterator[Tensor]) -> None:
         self._file, self._data = file, data
         self.write, self.flush = file.write, file.flush
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def seek(self, nbytes: int, whence: int) -> None:
         """Write the next storage."""
@@ -185,7 +195,7 @@ class _FilledFile:
             values = bytes_of(next(self._data))
             assert (whence, nbytes) == (os.SEEK_CUR, len(values)), "torch.save writes storages in another order"
             self._file.write(values)
-        except Exception as error:
+        except BaseException as error:
             self.error = error
             raise
 

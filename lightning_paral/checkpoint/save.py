@@ -61,10 +61,10 @@ class SaveJob:
     """The tensors of this rank, each with the shard that this rank writes; on rank 0, those of all ranks."""
     about: dict[str, Any]
     """The fields of the manifest that do not concern its files."""
-    stages: Sequence[int]
-    """The pipeline stage of each rank."""
     tree: dict[str, Any] = field(default_factory=dict)
     """For a full checkpoint, on rank 0: all entries."""
+    keyed_by_fqn: bool = False
+    """Whether optimizer states in `tree` are keyed by FQN."""
     objects: dict[TreePath, bytes] = field(default_factory=dict)
     """For a sharded checkpoint, on rank 0: the weights and optimizer states that are not tensors, serialized, and at
     the path `()` the other entries, which are the content of `meta.pt`."""
@@ -110,9 +110,9 @@ class SaveJob:
 
         tensors = ranks.run_on_all(what, list_tensors)
         if has_stages:
-            tree = merge_stages(tree, tensors, ranks, stages, what)
-            if form == "full":
-                tensors = ranks.run_on_all(what, lambda: tensors_to_save(tree, writes_full=writes_full))
+            tree, tensors = merge_stages(tree, tensors, ranks, stages, what)
+            if form == "full" and ranks.is_rank_0:
+                tensors = tensors_to_save(tree, writes_full=True)
         about = {
             "form": form,
             "strategy": strategy,
@@ -120,9 +120,9 @@ class SaveJob:
             "epoch": int(checkpoint.get("epoch", 0)),
             "global_step": int(checkpoint.get("global_step", 0)),
         }
-        job = SaveJob(str(path), form, tensors, about, stages)
+        job = SaveJob(str(path), form, tensors, about)
         if ranks.is_rank_0 and form == "full":
-            job.tree = tree
+            job.tree, job.keyed_by_fqn = tree, has_stages
         elif form == "sharded":
             job.objects = ranks.run_on_all(what, lambda: _serialized(tree) if ranks.is_rank_0 else {})
         return job
@@ -189,9 +189,8 @@ class SaveJob:
                 draft.discard()
 
     def _write_file(self, path: Path, ranks: RankGroup) -> int:
-        keyed_by_fqn = len(set(self.stages)) > 1
         what = f"Saving {self.path}"
-        nbytes = write_full(self.tree, self.tensors, path, ranks, self.about, what, keyed_by_fqn=keyed_by_fqn)
+        nbytes = write_full(self.tree, self.tensors, path, ranks, self.about, what, keyed_by_fqn=self.keyed_by_fqn)
         ranks.run_on_rank_0(what, lambda: self._check_types(path))
         return nbytes
 
@@ -231,7 +230,7 @@ class SaveJob:
 
         def finish() -> int:
             files = {file.name: file.record for file in written}
-            contents = {METADATA: make_metadata(written, self.stages), META: self.objects[()]}
+            contents = {METADATA: make_metadata(written), META: self.objects[()]}
             self._check_types(*map(io.BytesIO, self.objects.values()))
             names = {name: f"{name}-{save_id}" for name in contents} if save_id else {}
             for name, data in contents.items():

@@ -1,6 +1,6 @@
 """The tensors of a checkpoint, and which rank writes what of them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,11 @@ class SavedTensor:
     def name(self) -> str:
         """Its first position, for messages."""
         return ".".join(map(str, self.paths[0]))
+
+    @property
+    def kind(self) -> "Kind":
+        """Its shape and dtype."""
+        return self.shape, self.dtype
 
     @property
     def nbytes(self) -> int:
@@ -73,13 +78,22 @@ def tensors_to_save(tree: Mapping[str, Any], *, writes_full: bool) -> list[Saved
     ]
 
 
-def check_coverage(name: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
-    """Check that the chunks that all ranks write are exactly the elements of a tensor.
+Kind = tuple[tuple[int, ...], torch.dtype]
+"""The shape and dtype of a tensor."""
+
+
+def check_shards(name: str, kinds: Sequence[Kind], chunks: Sequence[Chunk]) -> None:
+    """Check that what the ranks write of a tensor fits together.
+
+    Args:
+        name: the name of the tensor, for the message.
+        kinds: the shape and dtype that the tensor has on each rank that writes any of it.
+        chunks: the chunks that all of them write.
 
     Raises:
-        CheckpointError: there are gaps or overlaps, because the ranks save different tensors.
+        CheckpointError: the kinds differ, or the chunks leave gaps or overlap.
     """
-    fault = coverage_fault(shape, chunks)
+    fault = "their shapes or dtypes differ" if len(set(kinds)) > 1 else coverage_fault(kinds[0][0], chunks)
     if fault is not None:
         raise CheckpointError(
             f"The shards of {name} on different ranks do not fit together: {fault}. If on_save_checkpoint changes the "

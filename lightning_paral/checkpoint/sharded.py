@@ -31,11 +31,10 @@ from torch.utils.serialization import config
 from lightning_paral.checkpoint.io.files import FileRecord
 from lightning_paral.checkpoint.io.storage import Folder
 from lightning_paral.checkpoint.layout import Chunk
-from lightning_paral.checkpoint.saved_tensors import SavedTensor, check_coverage
+from lightning_paral.checkpoint.saved_tensors import Kind, SavedTensor, check_shards
 from lightning_paral.checkpoint.shards import bytes_of, flat
 from lightning_paral.checkpoint.tree import TreePath
 from lightning_paral.compat.torch.distributed_checkpoint import StorageInfo
-from lightning_paral.errors import CheckpointError
 
 METADATA = ".metadata"
 """Name of the file with the location of each value, in the format of Distributed Checkpoint."""
@@ -49,8 +48,7 @@ class WrittenTensor:
     """The chunks of a tensor that one rank has written."""
 
     paths: tuple[TreePath, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    kind: Kind
     chunks: list[tuple[Chunk, int, int]]
     """Each chunk with its offset and length in the file, in bytes."""
 
@@ -81,7 +79,7 @@ def write_rank_file(
                     torch.save(values, cast("IO[bytes]", file))
                 chunks.append((chunk, offset, file.position - offset))
             if chunks or not tensor.nbytes:
-                written.append(WrittenTensor(tensor.paths, tensor.shape, tensor.dtype, chunks))
+                written.append(WrittenTensor(tensor.paths, tensor.kind, chunks))
         for path, data in objects.items():
             locations[path] = (file.position, len(data))
             file.write(data)
@@ -121,43 +119,34 @@ def leaves(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Any]]:
         yield path, tree
 
 
-def make_metadata(written: Sequence[WrittenFile], stages: Sequence[int]) -> bytes:
-    """Return the content of `.metadata`.
-
-    Args:
-        written: the file of each rank.
-        stages: the pipeline stage of each rank. If several stages have a tensor, those of the first one are used.
+def make_metadata(written: Sequence[WrittenFile]) -> bytes:
+    """Return the content of `.metadata`, given the file of each rank.
 
     Raises:
         CheckpointError: the chunks of the ranks leave gaps or overlap, because the ranks saved different values.
     """
     state: dict[str, Any] = {}
+    kinds: dict[str, list[Kind]] = {}
     storage: dict[MetadataIndex, Any] = {}
     paths: dict[str, TreePath] = {}
-    stage_of: dict[str, int] = {}
-    for file, stage in zip(written, stages, strict=True):
+    for file in written:
         for path, (offset, length) in file.objects.items():
             key = _key(path)
             paths[key], state[key] = path, BytesStorageMetadata()
             storage[MetadataIndex(key)] = StorageInfo(file.name, offset, length)
         for tensor in file.tensors:
+            shape, dtype = tensor.kind
             for path in tensor.paths:
                 key = _key(path)
-                if stage_of.setdefault(key, stage) != stage:
-                    continue
-                about = TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(tensor.shape), [])
-                about = state.setdefault(key, about)
-                if (about.size, about.properties.dtype) != (torch.Size(tensor.shape), tensor.dtype):
-                    raise CheckpointError(f"{key} has another shape or dtype on another rank.")
                 paths[key] = path
+                kinds.setdefault(key, []).append(tensor.kind)
+                about = state.setdefault(key, TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), []))
                 for chunk, offset, length in tensor.chunks:
                     offsets = torch.Size(chunk.offsets)
                     storage[MetadataIndex(key, offsets, len(about.chunks))] = StorageInfo(file.name, offset, length)
                     about.chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
-    for key, about in state.items():
-        if isinstance(about, TensorStorageMetadata):
-            chunks = [Chunk(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in about.chunks]
-            check_coverage(key, tuple(about.size), chunks)
+    for key, found in kinds.items():
+        check_shards(key, found, [Chunk(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in state[key].chunks])
     metadata = Metadata(
         state_dict_metadata=state,
         planner_data=paths,

@@ -175,7 +175,7 @@ class ChecksummedWriter:
         self._file = file
         self._fsync = BackgroundFsync(file.fileno()) if on_disk else None
         self._checksums = BlockChecksums()
-        self.error: OSError | None = None
+        self.error: BaseException | None = None
         """The error of the last write. It is kept because `torch.save` replaces it by another error."""
 
     @property
@@ -190,7 +190,7 @@ class ChecksummedWriter:
             self._file.write(view)
             if self._fsync is not None:
                 self._fsync.wrote(len(view))
-        except OSError as error:
+        except BaseException as error:
             self.error = error
             raise
         self._checksums.update(view)
