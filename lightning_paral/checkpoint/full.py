@@ -14,7 +14,7 @@ from torch.utils.serialization import config
 
 from lightning_paral.checkpoint.fqn_keys import by_int
 from lightning_paral.checkpoint.io.files import ChecksummedWriter, FileRecord, checksum_of_block, reader_of
-from lightning_paral.checkpoint.layout import Chunk
+from lightning_paral.checkpoint.layout import Chunk, flat_range_of
 from lightning_paral.checkpoint.manifest import Manifest, embed
 from lightning_paral.checkpoint.safe_load.archive import check_regular
 from lightning_paral.checkpoint.safe_load.unpickle import load_safely
@@ -80,7 +80,7 @@ def write_full(
     nbytes = 0
     try:
         if ranks.is_rank_0:
-            data = (values.next() if key in at else _tensor_over(storage) for key, storage in storages.items())
+            data = (values.next() if key in at else [_tensor_over(storage)] for key, storage in storages.items())
             nbytes = _write(path, skeleton, data, about)
     except Exception as raised:
         error = raised
@@ -115,9 +115,10 @@ def _check(order: Sequence[TreePath], parts: Parts) -> None:
 
 
 class _Gathered:
-    """Sends tensors to rank 0 one by one. All ranks call `next` equally often; it returns the full tensor on rank 0.
+    """Sends tensors to rank 0 one by one. All ranks call `next` equally often.
 
-    A rank that cannot read its values sends zeros and keeps the error, so that the others do not wait for it.
+    Rank 0 receives a tensor while it writes the one before. A rank that cannot read its values sends zeros and keeps
+    the error, so that the others do not wait for it.
 
     Args:
         local: the tensors, each with what this rank writes of it; `None` for a tensor that it does not have.
@@ -128,6 +129,8 @@ class _Gathered:
     def __init__(self, local: Sequence[SavedTensor | None], parts: Parts, ranks: RankGroup) -> None:
         self._local, self._parts, self._ranks = local, parts, ranks
         self._number = 0
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._received = self._receive(0)
         self.error: Exception | None = None
 
     @property
@@ -135,27 +138,48 @@ class _Gathered:
         """How many tensors have not been sent."""
         return len(self._local) - self._number
 
-    def next(self) -> Tensor:
-        """Return the next tensor, on the host, on rank 0; send this rank's part of it on other ranks."""
-        tensor, number = self._local[self._number], self._number
+    def next(self) -> list[Tensor]:
+        """Return the next tensor on rank 0, in contiguous pieces on the host; send this rank's part on other ranks.
+
+        The pieces are valid until the second call from here.
+        """
+        number, received = self._number, self._received
         self._number += 1
-        own = self._read(tensor)
+        own = self._read(self._local[number])
         if not self._ranks.is_rank_0:
             if own.numel():
                 dist.send(own.view(torch.uint8), group=self._ranks.group, group_dst=0)
-            return own
+            return []
+        self._received = self._receive(number + 1)
+        found: list[tuple[Chunk, Tensor]] = []
+        for rank, part in enumerate(of_rank[number] for of_rank in self._parts):
+            work, values = received.get(rank, (None, own))
+            if work is not None:
+                work.wait()
+            for chunk in part.chunks if part is not None else ():
+                found.append((chunk, values[: chunk.numel]))
+                values = values[chunk.numel :]
+        tensor = self._local[number]
         assert tensor is not None, "rank 0 lists all tensors"
-        chunks = [part.chunks if (part := of_rank[number]) else () for of_rank in self._parts]
-        if not any(chunks[1:]):
-            return own
-        full = torch.empty(tensor.shape, dtype=tensor.dtype)
-        for rank, of_rank in enumerate(chunks):
-            part = own if rank == 0 else torch.empty(sum(chunk.numel for chunk in of_rank), dtype=tensor.dtype)
-            if rank and part.numel():
-                dist.recv(part.view(torch.uint8), group=self._ranks.group, group_src=rank)
-            for chunk, values in zip(of_rank, part.split([chunk.numel for chunk in of_rank]), strict=True):
-                full[chunk.index] = values.view(chunk.sizes)
-        return full
+        return _in_order(tensor, found)
+
+    def _receive(self, number: int) -> dict[int, tuple[Any, Tensor]]:
+        """Start to receive the parts of other ranks. Return, by rank, what to wait for and the values."""
+        if not self._ranks.is_rank_0 or number >= len(self._local):
+            return {}
+        parts = {rank: part for rank, of_rank in enumerate(self._parts) if rank and (part := of_rank[number])}
+        sizes = {rank: sum(chunk.numel for chunk in part.chunks) for rank, part in parts.items()}
+        nbytes = sum(size * parts[rank].kind[1].itemsize for rank, size in sizes.items())
+        if self._buffers[number % 2].numel() < nbytes:
+            self._buffers[number % 2] = torch.empty(nbytes, dtype=torch.uint8)
+        received, start = {}, 0
+        for rank, size in sizes.items():
+            dtype = parts[rank].kind[1]
+            data = self._buffers[number % 2][start : start + size * dtype.itemsize]
+            start += len(data)
+            if size:
+                received[rank] = dist.irecv(data, group=self._ranks.group, group_src=rank), data.view(dtype)
+        return received
 
     def _read(self, tensor: SavedTensor | None) -> Tensor:
         if tensor is None or not tensor.shard.chunks:
@@ -167,7 +191,18 @@ class _Gathered:
             return torch.zeros(sum(chunk.numel for chunk in tensor.shard.chunks), dtype=tensor.dtype)
 
 
-def _write(path: Path, skeleton: Any, data: Iterator[Tensor], about: dict[str, Any]) -> int:
+def _in_order(tensor: SavedTensor, found: list[tuple[Chunk, Tensor]]) -> list[Tensor]:
+    """Return the values of all chunks of a tensor in row-major order; copied if a chunk is no flat range."""
+    ranges = [(flat_range_of(tensor.shape, chunk), values) for chunk, values in found]
+    if all(at is not None for at, _ in ranges):
+        return [values for _, values in sorted(ranges, key=lambda pair: pair[0] or (0, 0))]
+    full = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for chunk, values in found:
+        full[chunk.index] = values.view(chunk.sizes)
+    return [full]
+
+
+def _write(path: Path, skeleton: Any, data: Iterator[list[Tensor]], about: dict[str, Any]) -> int:
     """Write the file with the next of `data` as each of its storages, and the manifest. Return its size in bytes."""
     without_crc = config.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]
     with ChecksummedWriter(open(path, "wb", buffering=2**20), on_disk=True) as file:
@@ -184,7 +219,7 @@ def _write(path: Path, skeleton: Any, data: Iterator[Tensor], about: dict[str, A
 class _FilledFile:
     """A file for `torch.save` under `skip_data`: where torch seeks past the data of a storage, this writes the data."""
 
-    def __init__(self, file: ChecksummedWriter, data: Iterator[Tensor]) -> None:
+    def __init__(self, file: ChecksummedWriter, data: Iterator[list[Tensor]]) -> None:
         self._file, self._data = file, data
         self.write, self.flush = file.write, file.flush
         self.error: BaseException | None = None
@@ -192,9 +227,11 @@ class _FilledFile:
     def seek(self, nbytes: int, whence: int) -> None:
         """Write the next storage."""
         try:
-            values = bytes_of(next(self._data))
-            assert (whence, nbytes) == (os.SEEK_CUR, len(values)), "torch.save writes storages in another order"
-            self._file.write(values)
+            pieces = [bytes_of(piece) for piece in next(self._data)]
+            sizes = (os.SEEK_CUR, sum(map(len, pieces)))
+            assert (whence, nbytes) == sizes, "torch.save writes storages in another order"
+            for piece in pieces:
+                self._file.write(piece)
         except BaseException as error:
             self.error = error
             raise

@@ -199,12 +199,6 @@ def local_shard(value: Tensor) -> LocalShard:
     return LocalShard((full_chunk(value.shape),) if value.numel() else (), lambda: flat(value))
 
 
-def flat_range(value: Tensor, start: int, stop: int) -> LocalShard:
-    """Return the shard with elements `[start, stop)` of the flattened full tensor `value`, clipped to its size."""
-    start, stop = min(start, value.numel()), min(stop, value.numel())
-    return LocalShard(tuple(chunks_of_flat_range(value.shape, start, stop)), lambda: flat(value)[start:stop])
-
-
 def identity(values: Tensor) -> Tensor:
     """Return `values`. Unlike a lambda, `partial(identity, values)` can be pickled."""
     return values

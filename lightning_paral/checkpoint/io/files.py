@@ -117,53 +117,11 @@ def record_bytes(data: bytes) -> FileRecord:
     return checksums.record()
 
 
-class BackgroundFsync:
-    """Calls `fsync` in the background while a file is being written, so that the last call takes little time.
-
-    By default, Linux starts writing to disk only when a tenth of the memory is dirty. Until then the disk would idle.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flush")
-        self._pending: Future[None] | None = None
-        self._unflushed_bytes = 0
-
-    def wrote(self, nbytes: int) -> None:
-        """Note that the file has grown by `nbytes`, and start flushing it if enough bytes are unflushed.
-
-        Raises:
-            OSError: an earlier flush failed. The kernel reports such a failure only once, so `finish` would not see it.
-        """
-        self._unflushed_bytes += nbytes
-        if self._unflushed_bytes >= _FLUSH_BYTES and (self._pending is None or self._pending.done()):
-            self._check()
-            self._pending = self._thread.submit(_flush_data, self._descriptor)
-            self._unflushed_bytes = 0
-
-    def finish(self) -> None:
-        """Flush the file and wait until it is on disk.
-
-        Raises:
-            OSError: this or an earlier flush failed.
-        """
-        self._check()
-        os.fsync(self._descriptor)
-
-    def _check(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
-
-    def __enter__(self) -> "BackgroundFsync":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._thread.shutdown()
-
-
 class ChecksummedWriter:
-    """A new file that is written sequentially, and flushed to disk when it is closed without an error.
+    """A new file that is written sequentially, and is on disk when it is closed without an error.
+
+    It is flushed in the background while it is written, so that the last flush takes little time. By default, Linux
+    starts writing to disk only when a tenth of the memory is dirty. Until then the disk would idle.
 
     Args:
         file: a file open for writing, at its beginning.
@@ -173,7 +131,9 @@ class ChecksummedWriter:
 
     def __init__(self, file: BinaryIO, *, on_disk: bool) -> None:
         self._file = file
-        self._fsync = BackgroundFsync(file.fileno()) if on_disk else None
+        self._flusher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flush") if on_disk else None
+        self._flush: Future[None] | None = None
+        self._unflushed_bytes = 0
         self._checksums = BlockChecksums()
         self.error: BaseException | None = None
         """The error of the last write. It is kept because `torch.save` replaces it by another error."""
@@ -188,13 +148,22 @@ class ChecksummedWriter:
         view = memoryview(data).cast("B")
         try:
             self._file.write(view)
-            if self._fsync is not None:
-                self._fsync.wrote(len(view))
+            self._unflushed_bytes += len(view)
+            if self._flusher and self._unflushed_bytes >= _FLUSH_BYTES and (not self._flush or self._flush.done()):
+                self._check_flush()
+                self._flush = self._flusher.submit(_flush_data, self._file.fileno())
+                self._unflushed_bytes = 0
         except BaseException as error:
             self.error = error
             raise
         self._checksums.update(view)
         return len(view)
+
+    def _check_flush(self) -> None:
+        """Raise the error of the last flush. The kernel reports such a failure only once, so `fsync` would not."""
+        flush, self._flush = self._flush, None
+        if flush is not None:
+            flush.result()
 
     def pad(self, alignment: int) -> None:
         """Append zeros until the position is a multiple of `alignment`."""
@@ -213,10 +182,11 @@ class ChecksummedWriter:
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._file, self._fsync or nullcontext():
+        with self._file, self._flusher or nullcontext():
             if error is None:
                 self._file.flush()
-                if self._fsync is not None:
-                    self._fsync.finish()
+                if self._flusher is not None:
+                    self._check_flush()
+                    os.fsync(self._file.fileno())
             elif self.error is not None:
                 raise self.error
