@@ -1,19 +1,27 @@
-"""Read a sharded checkpoint: `.metadata`, whose tensors are read when they are used, and `meta.pt`."""
+"""Open a checkpoint: one file, or a sharded folder, whose tensors are read when they are used."""
 
 from collections.abc import Callable, Mapping
+from functools import cache, partial
+from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from lightning_paral.checkpoint.formats.dcp_metadata import load_metadata
-from lightning_paral.checkpoint.io.storage import Folder, check_range
+from lightning_paral.checkpoint.dcp_metadata import Entry, Location, load_metadata
+from lightning_paral.checkpoint.formats.full import read_full
+from lightning_paral.checkpoint.formats.sharded import META, METADATA
+from lightning_paral.checkpoint.io.storage import Folder, LocalStorage, check_range, folder_at
 from lightning_paral.checkpoint.layout import Chunk, coverage_fault
-from lightning_paral.checkpoint.lazy_tensor import LazyTensor, StoredChunk
+from lightning_paral.checkpoint.lazy_tensor import LazyTensor, StoredChunk, materialize
+from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
+from lightning_paral.checkpoint.resolve import explain_read_errors
 from lightning_paral.checkpoint.safe_load.archive import read_archive
 from lightning_paral.checkpoint.safe_load.unpickle import load_safely
-from lightning_paral.checkpoint.tree import insert
+from lightning_paral.checkpoint.state.optimizer import OTHER_ENTRIES_KEY, to_int_keys
+from lightning_paral.checkpoint.state.weights import PACKAGE_STATE_KEY
+from lightning_paral.checkpoint.tree import CURRENT_KEY, insert, is_state_key
 from lightning_paral.errors import CheckpointError
 
 # Lists may have elements that no path sets, such as empty dicts, which torch drops. The number of such gaps is limited,
@@ -22,23 +30,109 @@ _GAPS_PER_KEY = 10
 _FREE_GAPS = 10_000
 
 
+def open_checkpoint(path: str | Path, *, weights_only: bool = True, manifest: Manifest | None = None) -> dict[str, Any]:
+    """Return the checkpoint at `path` in Lightning's format, with `optimizer_states` keyed by int.
+
+    Args:
+        path: the path of a file or folder, or the URL of a folder.
+        weights_only: `False` trusts the checkpoint and runs code in it.
+        manifest: the manifest of the checkpoint; `None` for a checkpoint of another tool.
+
+    Raises:
+        CheckpointError: there is no checkpoint at `path`, or it is damaged.
+    """
+    with explain_read_errors(path):
+        checkpoint = _open(path, weights_only, manifest)
+        _check_structure(path, checkpoint)
+        return checkpoint
+
+
+def _check_structure(path: str | Path, checkpoint: dict[str, Any]) -> None:
+    """Raise an error if `state_dict` or `optimizer_states` is missing or has the wrong type."""
+    if "state_dict" not in checkpoint:
+        raise CheckpointError(f"{path} is not a checkpoint: it has no 'state_dict'.")
+    weights, states = checkpoint["state_dict"], checkpoint.get("optimizer_states", [])
+    fits = isinstance(weights, Mapping) and isinstance(states, list) and all(isinstance(name, str) for name in weights)
+    groups = [group for state in states for group in state.get("param_groups", [])]
+    fits = fits and all(isinstance(state.get("state", {}), Mapping) for state in states)
+    if not fits or not all(isinstance(group["params"], list) for group in groups):
+        raise CheckpointError(
+            f"{path} is damaged or not a checkpoint: its state_dict or optimizer_states has the wrong type."
+        )
+
+
+def _open(path: str | Path, weights_only: bool, manifest: Manifest | None) -> dict[str, Any]:
+    folder = folder_at(path)
+    if not isinstance(folder, LocalStorage):
+        return _open_sharded(folder, weights_only, manifest)
+    if folder.path.is_file():
+        return read_full(folder.path, weights_only)
+    if any(folder.path.glob("*/*mp_rank_00_model_states.pt")):
+        raise CheckpointError(_of_deepspeed(folder.path))
+    return _open_sharded(folder, weights_only, manifest)
+
+
+def _of_deepspeed(path: Path) -> str:
+    """Return the error about a folder of DeepSpeed, with the lines that convert it."""
+    source, file, folder = (quote(f"{path.absolute()}{suffix}") for suffix in ("", "-fp32.ckpt", "-fp32"))
+    code = (
+        "import sys; from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict as "
+        "convert; convert(*sys.argv[1:])"
+    )
+    return (
+        f"{path} is a checkpoint of DeepSpeed, which only DeepSpeed reads. Convert it once, if you trust it: this runs "
+        "code in it. If Lightning's deepspeed strategies saved it, the result is a ckpt_path for every strategy, with "
+        f"CheckpointOptions(restore_optimizer=False):\npython -c '{code}' {source} {file}\nOtherwise, the result are "
+        f"weights for load_state_dict:\npython {quote(str(path.absolute() / 'zero_to_fp32.py'))} {source} {folder}"
+    )
+
+
+def _open_sharded(folder: Folder, weights_only: bool, manifest: Manifest | None) -> dict[str, Any]:
+    names = manifest.names if manifest is not None else {}
+    if folder.size(names.get(METADATA, METADATA)) is None:
+        raise CheckpointError(f"{folder} is not a checkpoint: it has no file {METADATA}.")
+    checkpoint = read_meta(folder, names.get(META, META), weights_only)
+    if PACKAGE_STATE_KEY in checkpoint and manifest is None:
+        raise CheckpointError(f"The checkpoint is incomplete: {folder.name(FILE_NAME)} is missing.")
+    tree = read_tree(folder, names.get(METADATA, METADATA), contiguous=manifest is not None, weights_only=weights_only)
+    weights = tree.pop("state_dict", None)  # other tools call the weights "model"
+    checkpoint["state_dict"] = tree.pop("model", {}) if weights is None else weights
+    if CURRENT_KEY in tree:
+        checkpoint[CURRENT_KEY] = tree.pop(CURRENT_KEY)
+    numbers = sorted(int(key.removeprefix("optimizer_")) for key in tree if is_state_key(key))
+    optimizers = [tree.pop(f"optimizer_{number}") for number in numbers]
+    if manifest is not None:
+        _fill(checkpoint, tree)
+    if optimizers:
+        others = checkpoint.pop(OTHER_ENTRIES_KEY, [{}] * len(optimizers))
+        checkpoint["optimizer_states"] = [other | to_int_keys(s) for other, s in zip(others, optimizers, strict=True)]
+    return checkpoint
+
+
+def _fill(checkpoint: Any, tensors: Any) -> None:
+    """Read `tensors`, which are sharded tensors of callbacks, into `checkpoint`, which has `None` in their places."""
+    items = tensors.items() if isinstance(tensors, dict) else enumerate(tensors)
+    for key, value in items:
+        if isinstance(value, Tensor):
+            checkpoint[key] = materialize(value)
+        elif value is not None:
+            _fill(checkpoint[key], value)
+
+
+# Sharded checkpoints
+
+
 def read_meta(folder: Folder, name: str, weights_only: bool) -> dict[str, Any]:
     """Return the content of `meta.pt`: everything but weights and optimizer state.
 
     Raises:
         CheckpointError: the file is missing or damaged, or contains code and `weights_only` is `True`.
     """
-    found = load_safely(_read_file(folder, name), weights_only=weights_only, name=folder.name(name))
-    if not isinstance(found, Mapping):
-        raise CheckpointError(f"{folder.name(name)} contains a {type(found).__name__}, not a dict.")
+    data = folder.read(name, 0, _size(folder, name))
+    found = load_safely(data, weights_only=weights_only, name=folder.name(name))
+    if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
+        raise CheckpointError(f"{folder.name(name)} is damaged: it contains no dict with names.")
     return dict(found)
-
-
-def _read_file(folder: Folder, name: str) -> memoryview:
-    size = folder.size(name)
-    if size is None:
-        raise CheckpointError(f"The checkpoint is incomplete: {folder.name(name)} is missing.")
-    return folder.read(name, 0, size)
 
 
 def read_tree(folder: Folder, name: str, *, contiguous: bool, weights_only: bool) -> dict[str, Any]:
@@ -53,65 +147,65 @@ def read_tree(folder: Folder, name: str, *, contiguous: bool, weights_only: bool
     Raises:
         CheckpointError: the metadata is damaged, or does not match the files.
     """
-    metadata = load_metadata(bytes(_read_file(folder, name)), folder.name(name))
+    size_of = cache(partial(_size, folder))
 
-    def locate(key: str, offsets: torch.Size | None = None) -> Any:
-        info = metadata.storage_data.get(MetadataIndex(key, offsets))
-        if info is None:
-            at = "" if offsets is None else f" at {tuple(offsets)}"
-            raise CheckpointError(f"{folder.name(name)} is incomplete: it has no location for {key}{at}.")
-        size = folder.size(info.relative_path)
-        if size is None:
-            raise CheckpointError(f"The checkpoint is incomplete: {folder.name(info.relative_path)} is missing.")
-        check_range(folder.name(info.relative_path), info.offset, info.length, size)
-        return info
+    def checked(place: Location) -> Location:
+        check_range(folder.name(place.file), place.offset, place.length, size_of(place.file))
+        return place
 
-    def read_object(key: str) -> Any:
-        info = locate(key)
-        data = folder.read(info.relative_path, info.offset, info.length)
-        return load_safely(data, weights_only=weights_only, name=f"{key} in {folder.name(info.relative_path)}")
+    def read_object(key: str, place: Location) -> Any:
+        data = folder.read(place.file, place.offset, place.length)
+        return load_safely(data, weights_only=weights_only, name=f"{key} in {folder.name(place.file)}")
 
-    def lazy_tensor(key: str, about: Any) -> LazyTensor:
-        dtype, chunks = about.properties.dtype, []
-        for found in about.chunks:
-            info = locate(key, found.offsets)
-            chunk = Chunk(tuple(found.offsets), tuple(found.sizes))
-            if chunk.numel * dtype.itemsize > info.length:
+    def lazy_tensor(about: Entry) -> LazyTensor:
+        chunks = []
+        for chunk, place in about.chunks:
+            if chunk.numel * about.dtype.itemsize > checked(place).length:
                 raise CheckpointError(
-                    f"{folder.name(name)} is damaged: {key} has a chunk of sizes {chunk.sizes} in {info.length} bytes."
+                    f"{folder.name(name)} is damaged: {about.key} has a chunk of sizes {chunk.sizes} in {place.length} "
+                    "bytes."
                 )
-            folder.hold(info.relative_path)
-            read = _reader(folder, info, chunk, dtype, contiguous)
-            chunks.append(StoredChunk(chunk, read, (info.relative_path, info.offset)))
-        fault = coverage_fault(about.size, [stored.chunk for stored in chunks])
+            folder.hold(place.file)
+            read = _reader(folder, place, chunk, about.dtype, contiguous)
+            chunks.append(StoredChunk(chunk, read, (place.file, place.offset)))
+        fault = coverage_fault(about.shape, [stored.chunk for stored in chunks])
         if fault is not None:
-            raise CheckpointError(f"The chunks of {key} in {folder} do not cover the tensor: {fault}.")
-        return LazyTensor(about.size, dtype, chunks)
+            raise CheckpointError(f"The chunks of {about.key} in {folder} do not cover the tensor: {fault}.")
+        return LazyTensor(about.shape, about.dtype, chunks)
 
+    entries = load_metadata(bytes(folder.read(name, 0, size_of(name))), folder.name(name))
     tree: dict[str, Any] = {}
-    gaps_left = [_GAPS_PER_KEY * len(metadata.state_dict_metadata) + _FREE_GAPS]
-    for key, about in metadata.state_dict_metadata.items():
-        value = read_object(key) if isinstance(about, BytesStorageMetadata) else lazy_tensor(key, about)
+    gaps_left = [_GAPS_PER_KEY * len(entries) + _FREE_GAPS]
+    for about in entries:
+        place = about.location
+        value = lazy_tensor(about) if place is None else read_object(about.key, checked(place))
         try:
-            insert(tree, (metadata.planner_data or {}).get(key, (key,)), value, gaps_left)
+            insert(tree, about.path, value, gaps_left)
         except (TypeError, ValueError) as error:
-            raise CheckpointError(f"{folder.name(name)} is damaged: {key} has an invalid path ({error}).") from error
+            raise CheckpointError(
+                f"{folder.name(name)} is damaged: {about.key} has an invalid path ({error})."
+            ) from error
     return tree
 
 
-def _reader(folder: Folder, info: Any, chunk: Chunk, dtype: torch.dtype, contiguous: bool) -> Callable[[], Tensor]:
+def _size(folder: Folder, file: str) -> int:
+    size = folder.size(file)
+    if size is None:
+        raise CheckpointError(f"The checkpoint is incomplete: {folder.name(file)} is missing.")
+    return size
+
+
+def _reader(
+    folder: Folder, place: Location, chunk: Chunk, dtype: torch.dtype, contiguous: bool
+) -> Callable[[], Tensor]:
     def read() -> Tensor:
-        name = folder.name(info.relative_path)
-        data = folder.read(info.relative_path, info.offset, info.length)
+        name = folder.name(place.file)
+        data = folder.read(place.file, place.offset, place.length)
         if contiguous:
             return _view(data, chunk, dtype, name)
         loaded = load_safely(data, name=name)
         if not isinstance(loaded, Tensor) or loaded.shape != chunk.sizes or loaded.dtype != dtype:
-            is_tensor = isinstance(loaded, Tensor)
-            found = f"a tensor of shape {tuple(loaded.shape)}" if is_tensor else f"a {type(loaded).__name__}"
-            raise CheckpointError(
-                f"{name} is damaged: at byte {info.offset} it contains {found}, not a chunk of sizes {chunk.sizes}."
-            )
+            raise _no_chunk(name, chunk)
         return loaded
 
     return read
@@ -124,5 +218,9 @@ def _view(data: memoryview, chunk: Chunk, dtype: torch.dtype, name: str) -> Tens
     archive = read_archive(lambda offset, size: bytes(data[offset : offset + size]), len(data), name)
     found = [record for key, record in archive.records.items() if key.endswith("/data/0")] if archive else []
     if len(found) != 1 or found[0].size != chunk.numel * dtype.itemsize:
-        raise CheckpointError(f"{name} is damaged: it does not contain a chunk of sizes {chunk.sizes}.")
+        raise _no_chunk(name, chunk)
     return torch.frombuffer(data, dtype=dtype, count=chunk.numel, offset=found[0].start).view(chunk.sizes)
+
+
+def _no_chunk(name: str, chunk: Chunk) -> CheckpointError:
+    return CheckpointError(f"{name} is damaged: it does not contain a chunk of sizes {chunk.sizes} where it should.")

@@ -1,6 +1,7 @@
-"""Files of `torch.save`: positions of tensors, and names of Python 2."""
+"""Files of `torch.save`: positions of tensors, the machine that reads their pickles, and names of Python 2."""
 
 import os
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,11 @@ from lightning_paral.compat.private_name import Names
 __all__ = [
     "IMPORT_MAPPING",
     "NAME_MAPPING",
+    "PythonUnpickler",
 ]
+
+PythonUnpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
+"""Python's unpickler, written in Python: its `dispatch` has the opcodes. The one in C has no limits."""
 
 NAMES: Names = {
     "torch._C.PyTorchFileReader": {"get_record_offset": "let each rank write its shards into a checkpoint file"},

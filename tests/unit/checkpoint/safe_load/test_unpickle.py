@@ -1,6 +1,7 @@
 """Loading restores data exactly, and changes no state of the process."""
 
 import io
+import os
 import pickle
 import random
 from argparse import Namespace
@@ -16,10 +17,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from lightning_paral import CheckpointError
-from lightning_paral.checkpoint.formats.dcp_metadata import load_metadata
+from lightning_paral.checkpoint.dcp_metadata import Entry, Location, load_metadata
 from lightning_paral.checkpoint.integrity import verify
+from lightning_paral.checkpoint.layout import Chunk
 from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.safe_load.unpickle import load_safely
 from lightning_paral.checkpoint.save import SaveJob
@@ -34,9 +37,8 @@ def tagged() -> nn.Parameter:
 
 VALUES = [
     *(numpy.arange(3), numpy.zeros((2, 3), order="F"), numpy.array(["ä"]), numpy.array([b"ab"])),
-    *(numpy.array([1, "a", None], dtype=object), numpy.array(["2020-01-01"], dtype="M8[s]"), numpy.float64(1.5)),
-    *(numpy.zeros(2, dtype=[("a", "f4"), ("b", "i8")]), numpy.arange(3, dtype="i4"), numpy.bool_(True)),
-    *(numpy.datetime64("2026-01-02"), numpy.random.default_rng(1).bit_generator.state),
+    *(numpy.arange(3, dtype="i4"), numpy.bool_(True)),
+    *(numpy.float64(1.5), numpy.random.default_rng(1).bit_generator.state),
     *(Namespace(a=1, path=Path("x/y")), Path("/x/y"), Path(), TrainerFn.FITTING, Decimal("1.20")),
     *(datetime(2026, 1, 2, tzinfo=UTC), date(2026, 1, 2), timedelta(3), timezone(timedelta(hours=1), "a")),
     *({1, 2}, {(1, "a")}, frozenset([2]), range(3), slice(1, 2), 1 + 2j, b"", b"ab", bytearray(b"ab"), bytearray()),
@@ -83,29 +85,38 @@ def written_by_torch(folder: Path) -> bytes:
     return (folder / ".metadata").read_bytes()
 
 
+def entries(found: Metadata) -> list[Entry]:
+    """Return what torch's reader knows about a checkpoint."""
+
+    def place(key: str, offsets: Any = None) -> Location:
+        info = found.storage_data[MetadataIndex(key, offsets)]
+        return Location(info.relative_path, info.offset, info.length)
+
+    known = []
+    for key, value in found.state_dict_metadata.items():
+        path = found.planner_data[key]
+        if isinstance(value, BytesStorageMetadata):
+            known.append(Entry(key, path, place(key)))
+        else:
+            chunks = [(Chunk(tuple(c.offsets), tuple(c.sizes)), place(key, c.offsets)) for c in value.chunks]
+            known.append(Entry(key, path, None, value.properties.dtype, tuple(value.size), tuple(chunks)))
+    return known
+
+
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_metadata_equal_those_read_by_torch(tmp_path: Path, protocol: int) -> None:
-    expected = pickle.loads(written_by_torch(tmp_path))
-    found = load_metadata(pickle.dumps(expected, protocol), ".metadata")
-    assert found.state_dict_metadata == expected.state_dict_metadata
-    assert found.planner_data == expected.planner_data
-    assert found.storage_data == expected.storage_data
-    assert found.version == expected.version
-
-
-def test_metadata_of_other_releases(tmp_path: Path) -> None:
-    """Fields of later releases are ignored, and fields that earlier releases do not write have their defaults."""
-    expected = pickle.loads(written_by_torch(tmp_path))
-    older, newer = pickle.loads(pickle.dumps(expected)), pickle.loads(pickle.dumps(expected))
-    for name in ("version", "storage_meta"):
-        del older.__dict__[name]
-    for info in newer.storage_data.values():
-        info.later = {"a": (1, 2)}
-    newer.later, newer.storage_meta.later = [1], "x"
-    for changed in (older, newer):
-        found = load_metadata(pickle.dumps(changed), ".metadata")
-        assert found.storage_data.keys() == expected.storage_data.keys()
-        assert found.state_dict_metadata == expected.state_dict_metadata
+@pytest.mark.parametrize("release", ["this", "older", "newer"])
+def test_metadata_equal_those_read_by_torch(tmp_path: Path, protocol: int, release: str) -> None:
+    """Fields of later releases are ignored, and those that earlier releases do not write may be missing."""
+    found = pickle.loads(written_by_torch(tmp_path))
+    expected = entries(found)
+    if release == "older":
+        for name in ("version", "storage_meta"):
+            del found.__dict__[name]
+    elif release == "newer":
+        for info in found.storage_data.values():
+            info.later = {"a": (1, 2)}
+        found.later, found.storage_meta.later = [Path("x")], os.system
+    assert load_metadata(pickle.dumps(found, protocol), ".metadata") == expected
 
 
 def test_compressed_tensors_are_named(tmp_path: Path) -> None:
