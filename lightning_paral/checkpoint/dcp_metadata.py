@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lightning_paral.checkpoint.layout import Chunk
-from lightning_paral.checkpoint.safe_load.pickles import Made, Named, PickleError, PickleReader
+from lightning_paral.checkpoint.safe_load.pickles import Made, Named, PickleError, PickleReader, opcodes
 from lightning_paral.checkpoint.tree import TreePath
 from lightning_paral.errors import CheckpointError
 
@@ -61,6 +61,8 @@ def load_metadata(data: bytes, name: object) -> list[Entry]:
 
 
 class _MetadataPickle(PickleReader):
+    dispatch = PickleReader.dispatch | opcodes("FRAME MEMOIZE SHORT_BINUNICODE STACK_GLOBAL")  # of protocols above 2
+
     def call(self, name: str, args: tuple[Any, ...]) -> Any:
         """Return plain containers, and stand-ins for everything else, whatever it is."""
         if name == "torch.Size" and type(args[0]) in (tuple, list):

@@ -40,7 +40,7 @@ _PATHS = {f"{of}.{kind.__name__}": kind for of in ("pathlib", "pathlib._local") 
 _MAKERS = {"_reconstruct": numpy.empty(0).__reduce__()[0], "scalar": numpy.float64().__reduce__()[0]}
 _OF_NUMPY = {f"numpy.{of}.multiarray.{name}": make for of in ("core", "_core") for name, make in _MAKERS.items()}
 _OTHERS = (bytes, frozenset, range, slice, Decimal, Namespace, numpy.ndarray, numpy.dtype)
-OWN_GLOBALS = {**_TIMES, **_ENUMS, **_PATHS, **_OF_NUMPY, **{_name(kind): kind for kind in _OTHERS}}
+OWN_GLOBALS: dict[str, Any] = {**_TIMES, **_ENUMS, **_PATHS, **_OF_NUMPY, **{_name(kind): kind for kind in _OTHERS}}
 """The types and functions to allow by name in addition to those of torch."""
 
 
@@ -116,8 +116,9 @@ def _item_bytes(name: str) -> int | None:
     """Return the size of an element of a storage in bytes; `None` if `name` is not a type of storages."""
     if name == "torch.storage.UntypedStorage":
         return 1
+    storage_type: Any = StorageType
     with suppress(KeyError):
-        return StorageType(name.removeprefix("torch.")).dtype.itemsize if name.endswith("Storage") else None
+        return int(storage_type(name.removeprefix("torch.")).dtype.itemsize) if name.endswith("Storage") else None
     return None
 
 

@@ -8,6 +8,7 @@ import io
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from reprlib import repr as short
 from typing import Any
 
 from lightning_paral.compat.torch.files import PythonUnpickler
@@ -101,7 +102,7 @@ class PickleReader(PythonUnpickler):  # type: ignore[misc]
             for part in key if type(key) is tuple else (key,):
                 fits = type(part) in _KEYS or (type(part) is Made and self.may_be_key(part))
                 if not fits or (type(part) is int and not -_LARGE_INT < part < _LARGE_INT):
-                    raise PickleError(f"its pickle has a {type(part).__name__} as a key, or too large a number")
+                    raise PickleError(f"its pickle has the key {short(part)}, which is too large or of another type")
 
     # Opcodes
 
@@ -144,16 +145,16 @@ def _counted(load: _Opcode) -> _Opcode:
     return count
 
 
-def _opcodes(names: str) -> dict[int, _Opcode]:
+def opcodes(names: str) -> dict[int, _Opcode]:
+    """Return what Python's unpickler does for opcodes, by code."""
     return {code: PythonUnpickler.dispatch[code] for code in (getattr(pickle, name)[0] for name in names.split())}
 
 
-_CREATING = _opcodes("MARK EMPTY_LIST EMPTY_DICT TUPLE TUPLE1 TUPLE2 TUPLE3 BINPERSID")
+_CREATING = opcodes("MARK EMPTY_LIST EMPTY_DICT TUPLE TUPLE1 TUPLE2 TUPLE3 BINPERSID")
 _CREATING |= dict.fromkeys((pickle.REDUCE[0], pickle.NEWOBJ[0]), PickleReader._load_call)
-PickleReader.dispatch = {
-    **_opcodes("PROTO STOP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE EMPTY_TUPLE"),
-    **_opcodes("BINPUT LONG_BINPUT BINGET LONG_BINGET GLOBAL APPEND APPENDS"),
-    **_opcodes("FRAME MEMOIZE SHORT_BINUNICODE STACK_GLOBAL"),  # which only `.metadata` has
+PickleReader.dispatch = {  # the opcodes that `torch.save` writes and `torch.load` reads
+    **opcodes("PROTO STOP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE EMPTY_TUPLE"),
+    **opcodes("BINPUT LONG_BINPUT BINGET LONG_BINGET GLOBAL APPEND APPENDS"),
     **{code: _counted(load) for code, load in _CREATING.items()},
     pickle.BUILD[0]: PickleReader._load_build,
     pickle.SETITEM[0]: PickleReader._load_setitem,

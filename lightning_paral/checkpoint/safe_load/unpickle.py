@@ -37,8 +37,7 @@ def load_safely(file: Any, *, weights_only: bool = True, mmap: bool = False, nam
         if not weights_only:
             return torch.load(file, map_location="cpu", weights_only=False, mmap=mmap or None)
         _check(file, name)
-        # Sparse tensors are checked as well, because their indices could be out of range.
-        with _allowed(), torch.sparse.check_sparse_tensor_invariants():
+        with _allowed():
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap or None)
     except (CheckpointError, OSError):
         raise
@@ -62,9 +61,14 @@ def load_safely(file: Any, *, weights_only: bool = True, mmap: bool = False, nam
 @contextmanager
 def _allowed() -> Iterator[None]:
     """Allow the types of this package in `torch.load`; those that the user has allowed stay so afterwards."""
-    dtypes = {getattr(numpy.dtypes, name) for name in numpy.dtypes.__all__}  # which BUILD of a dtype looks up
-    ours = {(kind, name) for name, kind in OWN_GLOBALS.items()} | dtypes
-    with _LOCK, torch.serialization.safe_globals(list(ours - {*torch.serialization.get_safe_globals()})):
+    dtypes = [getattr(numpy.dtypes, name) for name in numpy.dtypes.__all__]  # which BUILD of a dtype looks up
+    ours: set[Any] = {*dtypes, *((kind, name) for name, kind in OWN_GLOBALS.items())}
+    check_sparse: Any = torch.sparse.check_sparse_tensor_invariants  # whose indices could be out of range
+    with (
+        _LOCK,
+        torch.serialization.safe_globals([*ours.difference(torch.serialization.get_safe_globals())]),
+        check_sparse(),
+    ):
         yield
 
 

@@ -16,7 +16,7 @@ __all__ = [
     "PythonUnpickler",
 ]
 
-PythonUnpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
+PythonUnpickler: Any = pickle._Unpickler
 """Python's unpickler, written in Python: its `dispatch` has the opcodes. The one in C has no limits."""
 
 NAMES: Names = {

@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections import Counter, OrderedDict
 from datetime import UTC, date, datetime, timedelta, timezone
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -74,6 +75,23 @@ def test_types_admitted_by_the_user_stay_admitted() -> None:
         load_safely(saved(Path("x")))
         assert PosixPath in torch.serialization.get_safe_globals()
     assert PosixPath not in torch.serialization.get_safe_globals()
+
+
+REFUSED = {
+    "dtype 'O8'": numpy.array([1, "a", None], dtype=object),
+    "dtype 'M8'": numpy.array(["2020-01-01"], dtype="M8[s]"),
+    "dtype 'V12'": numpy.zeros(2, dtype=[("a", "f4"), ("b", "i8")]),
+    "fractions.Fraction": Fraction(1, 3),
+    "found index 9": torch.sparse_coo_tensor([[9]], [1.0], (3,), check_invariants=False),
+    "key <decimal.Decimal>": {Decimal(1): 1},
+    "key 2305843009213693952": {(2**61, "a"): 1},
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_other_data_are_refused(said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        load_safely(saved(REFUSED[said]))
 
 
 # Metadata
