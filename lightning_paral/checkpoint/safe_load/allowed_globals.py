@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy
 import torch
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from torch.serialization import StorageType, get_safe_globals
 
 from lightning_paral.checkpoint.safe_load.pickles import Made, Named, PickleError, PickleReader, RefusedError
@@ -34,13 +33,12 @@ def _name(kind: Any) -> str:
 
 
 _TIMES = {_name(kind): kind for kind in (date, datetime, time, timedelta, timezone)}
-_ENUMS = {_name(kind): kind for kind in (RunningStage, TrainerFn, TrainerStatus)}
 # `pathlib._local` is where Python 3.13 defines paths, and `numpy._core` where numpy 2 defines its functions.
 _PATHS = {f"{of}.{kind.__name__}": kind for of in ("pathlib", "pathlib._local") for kind in (PosixPath, PurePosixPath)}
 _MAKERS = {"_reconstruct": numpy.empty(0).__reduce__()[0], "scalar": numpy.float64().__reduce__()[0]}
 _OF_NUMPY = {f"numpy.{of}.multiarray.{name}": make for of in ("core", "_core") for name, make in _MAKERS.items()}
 _OTHERS = (bytes, frozenset, range, slice, Decimal, Namespace, numpy.ndarray, numpy.dtype)
-OWN_GLOBALS: dict[str, Any] = {**_TIMES, **_ENUMS, **_PATHS, **_OF_NUMPY, **{_name(kind): kind for kind in _OTHERS}}
+OWN_GLOBALS: dict[str, Any] = {**_TIMES, **_PATHS, **_OF_NUMPY, **{_name(kind): kind for kind in _OTHERS}}
 """The types and functions to allow by name in addition to those of torch."""
 
 
@@ -135,10 +133,6 @@ def _nothing(*args: Any) -> bool:
 
 def _values(*args: Any) -> bool:
     return all(type(arg) in _PLAIN or (type(arg) is Made and arg.by in _VALUES) for arg in args)
-
-
-def _member(value: Any) -> bool:
-    return type(value) in _PLAIN  # a second argument would make a new enumeration
 
 
 def _texts(*args: Any) -> bool:
@@ -236,11 +230,10 @@ _CONSTANTS = {f"torch.{name}" for name, value in vars(torch).items() if isinstan
 _CONSTANTS |= {*_TENSORS, "numpy.ndarray"}
 _NUMBERS = ("builtins.complex", "builtins.range", "builtins.slice", "decimal.Decimal")
 _VALUES = {"torch.device", "torch.serialization._get_layout", *_NUMBERS, *_PATHS, *_TIMES}
-_HASHED = {"torch.device", *_PATHS, *_TIMES, *_ENUMS}
+_HASHED = {"torch.device", *_PATHS, *_TIMES}
 _REBUILD = "torch._utils._rebuild_"
 _CALLS: dict[str, Callable[..., bool]] = {
     **dict.fromkeys(_VALUES, _values),
-    **dict.fromkeys(_ENUMS, _member),
     **dict.fromkeys(("builtins.set", "builtins.frozenset"), _items),
     # `bytes` only makes empty ones; others are pickled as `_codecs.encode`. A mesh with arguments would access groups.
     **dict.fromkeys(("builtins.bytes", "collections.OrderedDict", "argparse.Namespace"), _nothing),

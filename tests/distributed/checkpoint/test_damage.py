@@ -1,10 +1,10 @@
-"""Damage is found and named before any weight changes, and code in a checkpoint never runs."""
+"""Damage is found and named before any weight changes, code in a checkpoint never runs, and saving it warns."""
 
 import os
 import pickle
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from lightning_paral import CheckpointError
 from lightning_paral.checkpoint.integrity import verify
-from lightning_paral.checkpoint.io.files import record_bytes
 from lightning_paral.checkpoint.load import load
-from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
 from lightning_paral.distributed.exchange import RankGroup
 from tests.models.resumable import Resumable, losses, refusal
 
@@ -154,30 +152,19 @@ DOCTORS: list[tuple[Doctor, str]] = [
     (hole, "15 of 35 elements are in no chunk"),
     (partial(move, row=3), "overlap"),
     (partial(move, row=5), "is outside of shape (7, 5)"),
+    (nowhere, "has no location for"),
 ]
 
 
-def change_metadata(path: Path, doctor: Doctor, key: str) -> None:
-    file = path / ".metadata"
-    metadata = pickle.loads(file.read_bytes())
-    doctor(metadata, key)
-    file.write_bytes(pickle.dumps(metadata))
-
-
-@pytest.mark.parametrize(
-    ("doctor", "said", "has_manifest"),
-    [*((*each, True) for each in DOCTORS), *((*each, False) for each in [*DOCTORS, (nowhere, "has no location for")])],
-)
+@pytest.mark.parametrize(("doctor", "said"), DOCTORS)
 @pytest.mark.parametrize("key", ["state_dict.first.weight", "optimizer_0.state.first.weight.exp_avg"])
 def test_chunks_that_do_not_cover_a_tensor_are_named_and_not_loaded(
-    sound: Path, tmp_path: Path, doctor: Doctor, said: str, has_manifest: bool, key: str
+    sound: Path, tmp_path: Path, doctor: Doctor, said: str, key: str
 ) -> None:
-    path = copy_of(sound, "sharded", tmp_path) if has_manifest else without_manifest(sound, tmp_path)
-    change_metadata(path, doctor, key)
-    if has_manifest:  # whose checksums fit
-        manifest = Manifest.from_json((path / FILE_NAME).read_text(), FILE_NAME)
-        files = manifest.files | {".metadata": record_bytes((path / ".metadata").read_bytes())}
-        (path / FILE_NAME).write_text(replace(manifest, files=files).to_json())
+    path = without_manifest(sound, tmp_path)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    doctor(metadata, key)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
     (fault,) = verify(path)
     for message in (fault, refusal("paral_ddp", resume_from=path)):
         assert key in message
@@ -272,3 +259,33 @@ def test_users_types_are_named_and_load_once_they_are_trusted(tmp_path: Path, so
     with torch.serialization.safe_globals([Settings]):
         assert load(tmp_path / "x.ckpt", RankGroup())["settings"].depth == 3
     assert load(tmp_path / "x.ckpt", RankGroup(), weights_only=False)["settings"].depth == 3
+
+
+class Keeping(Callback):
+    def __init__(self, kept: Any = None) -> None:
+        self.kept = kept
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.kept = state_dict["kept"]
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_saving_other_types_warns(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "x.ckpt"
+    with pytest.warns(UserWarning, match=r"The checkpoint contains fractions\.Fraction"):
+        losses("paral_ddp", checkpoint=form, save_to=path, callbacks=[Keeping(Fraction(1, 3))])
+    assert "fractions.Fraction" in refusal("paral_ddp", resume_from=path, callbacks=[Keeping()])
+    trusted = Keeping()
+    losses("paral_ddp", checkpoint={"weights_only": False}, resume_from=path, callbacks=[trusted])
+    assert trusted.kept == Fraction(1, 3)
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_object_that_cannot_be_copied_fails_a_background_save(tmp_path: Path, form: str) -> None:
+    callbacks, checkpoint = [Keeping(x for x in range(3))], {"form": form, "async_save": True}
+    message = refusal("paral_ddp", checkpoint=checkpoint, save_to=tmp_path / "x.ckpt", callbacks=callbacks)
+    assert "x.ckpt failed: TypeError: cannot pickle 'generator'" in message
+    assert not (tmp_path / "x.ckpt").exists()
