@@ -72,7 +72,6 @@ class _MetadataPickle(PickleReader):
 
 def _entries(root: Any, nbytes: int) -> list[Entry]:
     fields = _state(root, "metadata.Metadata")
-    values = _checked(fields["state_dict_metadata"], dict)
     paths = fields.get("planner_data")
     paths = paths if type(paths) is dict else {}  # a custom planner may have written other data
     locations = {}
@@ -88,26 +87,28 @@ def _entries(root: Any, nbytes: int) -> list[Entry]:
 
     entries = []
     chunks_left = nbytes // _BYTES_PER_CHUNK
-    for key, value in values.items():
+    for key, value in _checked(fields["state_dict_metadata"], dict).items():
         path = _path(paths.get(_checked(key, str), (key,)))
         if type(value) is Made and value.by == f"{_MODULE}metadata.BytesStorageMetadata":
             entries.append(Entry(key, path, locate(key)))
             continue
         about = _state(value, "metadata.TensorStorageMetadata")
-        shape, found_chunks = _numbers(about["size"]), _checked(about["chunks"], list)
-        chunks_left -= len(found_chunks)
+        chunks_left -= len(_checked(about["chunks"], list))
         if chunks_left < 0:
             raise PickleError(f"it has more chunks than fit in {nbytes} bytes")
-        dtype = _DTYPES[_checked(about["properties"].state[0], Named).name]
-        if prod(shape) * dtype.itemsize >= _MAX_NUMBER:
-            raise PickleError(f"the shape of {key} is {shape}, which is too large")
-        bounds = [_state(chunk, "metadata.ChunkStorageMetadata") for chunk in found_chunks]
-        chunks = [Chunk(_numbers(chunk["offsets"]), _numbers(chunk["sizes"])) for chunk in bounds]
+        dtype, shape = _DTYPES[_checked(about["properties"].state[0], Named).name], _numbers(about["size"])
+        chunks = list(map(_chunk, about["chunks"]))
         if any(len(chunk.offsets) != len(shape) or len(chunk.sizes) != len(shape) for chunk in chunks):
             raise PickleError(f"a chunk of {key} has other dimensions than the tensor, whose shape is {shape}")
-        placed = tuple((chunk, locate(key, chunk.offsets)) for chunk in chunks)
-        entries.append(Entry(key, path, None, dtype, shape, placed))
+        if prod(shape) * dtype.itemsize >= _MAX_NUMBER:
+            raise PickleError(f"the shape of {key} is {shape}, which is too large")
+        entries.append(Entry(key, path, None, dtype, shape, tuple((c, locate(key, c.offsets)) for c in chunks)))
     return entries
+
+
+def _chunk(found: Any) -> Chunk:
+    fields = _state(found, "metadata.ChunkStorageMetadata")
+    return Chunk(_numbers(fields["offsets"]), _numbers(fields["sizes"]))
 
 
 def _location(found: Any) -> Location:

@@ -3,7 +3,6 @@
 import os
 import pickle
 import shutil
-from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from lightning_paral import CheckpointError
 from lightning_paral.checkpoint.integrity import verify
@@ -116,7 +114,7 @@ def test_no_weight_changes_on_any_rank_when_one_file_is_damaged(
         (path / name).write_bytes(data)
 
 
-# Chunks that do not cover a tensor exactly once
+# Hostile files
 
 
 def without_manifest(sound: Path, tmp_path: Path) -> Path:
@@ -127,51 +125,6 @@ def without_manifest(sound: Path, tmp_path: Path) -> Path:
     del meta["lightning_paral"]
     torch.save(meta, path / "meta.pt")
     return path
-
-
-def move(metadata: Metadata, key: str, row: int) -> None:
-    """Shift the first row of the second of a tensor's two chunks."""
-    chunks = metadata.state_dict_metadata[key].chunks  # type: ignore[union-attr]
-    place = metadata.storage_data.pop(MetadataIndex(key, chunks[1].offsets))
-    chunks[1] = ChunkStorageMetadata(torch.Size((row, 0)), chunks[1].sizes)
-    metadata.storage_data[MetadataIndex(key, chunks[1].offsets)] = place
-
-
-def hole(metadata: Metadata, key: str) -> None:
-    del metadata.state_dict_metadata[key].chunks[1]  # type: ignore[union-attr]
-
-
-def nowhere(metadata: Metadata, key: str) -> None:
-    chunks = metadata.state_dict_metadata[key].chunks  # type: ignore[union-attr]
-    del metadata.storage_data[MetadataIndex(key, chunks[1].offsets)]
-
-
-Doctor = Callable[[Metadata, str], None]
-"""Changes of the metadata of a tensor with 7 rows, of which one chunk has 4 and the other 3."""
-DOCTORS: list[tuple[Doctor, str]] = [
-    (hole, "15 of 35 elements are in no chunk"),
-    (partial(move, row=3), "overlap"),
-    (partial(move, row=5), "is outside of shape (7, 5)"),
-    (nowhere, "has no location for"),
-]
-
-
-@pytest.mark.parametrize(("doctor", "said"), DOCTORS)
-@pytest.mark.parametrize("key", ["state_dict.first.weight", "optimizer_0.state.first.weight.exp_avg"])
-def test_chunks_that_do_not_cover_a_tensor_are_named_and_not_loaded(
-    sound: Path, tmp_path: Path, doctor: Doctor, said: str, key: str
-) -> None:
-    path = without_manifest(sound, tmp_path)
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    doctor(metadata, key)
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    (fault,) = verify(path)
-    for message in (fault, refusal("paral_ddp", resume_from=path)):
-        assert key in message
-        assert said in message
-
-
-# Hostile files
 
 
 class Payload:

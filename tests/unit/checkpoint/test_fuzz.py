@@ -23,15 +23,6 @@ import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from lightning_paral import CheckpointError
 from lightning_paral.checkpoint.integrity import named_tensors, verify
@@ -148,7 +139,7 @@ def reseal(path: Path) -> None:
 # Hostile inputs
 
 
-def change_metadata(change: Callable[[Metadata], Any]) -> Callable[[Path], None]:
+def change_metadata(change: Callable[[dcp.metadata.Metadata], Any]) -> Callable[[Path], None]:
     def act(path: Path) -> None:
         found = pickle.loads((path / ".metadata").read_bytes())
         change(found)
@@ -162,50 +153,50 @@ def change_metadata(change: Callable[[Metadata], Any]) -> Callable[[Path], None]
 KEY = "state_dict.a.weight"
 
 
-def places(found: Metadata, **changed: Any) -> None:
+def places(found: dcp.metadata.Metadata, **changed: Any) -> None:
     for info in found.storage_data.values():
         vars(info).update(changed)
 
 
-def shape(found: Metadata, *sizes: int) -> None:
+def shape(found: dcp.metadata.Metadata, *sizes: int) -> None:
     stored: Any = found.state_dict_metadata[KEY]
     stored.size = torch.Size(sizes)
 
 
-def add_chunk(found: Metadata, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+def add_chunk(found: dcp.metadata.Metadata, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
     stored: Any = found.state_dict_metadata[KEY]
-    stored.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-    found.storage_data[MetadataIndex(KEY, offsets)] = _StorageInfo("__0_0.distcp", 0, 8)
+    stored.chunks.append(dcp.metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+    found.storage_data[dcp.metadata.MetadataIndex(KEY, offsets)] = dcp.filesystem._StorageInfo("__0_0.distcp", 0, 8)
 
 
-def planned(found: Metadata, *path: Any) -> None:
+def planned(found: dcp.metadata.Metadata, *path: Any) -> None:
     found.planner_data[KEY] = path
 
 
-def many_chunks(found: Metadata) -> None:
+def many_chunks(found: dcp.metadata.Metadata) -> None:
     stored: Any = found.state_dict_metadata[KEY]
     stored.chunks *= 100_000
 
 
-def nested(found: Metadata) -> None:
+def nested(found: dcp.metadata.Metadata) -> None:
     inner: Any = ()
     for _ in range(900):
         inner = (inner,)
     found.planner_data[KEY] = inner
 
 
-def column_chunks(found: Metadata) -> None:
+def column_chunks(found: dcp.metadata.Metadata) -> None:
     """Add so many chunks that comparing all pairs would take minutes."""
     stored: Any = found.state_dict_metadata[KEY]
     (place,) = (info for index, info in found.storage_data.items() if index.fqn == KEY)
     stored.size, stored.chunks = torch.Size((1, 3_000)), []
     for column in range(3_000):
-        stored.chunks.append(ChunkStorageMetadata(torch.Size((0, column)), torch.Size((1, 1))))
-        found.storage_data[MetadataIndex(KEY, (0, column))] = place
+        stored.chunks.append(dcp.metadata.ChunkStorageMetadata(torch.Size((0, column)), torch.Size((1, 1))))
+        found.storage_data[dcp.metadata.MetadataIndex(KEY, (0, column))] = place
 
 
 OUTSIDE = ["../outside", "/etc/passwd", "a/../../outside", "", ".", "..", "\0", "x" * 5000, "__0_0.distcp/x"]
-METADATA_CHANGES: list[Callable[[Metadata], Any]] = [
+METADATA_CHANGES: list[Callable[[dcp.metadata.Metadata], Any]] = [
     *(lambda m, name=name: places(m, relative_path=name) for name in OUTSIDE),  # type: ignore[misc]
     *(lambda m, n=n: places(m, offset=n) for n in (-1, 2**31, 2**62, 2**70, 1.5, None, "0")),  # type: ignore[misc]
     *(lambda m, n=n: places(m, length=n) for n in (-1, 0, 2**31, 2**62, 2**70, None)),  # type: ignore[misc]
@@ -221,8 +212,8 @@ METADATA_CHANGES: list[Callable[[Metadata], Any]] = [
     many_chunks,
     column_chunks,
     nested,
-    lambda m: m.state_dict_metadata.update(dict.fromkeys(range(3), BytesStorageMetadata())),
-    lambda m: m.state_dict_metadata.update({"optimizer_x": BytesStorageMetadata()}),
+    lambda m: m.state_dict_metadata.update(dict.fromkeys(range(3), dcp.metadata.BytesStorageMetadata())),
+    lambda m: m.state_dict_metadata.update({"optimizer_x": dcp.metadata.BytesStorageMetadata()}),
     lambda m: m.state_dict_metadata.clear(),
     lambda m: m.storage_data.clear(),
     lambda m: setattr(m, "storage_data", None),
@@ -402,15 +393,10 @@ def instead(name: str, make: Callable[[Path], Any]) -> Callable[[Path], None]:
     return act
 
 
-def link_out(file: Path) -> None:
-    file.symlink_to(file.parents[1] / "outside")
-
-
-def socket_at(file: Path) -> None:
-    os.mknod(file, 0o140600)
-
-
-INSTEAD: list[Callable[[Path], Any]] = [os.mkfifo, link_out, socket_at, Path.mkdir, lambda p: p.symlink_to("/dev/zero")]
+INSTEAD: list[Callable[[Path], Any]] = [
+    *(os.mkfifo, Path.mkdir, lambda file: os.mknod(file, 0o140600)),  # a socket
+    *(lambda file: file.symlink_to(file.parents[1] / "outside"), lambda file: file.symlink_to("/dev/zero")),
+]
 
 
 CHECKPOINTS = [
@@ -476,7 +462,7 @@ def try_one(path: Path) -> str:
 def classes_of_the_process() -> str:
     from lightning.pytorch.trainer.states import TrainerFn
 
-    named_kinds = [Path, type(Path()), TensorStorageMetadata, TensorProperties, numpy.ndarray]
+    named_kinds = [Path, type(Path()), dcp.metadata.TensorStorageMetadata, dcp.metadata.TensorProperties, numpy.ndarray]
     kinds = [sorted(f"{key} {id(value)}" for key, value in vars(kind).items()) for kind in named_kinds]
     members = [(str(member), sorted(map(str, vars(member).items()))) for member in TrainerFn]
     return repr((kinds, members, numpy.dtype("O").flags, numpy.dtype("f4").str))

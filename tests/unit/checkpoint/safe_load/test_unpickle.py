@@ -6,6 +6,7 @@ import pickle
 import random
 from argparse import Namespace
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from datetime import UTC, date, datetime, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
@@ -144,6 +145,31 @@ def test_compressed_tensors_are_named(tmp_path: Path) -> None:
         info.transform_descriptors = ["zstd"]
     with pytest.raises(CheckpointError, match="written with transforms"):
         load_metadata(pickle.dumps(found), ".metadata")
+
+
+FAULTS: dict[str, Callable[[Metadata, Any], Any]] = {
+    "6 of 6 elements are in no chunk": lambda _, stored: stored.chunks.clear(),
+    "overlap": lambda _, stored: stored.chunks.extend(stored.chunks),
+    "is outside of shape (2, 2)": lambda _, stored: setattr(stored, "size", torch.Size([2, 2])),
+    "has no location for state_dict.a at (0, 0)": lambda metadata, _: metadata.storage_data.pop(
+        MetadataIndex("state_dict.a", torch.Size([0, 0]))
+    ),
+}
+
+
+@pytest.mark.parametrize("said", FAULTS)
+def test_chunks_that_do_not_cover_a_tensor_once_are_named(tmp_path: Path, said: str) -> None:
+    found = pickle.loads(written_by_torch(tmp_path))
+    torch.save({"epoch": 1}, tmp_path / "meta.pt")
+    assert verify(tmp_path) == []
+    FAULTS[said](found, found.state_dict_metadata["state_dict.a"])
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(found))
+    (fault,) = verify(tmp_path)
+    assert "state_dict.a" in fault
+    assert said in fault
+    with pytest.raises(CheckpointError) as raised:
+        load(tmp_path, RankGroup())
+    assert fault in str(raised.value)
 
 
 # Paths
