@@ -3,7 +3,7 @@
 import io
 import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -16,14 +16,11 @@ from lightning_paral.checkpoint.fqn_keys import by_int
 from lightning_paral.checkpoint.io.files import ChecksummedWriter, FileRecord, checksum_of_block, reader_of
 from lightning_paral.checkpoint.layout import Chunk, flat_range_of
 from lightning_paral.checkpoint.manifest import Manifest, embed
-from lightning_paral.checkpoint.safe_load.archive import check_regular
-from lightning_paral.checkpoint.safe_load.unpickle import load_safely
 from lightning_paral.checkpoint.saved_tensors import Kind, SavedTensor, check_shards
 from lightning_paral.checkpoint.shards import bytes_of, flat
 from lightning_paral.checkpoint.tree import TreePath, replace_at
 from lightning_paral.compat.torch.tensors import fake_tensors, identity_of, untyped
 from lightning_paral.distributed.exchange import RankGroup
-from lightning_paral.errors import CheckpointError
 
 
 def write_full(
@@ -271,20 +268,3 @@ class _StorageFinder(pickle.Pickler):
             return None
         self.found.setdefault(identity_of(storage), storage)
         return "storage"
-
-
-def read_full(path: str | Path, weights_only: bool = True) -> dict[str, Any]:
-    """Return the checkpoint in the file at `path`, with memory-mapped tensors.
-
-    Args:
-        path: the path of the file.
-        weights_only: `False` trusts the checkpoint and runs code in it.
-
-    Raises:
-        CheckpointError: the file is damaged or not a checkpoint, or it contains code and `weights_only` is `True`.
-    """
-    check_regular(path, os.stat(path).st_mode)
-    loaded = load_safely(path, weights_only=weights_only, mmap=True)
-    if not isinstance(loaded, Mapping):
-        raise CheckpointError(f"{path} contains a {type(loaded).__name__}, not a checkpoint.")
-    return dict(loaded)

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_paral.checkpoint.formats.dispatch import open_checkpoint
 from lightning_paral.checkpoint.io.files import FileRecord
 from lightning_paral.checkpoint.io.storage import Folder, folder_at
 from lightning_paral.checkpoint.io.urls import is_remote
 from lightning_paral.checkpoint.layout import coverage_fault
 from lightning_paral.checkpoint.lazy_tensor import LazyTensor, StoredChunk
 from lightning_paral.checkpoint.manifest import Manifest
+from lightning_paral.checkpoint.reader import open_checkpoint
 from lightning_paral.checkpoint.resolve import explain_read_errors, read_current, read_manifest
 from lightning_paral.checkpoint.tree import tensors_in
 from lightning_paral.distributed.exchange import RankGroup

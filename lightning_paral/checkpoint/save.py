@@ -22,6 +22,7 @@ from uuid import uuid4
 
 from torch import Tensor
 
+from lightning_paral.checkpoint.dcp_metadata import META, METADATA
 from lightning_paral.checkpoint.fqn_keys import by_fqn, merge_stages
 from lightning_paral.checkpoint.full import write_full
 from lightning_paral.checkpoint.host_memory import Staging, host_copy
@@ -34,8 +35,6 @@ from lightning_paral.checkpoint.ownership import check_replaceable, check_replac
 from lightning_paral.checkpoint.safe_load.unpickle import warn_about_refused_types
 from lightning_paral.checkpoint.saved_tensors import SavedTensor, tensors_to_save
 from lightning_paral.checkpoint.sharded import (
-    META,
-    METADATA,
     leaves,
     make_metadata,
     serialize_values,

@@ -36,10 +36,6 @@ from lightning_paral.checkpoint.shards import bytes_of, flat
 from lightning_paral.checkpoint.tree import TreePath
 from lightning_paral.compat.torch.distributed_checkpoint import StorageInfo
 
-METADATA = ".metadata"
-"""Name of the file with the location of each value, in the format of Distributed Checkpoint."""
-META = "meta.pt"
-"""Name of the file with everything except weights and optimizer state."""
 _ALIGNMENT = 64
 
 

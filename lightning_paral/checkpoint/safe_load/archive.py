@@ -6,7 +6,7 @@ Follows https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct, error
@@ -25,8 +25,7 @@ _LOCAL, _LOCAL_MAGIC = Struct("<4s5H3L2H"), b"PK\x03\x04"
 _EXTRA = Struct("<2H")
 _MAX_COMMENT_BYTES = 2**16
 _MAX_DIRECTORY_BYTES = 2**27
-_UNKNOWN, _UNKNOWN_SHORT = 2**32 - 1, 2**16 - 1
-_ENCRYPTED = 0x2041
+_UNKNOWN = 2**32 - 1
 
 
 @dataclass(frozen=True)
@@ -68,17 +67,8 @@ def open_regular(path: str | Path) -> int:
 
 def check_regular(path: str | Path, mode: int) -> None:
     """Raise a `CheckpointError` if `mode`, the mode of `path`, is that of a FIFO, a socket or a device."""
-    for matches, name in _SPECIAL:
-        if matches(mode):
-            raise CheckpointError(f"{path} is {name}, which cannot be a file of a checkpoint. Remove it.")
-
-
-_SPECIAL = (
-    (stat.S_ISFIFO, "a FIFO"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISBLK, "a block device"),
-    (stat.S_ISCHR, "a device"),
-)
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise CheckpointError(f"{path} is a FIFO, a socket or a device, not a file of a checkpoint. Remove it.")
 
 
 def read_archive(read: Read, nbytes: int, name: object) -> Archive | None:
@@ -104,76 +94,70 @@ def _read(read: Read, nbytes: int) -> Archive | None:
     start = max(0, nbytes - _END.size - _MAX_COMMENT_BYTES)
     tail = read(start, nbytes - start)
     at = tail.rfind(_END_MAGIC)
-    if at < 0:
-        raise ValueError("its zip archive has no end")
-    _, *disks, count, size, offset, num_comment = _END.unpack_from(tail, at)
+    _require(at >= 0, "its zip archive has no end")
+    _, disk, first_disk, num_entries, count, size, offset, num_comment = _END.unpack_from(tail, at)
     comment = tail[at + _END.size :]
+    _require(
+        (len(comment), disk, first_disk, num_entries) == (num_comment, 0, 0, count),
+        "the end of its zip archive is broken",
+    )
     end = start + at
-    if len(comment) != num_comment or disks[:2] != [0, 0] or disks[2] != count:
-        raise ValueError("the end of its zip archive is broken")
     located = read(max(0, end - _LOCATOR.size), _LOCATOR.size)
     if located[:4] == _LOCATOR_MAGIC:
         end -= _LOCATOR.size + _END64.size
         _, _, end64, _ = _LOCATOR.unpack(located)
-        magic, _, _, _, _, _, *large = _END64.unpack(read(max(0, end), _END64.size))
-        if end64 != end or magic != _END64_MAGIC:
-            raise ValueError("the end of its zip archive is broken")
-        _, count, size, offset = large
-    if offset + size != end or size > _MAX_DIRECTORY_BYTES or count * _ENTRY.size > size:
-        raise ValueError("the directory of its zip archive is not where it should be")
-    return Archive(_records(read, read(offset, size), count, offset), comment)
+        magic, *_, count, size, offset = _END64.unpack(read(max(0, end), _END64.size))
+        _require(end64 == end and magic == _END64_MAGIC, "the end of its zip archive is broken")
+    fits = offset + size == end and size <= _MAX_DIRECTORY_BYTES and count * _ENTRY.size <= size
+    _require(fits, "the directory of its zip archive is not where it should be")
+    records = _records(read, read(offset, size), count)
+    position = 0
+    for name, record in sorted(records.items(), key=lambda item: item[1].header):
+        _require(record.header >= position, f"its record {name} overlaps another one")
+        position = record.start + record.size
+    _require(position <= offset, "its records overlap its directory")
+    return Archive(records, comment)
 
 
-def _records(read: Read, directory: bytes, count: int, end: int) -> dict[str, Record]:
+def _records(read: Read, directory: bytes, count: int) -> dict[str, Record]:
     found: dict[str, Record] = {}
     seen: set[str] = set()
     at = 0
     for _ in range(count):
-        magic, _, _, flags, method, _, _, _, packed, size, *more = _ENTRY.unpack_from(directory, at)
-        num_name, num_extra, num_comment, _, _, _, header = more
+        magic, _, _, _, method, *_, packed, size, num_name, num_extra, num_comment, _, _, _, header = (
+            _ENTRY.unpack_from(directory, at)
+        )
         at += _ENTRY.size
-        if magic != _ENTRY_MAGIC or at + num_name + num_extra + num_comment > len(directory):
-            raise ValueError("the directory of its zip archive is broken")
         name = directory[at : at + num_name].decode()
         extra = directory[at + num_name : at + num_name + num_extra]
         at += num_name + num_extra + num_comment
+        _require(magic == _ENTRY_MAGIC and at <= len(directory), "the directory of its zip archive is broken")
         size, packed, header = _large(extra, size, packed, header)
-        if method != 0 or flags & _ENCRYPTED or packed != size:
-            raise ValueError(f"its record {name} is compressed or encrypted, but torch.save does neither")
-        if name.lower() in seen:  # torch ignores the case of names
-            raise ValueError(f"its record {name} occurs twice")
+        plain = method == 0 and packed == size
+        _require(plain, f"its record {name} is compressed or encrypted, but torch.save does neither")
+        _require(name.lower() not in seen, f"its record {name} occurs twice")  # torch ignores the case of names
         seen.add(name.lower())
-        found[name] = _record(read, name, header, size)
-    if at != len(directory):
-        raise ValueError("the directory of its zip archive is broken")
-    position = 0
-    for name, record in sorted(found.items(), key=lambda item: item[1].header):
-        if record.header < position:
-            raise ValueError(f"its record {name} overlaps another record")
-        position = record.start + record.size
-    if position > end:
-        raise ValueError("its records overlap its directory")
+        local: Any = _LOCAL.unpack(read(header, _LOCAL.size))
+        same = local[0] == _LOCAL_MAGIC and local[3] == 0 and read(header + _LOCAL.size, local[-2]) == name.encode()
+        _require(same, f"its record {name} has another header than in the directory")
+        found[name] = Record(header, header + _LOCAL.size + local[-2] + local[-1], size)
+    _require(at == len(directory), "the directory of its zip archive is broken")
     return found
 
 
-def _record(read: Read, name: str, header: int, size: int) -> Record:
-    local: Any = read(header, _LOCAL.size)
-    magic, _, flags, method, _, _, _, _, _, num_name, num_extra = _LOCAL.unpack(local)
-    if magic != _LOCAL_MAGIC or method != 0 or flags & _ENCRYPTED:
-        raise ValueError(f"its record {name} does not begin at the offset in the directory")
-    if read(header + _LOCAL.size, num_name) != name.encode():
-        raise ValueError(f"its record {name} has another name in its own header")
-    return Record(header, header + _LOCAL.size + num_name + num_extra, size)
-
-
-def _large(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
-    """Return the sizes and the offset, taken from the Zip64 field if they do not fit into 32 bits."""
-    at = 0
+def _large(extra: bytes, *numbers: int) -> Iterator[int]:
+    """Yield sizes and an offset, taken from the Zip64 field if they do not fit into 32 bits."""
+    at, large = 0, iter(())
     while at + _EXTRA.size <= len(extra):
         field_id, length = _EXTRA.unpack_from(extra, at)
         if field_id == 1:
-            values = iter(Struct(f"<{length // 8}Q").unpack_from(extra, at + _EXTRA.size))
-            size, packed, header = (next(values, v) if v == _UNKNOWN else v for v in (size, packed, header))
+            large = iter(Struct(f"<{length // 8}Q").unpack_from(extra, at + _EXTRA.size))
             break
         at += _EXTRA.size + length
-    return size, packed, header
+    for number in numbers:
+        yield next(large, number) if number == _UNKNOWN else number
+
+
+def _require(fits: bool, fault: str) -> None:
+    if not fits:
+        raise ValueError(fault)

@@ -1,4 +1,7 @@
-"""The names of Python 2 in files of `torch.save`."""
+"""The machine that reads the pickles of `torch.save`, and the names of Python 2 in them."""
+
+import pickle
+from typing import Any
 
 from torch._utils import IMPORT_MAPPING, NAME_MAPPING
 
@@ -7,7 +10,11 @@ from lightning_paral.compat.private_name import Names
 __all__ = [
     "IMPORT_MAPPING",
     "NAME_MAPPING",
+    "PythonUnpickler",
 ]
+
+PythonUnpickler: Any = pickle._Unpickler
+"""Python's unpickler, written in Python: its `dispatch` has the opcodes. The one in C has no limits."""
 
 NAMES: Names = {
     "torch._utils": {

@@ -1,10 +1,9 @@
-"""Damage is found and named before any weight changes, and code in a checkpoint never runs."""
+"""Damage is found and named before any weight changes, code in a checkpoint never runs, and saving it warns."""
 
 import os
 import pickle
 import shutil
-from collections.abc import Callable
-from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from lightning_paral import CheckpointError
 from lightning_paral.checkpoint.integrity import verify
-from lightning_paral.checkpoint.io.files import record_bytes
 from lightning_paral.checkpoint.load import load
-from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
 from lightning_paral.distributed.exchange import RankGroup
 from tests.models.resumable import Resumable, losses, refusal
 
@@ -118,7 +114,7 @@ def test_no_weight_changes_on_any_rank_when_one_file_is_damaged(
         (path / name).write_bytes(data)
 
 
-# Chunks that do not cover a tensor exactly once
+# Hostile files
 
 
 def without_manifest(sound: Path, tmp_path: Path) -> Path:
@@ -129,62 +125,6 @@ def without_manifest(sound: Path, tmp_path: Path) -> Path:
     del meta["lightning_paral"]
     torch.save(meta, path / "meta.pt")
     return path
-
-
-def move(metadata: Metadata, key: str, row: int) -> None:
-    """Shift the first row of the second of a tensor's two chunks."""
-    chunks = metadata.state_dict_metadata[key].chunks  # type: ignore[union-attr]
-    place = metadata.storage_data.pop(MetadataIndex(key, chunks[1].offsets))
-    chunks[1] = ChunkStorageMetadata(torch.Size((row, 0)), chunks[1].sizes)
-    metadata.storage_data[MetadataIndex(key, chunks[1].offsets)] = place
-
-
-def hole(metadata: Metadata, key: str) -> None:
-    del metadata.state_dict_metadata[key].chunks[1]  # type: ignore[union-attr]
-
-
-def nowhere(metadata: Metadata, key: str) -> None:
-    chunks = metadata.state_dict_metadata[key].chunks  # type: ignore[union-attr]
-    del metadata.storage_data[MetadataIndex(key, chunks[1].offsets)]
-
-
-Doctor = Callable[[Metadata, str], None]
-"""Changes of the metadata of a tensor with 7 rows, of which one chunk has 4 and the other 3."""
-DOCTORS: list[tuple[Doctor, str]] = [
-    (hole, "15 of 35 elements are in no chunk"),
-    (partial(move, row=3), "overlap"),
-    (partial(move, row=5), "is outside of shape (7, 5)"),
-]
-
-
-def change_metadata(path: Path, doctor: Doctor, key: str) -> None:
-    file = path / ".metadata"
-    metadata = pickle.loads(file.read_bytes())
-    doctor(metadata, key)
-    file.write_bytes(pickle.dumps(metadata))
-
-
-@pytest.mark.parametrize(
-    ("doctor", "said", "has_manifest"),
-    [*((*each, True) for each in DOCTORS), *((*each, False) for each in [*DOCTORS, (nowhere, "has no location for")])],
-)
-@pytest.mark.parametrize("key", ["state_dict.first.weight", "optimizer_0.state.first.weight.exp_avg"])
-def test_chunks_that_do_not_cover_a_tensor_are_named_and_not_loaded(
-    sound: Path, tmp_path: Path, doctor: Doctor, said: str, has_manifest: bool, key: str
-) -> None:
-    path = copy_of(sound, "sharded", tmp_path) if has_manifest else without_manifest(sound, tmp_path)
-    change_metadata(path, doctor, key)
-    if has_manifest:  # whose checksums fit
-        manifest = Manifest.from_json((path / FILE_NAME).read_text(), FILE_NAME)
-        files = manifest.files | {".metadata": record_bytes((path / ".metadata").read_bytes())}
-        (path / FILE_NAME).write_text(replace(manifest, files=files).to_json())
-    (fault,) = verify(path)
-    for message in (fault, refusal("paral_ddp", resume_from=path)):
-        assert key in message
-        assert said in message
-
-
-# Hostile files
 
 
 class Payload:
@@ -272,3 +212,33 @@ def test_users_types_are_named_and_load_once_they_are_trusted(tmp_path: Path, so
     with torch.serialization.safe_globals([Settings]):
         assert load(tmp_path / "x.ckpt", RankGroup())["settings"].depth == 3
     assert load(tmp_path / "x.ckpt", RankGroup(), weights_only=False)["settings"].depth == 3
+
+
+class Keeping(Callback):
+    def __init__(self, kept: Any = None) -> None:
+        self.kept = kept
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.kept = state_dict["kept"]
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_saving_other_types_warns(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "x.ckpt"
+    with pytest.warns(UserWarning, match=r"The checkpoint contains fractions\.Fraction"):
+        losses("paral_ddp", checkpoint=form, save_to=path, callbacks=[Keeping(Fraction(1, 3))])
+    assert "fractions.Fraction" in refusal("paral_ddp", resume_from=path, callbacks=[Keeping()])
+    trusted = Keeping()
+    losses("paral_ddp", checkpoint={"weights_only": False}, resume_from=path, callbacks=[trusted])
+    assert trusted.kept == Fraction(1, 3)
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_object_that_cannot_be_copied_fails_a_background_save(tmp_path: Path, form: str) -> None:
+    callbacks, checkpoint = [Keeping(x for x in range(3))], {"form": form, "async_save": True}
+    message = refusal("paral_ddp", checkpoint=checkpoint, save_to=tmp_path / "x.ckpt", callbacks=callbacks)
+    assert "x.ckpt failed: TypeError: cannot pickle 'generator'" in message
+    assert not (tmp_path / "x.ckpt").exists()

@@ -4,6 +4,7 @@ All inputs run in one forked process with limited address space. Next to their f
 read.
 """
 
+import io
 import json
 import os
 import pickle
@@ -22,15 +23,6 @@ import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from lightning_paral import CheckpointError
 from lightning_paral.checkpoint.integrity import named_tensors, verify
@@ -45,8 +37,8 @@ from lightning_paral.planning.follow import run_isolated
 SEED = 20
 MAX_SECONDS = 2.0
 MAX_BYTES = 200 * 2**20
-NUM_MUTATED = 230
-"""The number of mutated copies of each file."""
+NUM_MUTATED = 340
+"""The number of mutated pickles, and twice the number of mutated copies of each file."""
 
 Input = tuple[str, Callable[[Path], Any]]
 """The name of a checkpoint, and a function that changes a copy of it."""
@@ -147,7 +139,7 @@ def reseal(path: Path) -> None:
 # Hostile inputs
 
 
-def change_metadata(change: Callable[[Metadata], Any]) -> Callable[[Path], None]:
+def change_metadata(change: Callable[[dcp.metadata.Metadata], Any]) -> Callable[[Path], None]:
     def act(path: Path) -> None:
         found = pickle.loads((path / ".metadata").read_bytes())
         change(found)
@@ -161,50 +153,50 @@ def change_metadata(change: Callable[[Metadata], Any]) -> Callable[[Path], None]
 KEY = "state_dict.a.weight"
 
 
-def places(found: Metadata, **changed: Any) -> None:
+def places(found: dcp.metadata.Metadata, **changed: Any) -> None:
     for info in found.storage_data.values():
         vars(info).update(changed)
 
 
-def shape(found: Metadata, *sizes: int) -> None:
+def shape(found: dcp.metadata.Metadata, *sizes: int) -> None:
     stored: Any = found.state_dict_metadata[KEY]
     stored.size = torch.Size(sizes)
 
 
-def add_chunk(found: Metadata, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+def add_chunk(found: dcp.metadata.Metadata, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
     stored: Any = found.state_dict_metadata[KEY]
-    stored.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-    found.storage_data[MetadataIndex(KEY, offsets)] = _StorageInfo("__0_0.distcp", 0, 8)
+    stored.chunks.append(dcp.metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+    found.storage_data[dcp.metadata.MetadataIndex(KEY, offsets)] = dcp.filesystem._StorageInfo("__0_0.distcp", 0, 8)
 
 
-def planned(found: Metadata, *path: Any) -> None:
+def planned(found: dcp.metadata.Metadata, *path: Any) -> None:
     found.planner_data[KEY] = path
 
 
-def many_chunks(found: Metadata) -> None:
+def many_chunks(found: dcp.metadata.Metadata) -> None:
     stored: Any = found.state_dict_metadata[KEY]
     stored.chunks *= 100_000
 
 
-def nested(found: Metadata) -> None:
+def nested(found: dcp.metadata.Metadata) -> None:
     inner: Any = ()
     for _ in range(900):
         inner = (inner,)
     found.planner_data[KEY] = inner
 
 
-def column_chunks(found: Metadata) -> None:
+def column_chunks(found: dcp.metadata.Metadata) -> None:
     """Add so many chunks that comparing all pairs would take minutes."""
     stored: Any = found.state_dict_metadata[KEY]
     (place,) = (info for index, info in found.storage_data.items() if index.fqn == KEY)
     stored.size, stored.chunks = torch.Size((1, 3_000)), []
     for column in range(3_000):
-        stored.chunks.append(ChunkStorageMetadata(torch.Size((0, column)), torch.Size((1, 1))))
-        found.storage_data[MetadataIndex(KEY, (0, column))] = place
+        stored.chunks.append(dcp.metadata.ChunkStorageMetadata(torch.Size((0, column)), torch.Size((1, 1))))
+        found.storage_data[dcp.metadata.MetadataIndex(KEY, (0, column))] = place
 
 
 OUTSIDE = ["../outside", "/etc/passwd", "a/../../outside", "", ".", "..", "\0", "x" * 5000, "__0_0.distcp/x"]
-METADATA_CHANGES: list[Callable[[Metadata], Any]] = [
+METADATA_CHANGES: list[Callable[[dcp.metadata.Metadata], Any]] = [
     *(lambda m, name=name: places(m, relative_path=name) for name in OUTSIDE),  # type: ignore[misc]
     *(lambda m, n=n: places(m, offset=n) for n in (-1, 2**31, 2**62, 2**70, 1.5, None, "0")),  # type: ignore[misc]
     *(lambda m, n=n: places(m, length=n) for n in (-1, 0, 2**31, 2**62, 2**70, None)),  # type: ignore[misc]
@@ -220,8 +212,8 @@ METADATA_CHANGES: list[Callable[[Metadata], Any]] = [
     many_chunks,
     column_chunks,
     nested,
-    lambda m: m.state_dict_metadata.update(dict.fromkeys(range(3), BytesStorageMetadata())),
-    lambda m: m.state_dict_metadata.update({"optimizer_x": BytesStorageMetadata()}),
+    lambda m: m.state_dict_metadata.update(dict.fromkeys(range(3), dcp.metadata.BytesStorageMetadata())),
+    lambda m: m.state_dict_metadata.update({"optimizer_x": dcp.metadata.BytesStorageMetadata()}),
     lambda m: m.state_dict_metadata.clear(),
     lambda m: m.storage_data.clear(),
     lambda m: setattr(m, "storage_data", None),
@@ -274,6 +266,11 @@ HOSTILE = {
     "a function": call("builtins.getattr", b"cpathlib\nPosixPath\n" + text("touch")),
 }
 """Pickles that would change the process if they were loaded as torch does."""
+LAUGHS = b"]q\x00" + b"".join(b"h%ch%c\x86q%c" % (n - 1, n - 1, n) for n in range(1, 120))
+"""Nested pairs whose `repr` and traversal take exponential time. They stay on the stack, the outermost last."""
+STORAGE = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\x01tQ"
+WIDE = b"(" + b"K\x01" * 50_000 + b"tq\x00"
+COLLIDING = (call("decimal.Decimal", text(str(k * (2**61 - 1)))) + b"N" for k in range(20_000))
 PICKLES = [
     PROTO + b"}r\xff\xff\xff\xff.",
     b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x7f}.",
@@ -282,8 +279,16 @@ PICKLES = [
     PROTO + b"\x8b\xff\xff\xff\xff.",
     PROTO + b"]" * 60_000 + b".",
     PROTO + b"]q\x00" + b"(h\x00h\x00e" + b".",
-    PROTO + b"]" + b"".join(b"]q%ch%ch%ce" % (n, n - 1, n - 1) for n in range(1, 40)) + b".",
-    PROTO + b"(" + b"]q\x00" + b"".join(b"h%ch%c\x86q%c" % (n - 1, n - 1, n) for n in range(1, 120)) + b"t.",
+    PROTO + b"]q\x00" + b"".join(b"]q%c(h%ch%ce" % (n, n - 1, n - 1) for n in range(1, 40)) + b".",
+    PROTO + b"(" + LAUGHS + b"t.",
+    PROTO + call("torch.device", LAUGHS) + b".",
+    PROTO + call("collections.OrderedDict", b"") + b"(" + LAUGHS + b"tb.",
+    PROTO + call("numpy.dtype", text("f8") + b"\x89\x88") + b"(" + LAUGHS + b"tb.",
+    PROTO + call("torch._utils._rebuild_tensor", STORAGE + b"K\x00(" + LAUGHS + b"t)") + b".",
+    PROTO + LAUGHS + b"}h%cNs." % 119,
+    PROTO + WIDE + b"}(" + b"h\x00N" * 50_000 + b"u.",
+    PROTO + call("builtins.set", b"](" + WIDE + b"h\x00" * 50_000 + b"e") + b".",
+    PROTO + b"}(" + b"".join(COLLIDING) + b"u.",
     PROTO + b"N" + b"\x85" * 200_000 + b"}(h\x00Nu.",
     PROTO + b"(" * 50_000 + b".",
     PROTO + b"t" * 100 + b".",
@@ -362,6 +367,18 @@ def deflated(path: Path) -> None:
     rezip(path, lambda _: PROTO + b"(" + b"N" * (300 * 2**20) + b"t.", zipfile.ZIP_DEFLATED)
 
 
+def nested_records(path: Path) -> None:
+    """Put a second `data.pkl` into the data of another record."""
+    inner = io.BytesIO()
+    with zipfile.ZipFile(inner, "w") as archive:
+        archive.writestr("lightning/data.pkl", pickle.dumps({}, 2))
+    with zipfile.ZipFile(path, "w") as outer:
+        outer.writestr("lightning/version", inner.getvalue())
+        about = archive.infolist()[0]
+        about.header_offset = len("lightning/version") + 30
+        outer.filelist.append(about)
+
+
 def tensor_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> Callable[[Path], Any]:
     """Replace a file by one that has a tensor with few bytes and a large shape."""
     return lambda path: torch.save({"state_dict": {"a": torch.ones(1).as_strided(shape, stride)}}, path)
@@ -376,15 +393,10 @@ def instead(name: str, make: Callable[[Path], Any]) -> Callable[[Path], None]:
     return act
 
 
-def link_out(file: Path) -> None:
-    file.symlink_to(file.parents[1] / "outside")
-
-
-def socket_at(file: Path) -> None:
-    os.mknod(file, 0o140600)
-
-
-INSTEAD: list[Callable[[Path], Any]] = [os.mkfifo, link_out, socket_at, Path.mkdir, lambda p: p.symlink_to("/dev/zero")]
+INSTEAD: list[Callable[[Path], Any]] = [
+    *(os.mkfifo, Path.mkdir, lambda file: os.mknod(file, 0o140600)),  # a socket
+    *(lambda file: file.symlink_to(file.parents[1] / "outside"), lambda file: file.symlink_to("/dev/zero")),
+]
 
 
 CHECKPOINTS = [
@@ -406,6 +418,7 @@ def hostile() -> Iterator[Input]:
         yield "sharded", raw_manifest(text_)
     yield "full", bomb
     yield "lightning.ckpt", deflated
+    yield "lightning.ckpt", nested_records
     for sizes, stride in (((2**40,), (0,)), ((2**20, 2**20), (0, 0)), ((2**62, 0), (0, 1))):
         yield "lightning.ckpt", tensor_of(sizes, stride)
     for form, name in FILES:
@@ -449,7 +462,7 @@ def try_one(path: Path) -> str:
 def classes_of_the_process() -> str:
     from lightning.pytorch.trainer.states import TrainerFn
 
-    named_kinds = [Path, type(Path()), TensorStorageMetadata, TensorProperties, numpy.ndarray]
+    named_kinds = [Path, type(Path()), dcp.metadata.TensorStorageMetadata, dcp.metadata.TensorProperties, numpy.ndarray]
     kinds = [sorted(f"{key} {id(value)}" for key, value in vars(kind).items()) for kind in named_kinds]
     members = [(str(member), sorted(map(str, vars(member).items()))) for member in TrainerFn]
     return repr((kinds, members, numpy.dtype("O").flags, numpy.dtype("f4").str))
@@ -461,7 +474,7 @@ def run_all(work: Path, inputs: list[Input]) -> dict[str, Any]:
     before = classes_of_the_process()
     for form in {form for form, _ in inputs}:
         assert try_one(sound / form) == "loaded"
-    told: dict[str, Any] = {"inputs": 0, "loaded": 0, "refused": 0, "peak_bytes": 0, "faults": []}
+    told: dict[str, Any] = {"inputs": 0, "loaded": 0, "refused": 0, "seconds": 0.0, "peak_bytes": 0, "faults": []}
     cage = work / "cage"
     for number, (form, change) in enumerate(inputs):
         cage.mkdir()
@@ -481,6 +494,7 @@ def run_all(work: Path, inputs: list[Input]) -> dict[str, Any]:
                 resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             seconds = time.process_time() - start
             told[ended] += 1
+            told["seconds"] = max(told["seconds"], seconds)
             told["peak_bytes"] = max(told["peak_bytes"], status("VmHWM") - resident)
             if seconds > MAX_SECONDS or tree(cage) != files or classes_of_the_process() != before:
                 told["faults"].append(f"input {number} ({form}): {seconds:.1f} s, or something was changed")
@@ -499,7 +513,7 @@ def tree(folder: Path) -> list[Any]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("num_mutated", "num_inputs", "num_loaded"),
-    [(20, 300, 20), pytest.param(NUM_MUTATED, 1500, 50, marks=pytest.mark.lane("all"))],
+    [(20, 300, 20), pytest.param(NUM_MUTATED, 2000, 50, marks=pytest.mark.lane("all"))],
 )
 def test_each_damaged_or_hostile_checkpoint_is_loaded_or_named(
     tmp_path: Path, num_mutated: int, num_inputs: int, num_loaded: int
@@ -515,12 +529,3 @@ def test_each_damaged_or_hostile_checkpoint_is_loaded_or_named(
     assert told["inputs"] == len(inputs) >= num_inputs
     assert told["loaded"] > num_loaded
     assert told["peak_bytes"] < MAX_BYTES
-
-
-def test_undamaged_checkpoints_load(tmp_path: Path) -> None:
-    make_all(tmp_path)
-    for form in ("full", "sharded", "lightning.ckpt", "dcp"):
-        _, found = peek(tmp_path / form)
-        assert found["hyper_parameters"] == contents()["hyper_parameters"]
-        for name, value in contents()["state_dict"].items():
-            torch.testing.assert_close(materialize(found["state_dict"][name]), value)
