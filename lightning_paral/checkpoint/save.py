@@ -22,6 +22,7 @@ from uuid import uuid4
 
 from torch import Tensor
 
+from lightning_paral.checkpoint.commit import AtomicPath, check_replaceable, check_replaceable_at
 from lightning_paral.checkpoint.formats.full import write_full
 from lightning_paral.checkpoint.formats.sharded import (
     META,
@@ -31,18 +32,15 @@ from lightning_paral.checkpoint.formats.sharded import (
     serialize_values,
     write_rank_file,
 )
-from lightning_paral.checkpoint.io.atomic import AtomicPath
 from lightning_paral.checkpoint.io.files import record_bytes
 from lightning_paral.checkpoint.io.staging import Staging, copy_to_host
-from lightning_paral.checkpoint.io.storage import Folder, FsspecStorage, LocalStorage
-from lightning_paral.checkpoint.io.urls import file_system, is_remote, put_file
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
-from lightning_paral.checkpoint.ownership import check_replaceable, check_replaceable_at
 from lightning_paral.checkpoint.safe_load.unpickle import warn_about_refused_types
 from lightning_paral.checkpoint.save_plan import WriteItem, plan_save
 from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.stages import merge_stages, restore_int_keys
 from lightning_paral.checkpoint.state.optimizer import OTHER_ENTRIES_KEY, other_entries, to_fqn_keys
+from lightning_paral.checkpoint.storage import Folder, FsspecStorage, LocalStorage, file_system, is_remote, put_file
 from lightning_paral.checkpoint.tree import WEIGHT_KEYS, TreePath, is_state_key, replace_at, tensors_in
 from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.errors import CheckpointError

@@ -17,8 +17,6 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.async_save import BackgroundSaver
-from lightning_paral.checkpoint.io.storage import remove_at
-from lightning_paral.checkpoint.io.urls import without_scheme
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
@@ -30,6 +28,7 @@ from lightning_paral.checkpoint.state.weights import (
     replicated_storages,
     sharded_state_dict,
 )
+from lightning_paral.checkpoint.storage import remove_at, without_scheme
 from lightning_paral.checkpoint.tensor_state import TensorState
 from lightning_paral.checkpoint.tree import tensors_in
 from lightning_paral.compat.lightning.strategies import averages_models

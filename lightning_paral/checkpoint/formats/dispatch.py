@@ -9,14 +9,13 @@ from torch import Tensor
 
 from lightning_paral.checkpoint.formats.full import read_full
 from lightning_paral.checkpoint.formats.sharded import META, METADATA, read_meta, read_tree
-from lightning_paral.checkpoint.io.storage import Folder, LocalStorage, folder_at
 from lightning_paral.checkpoint.lazy_tensor import materialize
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
-from lightning_paral.checkpoint.resolve import explain_read_errors
 from lightning_paral.checkpoint.state.optimizer import OTHER_ENTRIES_KEY, to_int_keys
 from lightning_paral.checkpoint.state.weights import PACKAGE_STATE_KEY
+from lightning_paral.checkpoint.storage import Folder, LocalStorage, folder_at
 from lightning_paral.checkpoint.tree import CURRENT_KEY, is_state_key
-from lightning_paral.errors import CheckpointError
+from lightning_paral.errors import CheckpointError, explain_read_errors
 
 
 def open_checkpoint(path: str | Path, *, weights_only: bool = True, manifest: Manifest | None = None) -> dict[str, Any]:

@@ -28,13 +28,13 @@ from torch.utils.serialization import config
 
 from lightning_paral.checkpoint.formats.dcp_metadata import load_metadata
 from lightning_paral.checkpoint.io.files import ChecksummedWriter, FileRecord
-from lightning_paral.checkpoint.io.storage import Folder, check_range
 from lightning_paral.checkpoint.io.tensor_bytes import HostBytes
 from lightning_paral.checkpoint.layout import Chunk, coverage_fault
 from lightning_paral.checkpoint.lazy_tensor import LazyTensor, StoredChunk
 from lightning_paral.checkpoint.safe_load.archive import read_archive
 from lightning_paral.checkpoint.safe_load.unpickle import load_safely
 from lightning_paral.checkpoint.save_plan import WriteItem
+from lightning_paral.checkpoint.storage import Folder, check_range
 from lightning_paral.checkpoint.tree import TreePath, insert
 from lightning_paral.compat.torch.distributed_checkpoint import StorageInfo, flatten_state_dict
 from lightning_paral.errors import CheckpointError

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from lightning_paral import ParalDDPStrategy
-from lightning_paral.checkpoint.io import atomic as commit
+from lightning_paral.checkpoint import commit
 from tests.models.resumable import fit
 
 rename = os.rename

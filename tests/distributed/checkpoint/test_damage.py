@@ -15,10 +15,10 @@ from lightning.pytorch import Callback
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from lightning_paral import CheckpointError
-from lightning_paral.checkpoint.integrity import verify
 from lightning_paral.checkpoint.io.files import record_bytes
 from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
+from lightning_paral.checkpoint.verify import verify
 from lightning_paral.distributed.exchange import RankGroup
 from tests.models.resumable import Resumable, losses, refusal
 

@@ -33,12 +33,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lightning_paral import CheckpointError
-from lightning_paral.checkpoint.integrity import named_tensors, verify
 from lightning_paral.checkpoint.io.files import record_bytes
 from lightning_paral.checkpoint.lazy_tensor import materialize
 from lightning_paral.checkpoint.load import peek
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
 from lightning_paral.checkpoint.save import SaveJob
+from lightning_paral.checkpoint.verify import named_tensors, verify
 from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.planning.follow import run_isolated
 

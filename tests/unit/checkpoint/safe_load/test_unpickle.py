@@ -19,10 +19,10 @@ from torch import nn
 
 from lightning_paral import CheckpointError
 from lightning_paral.checkpoint.formats.dcp_metadata import load_metadata
-from lightning_paral.checkpoint.integrity import verify
 from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.safe_load.unpickle import load_safely
 from lightning_paral.checkpoint.save import SaveJob
+from lightning_paral.checkpoint.verify import verify
 from lightning_paral.distributed.exchange import RankGroup
 
 

@@ -2,22 +2,27 @@
 
 import mmap
 import os
+import re
 import stat
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_warn
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 
-from lightning_paral.checkpoint.io.atomic import remove
+from lightning_paral.checkpoint.commit import check_replaceable_at, inspect, remove, remove_beside_others
 from lightning_paral.checkpoint.io.files import Block, ChecksummedWriter, checksum, checksum_of_block, reader_of
-from lightning_paral.checkpoint.io.urls import file_system, is_remote
-from lightning_paral.checkpoint.ownership import inspect_remote_folder
 from lightning_paral.checkpoint.safe_load.archive import check_regular, open_regular
 from lightning_paral.errors import CheckpointError
 
+COPY_NAME = re.compile(r"\S+/lightning_paral_\w+\.copy")
+"""Matches the paths of local copies of files at URLs, see `get_file`."""
+
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
 _MADV_POPULATE_READ = 22  # not in Python's mmap yet
 _LARGE_BYTES = 2**20
 _AHEAD_BYTES = 2**23
@@ -69,14 +74,6 @@ class LocalStorage:
             return None
         check_regular(path, about.st_mode)
         return about.st_size if stat.S_ISREG(about.st_mode) else None
-
-    def is_folder(self, name: str) -> bool:
-        """Return whether the folder contains a folder `name`.
-
-        Raises:
-            CheckpointError: the name or a link leads out of the folder.
-        """
-        return self._inside(name).is_dir()
 
     def _inside(self, file: str) -> Path:
         check_name(self.path, file)
@@ -165,9 +162,9 @@ class FsspecStorage:
         """Remove the files of other saves: all checkpoint files except `files`, and a file with the folder's name."""
         if self.fs.isfile(self.path):  # in an object store, a file may have the same name as a folder
             self.fs.rm_file(self.path)
-        for name in inspect_remote_folder(self.fs, self.path).own:
+        for name in inspect(self.fs, self.path).own:
             if name not in files:
-                self.fs.rm(f"{self.path}/{name}", recursive=True)
+                self.fs.rm_file(f"{self.path}/{name}")
 
     def size(self, file: str) -> int | None:
         """Return the size of a file in bytes; `None` if it does not exist.
@@ -210,6 +207,14 @@ class FsspecStorage:
         return data
 
 
+Folder = LocalStorage | FsspecStorage
+
+
+def folder_at(path: str | Path) -> Folder:
+    """Return the folder at a path or URL."""
+    return FsspecStorage(str(path)) if is_remote(path) else LocalStorage(path)
+
+
 def remove_at(path: str) -> None:
     """Remove the checkpoint at a path or URL, if there is one.
 
@@ -222,22 +227,63 @@ def remove_at(path: str) -> None:
     fs, name = file_system(path)
     if fs.isfile(name):
         fs.rm_file(name)
-    if not fs.isdir(name):
-        return
-    found = inspect_remote_folder(fs, name)
-    if not found.is_checkpoint and not found.is_empty:
-        rank_zero_warn(f"{path} is {found.what}, not a checkpoint, and was not removed.")
-    elif found.foreign:
-        rank_zero_warn(f"{path} was removed except for files that do not belong to the checkpoint: {found.listed}.")
-        for file in found.own:  # the files that identify the folder as a checkpoint come first
-            fs.rm(f"{name}/{file}", recursive=True)
-    else:
+    if fs.isdir(name) and not remove_beside_others(fs, name, path):
         fs.rm(name, recursive=True)
 
 
-Folder = LocalStorage | FsspecStorage
+# URLs
 
 
-def folder_at(path: str | Path) -> Folder:
-    """Return the folder at a path or URL."""
-    return FsspecStorage(str(path)) if is_remote(path) else LocalStorage(path)
+def file_system(url: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a URL, and the path in it.
+
+    Raises:
+        CheckpointError: no installed package supports the scheme of the URL.
+    """
+    try:
+        fs, path = url_to_fs(url)
+        fs.invalidate_cache()  # it caches listings and sizes, which other ranks may have changed
+        return fs, path
+    except (ImportError, ValueError) as error:
+        extra = _EXTRAS.get(url.split("://")[0])
+        remedy = f"Run pip install 'lightning_paral[{extra}]'." if extra else "Use a scheme that fsspec supports."
+        raise CheckpointError(f"{url} cannot be accessed: {error}. {remedy}") from error
+
+
+def is_remote(path: object) -> bool:
+    """Return whether `path` is a URL of a file system other than the operating system's."""
+    return "://" in str(path) and type(file_system(str(path))[0]) is not LocalFileSystem
+
+
+def without_scheme(path: object) -> str:
+    """Return `path` without `file://`; other URLs are returned unchanged."""
+    return str(path) if "://" not in str(path) or is_remote(path) else file_system(str(path))[1]
+
+
+def put_file(source: Path, url: str) -> None:
+    """Copy a local file to a URL, replacing a file or checkpoint there.
+
+    Raises:
+        CheckpointError: a folder that is not a checkpoint exists at the URL.
+    """
+    fs, path = file_system(url)
+    fs.makedirs(path.rpartition("/")[0] or fs.root_marker, exist_ok=True)
+    check_replaceable_at(fs, path, url, folder=False)
+    if not fs.isdir(path):
+        fs.put_file(str(source), path)
+        return
+    sibling = f"{path}.{source.name}"
+    fs.put_file(str(source), sibling)  # before the folder is removed, because this may fail
+    fs.rm(path, recursive=True)
+    fs.mv(sibling, path)
+
+
+def get_file(url: str) -> Path | None:
+    """Copy the file at a URL to a temporary file, and return the path of the copy; `None` if there is no file."""
+    fs, path = file_system(url)
+    if not fs.isfile(path):
+        return None
+    descriptor, name = tempfile.mkstemp(prefix="lightning_paral_", suffix=".copy")
+    os.close(descriptor)
+    fs.get_file(path, name)
+    return Path(name)

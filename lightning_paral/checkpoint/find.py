@@ -1,18 +1,29 @@
-"""Find the checkpoint at a path or URL, even while another process replaces it, and read its manifest."""
+"""Find checkpoints: the one at a path or URL, even while another process replaces it, or all in a folder."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_paral.checkpoint.io.atomic import resolve
-from lightning_paral.checkpoint.io.storage import FsspecStorage, LocalStorage, folder_at
-from lightning_paral.checkpoint.io.urls import COPY_NAME, get_file, is_remote, without_scheme
+from lightning_paral.checkpoint.commit import remove_leftovers, resolve
+from lightning_paral.checkpoint.formats.dispatch import open_checkpoint
 from lightning_paral.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest, extract
 from lightning_paral.checkpoint.safe_load.archive import check_regular
-from lightning_paral.distributed.exchange import RankGroup
-from lightning_paral.errors import CheckpointError, MissingCheckpointError, ParalError
+from lightning_paral.checkpoint.storage import (
+    COPY_NAME,
+    FsspecStorage,
+    LocalStorage,
+    folder_at,
+    get_file,
+    is_remote,
+    without_scheme,
+)
+from lightning_paral.distributed.exchange import RankGroup, explain
+from lightning_paral.errors import CheckpointError, MissingCheckpointError, explain_read_errors
+
+SUFFIX = ".ckpt"
 
 T = TypeVar("T")
 
@@ -72,23 +83,6 @@ def _find(path: str | Path) -> tuple[str | Path, Any]:
     return location, None
 
 
-@contextmanager
-def explain_read_errors(path: object) -> Iterator[None]:
-    """Replace unexpected errors inside the context by a `CheckpointError` that names the checkpoint.
-
-    `ParalError` and `OSError` are not replaced.
-
-    Raises:
-        CheckpointError: `path` is damaged or not a checkpoint.
-    """
-    try:
-        yield
-    except (ParalError, OSError):
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{path} is damaged or not a checkpoint: {type(error).__name__}: {error}") from error
-
-
 def read_manifest(path: str | Path) -> Manifest | None:
     """Return the manifest of the checkpoint at `path`; `None` if another tool saved it.
 
@@ -108,3 +102,67 @@ def read_manifest(path: str | Path) -> Manifest | None:
     if size > MAX_BYTES:
         raise CheckpointError(f"{folder.name(FILE_NAME)} is damaged or hostile: it has {size} bytes.")
     return Manifest.from_json(bytes(folder.read(FILE_NAME, 0, size)).decode(errors="replace"), folder.name(FILE_NAME))
+
+
+# All checkpoints in a folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A checkpoint from which a run may resume, and what it says about itself. Its data has not been read."""
+
+    path: str
+    saved_at: float
+    """The time of its last change, in seconds since 1970."""
+    global_step: int = -1
+    """-1 if it cannot be read."""
+    epoch: int = -1
+    world_size: int | None = None
+    """The number of ranks that saved it; `None` if another tool saved it."""
+    is_archive: bool = False
+    """Whether it is a file that another tool saved with `torch.save`."""
+    fault: str = ""
+    """Why it cannot be read, if it is damaged."""
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether `path` looks like a checkpoint: a folder with a manifest, or with the suffix `.ckpt`."""
+    return not path.name.startswith(".") and (path.suffix == SUFFIX or (path / FILE_NAME).is_file())
+
+
+def find_candidates(folder: Path) -> list[Candidate]:
+    """Return the checkpoints in `folder`, the newest first, then those that cannot be read.
+
+    Newest means the largest global step, then the largest epoch, then the last save. Only manifests are read, and of
+    checkpoints without one the file with the structure.
+
+    Checkpoints that a killed save had renamed get their name back. Several names of one checkpoint, such as the link
+    `last.ckpt`, count once.
+    """
+    if not folder.is_dir():
+        return []
+    with suppress(OSError):  # the folder is read-only
+        remove_leftovers(folder)
+    paths = sorted(filter(is_checkpoint, folder.iterdir()), key=lambda path: (not path.is_symlink(), path.name))
+    unique = {os.path.realpath(path): path for path in paths}  # of a checkpoint and its links, the checkpoint
+    found = [candidate for path in unique.values() if (candidate := _describe(path)) is not None]
+    return sorted(found, key=lambda each: (each.global_step, each.epoch, each.saved_at), reverse=True)
+
+
+def _describe(path: Path) -> Candidate | None:
+    """Describe the checkpoint at `path`; return `None` if it was removed meanwhile."""
+    try:
+        candidate = Candidate(path=str(path), saved_at=path.stat().st_mtime)
+    except FileNotFoundError:
+        return None
+    try:
+        manifest = read_manifest(path)
+        if manifest is not None:
+            step, epoch, world_size = manifest.global_step, manifest.epoch, manifest.world_size
+            return replace(candidate, global_step=step, epoch=epoch, world_size=world_size)
+        checkpoint = read_current(path, RankGroup(), open_checkpoint)
+        with explain_read_errors(path):
+            step, epoch = int(checkpoint["global_step"]), int(checkpoint["epoch"])
+        return replace(candidate, global_step=step, epoch=epoch, is_archive=path.is_file())
+    except (CheckpointError, OSError) as error:
+        return replace(candidate, fault=explain(error)) if path.exists() else None
