@@ -13,8 +13,8 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
@@ -23,19 +23,17 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_paral.checkpoint.io.files import checksum
 from lightning_paral.errors import CheckpointError
 
-# What belongs to a checkpoint. Behind a URL, names of files contain the id of the save.
+# Files of a Distributed Checkpoint, with the id of the save behind a URL: those that no other folder has, and all.
 _IDENTIFYING = re.compile(r"\.metadata(-[0-9a-f]{12})?|__\d+_\d+([0-9a-f]{12})?\.distcp")
-_OTHERS_OF_CHECKPOINT = re.compile(r"meta\.pt(-[0-9a-f]{12})?|manifest\.json|\.metadata\.tmp")
+_OF_CHECKPOINT = re.compile(_IDENTIFYING.pattern + r"|meta\.pt(-[0-9a-f]{12})?|manifest\.json|\.metadata\.tmp")
 _OF_SYSTEM = re.compile(r"\.DS_Store|\._.*|\.nfs[0-9a-f]+|Thumbs\.db|desktop\.ini", re.DOTALL)
 _MANIFEST_START = b'{"checksum":"'
 _ZIP_START = b"PK\x03\x04"
 _START_BYTES = 2**20
-_MAX_LISTED = 4
+_LISTED_CHARACTERS = 200
 
 # The files of a save. `target` is the reversed name of the target, see `_siblings`.
 _SAVE_NAME = re.compile(r"\.(?P<target>.+)\.(lock|saving|replaced)-(?P<save>[0-9a-f]{16})", re.DOTALL)
-# NFS reports ESTALE for a file that was deleted.
-_WITHOUT_LOCKS = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ESTALE)
 _ABANDONED_AFTER_SECONDS = 24 * 3600
 
 _AT_FDCWD = -100
@@ -45,24 +43,8 @@ _RENAME_EXCHANGE = 2
 # What belongs to a checkpoint
 
 
-@dataclass(frozen=True)
-class Contents:
-    """The names of the files and folders at a path."""
-
-    own: list[str]
-    """Those that belong to a checkpoint. Those that identify it as one come first."""
-    foreign: list[str]
-    """All others."""
-
-    @property
-    def listed(self) -> str:
-        """The first names in `foreign`, for messages."""
-        more = f" and {len(self.foreign) - _MAX_LISTED} more" if len(self.foreign) > _MAX_LISTED else ""
-        return ", ".join(self.foreign[:_MAX_LISTED]) + more
-
-
-def inspect(fs: Any, path: str) -> Contents:
-    """Return what at `path` belongs to a checkpoint.
+def inspect(fs: Any, path: str) -> tuple[list[str], list[str]]:
+    """Return the names of what belongs to a checkpoint at `path`, those that identify it first, and of all else.
 
     A file is a checkpoint if it is empty, or if `torch.save` wrote it and its beginning has the key `state_dict`. A
     folder is one if it has files of a Distributed Checkpoint. Nothing else in such a folder belongs to it, except files
@@ -76,20 +58,19 @@ def inspect(fs: Any, path: str) -> Contents:
     if fs.isfile(path):
         start = _start_of(fs, path)
         is_own = not start or (start.startswith(_ZIP_START) and b"state_dict" in start)
-        return Contents([name], []) if is_own else Contents([], [name])
+        return ([name], []) if is_own else ([], [name])
     if not fs.isdir(path):
-        return Contents([], [name] if fs.exists(path) else [])  # a FIFO, a socket or a device
-    entries = [entry for entry in fs.ls(path, detail=True) if entry["name"].strip("/") != path.strip("/")]
-    names = sorted(_last(entry["name"]) for entry in entries)  # object stores may list the folder itself
-    files = {_last(entry["name"]) for entry in entries if entry["type"] != "directory"}
-    if not any(_IDENTIFYING.fullmatch(file) for file in files):
-        foreign = [name for name in names if name not in files or not _OF_SYSTEM.fullmatch(name)]
-        return Contents([] if foreign else names, foreign)
-    patterns = (_IDENTIFYING, _OTHERS_OF_CHECKPOINT, _OF_SYSTEM)
-    own = [name for name in names if name in files and any(pattern.fullmatch(name) for pattern in patterns)]
-    if "manifest.json" in own and not _start_of(fs, f"{path}/manifest.json").startswith(_MANIFEST_START):
-        own.remove("manifest.json")
-    return Contents(own, [name for name in names if name not in own])
+        return [], [name] if fs.exists(path) else []  # a FIFO, a socket or a device
+    entries = {entry["name"].strip("/"): entry["type"] for entry in fs.ls(path, detail=True)}
+    entries.pop(path.strip("/"), None)  # object stores may list the folder itself
+    files = sorted(_last(entry) for entry, kind in entries.items() if kind != "directory")
+    if any(map(_IDENTIFYING.fullmatch, files)):
+        own = [name for name in files if _OF_CHECKPOINT.fullmatch(name) or _OF_SYSTEM.fullmatch(name)]
+        if "manifest.json" in own and not _start_of(fs, f"{path}/manifest.json").startswith(_MANIFEST_START):
+            own.remove("manifest.json")
+    else:
+        own = files if len(files) == len(entries) and all(map(_OF_SYSTEM.fullmatch, files)) else []
+    return own, sorted(set(map(_last, entries)) - set(own))
 
 
 def _last(path: str) -> str:
@@ -103,7 +84,7 @@ def _start_of(fs: Any, path: str) -> bytes:
 def check_replaceable(target: Path, *, folder: bool) -> None:
     """Do the check of `check_replaceable_at` for a local path. A link to a checkpoint may be replaced as well."""
     fs, path = _local(target)
-    if not target.is_symlink() or not inspect(fs, path).own:
+    if not target.is_symlink() or not inspect(fs, path)[0]:
         check_replaceable_at(fs, path, str(target), folder=folder)
 
 
@@ -124,12 +105,16 @@ def check_replaceable_at(fs: Any, path: str, name: str, *, folder: bool) -> None
     """
     if not folder and fs.isfile(path):
         return
-    found = inspect(fs, path)
-    if found.foreign:
+    _, others = inspect(fs, path)
+    if others:
         raise CheckpointError(
-            f"Saving to {name} would delete what does not belong to a checkpoint: {found.listed}. Move it elsewhere, "
-            "or save under another name."
+            f"Saving to {name} would delete what does not belong to a checkpoint: {_listed(others)}. Move it "
+            "elsewhere, or save under another name."
         )
+
+
+def _listed(names: list[str]) -> str:
+    return shorten(", ".join(names), _LISTED_CHARACTERS, placeholder=" ...")
 
 
 def remove_beside_others(fs: Any, path: str, name: str) -> bool:
@@ -140,12 +125,12 @@ def remove_beside_others(fs: Any, path: str, name: str) -> bool:
         path: the path in `fs` of the folder.
         name: the path or URL that the user gave, for the warning.
     """
-    found = inspect(fs, path)
-    if found.foreign:
-        rank_zero_warn(f"{name} is kept, because it has files that do not belong to a checkpoint: {found.listed}.")
-        for file in found.own:
+    own, others = inspect(fs, path)
+    if others:
+        rank_zero_warn(f"{name} is kept, because it has files that do not belong to a checkpoint: {_listed(others)}.")
+        for file in own:
             fs.rm_file(f"{path}/{file}")
-    return bool(found.foreign)
+    return bool(others)
 
 
 def _local(path: Path) -> tuple[Any, str]:
@@ -311,58 +296,43 @@ def _saves_in(folder: Path) -> set[tuple[Path, str]]:
 
 @contextmanager
 def _new_siblings(target: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield two of the `_siblings` of a new save, the draft and the replaced checkpoint; hold its lock meanwhile."""
-    while True:
-        lock, draft, replaced = _siblings(target, _new_save_id(target))
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            _lock(descriptor, wait=True)
-            # Before it was locked, another process may have removed it as a leftover.
-            if lock.exists() and os.fstat(descriptor).st_nlink:
-                yield draft, replaced
-                return
-        finally:
-            with suppress(OSError):
-                lock.unlink()
-            os.close(descriptor)
-
-
-def _lock(descriptor: int, *, wait: bool) -> bool:
-    """Lock an open file until it is closed. Return `False` if the file system does not support locks.
+    """Yield two of the `_siblings` of a new save, the draft and the replaced checkpoint; hold its lock meanwhile.
 
     NFS emulates the lock by a byte-range lock, for which the file must be open for writing:
     https://man7.org/linux/man-pages/man2/flock.2.html
-
-    Raises:
-        BlockingIOError: another process holds the lock, and `wait` is `False`.
     """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in _WITHOUT_LOCKS:
-            raise
-        return False
-    return True
+    while True:
+        lock, draft, replaced = _siblings(target, _new_save_id(target))
+        with open(lock, "xb") as file:
+            try:
+                with suppress(OSError):  # the file system has no locks, so the age of the file counts
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                # Before it was locked, another process may have removed it as a leftover.
+                if lock.exists() and os.fstat(file.fileno()).st_nlink:
+                    yield draft, replaced
+                    return
+            finally:
+                with suppress(OSError):
+                    lock.unlink()
 
 
 def _remove_if_abandoned(lock: Path) -> None:
     """Remove the lock file of a save that has ended: no process holds the lock.
 
-    On file systems that do not support locks, a save has ended if the file is more than a day old.
+    On file systems without locks, a save has ended if the file is more than a day old.
 
     Raises:
         OSError: the save may be running, or the file cannot be removed.
     """
-    with suppress(FileNotFoundError):
-        descriptor = os.open(lock, os.O_RDWR)
+    with suppress(FileNotFoundError), open(lock, "r+b") as file:
         try:
-            if not _lock(descriptor, wait=False):
-                age = time.time() - os.fstat(descriptor).st_mtime
-                if age < _ABANDONED_AFTER_SECONDS:
-                    raise BlockingIOError(f"{lock} is new, and the file system does not support locks.")
-            lock.unlink()
-        finally:
-            os.close(descriptor)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:
+            if time.time() - os.fstat(file.fileno()).st_mtime < _ABANDONED_AFTER_SECONDS:
+                raise
+        lock.unlink()
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -13,8 +13,6 @@ from lightning_paral.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest, 
 from lightning_paral.checkpoint.safe_load.archive import check_regular
 from lightning_paral.checkpoint.storage import (
     COPY_NAME,
-    FsspecStorage,
-    LocalStorage,
     folder_at,
     get_file,
     is_remote,
@@ -89,14 +87,15 @@ def read_manifest(path: str | Path) -> Manifest | None:
     Raises:
         CheckpointError: there is no checkpoint, or its manifest is damaged.
     """
-    if not is_remote(path) and Path(path).is_file():
-        return extract(path)
+    if not is_remote(path):
+        if os.path.isfile(path):
+            return extract(path)
+        if os.path.lexists(path):
+            check_regular(path, os.stat(path).st_mode)
     folder = folder_at(path)
-    if isinstance(folder, LocalStorage) and os.path.lexists(folder.path):
-        check_regular(path, folder.path.stat().st_mode)
     size = folder.size(FILE_NAME)
     if size is None:
-        if isinstance(folder, FsspecStorage) or not folder.path.is_dir():
+        if is_remote(path) or not os.path.isdir(path):
             raise MissingCheckpointError(f"Checkpoint file not found: {path}. There is no checkpoint at {path}.")
         return None
     if size > MAX_BYTES:

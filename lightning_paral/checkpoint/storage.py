@@ -23,7 +23,7 @@ COPY_NAME = re.compile(r"\S+/lightning_paral_\w+\.copy")
 """Matches the paths of local copies of files at URLs, see `get_file`."""
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
-_MADV_POPULATE_READ = 22  # not in Python's mmap yet
+_MADV_POPULATE_READ = 22  # of Linux 5.14; not in Python's mmap yet
 _LARGE_BYTES = 2**20
 _AHEAD_BYTES = 2**23
 _NUM_REQUESTS = 4
@@ -68,35 +68,30 @@ class LocalStorage:
             CheckpointError: its name or a link leads out of the folder, or the file is a FIFO, a socket or a device.
         """
         path = self._inside(file)
-        try:
+        with suppress(FileNotFoundError, NotADirectoryError):
             about = path.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        check_regular(path, about.st_mode)
-        return about.st_size if stat.S_ISREG(about.st_mode) else None
+            check_regular(path, about.st_mode)
+            return about.st_size if stat.S_ISREG(about.st_mode) else None
+        return None
 
     def _inside(self, file: str) -> Path:
         check_name(self.path, file)
         path = self.path / file
-        folder = os.path.realpath(self.path)
-        if os.path.commonpath((folder, os.path.realpath(path))) != folder:
+        real = Path(os.path.realpath(path))
+        if not real.is_relative_to(os.path.realpath(self.path)):
             raise CheckpointError(
-                f"{path} is a link that leads out of the checkpoint, to {os.path.realpath(path)}. Replace the link by "
-                "a copy of the file."
+                f"{path} is a link that leads out of the checkpoint, to {real}. Replace the link by a copy of the file."
             )
         return path
 
     def hold(self, file: str) -> None:
         """Memory-map a file, so that later reads return this version even if a save replaces the folder."""
         if file not in self._maps:
-            descriptor = open_regular(self._inside(file))
-            try:
-                size = os.fstat(descriptor).st_size
+            with open(open_regular(self._inside(file)), "rb", buffering=0) as opened:
+                size = os.fstat(opened.fileno()).st_size
                 # Private and writable, because torch warns about read-only memory.
                 access = (mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-                self._maps[file] = memoryview(mmap.mmap(descriptor, 0, *access) if size else b"")
-            finally:
-                os.close(descriptor)
+                self._maps[file] = memoryview(mmap.mmap(opened.fileno(), 0, *access) if size else b"")
 
     def read(self, file: str, offset: int, length: int) -> memoryview:
         """Return the `length` bytes of a file that begin at `offset`, memory-mapped.
@@ -107,23 +102,17 @@ class LocalStorage:
         self.hold(file)
         check_range(self.name(file), offset, length, len(self._maps[file]))
         if length >= _LARGE_BYTES:
-            self._populate(file, offset, length)
+            # Map all pages at once, instead of one by one at their first access.
+            with suppress(OSError, ValueError):
+                mapped: Any = self._maps[file].obj
+                start = offset - offset % mmap.PAGESIZE
+                mapped.madvise(_MADV_POPULATE_READ, start, offset + length - start)
         return self._maps[file][offset : offset + length]
-
-    def _populate(self, file: str, offset: int, length: int) -> None:
-        """Map all pages of a range at once (since Linux 5.14), instead of one by one at their first access."""
-        start = offset - offset % mmap.PAGESIZE
-        with suppress(OSError, ValueError):
-            mapped: Any = self._maps[file].obj
-            mapped.madvise(_MADV_POPULATE_READ, start, offset + length - start)
 
     def checksums(self, file: str, blocks: Sequence[Block]) -> list[int]:
         """Return the checksum of each of `blocks`."""
-        descriptor = open_regular(self._inside(file))
-        try:
-            return [checksum_of_block(reader_of(descriptor), *block) for block in blocks]
-        finally:
-            os.close(descriptor)
+        with open(open_regular(self._inside(file)), "rb", buffering=0) as opened:
+            return [checksum_of_block(reader_of(opened.fileno()), *block) for block in blocks]
 
 
 def check_range(name: str, offset: int, length: int, size: int) -> None:
@@ -150,19 +139,14 @@ class FsspecStorage:
 
     def create(self, file: str) -> ChecksummedWriter:
         """Create or replace a file. It becomes visible when it is closed."""
-        try:
-            self.fs.makedirs(self.path, exist_ok=True)
-            return ChecksummedWriter(self.fs.open(f"{self.path}/{file}", "wb"), on_disk=False)
-        except FileExistsError as error:
-            raise CheckpointError(
-                f"{self.url} is a file, so a folder cannot be saved there. Remove the file, or save elsewhere."
-            ) from error
+        self.fs.makedirs(self.path, exist_ok=True)
+        return ChecksummedWriter(self.fs.open(f"{self.path}/{file}", "wb"), on_disk=False)
 
     def remove_except(self, files: set[str]) -> None:
         """Remove the files of other saves: all checkpoint files except `files`, and a file with the folder's name."""
         if self.fs.isfile(self.path):  # in an object store, a file may have the same name as a folder
             self.fs.rm_file(self.path)
-        for name in inspect(self.fs, self.path).own:
+        for name in inspect(self.fs, self.path)[0]:
             if name not in files:
                 self.fs.rm_file(f"{self.path}/{name}")
 

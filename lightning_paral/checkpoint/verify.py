@@ -110,7 +110,7 @@ def find_faults(path: str | Path, manifest: Manifest, ranks: RankGroup) -> Itera
         path = os.path.realpath(path)
     folder = folder_at(Path(path).parent if is_one_file else path)
     files = sorted(manifest.files, key=lambda file: (len(file), file))  # puts `__10_0` after `__9_0`
-    blocks = [(file, block) for file in files for block in manifest.files[file].blocks or [None]]  # empty files too
+    blocks = [(file, block) for file in files for block in manifest.files[file].blocks or (None,)]  # empty files too
     bounds = [len(blocks) * rank // ranks.world_size for rank in (ranks.rank, ranks.rank + 1)]
     for file, pairs in groupby(blocks[slice(*bounds)], key=itemgetter(0)):
         record = manifest.files[file]

@@ -90,7 +90,7 @@ def test_full_and_sharded_checkpoints_replace_each_other_behind_a_url() -> None:
     assert fsspec.filesystem("memory").isfile("/forms/x.ckpt")
     assert len(fsspec.filesystem("memory").ls("/forms")) == 1
     message = refusal("paral_ddp", checkpoint="sharded", save_to=url)
-    assert "memory://forms/x.ckpt is a file, so a folder" in message
+    assert "Saving memory://forms/x.ckpt failed" in message
     assert verify(url) == []
 
 
