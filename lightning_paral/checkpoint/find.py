@@ -11,13 +11,7 @@ from lightning_paral.checkpoint.commit import remove_leftovers, resolve
 from lightning_paral.checkpoint.formats.dispatch import open_checkpoint
 from lightning_paral.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest, extract
 from lightning_paral.checkpoint.safe_load.archive import check_regular
-from lightning_paral.checkpoint.storage import (
-    COPY_NAME,
-    folder_at,
-    get_file,
-    is_remote,
-    without_scheme,
-)
+from lightning_paral.checkpoint.storage import COPY_NAME, folder_at, get_file, is_remote, without_scheme
 from lightning_paral.distributed.exchange import RankGroup, explain
 from lightning_paral.errors import CheckpointError, MissingCheckpointError, explain_read_errors
 

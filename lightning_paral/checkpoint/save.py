@@ -6,7 +6,7 @@ The steps of a save, with the files to read:
 2. `save_plan.py`, `shards.py`: decide which elements this rank writes.
 3. `formats/sharded.py` or `formats/full.py`: write them, into a new folder or file next to the target.
 4. `manifest.py`: rank 0 writes the manifest after all ranks have succeeded.
-5. `io/atomic.py`: rename the new folder or file to the target.
+5. `commit.py`: rename the new folder or file to the target.
 """
 
 import io
