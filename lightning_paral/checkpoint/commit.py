@@ -56,7 +56,7 @@ def inspect(fs: Any, path: str) -> tuple[list[str], list[str]]:
     """
     name = _last(path)
     if fs.isfile(path):
-        start = _start_of(fs, path)
+        start = _start_of(fs, path, _START_BYTES)
         is_own = not start or (start.startswith(_ZIP_START) and b"state_dict" in start)
         return ([name], []) if is_own else ([], [name])
     if not fs.isdir(path):
@@ -66,8 +66,9 @@ def inspect(fs: Any, path: str) -> tuple[list[str], list[str]]:
     files = sorted(_last(entry) for entry, kind in entries.items() if kind != "directory")
     if any(map(_IDENTIFYING.fullmatch, files)):
         own = [name for name in files if _OF_CHECKPOINT.fullmatch(name) or _OF_SYSTEM.fullmatch(name)]
-        if "manifest.json" in own and not _start_of(fs, f"{path}/manifest.json").startswith(_MANIFEST_START):
-            own.remove("manifest.json")
+        manifest = "manifest.json"
+        if manifest in own and _start_of(fs, f"{path}/{manifest}", len(_MANIFEST_START)) != _MANIFEST_START:
+            own.remove(manifest)
     else:
         own = files if len(files) == len(entries) and all(map(_OF_SYSTEM.fullmatch, files)) else []
     return own, sorted(set(map(_last, entries)) - set(own))
@@ -77,8 +78,8 @@ def _last(path: str) -> str:
     return path.rstrip("/").rsplit("/", 1)[-1]
 
 
-def _start_of(fs: Any, path: str) -> bytes:
-    return bytes(fs.cat_file(path, start=0, end=_START_BYTES))
+def _start_of(fs: Any, path: str, nbytes: int) -> bytes:
+    return bytes(fs.cat_file(path, start=0, end=nbytes))
 
 
 def check_replaceable(target: Path, *, folder: bool) -> None:
