@@ -1,4 +1,7 @@
-"""The exceptions of this package. All derive from `ParalError`."""
+"""The exceptions of this package, which all derive from `ParalError`, and how unexpected ones become such."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class ParalError(Exception):
@@ -46,3 +49,20 @@ class StorageOptionsError(ConfigurationError, TypeError):
 
 class PrivateNameError(ParalError, ImportError):
     """The installed torch, Lightning, torchmetrics or DeepSpeed lacks a private name that this package needs."""
+
+
+@contextmanager
+def explain_read_errors(path: object) -> Iterator[None]:
+    """Replace unexpected errors inside the context by a `CheckpointError` that names the checkpoint.
+
+    `ParalError` and `OSError` are not replaced.
+
+    Raises:
+        CheckpointError: `path` is damaged or not a checkpoint.
+    """
+    try:
+        yield
+    except (ParalError, OSError):
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path} is damaged or not a checkpoint: {type(error).__name__}: {error}") from error

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_paral.checkpoint.commit import AtomicPath
 from lightning_paral.checkpoint.consolidate import write_file
+from lightning_paral.checkpoint.find import read_current, read_manifest
 from lightning_paral.checkpoint.formats.hugging_face import KEY, build_model, fill, without_wrappers
-from lightning_paral.checkpoint.io.atomic import AtomicPath
 from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.manifest import Manifest
-from lightning_paral.checkpoint.resolve import read_current, read_manifest
 from lightning_paral.checkpoint.state.optimizer import list_names
 from lightning_paral.checkpoint.state.weights import PACKAGE_STATE_KEY
 from lightning_paral.checkpoint.tree import CURRENT_KEY

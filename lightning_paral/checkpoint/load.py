@@ -5,10 +5,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lightning_paral.checkpoint.integrity import verify_blocks
+from lightning_paral.checkpoint.find import read_current, read_manifest
 from lightning_paral.checkpoint.manifest import Manifest
 from lightning_paral.checkpoint.reader import open_checkpoint
-from lightning_paral.checkpoint.resolve import read_current, read_manifest
+from lightning_paral.checkpoint.verify import verify_blocks
 from lightning_paral.distributed.exchange import RankGroup
 
 _log = logging.getLogger(__name__)

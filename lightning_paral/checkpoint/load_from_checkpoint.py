@@ -12,7 +12,7 @@ def is_folder(path: Any) -> bool:
     """Return whether `path` refers to a folder. It may be a path, a URL or an open file."""
     if not isinstance(path, str | os.PathLike) or str(path).startswith("http"):
         return False
-    from lightning_paral.checkpoint.io.urls import file_system, is_remote  # `import lightning_paral` does not load it
+    from lightning_paral.checkpoint.storage import file_system, is_remote  # `import lightning_paral` does not load it
 
     if not is_remote(path):
         return Path(path).is_dir()

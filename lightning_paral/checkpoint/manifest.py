@@ -51,8 +51,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """Return the manifest as JSON, including a checksum of itself."""
-        content = asdict(self)
-        return _text(content | {"checksum": _checksum(content)})
+        return sealed(asdict(self))
 
     @staticmethod
     def from_json(text: str, name: str) -> "Manifest":
@@ -71,11 +70,11 @@ class Manifest:
             )
         try:
             content = json.loads(text)
-            own = content.pop("checksum")
-            intact = own == _checksum(content) and text == _text(content | {"checksum": own})
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            intact = False
-        if not intact:
+            del content["checksum"]
+            is_intact = text == sealed(content)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            is_intact = False
+        if not is_intact:
             raise CheckpointError(f"{name} is damaged: its checksum does not match its content.")
         if isinstance(content.get("format"), int) and content["format"] > FORMAT:
             raise CheckpointError(
@@ -83,14 +82,13 @@ class Manifest:
                 "lightning_paral."
             )
         try:
-            return Manifest(
-                **content | {"files": {file: _record(r) for file, r in content.pop("files").items()}}
-            )._checked()
+            files = {file: _record(found) for file, found in content.pop("files").items()}
+            return Manifest(files=files, **content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{name} is damaged or hostile: it is not a manifest ({error}).") from error
 
-    def _checked(self) -> "Manifest":
-        """Return `self`. Raise a `ValueError` if a field is invalid."""
+    def __post_init__(self) -> None:
+        """Raise a `ValueError` if a field is invalid."""
         numbers = (self.world_size, self.epoch, self.global_step, self.format)
         if self.form not in ("full", "sharded") or not all(type(number) is int for number in numbers):
             raise ValueError("a field has the wrong type")
@@ -98,7 +96,6 @@ class Manifest:
             raise ValueError("a name is not a string")
         if self.form == "full" and set(self.files) != {"."}:
             raise ValueError("it is the manifest of a single file, but lists other files")
-        return self
 
 
 def _record(found: dict[str, Any]) -> FileRecord:
@@ -114,12 +111,13 @@ def _record(found: dict[str, Any]) -> FileRecord:
     return FileRecord(bytes=position, blocks=blocks)
 
 
+def sealed(content: dict[str, Any]) -> str:
+    """Return `content` as JSON, including a checksum of it."""
+    return _text(content | {"checksum": f"{checksum(_text(content).encode()):016x}"})
+
+
 def _text(content: dict[str, Any]) -> str:
     return json.dumps(content, sort_keys=True, separators=(",", ":")) + "\n"
-
-
-def _checksum(content: dict[str, Any]) -> str:
-    return f"{checksum(_text(content).encode()):016x}"
 
 
 # In a single file
@@ -156,24 +154,21 @@ def extract(path: str | Path) -> Manifest | None:
         CheckpointError: the file is truncated or damaged.
     """
     name = str(path)
-    descriptor = open_regular(path)
-    try:
-        nbytes = os.fstat(descriptor).st_size
-        archive = read_archive(lambda offset, size: os.pread(descriptor, size, offset), nbytes, name)
+    with open(open_regular(path), "rb", buffering=0) as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        archive = read_archive(lambda offset, size: os.pread(file.fileno(), size, offset), nbytes, name)
         if archive is None:
             raise CheckpointError(f"{name} is damaged, truncated or not a checkpoint: it is not a zip archive.")
         records = [record for key, record in archive.records.items() if key.endswith("/" + _RECORD)]
         if not records and not archive.comment.startswith(b"lightning_paral"):
             return None
         found = _COMMENT.fullmatch(archive.comment)
-        if len(records) != 1 or found is None or int(found.group(1), 16) != records[0].header:
+        if len(records) != 1 or found is None or int(found[1], 16) != records[0].header:
             raise CheckpointError(f"{name} is damaged: its manifest is broken.")
         if records[0].size > MAX_BYTES:
             raise CheckpointError(f"{name} is damaged or hostile: its manifest has {records[0].size} bytes.")
-        start, expected = int(found.group(1), 16), int(found.group(2), 16)
-        if checksum_of_block(reader_of(descriptor), start, nbytes - start - _SUM_DIGITS) != expected:
+        start, expected = int(found[1], 16), int(found[2], 16)
+        if checksum_of_block(reader_of(file.fileno()), start, nbytes - start - _SUM_DIGITS) != expected:
             raise CheckpointError(f"{name} is damaged: the checksum of its last bytes, from {start}, does not match.")
-        text = os.pread(descriptor, records[0].size, records[0].start).decode(errors="replace")
-    finally:
-        os.close(descriptor)
+        text = os.pread(file.fileno(), records[0].size, records[0].start).decode(errors="replace")
     return Manifest.from_json(text, name)

@@ -11,16 +11,15 @@ from torch import Tensor
 
 from lightning_paral.checkpoint.dcp_metadata import META, METADATA, Entry, Location, load_metadata
 from lightning_paral.checkpoint.fqn_keys import by_int
-from lightning_paral.checkpoint.io.storage import Folder, LocalStorage, check_range, folder_at
 from lightning_paral.checkpoint.layout import Chunk, coverage_fault
 from lightning_paral.checkpoint.lazy_tensor import LazyTensor, StoredChunk, materialize
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
-from lightning_paral.checkpoint.resolve import explain_read_errors
 from lightning_paral.checkpoint.safe_load.archive import check_regular, read_archive
 from lightning_paral.checkpoint.safe_load.unpickle import load_safely
 from lightning_paral.checkpoint.state.weights import PACKAGE_STATE_KEY
+from lightning_paral.checkpoint.storage import Folder, LocalStorage, check_range, folder_at
 from lightning_paral.checkpoint.tree import CURRENT_KEY, insert, is_state_key
-from lightning_paral.errors import CheckpointError
+from lightning_paral.errors import CheckpointError, explain_read_errors
 
 # Lists may have elements that no path sets, such as empty dicts, which torch drops. The number of such gaps is limited,
 # because a hostile path with a large index would otherwise create a huge list.

@@ -22,16 +22,13 @@ from uuid import uuid4
 
 from torch import Tensor
 
+from lightning_paral.checkpoint.commit import AtomicPath, check_replaceable, check_replaceable_at
 from lightning_paral.checkpoint.dcp_metadata import META, METADATA
 from lightning_paral.checkpoint.fqn_keys import by_fqn, merge_stages
 from lightning_paral.checkpoint.full import write_full
 from lightning_paral.checkpoint.host_memory import Staging, host_copy
-from lightning_paral.checkpoint.io.atomic import AtomicPath
 from lightning_paral.checkpoint.io.files import record_bytes
-from lightning_paral.checkpoint.io.storage import Folder, FsspecStorage, LocalStorage
-from lightning_paral.checkpoint.io.urls import file_system, is_remote, put_file
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
-from lightning_paral.checkpoint.ownership import check_replaceable, check_replaceable_at
 from lightning_paral.checkpoint.safe_load.unpickle import warn_about_refused_types
 from lightning_paral.checkpoint.saved_tensors import SavedTensor, tensors_to_save
 from lightning_paral.checkpoint.sharded import (
@@ -41,6 +38,7 @@ from lightning_paral.checkpoint.sharded import (
     write_rank_file,
 )
 from lightning_paral.checkpoint.shards import is_sharded
+from lightning_paral.checkpoint.storage import Folder, FsspecStorage, LocalStorage, file_system, is_remote, put_file
 from lightning_paral.checkpoint.tree import WEIGHT_KEYS, TreePath, is_state_key, replace_at, tensors_in
 from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.errors import CheckpointError

@@ -29,10 +29,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.utils.serialization import config
 
 from lightning_paral.checkpoint.io.files import FileRecord
-from lightning_paral.checkpoint.io.storage import Folder
 from lightning_paral.checkpoint.layout import Chunk
 from lightning_paral.checkpoint.saved_tensors import Kind, SavedTensor, check_shards
 from lightning_paral.checkpoint.shards import bytes_of, flat
+from lightning_paral.checkpoint.storage import Folder
 from lightning_paral.checkpoint.tree import TreePath
 from lightning_paral.compat.torch.distributed_checkpoint import StorageInfo
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from tabulate import tabulate
 
-from lightning_paral.checkpoint.integrity import named_tensors
 from lightning_paral.checkpoint.load import peek
+from lightning_paral.checkpoint.verify import named_tensors
 from lightning_paral.cli.parser import CommandParser
 
 

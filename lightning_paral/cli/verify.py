@@ -2,7 +2,7 @@
 
 import sys
 
-from lightning_paral.checkpoint.integrity import DamagedError, check
+from lightning_paral.checkpoint.verify import DamagedError, check
 from lightning_paral.cli.parser import CommandParser
 
 

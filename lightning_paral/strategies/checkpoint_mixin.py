@@ -17,8 +17,6 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.background import BackgroundSaver
-from lightning_paral.checkpoint.io.storage import remove_at
-from lightning_paral.checkpoint.io.urls import without_scheme
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
@@ -29,6 +27,7 @@ from lightning_paral.checkpoint.state.weights import (
     package_state,
     sharded_state_dict,
 )
+from lightning_paral.checkpoint.storage import remove_at, without_scheme
 from lightning_paral.checkpoint.tensor_state import TensorState
 from lightning_paral.checkpoint.tree import tensors_in
 from lightning_paral.distributed.exchange import RankGroup, all_ranks, explain

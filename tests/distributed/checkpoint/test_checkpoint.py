@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_paral import CheckpointError, CheckpointOptions, ConfigurationError
-from lightning_paral.checkpoint.integrity import verify
 from lightning_paral.checkpoint.load import load
+from lightning_paral.checkpoint.verify import verify
 from lightning_paral.distributed.exchange import RankGroup, all_ranks
 from tests.contract.cases import strategy_of
 from tests.models.regression import Regression, regression_data

@@ -13,8 +13,8 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import Tensor, nn
 
 from lightning_paral import ConfigurationError
-from lightning_paral.checkpoint.integrity import verify
 from lightning_paral.checkpoint.load import load
+from lightning_paral.checkpoint.verify import verify
 from lightning_paral.distributed.exchange import RankGroup
 from tests.models.resumable import NUM_BATCHES, Resumable, SaveOnce, losses, refusal
 from tests.running import quiet_trainer

@@ -9,13 +9,33 @@ import pytest
 import torch
 
 from lightning_paral import CheckpointError
-from lightning_paral.checkpoint.integrity import verify
-from lightning_paral.checkpoint.io import atomic as commit
-from lightning_paral.checkpoint.io.storage import remove_at
+from lightning_paral.checkpoint import commit
 from lightning_paral.checkpoint.load import load
+from lightning_paral.checkpoint.storage import remove_at
+from lightning_paral.checkpoint.verify import verify
 from lightning_paral.distributed.exchange import RankGroup, all_ranks
 from tests.launching import Process, outputs
 from tests.models.resumable import SAVED_AFTER, losses, refusal
+
+REPLACING = """
+import os, shutil, sys
+from pathlib import Path
+from lightning_paral.checkpoint import commit
+
+def rename_and_wait(source, to):
+    rename(source, to)
+    if source == target:
+        print("between", flush=True)
+        sys.stdin.read()
+
+commit.exchange = lambda first, second: False
+rename, os.rename = os.rename, rename_and_wait
+target = Path(sys.argv[1])
+draft = commit.AtomicPath(target, folder=True)
+shutil.copytree(sys.argv[2], draft.path, dirs_exist_ok=True)
+draft.commit()
+print("saved", flush=True)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +51,9 @@ def target(saved: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def other(launch, target: Path) -> Process:
+def other(launch, saved: Path, target: Path) -> Process:
     """A process that has moved the target away and not yet moved the new checkpoint there."""
-    process = launch("-m", "tests.distributed.checkpoint.replaced", str(target))
+    process = launch("-c", REPLACING, str(target), str(saved))
     assert "between\n" in process.stdout
     assert not target.exists()
     return process
@@ -117,7 +137,7 @@ def test_loading_while_another_thread_saves(target: Path, monkeypatch: pytest.Mo
     thread = threading.Thread(target=save)
     thread.start()
     try:
-        for _ in range(100):
+        for _ in range(50):
             assert load(target, RankGroup())["global_step"] == SAVED_AFTER // 2
             assert verify(target) == []
     finally:

@@ -11,11 +11,11 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_paral import CheckpointError
-from lightning_paral.checkpoint.integrity import verify
-from lightning_paral.checkpoint.io.storage import folder_at
 from lightning_paral.checkpoint.load import load
+from lightning_paral.checkpoint.storage import folder_at
+from lightning_paral.checkpoint.verify import verify
 from lightning_paral.distributed.exchange import RankGroup
-from tests.models.resumable import Losses, assert_continues, losses, refusal
+from tests.models.resumable import Losses, assert_continues, losses
 
 FORMS = ("full", "sharded")
 
@@ -80,18 +80,6 @@ def test_model_checkpoint_saves_behind_a_url() -> None:
     callback = ModelCheckpoint("memory://checkpoints", filename="x", every_n_train_steps=5)
     losses("paral_ddp", callbacks=[callback], enable_checkpointing=True, accumulate_grad_batches=1)
     assert load("memory://checkpoints/x.ckpt", RankGroup())["global_step"] == 10
-
-
-def test_full_and_sharded_checkpoints_replace_each_other_behind_a_url() -> None:
-    url = "memory://forms/x.ckpt"
-    for form in ("sharded", "full"):
-        losses("paral_ddp", checkpoint=form, save_to=url)
-    assert verify(url) == []
-    assert fsspec.filesystem("memory").isfile("/forms/x.ckpt")
-    assert len(fsspec.filesystem("memory").ls("/forms")) == 1
-    message = refusal("paral_ddp", checkpoint="sharded", save_to=url)
-    assert "memory://forms/x.ckpt is a file, so a folder" in message
-    assert verify(url) == []
 
 
 def test_damage_behind_a_url_is_named_by_the_url() -> None:

@@ -25,12 +25,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from lightning_paral import CheckpointError
-from lightning_paral.checkpoint.integrity import named_tensors, verify
 from lightning_paral.checkpoint.io.files import record_bytes
 from lightning_paral.checkpoint.lazy_tensor import materialize
 from lightning_paral.checkpoint.load import peek
-from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
+from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest, sealed
 from lightning_paral.checkpoint.save import SaveJob
+from lightning_paral.checkpoint.verify import named_tensors, verify
 from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.planning.follow import run_isolated
 
@@ -320,13 +320,12 @@ def pickled(data: bytes) -> Iterator[Input]:
 
 def seal(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     """Change the contents of a manifest, and update its checksum."""
-    from lightning_paral.checkpoint.manifest import _checksum, _text
 
     def act(path: Path) -> None:
         content = json.loads((path / FILE_NAME).read_text())
         del content["checksum"]
         changed = change(content) or content
-        (path / FILE_NAME).write_text(_text(changed | {"checksum": _checksum(changed)}))
+        (path / FILE_NAME).write_text(sealed(changed))
 
     return act
 

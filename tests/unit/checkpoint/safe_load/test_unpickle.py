@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from lightning_paral import CheckpointError
 from lightning_paral.checkpoint.dcp_metadata import Entry, Location, load_metadata
-from lightning_paral.checkpoint.integrity import verify
 from lightning_paral.checkpoint.layout import Chunk
 from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.safe_load.unpickle import load_safely
 from lightning_paral.checkpoint.save import SaveJob
+from lightning_paral.checkpoint.verify import verify
 from lightning_paral.distributed.exchange import RankGroup
 
 

@@ -3,22 +3,21 @@
 import os
 import zipfile
 from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from lightning_paral.checkpoint.io.files import FileRecord
-from lightning_paral.checkpoint.io.storage import Folder, folder_at
-from lightning_paral.checkpoint.io.urls import is_remote
-from lightning_paral.checkpoint.layout import coverage_fault
-from lightning_paral.checkpoint.lazy_tensor import LazyTensor, StoredChunk
+from lightning_paral.checkpoint.find import read_current, read_manifest
+from lightning_paral.checkpoint.lazy_tensor import LazyTensor
 from lightning_paral.checkpoint.manifest import Manifest
 from lightning_paral.checkpoint.reader import open_checkpoint
-from lightning_paral.checkpoint.resolve import explain_read_errors, read_current, read_manifest
+from lightning_paral.checkpoint.storage import folder_at, is_remote
 from lightning_paral.checkpoint.tree import tensors_in
 from lightning_paral.distributed.exchange import RankGroup
-from lightning_paral.errors import CheckpointError
+from lightning_paral.errors import CheckpointError, explain_read_errors
 
 
 class DamagedError(CheckpointError):
@@ -32,8 +31,8 @@ class DamagedError(CheckpointError):
 def check(path: str | Path, *, weights_only: bool = True) -> Manifest | None:
     """Check the checkpoint at `path` in this process, and return its manifest; `None` if another tool saved it.
 
-    For a checkpoint without a manifest, check that it can be opened, that chunks cover every tensor, and that each
-    chunk can be read.
+    Files are compared with the checksums in the manifest, if there is one. The checkpoint is opened, which checks that
+    chunks cover every tensor, and each chunk is read.
 
     Args:
         path: the path of a file or folder, or a URL.
@@ -50,8 +49,8 @@ def check(path: str | Path, *, weights_only: bool = True) -> Manifest | None:
         with explain_read_errors(location):
             if not faults:
                 checkpoint = open_checkpoint(location, weights_only=weights_only, manifest=manifest)
-                # For a URL, do not fetch data a second time if its checksums have just been verified.
-                faults = list(_faults_of_tensors(checkpoint, read=manifest is None or not is_remote(location)))
+                # Behind a URL, do not fetch data a second time if its checksums have just been verified.
+                faults = [] if manifest is not None and is_remote(location) else list(_unreadable_tensors(checkpoint))
         if faults:
             raise DamagedError(faults)
         return manifest
@@ -68,9 +67,6 @@ def verify(path: str | Path) -> list[str]:
     except CheckpointError as error:
         return [str(error)]
     return []
-
-
-# Files
 
 
 def verify_blocks(path: str | Path, manifest: Manifest, ranks: RankGroup) -> None:
@@ -109,71 +105,38 @@ def find_faults(path: str | Path, manifest: Manifest, ranks: RankGroup) -> Itera
     unchanged world size, a rank verifies roughly the blocks that it loads afterwards, so each node fetches a block from
     a shared disk once.
     """
-    folder, names = _locate(path, manifest)
+    is_one_file = manifest.form == "full"
+    if is_one_file and not is_remote(path):
+        path = os.path.realpath(path)
+    folder = folder_at(Path(path).parent if is_one_file else path)
     files = sorted(manifest.files, key=lambda file: (len(file), file))  # puts `__10_0` after `__9_0`
-    num_blocks = sum(max(1, len(manifest.files[file].blocks)) for file in files)
-    of_rank = range(num_blocks * ranks.rank // ranks.world_size, num_blocks * (ranks.rank + 1) // ranks.world_size)
-    first = 0
-    for file in files:
-        record, name = manifest.files[file], names[file]
-        blocks = range(first, first + max(1, len(record.blocks)))  # an empty file counts as one block: it must exist
-        first = blocks.stop
-        common = range(max(blocks.start, of_rank.start), min(blocks.stop, of_rank.stop))
-        if common:
-            has_fixed_size = manifest.form != "full"  # in a full checkpoint, the manifest follows the recorded bytes
-            yield from _faults_of_file(folder, name, record, [block - blocks.start for block in common], has_fixed_size)
+    blocks = [(file, block) for file in files for block in manifest.files[file].blocks or (None,)]  # empty files too
+    bounds = [len(blocks) * rank // ranks.world_size for rank in (ranks.rank, ranks.rank + 1)]
+    for file, pairs in groupby(blocks[slice(*bounds)], key=itemgetter(0)):
+        record = manifest.files[file]
+        found = Path(path).name if is_one_file else file
+        name, size = folder.name(found), folder.size(found)
+        if size is None:
+            yield f"{name} is missing"
+        elif size < record.bytes or (size > record.bytes and not is_one_file):  # the manifest follows in a full one
+            yield f"{name} has {size} bytes instead of {record.bytes}"
+        else:
+            expected = [block for _, block in pairs if block is not None]
+            sums = folder.checksums(found, [(offset, length) for offset, length, _ in expected])
+            for (offset, length, total), found_sum in zip(expected, sums, strict=True):
+                if found_sum != total:
+                    yield f"{name} is damaged between bytes {offset} and {offset + length}"
 
 
-def _locate(path: str | Path, manifest: Manifest) -> tuple[Folder, dict[str, str]]:
-    """Return the folder of a checkpoint, and a dict that maps names in the manifest to names in that folder."""
-    if manifest.form == "full":
-        if not is_remote(path):
-            path = os.path.realpath(path)
-        return folder_at(Path(path).parent), {".": Path(path).name}
-    return folder_at(path), {name: name for name in manifest.files}
-
-
-def _faults_of_file(
-    folder: Folder, file: str, record: FileRecord, blocks: list[int], has_fixed_size: bool
-) -> Iterator[str]:
-    """Yield a description of each fault in the given blocks of a file, or one if the file has the wrong size."""
-    name, size = folder.name(file), folder.size(file)
-    if size is None:
-        yield f"{name} is missing"
-    elif size < record.bytes or (has_fixed_size and size > record.bytes):
-        yield f"{name} has {size} bytes instead of {record.bytes}"
-    elif record.blocks:
-        expected = [record.blocks[number] for number in blocks]
-        found = folder.checksums(file, [(offset, length) for offset, length, _ in expected])
-        for (offset, length, expected_sum), found_sum in zip(expected, found, strict=True):
-            if found_sum != expected_sum:
-                yield f"{name} is damaged between bytes {offset} and {offset + length}"
-
-
-# Tensors
-
-
-def _faults_of_tensors(checkpoint: dict[str, Any], *, read: bool) -> Iterator[str]:
-    """Yield a description of each tensor whose chunks do not cover it or, with `read`, cannot be read."""
+def _unreadable_tensors(checkpoint: dict[str, Any]) -> Iterator[str]:
+    """Yield a description of each tensor with a chunk that cannot be read."""
     for name, tensor in named_tensors(checkpoint):
-        if not isinstance(tensor, LazyTensor):
-            continue
-        fault = coverage_fault(tensor.shape, [stored.chunk for stored in tensor.chunks])
-        if fault is not None:
-            yield f"{name}: {fault}"
-        if read:
-            distinct = {(stored.location, stored.chunk.sizes): stored for stored in tensor.chunks}
-            fault = next(filter(None, map(_read_error, distinct.values())), None)
-            if fault is not None:
-                yield f"{name}: {fault}"
-
-
-def _read_error(stored: StoredChunk) -> str:
-    try:
-        stored.read()
-    except CheckpointError as error:
-        return str(error)
-    return ""
+        if isinstance(tensor, LazyTensor):
+            try:
+                for stored in tensor.chunks:
+                    stored.read()
+            except CheckpointError as error:
+                yield f"{name}: {error}"
 
 
 def named_tensors(checkpoint: dict[str, Any]) -> list[tuple[str, Tensor]]:

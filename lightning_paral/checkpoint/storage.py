@@ -2,23 +2,28 @@
 
 import mmap
 import os
+import re
 import stat
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_warn
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 
-from lightning_paral.checkpoint.io.atomic import remove
+from lightning_paral.checkpoint.commit import check_replaceable_at, inspect, remove, remove_beside_others
 from lightning_paral.checkpoint.io.files import Block, ChecksummedWriter, checksum, checksum_of_block, reader_of
-from lightning_paral.checkpoint.io.urls import file_system, is_remote
-from lightning_paral.checkpoint.ownership import inspect_remote_folder
 from lightning_paral.checkpoint.safe_load.archive import check_regular, open_regular
 from lightning_paral.errors import CheckpointError
 
-_MADV_POPULATE_READ = 22  # not in Python's mmap yet
+COPY_NAME = re.compile(r"\S+/lightning_paral_\w+\.copy")
+"""Matches the paths of local copies of files at URLs, see `get_file`."""
+
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
+_MADV_POPULATE_READ = 22  # of Linux 5.14; not in Python's mmap yet
 _LARGE_BYTES = 2**20
 _AHEAD_BYTES = 2**23
 _NUM_REQUESTS = 4
@@ -63,43 +68,30 @@ class LocalStorage:
             CheckpointError: its name or a link leads out of the folder, or the file is a FIFO, a socket or a device.
         """
         path = self._inside(file)
-        try:
+        with suppress(FileNotFoundError, NotADirectoryError):
             about = path.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        check_regular(path, about.st_mode)
-        return about.st_size if stat.S_ISREG(about.st_mode) else None
-
-    def is_folder(self, name: str) -> bool:
-        """Return whether the folder contains a folder `name`.
-
-        Raises:
-            CheckpointError: the name or a link leads out of the folder.
-        """
-        return self._inside(name).is_dir()
+            check_regular(path, about.st_mode)
+            return about.st_size if stat.S_ISREG(about.st_mode) else None
+        return None
 
     def _inside(self, file: str) -> Path:
         check_name(self.path, file)
         path = self.path / file
-        folder = os.path.realpath(self.path)
-        if os.path.commonpath((folder, os.path.realpath(path))) != folder:
+        real = Path(os.path.realpath(path))
+        if not real.is_relative_to(os.path.realpath(self.path)):
             raise CheckpointError(
-                f"{path} is a link that leads out of the checkpoint, to {os.path.realpath(path)}. Replace the link by "
-                "a copy of the file."
+                f"{path} is a link that leads out of the checkpoint, to {real}. Replace the link by a copy of the file."
             )
         return path
 
     def hold(self, file: str) -> None:
         """Memory-map a file, so that later reads return this version even if a save replaces the folder."""
         if file not in self._maps:
-            descriptor = open_regular(self._inside(file))
-            try:
-                size = os.fstat(descriptor).st_size
+            with open(open_regular(self._inside(file)), "rb", buffering=0) as opened:
+                size = os.fstat(opened.fileno()).st_size
                 # Private and writable, because torch warns about read-only memory.
                 access = (mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-                self._maps[file] = memoryview(mmap.mmap(descriptor, 0, *access) if size else b"")
-            finally:
-                os.close(descriptor)
+                self._maps[file] = memoryview(mmap.mmap(opened.fileno(), 0, *access) if size else b"")
 
     def read(self, file: str, offset: int, length: int) -> memoryview:
         """Return the `length` bytes of a file that begin at `offset`, memory-mapped.
@@ -110,23 +102,17 @@ class LocalStorage:
         self.hold(file)
         check_range(self.name(file), offset, length, len(self._maps[file]))
         if length >= _LARGE_BYTES:
-            self._populate(file, offset, length)
+            # Map all pages at once, instead of one by one at their first access.
+            with suppress(OSError, ValueError):
+                mapped: Any = self._maps[file].obj
+                start = offset - offset % mmap.PAGESIZE
+                mapped.madvise(_MADV_POPULATE_READ, start, offset + length - start)
         return self._maps[file][offset : offset + length]
-
-    def _populate(self, file: str, offset: int, length: int) -> None:
-        """Map all pages of a range at once (since Linux 5.14), instead of one by one at their first access."""
-        start = offset - offset % mmap.PAGESIZE
-        with suppress(OSError, ValueError):
-            mapped: Any = self._maps[file].obj
-            mapped.madvise(_MADV_POPULATE_READ, start, offset + length - start)
 
     def checksums(self, file: str, blocks: Sequence[Block]) -> list[int]:
         """Return the checksum of each of `blocks`."""
-        descriptor = open_regular(self._inside(file))
-        try:
-            return [checksum_of_block(reader_of(descriptor), *block) for block in blocks]
-        finally:
-            os.close(descriptor)
+        with open(open_regular(self._inside(file)), "rb", buffering=0) as opened:
+            return [checksum_of_block(reader_of(opened.fileno()), *block) for block in blocks]
 
 
 def check_range(name: str, offset: int, length: int, size: int) -> None:
@@ -153,21 +139,16 @@ class FsspecStorage:
 
     def create(self, file: str) -> ChecksummedWriter:
         """Create or replace a file. It becomes visible when it is closed."""
-        try:
-            self.fs.makedirs(self.path, exist_ok=True)
-            return ChecksummedWriter(self.fs.open(f"{self.path}/{file}", "wb"), on_disk=False)
-        except FileExistsError as error:
-            raise CheckpointError(
-                f"{self.url} is a file, so a folder cannot be saved there. Remove the file, or save elsewhere."
-            ) from error
+        self.fs.makedirs(self.path, exist_ok=True)
+        return ChecksummedWriter(self.fs.open(f"{self.path}/{file}", "wb"), on_disk=False)
 
     def remove_except(self, files: set[str]) -> None:
         """Remove the files of other saves: all checkpoint files except `files`, and a file with the folder's name."""
         if self.fs.isfile(self.path):  # in an object store, a file may have the same name as a folder
             self.fs.rm_file(self.path)
-        for name in inspect_remote_folder(self.fs, self.path).own:
+        for name in inspect(self.fs, self.path)[0]:
             if name not in files:
-                self.fs.rm(f"{self.path}/{name}", recursive=True)
+                self.fs.rm_file(f"{self.path}/{name}")
 
     def size(self, file: str) -> int | None:
         """Return the size of a file in bytes; `None` if it does not exist.
@@ -210,6 +191,14 @@ class FsspecStorage:
         return data
 
 
+Folder = LocalStorage | FsspecStorage
+
+
+def folder_at(path: str | Path) -> Folder:
+    """Return the folder at a path or URL."""
+    return FsspecStorage(str(path)) if is_remote(path) else LocalStorage(path)
+
+
 def remove_at(path: str) -> None:
     """Remove the checkpoint at a path or URL, if there is one.
 
@@ -222,22 +211,63 @@ def remove_at(path: str) -> None:
     fs, name = file_system(path)
     if fs.isfile(name):
         fs.rm_file(name)
-    if not fs.isdir(name):
-        return
-    found = inspect_remote_folder(fs, name)
-    if not found.is_checkpoint and not found.is_empty:
-        rank_zero_warn(f"{path} is {found.what}, not a checkpoint, and was not removed.")
-    elif found.foreign:
-        rank_zero_warn(f"{path} was removed except for files that do not belong to the checkpoint: {found.listed}.")
-        for file in found.own:  # the files that identify the folder as a checkpoint come first
-            fs.rm(f"{name}/{file}", recursive=True)
-    else:
+    if fs.isdir(name) and not remove_beside_others(fs, name, path):
         fs.rm(name, recursive=True)
 
 
-Folder = LocalStorage | FsspecStorage
+# URLs
 
 
-def folder_at(path: str | Path) -> Folder:
-    """Return the folder at a path or URL."""
-    return FsspecStorage(str(path)) if is_remote(path) else LocalStorage(path)
+def file_system(url: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a URL, and the path in it.
+
+    Raises:
+        CheckpointError: no installed package supports the scheme of the URL.
+    """
+    try:
+        fs, path = url_to_fs(url)
+        fs.invalidate_cache()  # it caches listings and sizes, which other ranks may have changed
+        return fs, path
+    except (ImportError, ValueError) as error:
+        extra = _EXTRAS.get(url.split("://")[0])
+        remedy = f"Run pip install 'lightning_paral[{extra}]'." if extra else "Use a scheme that fsspec supports."
+        raise CheckpointError(f"{url} cannot be accessed: {error}. {remedy}") from error
+
+
+def is_remote(path: object) -> bool:
+    """Return whether `path` is a URL of a file system other than the operating system's."""
+    return "://" in str(path) and type(file_system(str(path))[0]) is not LocalFileSystem
+
+
+def without_scheme(path: object) -> str:
+    """Return `path` without `file://`; other URLs are returned unchanged."""
+    return str(path) if "://" not in str(path) or is_remote(path) else file_system(str(path))[1]
+
+
+def put_file(source: Path, url: str) -> None:
+    """Copy a local file to a URL, replacing a file or checkpoint there.
+
+    Raises:
+        CheckpointError: a folder that is not a checkpoint exists at the URL.
+    """
+    fs, path = file_system(url)
+    fs.makedirs(path.rpartition("/")[0] or fs.root_marker, exist_ok=True)
+    check_replaceable_at(fs, path, url, folder=False)
+    if not fs.isdir(path):
+        fs.put_file(str(source), path)
+        return
+    sibling = f"{path}.{source.name}"
+    fs.put_file(str(source), sibling)  # before the folder is removed, because this may fail
+    fs.rm(path, recursive=True)
+    fs.mv(sibling, path)
+
+
+def get_file(url: str) -> Path | None:
+    """Copy the file at a URL to a temporary file, and return the path of the copy; `None` if there is no file."""
+    fs, path = file_system(url)
+    if not fs.isfile(path):
+        return None
+    descriptor, name = tempfile.mkstemp(prefix="lightning_paral_", suffix=".copy")
+    os.close(descriptor)
+    fs.get_file(path, name)
+    return Path(name)
