@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from lightning_paral.checkpoint.consolidate import write_file
-from lightning_paral.checkpoint.formats.hugging_face import KEY, build_model, fill, without_wrappers
+from lightning_paral.checkpoint.hugging_face import KEY, build_model, fill, without_wrappers
 from lightning_paral.checkpoint.io.atomic import AtomicPath
 from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.manifest import Manifest
+from lightning_paral.checkpoint.optimizer_state import list_names
 from lightning_paral.checkpoint.resolve import read_current, read_manifest
-from lightning_paral.checkpoint.state.optimizer import list_names
-from lightning_paral.checkpoint.state.weights import PACKAGE_STATE_KEY
 from lightning_paral.checkpoint.tree import CURRENT_KEY
+from lightning_paral.checkpoint.weights import PACKAGE_STATE_KEY
 from lightning_paral.distributed.exchange import RankGroup, explain
 from lightning_paral.errors import CheckpointError, ConfigurationError, ParalError
 

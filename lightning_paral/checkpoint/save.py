@@ -2,7 +2,7 @@
 
 The steps of a save, with the files to read:
 
-1. `state/weights.py`, `sharded_state.py`: the strategy collects this rank's shards before it calls this module.
+1. `weights.py`, `sharded_state.py`: the strategy collects this rank's shards before it calls this module.
 2. `save_plan.py`, `shards.py`: decide which elements this rank writes.
 3. `formats/sharded.py` or `formats/full.py`: write them, into a new folder or file next to the target.
 4. `manifest.py`: rank 0 writes the manifest after all ranks have succeeded.
@@ -37,12 +37,12 @@ from lightning_paral.checkpoint.io.staging import Staging, copy_to_host
 from lightning_paral.checkpoint.io.storage import Folder, FsspecStorage, LocalStorage
 from lightning_paral.checkpoint.io.urls import file_system, is_remote, put_file
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
+from lightning_paral.checkpoint.optimizer_state import OTHER_ENTRIES_KEY, other_entries, to_fqn_keys
 from lightning_paral.checkpoint.ownership import check_replaceable, check_replaceable_at
 from lightning_paral.checkpoint.safe_load.unpickle import warn_about_refused_types
 from lightning_paral.checkpoint.save_plan import WriteItem, plan_save
 from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.stages import merge_stages, restore_int_keys
-from lightning_paral.checkpoint.state.optimizer import OTHER_ENTRIES_KEY, other_entries, to_fqn_keys
 from lightning_paral.checkpoint.tree import WEIGHT_KEYS, TreePath, is_state_key, replace_at, tensors_in
 from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.errors import CheckpointError

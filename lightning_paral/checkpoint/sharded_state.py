@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
+from lightning_paral.checkpoint.ended_optimizers import EndedOptimizers
 
 
 class WeightShards(Protocol):

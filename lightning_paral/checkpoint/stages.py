@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from lightning_paral.checkpoint.io.staging import copy_to_host
+from lightning_paral.checkpoint.optimizer_state import OTHER_ENTRIES_KEY, to_int_keys
 from lightning_paral.checkpoint.save_plan import WriteItem
-from lightning_paral.checkpoint.state.optimizer import OTHER_ENTRIES_KEY, to_int_keys
-from lightning_paral.checkpoint.state.weights import PACKAGE_STATE_KEY
 from lightning_paral.checkpoint.tree import WEIGHT_KEYS, TreePath, insert, is_state_key, replace_at, tensors_in
+from lightning_paral.checkpoint.weights import PACKAGE_STATE_KEY
 from lightning_paral.compat.torch.modules import set_versions, versions_in
 from lightning_paral.distributed.exchange import RankGroup
 

@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from lightning_paral.checkpoint.ended_optimizers import EndedOptimizers, gather_full_tensor
 from lightning_paral.checkpoint.lazy_tensor import read_into
+from lightning_paral.checkpoint.optimizer_state import State, load_state, param_names, place_state, state_of
 from lightning_paral.checkpoint.sharded_state import ShardedState, WeightShards
 from lightning_paral.checkpoint.shards import FlatShard
-from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers, gather_full_tensor
-from lightning_paral.checkpoint.state.optimizer import State, load_state, param_names, place_state, state_of
 from lightning_paral.model.full_tensors import full_copy, gradient_norm
 
 

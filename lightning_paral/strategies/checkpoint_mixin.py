@@ -17,21 +17,21 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.async_save import BackgroundSaver
+from lightning_paral.checkpoint.ended_optimizers import EndedOptimizers
 from lightning_paral.checkpoint.io.storage import remove_at
 from lightning_paral.checkpoint.io.urls import without_scheme
+from lightning_paral.checkpoint.saved_modules import without_engines
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.checkpoint.shards import is_sharded
-from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
-from lightning_paral.checkpoint.state.saved_modules import without_engines
-from lightning_paral.checkpoint.state.weights import (
+from lightning_paral.checkpoint.tensor_state import TensorState
+from lightning_paral.checkpoint.tree import tensors_in
+from lightning_paral.checkpoint.weights import (
     PACKAGE_STATE_KEY,
     load_weights,
     package_state,
     replicated_storages,
     sharded_state_dict,
 )
-from lightning_paral.checkpoint.tensor_state import TensorState
-from lightning_paral.checkpoint.tree import tensors_in
 from lightning_paral.compat.lightning.strategies import averages_models
 from lightning_paral.distributed.exchange import RankGroup, all_ranks, explain
 from lightning_paral.distributed.mesh import ParallelDims

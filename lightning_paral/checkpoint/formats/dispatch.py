@@ -12,10 +12,10 @@ from lightning_paral.checkpoint.formats.sharded import META, METADATA, read_meta
 from lightning_paral.checkpoint.io.storage import Folder, LocalStorage, folder_at
 from lightning_paral.checkpoint.lazy_tensor import materialize
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
+from lightning_paral.checkpoint.optimizer_state import OTHER_ENTRIES_KEY, to_int_keys
 from lightning_paral.checkpoint.resolve import explain_read_errors
-from lightning_paral.checkpoint.state.optimizer import OTHER_ENTRIES_KEY, to_int_keys
-from lightning_paral.checkpoint.state.weights import PACKAGE_STATE_KEY
 from lightning_paral.checkpoint.tree import CURRENT_KEY, is_state_key
+from lightning_paral.checkpoint.weights import PACKAGE_STATE_KEY
 from lightning_paral.errors import CheckpointError
 
 

@@ -12,9 +12,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.dtensor_chunks import chunk_of_dtensor, dtensor_like
+from lightning_paral.checkpoint.ended_optimizers import EndedOptimizers
 from lightning_paral.checkpoint.lazy_tensor import read_chunk, read_into
 from lightning_paral.checkpoint.sharded_state import WeightShards
-from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
 from lightning_paral.checkpoint.tensor_state import TensorState
 from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.engines.fsdp.gather import gather_after_failure, gather_at_end

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from lightning_paral.checkpoint.ended_optimizers import EndedOptimizers
 from lightning_paral.checkpoint.shards import FlatShard
-from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
 from lightning_paral.checkpoint.tensor_state import TensorState
 from lightning_paral.distributed.exchange import gather_objects
 

@@ -11,10 +11,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.dtensor_chunks import dtensor_like
+from lightning_paral.checkpoint.ended_optimizers import EndedOptimizers
 from lightning_paral.checkpoint.lazy_tensor import read_into
+from lightning_paral.checkpoint.optimizer_state import State, load_state, param_names, place_state, to_fqn_keys
 from lightning_paral.checkpoint.sharded_state import WeightShards
-from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
-from lightning_paral.checkpoint.state.optimizer import State, load_state, param_names, place_state, to_fqn_keys
 from lightning_paral.checkpoint.tensor_state import TensorState
 from lightning_paral.engines.pipeline.elsewhere import is_elsewhere
 from lightning_paral.engines.pipeline.run import PipelineRun

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.checkpoint.lazy_tensor import materialize, read_flat_range
+from lightning_paral.checkpoint.optimizer_state import SavedOptimizer, State, hyper_parameters, to_int_keys
 from lightning_paral.checkpoint.shards import FlatShard
-from lightning_paral.checkpoint.state.optimizer import SavedOptimizer, State, hyper_parameters, to_int_keys
 from lightning_paral.compat.deepspeed.engine import overlaps
 from lightning_paral.compat.deepspeed.optimizer import link_states, link_states_of_next_step
 from lightning_paral.engines.zero.parameters.partition import write_gathered

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_paral.checkpoint.ended_optimizers import gather_full_tensor
+from lightning_paral.checkpoint.optimizer_state import State
 from lightning_paral.checkpoint.sharded_state import WeightShards
-from lightning_paral.checkpoint.state.ended_optimizers import gather_full_tensor
-from lightning_paral.checkpoint.state.optimizer import State
 from lightning_paral.checkpoint.tensor_state import TensorState
 from lightning_paral.engines.zero.parameters.partition import (
     full_shape,

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torchmetrics import Metric
 
-from lightning_paral.checkpoint.formats.hugging_face import KEY as MODELS_KEY
-from lightning_paral.checkpoint.formats.hugging_face import describe_models
+from lightning_paral.checkpoint.hugging_face import KEY as MODELS_KEY
+from lightning_paral.checkpoint.hugging_face import describe_models
 from lightning_paral.checkpoint.lazy_tensor import LazyTensor, materialize
+from lightning_paral.checkpoint.optimizer_state import list_names
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.checkpoint.shards import is_sharded
-from lightning_paral.checkpoint.state.optimizer import list_names
 from lightning_paral.compat.torch.modules import (
     EXTRA_STATE,
     load_hooks,

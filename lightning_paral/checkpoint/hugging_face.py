@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_paral.checkpoint.state.optimizer import list_names
+from lightning_paral.checkpoint.optimizer_state import list_names
 from lightning_paral.errors import CheckpointError, ConfigurationError
 from lightning_paral.model.engine_attributes import class_without_engine
 

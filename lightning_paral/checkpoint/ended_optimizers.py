@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.dtensor_chunks import chunk_of_dtensor, writes_chunk
 from lightning_paral.checkpoint.layout import Chunk, flat_range_of
+from lightning_paral.checkpoint.optimizer_state import State, param_names
 from lightning_paral.checkpoint.shards import FlatShard, flat, identity
-from lightning_paral.checkpoint.state.optimizer import State, param_names
 from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.errors import ConfigurationError
 
