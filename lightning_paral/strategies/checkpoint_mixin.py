@@ -23,7 +23,6 @@ from lightning_paral.checkpoint.io.urls import without_scheme
 from lightning_paral.checkpoint.saved_modules import without_engines
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.checkpoint.shards import is_sharded
-from lightning_paral.checkpoint.tensor_state import TensorState
 from lightning_paral.checkpoint.tree import tensors_in
 from lightning_paral.checkpoint.weights import (
     PACKAGE_STATE_KEY,
@@ -101,7 +100,7 @@ class CheckpointMixin(ParallelStrategy):
     def _sharded_state(self) -> ShardedState:
         """The current state of the module, during a run or between runs."""
         assert self.lightning_module is not None
-        return TensorState(self.lightning_module, self.optimizers, self.root_device, self._ended)
+        return ShardedState(self.lightning_module, self.optimizers, self.root_device, self._ended)
 
     # Readers for hooks: every rank gets the same values
 

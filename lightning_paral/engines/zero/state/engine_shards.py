@@ -146,21 +146,24 @@ class EngineShards:
 
     def optimizer_state(self) -> State:
         """Return the optimizer's state, keyed by index of the parameter. Its tensors are `FlatShard`s."""
-        state: dict[str, dict[str, Any]] = {}
         names = [name for group_names in self.users.names for name in group_names]
-        for name in names:
-            partition = self._partition_by_id.get(id(self._parameters[name]))
-            if partition is not None and (self._usage is None or self._usage.has_state(self._parameters[name])):
-                found = self._parameter_state(self._parameters[name], partition)
-                if found:
-                    state[name] = found
+        found = {name: self.parameter_state(self._parameters[name]) for name in names}
+        state = {name: values for name, values in found.items() if values}
         groups = [
             hyper_parameters(group) | {"params": list(group_names)}
             for group, group_names in zip(self.users.groups, self.users.names, strict=True)
         ]
         return to_int_keys({"state": state, "param_groups": groups})
 
-    def _parameter_state(self, parameter: Parameter, partition: Partition) -> dict[str, Any]:
+    def parameter_state(self, parameter: Parameter) -> dict[str, Any]:
+        """Return the optimizer's state of `parameter`, with `FlatShard`s; empty if it has none.
+
+        Raises:
+            CheckpointError: the state is not one value per element.
+        """
+        partition = self._partition_by_id.get(id(parameter))
+        if partition is None or (self._usage is not None and not self._usage.has_state(parameter)):
+            return {}
         found: dict[str, Any] = {}
         for key, value in partition.state.items():
             if isinstance(value, Tensor) and value.shape == partition.flat.shape and value.dim():

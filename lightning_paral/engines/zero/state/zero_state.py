@@ -1,4 +1,4 @@
-"""The state of a module under ZeRO: `ShardedState` over DeepSpeed's partitions of weights and optimizer states."""
+"""The state of a module under ZeRO: DeepSpeed's partitions of weights and optimizer states."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -8,10 +8,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.checkpoint.ended_optimizers import gather_full_tensor
 from lightning_paral.checkpoint.optimizer_state import State
-from lightning_paral.checkpoint.sharded_state import WeightShards
-from lightning_paral.checkpoint.tensor_state import TensorState
+from lightning_paral.checkpoint.sharded_state import ShardedState, WeightShards
 from lightning_paral.engines.zero.parameters.partition import (
     full_shape,
     is_stage3_parameter,
@@ -28,8 +26,8 @@ from lightning_paral.engines.zero.training.users_optimizer import optimizer_inde
 from lightning_paral.errors import ConfigurationError
 
 
-class ZeroState(TensorState):
-    """Implements `ShardedState` for a module under ZeRO.
+class ZeroState(ShardedState):
+    """The state of a module under ZeRO.
 
     A parameter is stored in one of three ways: as an fp32 master copy in the engine that trains it (if its dtype is not
     fp32, and always at stage 3), as a partition of stage 3, or as a plain tensor. Before `start_training` there are no
@@ -152,18 +150,6 @@ class ZeroState(TensorState):
 
     # Full tensors
 
-    def full_parameter(self, parameter: Parameter) -> Tensor:
-        """Return a full copy of `parameter`, in fp32 if it has a master copy. *Collective*."""
-        import deepspeed
-
-        self.collect_writes()
-        if self.gradients is not None and any(g.covers(parameter) for g in self.gradients.per_optimizer):
-            full: Tensor | None = deepspeed.utils.safe_get_full_fp32_param(parameter)
-            if full is not None:
-                return full.detach().clone()
-        with deepspeed.zero.GatheredParameters([parameter]):
-            return parameter.detach().clone()
-
     def full_gradient(self, parameter: Parameter) -> Tensor | None:
         """Return the full averaged gradient of `parameter` in fp32; `None` if it is frozen. *Collective*.
 
@@ -173,30 +159,10 @@ class ZeroState(TensorState):
         """
         return self._fit_gradients().full(parameter)
 
-    def full_optimizer_state(self, parameter: Parameter, key: str) -> Tensor:
-        """Return the full optimizer state `key` of `parameter`. *Collective*.
-
-        Raises:
-            ConfigurationError: it is called outside of a fit, and no earlier fit has left this state.
-            ValueError: the optimizer has no such state, or not yet.
-        """
-        import deepspeed
-
-        if self.gradients is None:  # after the fit
-            found = [o.state[parameter][key] for o in self.optimizers if key in o.state.get(parameter, {})]
-            if found:
-                return gather_full_tensor(found[0], self.device)
-        self._fit_gradients()
-        try:
-            state: Tensor | None = deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
-        except (KeyError, TypeError, AttributeError):
-            state = None
-        if state is None:
-            raise ValueError(
-                f"The optimizer has no state {key!r} for this parameter. Optimizers create their state in their first "
-                "step."
-            )
-        return state
+    def state_shard(self, parameter: Parameter, key: str) -> Any:
+        """Return this rank's flat range of an optimizer state; `None` if there is none. Not a collective."""
+        engine = self._engine_for_parameter(parameter)
+        return super().state_shard(parameter, key) if engine is None else engine.parameter_state(parameter).get(key)
 
     def gradient_norm(self, optimizer: Any = None) -> Tensor:
         """Return the 2-norm of the averaged gradients of all optimizers, or of one: a scalar, fp32. *Collective*.
@@ -210,7 +176,7 @@ class ZeroState(TensorState):
 
     def _fit_gradients(self) -> Gradients:
         if self.gradients is None:
-            raise ConfigurationError("Gradients and optimizer states exist during trainer.fit only.")
+            raise ConfigurationError("Gradients exist during trainer.fit only.")
         return self.gradients
 
     # Averages of weights
