@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_paral.checkpoint.dtensor_chunks import dtensor_like
 from lightning_paral.checkpoint.ended_optimizers import EndedOptimizers
 from lightning_paral.checkpoint.lazy_tensor import read_into
-from lightning_paral.checkpoint.optimizer_state import State, load_state, param_names, place_state, state_of
+from lightning_paral.checkpoint.optimizer_state import State, load_state, param_names, state_of
 from lightning_paral.checkpoint.shards import FlatShard, is_sharded
 from lightning_paral.model.full_tensors import full_copy, gradient_norm
 
@@ -177,7 +177,6 @@ class ShardedState:
             CheckpointError: the state does not match the optimizer.
         """
         load_state(optimizer, param_names(optimizer, self.module), saved)
-        place_state(optimizer, self.device)
 
     # Full tensors, for hooks
 

@@ -20,7 +20,6 @@ from lightning_paral.checkpoint.async_save import BackgroundSaver
 from lightning_paral.checkpoint.ended_optimizers import EndedOptimizers
 from lightning_paral.checkpoint.io.storage import remove_at
 from lightning_paral.checkpoint.io.urls import without_scheme
-from lightning_paral.checkpoint.saved_modules import without_engines
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.tree import tensors_in
@@ -30,6 +29,7 @@ from lightning_paral.checkpoint.weights import (
     package_state,
     replicated_storages,
     sharded_state_dict,
+    without_engine,
 )
 from lightning_paral.compat.lightning.strategies import averages_models
 from lightning_paral.distributed.exchange import RankGroup, all_ranks, explain
@@ -283,7 +283,7 @@ class CheckpointMixin(ParallelStrategy):
             added["random_states"] *= self.dims.num_ranks
         checkpoint[PACKAGE_STATE_KEY] = added
         if self._default_form == "sharded":
-            without_engines(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
+            without_engine(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, after the background save if one is running; keep any other folder, with a warning.

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 def read_values(
     strategy: Any, parameters: dict[str, Parameter], optimizer: Any, *, with_state: bool
 ) -> dict[str, Tensor]:
-    """Return gradients and values of `parameters`, Adam's first moments and steps if `with_state`, and the gradient norm."""
+    """Return gradients, values and the gradient norm of `parameters`, and if `with_state` Adam's moments and steps."""
     found: dict[str, Tensor] = {}
     has_readers = hasattr(strategy, "full_gradient")
     for name, parameter in parameters.items():
