@@ -13,7 +13,7 @@ from lightning_paral.checkpoint.lazy_tensor import materialize, read_flat_range
 from lightning_paral.checkpoint.optimizer_state import SavedOptimizer, State, hyper_parameters, to_int_keys
 from lightning_paral.checkpoint.shards import FlatShard
 from lightning_paral.compat.deepspeed.engine import overlaps
-from lightning_paral.compat.deepspeed.optimizer import link_states, link_states_of_next_step
+from lightning_paral.compat.deepspeed.optimizer import gather_weights, link_states, link_states_of_next_step
 from lightning_paral.engines.zero.parameters.partition import write_gathered
 from lightning_paral.engines.zero.state.fp32_partitions import FlatRange, Partition, SubgroupSwapper, make_partitions
 from lightning_paral.engines.zero.training.usage import Usage
@@ -115,6 +115,11 @@ class EngineShards:
             partition = self._partition_by_id[id(parameter)]
             by_partition.setdefault(partition, []).append((partition.ranges[id(parameter)], values))
         self._write(by_partition)
+
+    def gather_weights(self) -> None:
+        """At stages 1 and 2, give every rank the weights that the others update, as a step does. *Collective*."""
+        if self._stage < 3:
+            gather_weights(self._optimizer)
 
     def _write(self, by_partition: _Writes) -> None:
         for partition, shards in by_partition.items():
