@@ -258,9 +258,10 @@ class ShardedState:
 def _gather(shard: FlatShard, device: torch.device) -> Tensor:
     """Return the full tensor of which each rank has a shard, on `device`. *Collective* over the world."""
     full = torch.zeros(shard.shape, dtype=shard.dtype, device=device)
-    local = shard.read().to(device)
-    for chunk, values in zip(shard.chunks, local.split([chunk.numel for chunk in shard.chunks]), strict=True):
-        full[chunk.index] = values.view(chunk.sizes)
+    local, position = shard.read().to(device), 0
+    for chunk in shard.chunks:
+        full[chunk.index] = local[position : position + chunk.numel].view(chunk.sizes)
+        position += chunk.numel
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(full)  # for each element, all ranks but one have zero
     return full

@@ -98,15 +98,13 @@ class EngineShards:
 
         An element of a master copy stays as it is if, cast to the dtype of the parameter, it equals the new value.
         """
-        by_partition: _Writes = {}
+        ranges = []
         for parameter, values in written:
-            partition = self._partition_by_id[id(parameter)]
-            flat_range = partition.ranges[id(parameter)]
-            shard = values.reshape(-1)[flat_range.start : flat_range.start + flat_range.numel]
-            by_partition.setdefault(partition, []).append((flat_range, shard))
+            start, numel = self.local_flat_range(parameter)
+            ranges.append((parameter, values.reshape(-1)[start : start + numel]))
             if self._stage == 3:
                 write_gathered(parameter, values)
-        self._write(by_partition)
+        self.write_flat_ranges(ranges)
 
     def write_flat_ranges(self, ranges: list[tuple[Parameter, Tensor]]) -> None:
         """Copy new values of this rank's flat ranges, each 1-dimensional, into the fp32 weights."""
@@ -114,14 +112,6 @@ class EngineShards:
         for parameter, values in ranges:
             partition = self._partition_by_id[id(parameter)]
             by_partition.setdefault(partition, []).append((partition.ranges[id(parameter)], values))
-        self._write(by_partition)
-
-    def gather_weights(self) -> None:
-        """At stages 1 and 2, give every rank the weights that the others update, as a step does. *Collective*."""
-        if self._stage < 3:
-            gather_weights(self._optimizer)
-
-    def _write(self, by_partition: _Writes) -> None:
         for partition, shards in by_partition.items():
             with partition.in_memory(write=True) as (flat, _):
                 for flat_range, shard in shards:
@@ -129,6 +119,11 @@ class EngineShards:
                     shard = shard.to(master.device)
                     master.copy_(torch.where(master.to(shard.dtype) == shard, master, shard.to(master.dtype)))
                 partition.publish()
+
+    def gather_weights(self) -> None:
+        """At stages 1 and 2, give every rank the weights that the others update, as a step does. *Collective*."""
+        if self._stage < 3:
+            gather_weights(self._optimizer)
 
     def watch_usage(self, *, find_unused: bool) -> Usage:
         """Record from now on which parameters get gradients, and make the optimizer leave the others unchanged."""
