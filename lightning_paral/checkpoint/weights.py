@@ -218,7 +218,7 @@ def _copy(value: Any, numbers: Mapping[int, int], copies: dict[int, Any]) -> Any
     if id(value) in copies:
         return copies[id(value)]
     if isinstance(value, Module):
-        cls = class_without_engine(type(value))
+        cls: Any = class_without_engine(type(value))
         module = copies[id(value)] = cls.__new__(cls)
         attributes = attributes_without_engine(vars(value), type(value))
         vars(module).update({name: _copy(each, numbers, copies) for name, each in attributes.items()})
