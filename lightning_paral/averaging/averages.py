@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_paral.checkpoint.lazy_tensor import read_into
 from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.checkpoint.shards import is_sharded
-from lightning_paral.checkpoint.state.weights import sharded_state_dict
+from lightning_paral.checkpoint.weights import sharded_state_dict
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.buffers import RankZeroBuffers
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from lightning_paral.checkpoint.commit import AtomicPath
 from lightning_paral.checkpoint.consolidate import write_file
 from lightning_paral.checkpoint.find import read_current, read_manifest
-from lightning_paral.checkpoint.formats.hugging_face import KEY, build_model, fill, without_wrappers
+from lightning_paral.checkpoint.hugging_face import KEY, build_model, fill, without_wrappers
 from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.manifest import Manifest
-from lightning_paral.checkpoint.state.optimizer import list_names
-from lightning_paral.checkpoint.state.weights import PACKAGE_STATE_KEY
+from lightning_paral.checkpoint.optimizer_state import list_names
 from lightning_paral.checkpoint.tree import CURRENT_KEY
+from lightning_paral.checkpoint.weights import PACKAGE_STATE_KEY
 from lightning_paral.distributed.exchange import RankGroup, explain
 from lightning_paral.errors import CheckpointError, ConfigurationError, ParalError
 
@@ -65,11 +65,7 @@ def convert(
         CheckpointError: the checkpoint cannot be read, or the output cannot be written.
     """
     target = Path(out)
-    fault = _fault_of_target(out, target, hugging_face) or _fault_of_options(
-        target, strip_prefix, only_prefix, hugging_face, config
-    )
-    if fault:
-        raise ConfigurationError(fault)
+    _check_options(out, target, strip_prefix, only_prefix, hugging_face, config)
 
     def read(path: str | Path) -> tuple[dict[str, Any], Manifest | None]:
         is_same = target.exists() and Path(path).exists() and target.samefile(path)
@@ -110,35 +106,25 @@ def convert(
         raise CheckpointError(f"{target} could not be written, and nothing of it was kept: {explain(error)}") from error
 
 
-def _fault_of_target(given: str, out: Path, hugging_face: bool) -> str:
-    """Return why the output cannot be written to this path; an empty string if it can."""
-    if "://" in given:
-        return f"{given} is a URL. Write to a local path, and copy the result to the URL."
-    if hugging_face:
-        if out.suffix in (".ckpt", ".safetensors"):
-            return f"--hugging-face writes a folder, but {out} is the name of a file."
-        if os.path.lexists(out):
-            return f"{out} exists. Write to a new folder."
-    elif out.suffix not in (".ckpt", ".safetensors"):
-        return f"{out} ends in neither .ckpt nor .safetensors. A folder needs --hugging-face."
-    elif os.path.isdir(out):  # Path.is_dir raises PermissionError where this returns False
-        return f"{out} is a folder. Write to a file: {out}/NAME.ckpt, or remove the folder first."
-    return ""
-
-
-def _fault_of_options(
-    out: Path, strip_prefix: str | None, only_prefix: bool, hugging_face: bool, config: str | None
-) -> str:
-    """Return which options contradict each other or the output; an empty string if none do."""
-    if hugging_face:
-        return ""
-    if config is not None:
-        return "--config needs --hugging-face."
-    if strip_prefix is not None and out.suffix == ".ckpt":
-        return "--strip-prefix needs safetensors: a Lightning file keeps the names of the module."
-    if only_prefix and strip_prefix is None:
-        return "--only-prefix needs --strip-prefix."
-    return ""
+def _check_options(
+    given: str, out: Path, strip_prefix: str | None, only_prefix: bool, hugging_face: bool, config: str | None
+) -> None:
+    """Raise a `ConfigurationError` if options contradict each other or the output."""
+    is_file = out.suffix in (".ckpt", ".safetensors")
+    faults = {
+        f"{given} is a URL. Write to a local path, and copy the result to the URL.": "://" in given,
+        f"--hugging-face writes a folder, but {out} is the name of a file.": hugging_face and is_file,
+        f"{out} exists. Write to a new folder.": hugging_face and os.path.lexists(out),
+        f"{out} ends in neither .ckpt nor .safetensors. A folder needs --hugging-face.": not (hugging_face or is_file),
+        "--config needs --hugging-face.": config is not None and not hugging_face,
+        "--strip-prefix needs safetensors: a Lightning file keeps the names of the module.": (
+            strip_prefix is not None and out.suffix == ".ckpt"
+        ),
+        "--only-prefix needs --strip-prefix.": only_prefix and strip_prefix is None and not hugging_face,
+    }
+    for fault, is_given in faults.items():
+        if is_given:
+            raise ConfigurationError(fault)
 
 
 def _select(weights: Mapping[str, Any], prefix: str, only: bool) -> dict[str, Tensor]:

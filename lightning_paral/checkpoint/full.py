@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.serialization import config
 
+from lightning_paral.checkpoint.checksums import ChecksummedWriter, FileRecord, checksum_of_block, reader_of
 from lightning_paral.checkpoint.fqn_keys import by_int
-from lightning_paral.checkpoint.io.files import ChecksummedWriter, FileRecord, checksum_of_block, reader_of
 from lightning_paral.checkpoint.layout import Chunk, flat_range_of
 from lightning_paral.checkpoint.manifest import Manifest, embed
 from lightning_paral.checkpoint.saved_tensors import Kind, SavedTensor, check_shards

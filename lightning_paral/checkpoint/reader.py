@@ -16,9 +16,9 @@ from lightning_paral.checkpoint.lazy_tensor import LazyTensor, StoredChunk, mate
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
 from lightning_paral.checkpoint.safe_load.archive import check_regular, read_archive
 from lightning_paral.checkpoint.safe_load.unpickle import load_safely
-from lightning_paral.checkpoint.state.weights import PACKAGE_STATE_KEY
 from lightning_paral.checkpoint.storage import Folder, LocalStorage, check_range, folder_at
 from lightning_paral.checkpoint.tree import CURRENT_KEY, insert, is_state_key
+from lightning_paral.checkpoint.weights import PACKAGE_STATE_KEY
 from lightning_paral.errors import CheckpointError, explain_read_errors
 
 # Lists may have elements that no path sets, such as empty dicts, which torch drops. The number of such gaps is limited,

@@ -22,12 +22,12 @@ from uuid import uuid4
 
 from torch import Tensor
 
+from lightning_paral.checkpoint.checksums import record_bytes
 from lightning_paral.checkpoint.commit import AtomicPath, check_replaceable, check_replaceable_at
 from lightning_paral.checkpoint.dcp_metadata import META, METADATA
 from lightning_paral.checkpoint.fqn_keys import by_fqn, merge_stages
 from lightning_paral.checkpoint.full import write_full
 from lightning_paral.checkpoint.host_memory import Staging, host_copy
-from lightning_paral.checkpoint.io.files import record_bytes
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
 from lightning_paral.checkpoint.safe_load.unpickle import warn_about_refused_types
 from lightning_paral.checkpoint.saved_tensors import SavedTensor, tensors_to_save

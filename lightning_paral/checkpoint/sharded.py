@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.utils.serialization import config
 
-from lightning_paral.checkpoint.io.files import FileRecord
+from lightning_paral.checkpoint.checksums import FileRecord
 from lightning_paral.checkpoint.layout import Chunk
 from lightning_paral.checkpoint.saved_tensors import Kind, SavedTensor, check_shards
 from lightning_paral.checkpoint.shards import bytes_of, flat

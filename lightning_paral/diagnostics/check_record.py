@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.data import IterableDataset
 
-from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
-from lightning_paral.checkpoint.tensor_state import TensorState
+from lightning_paral.checkpoint.ended_optimizers import EndedOptimizers
+from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.compat.torch.modules import BatchNorm
 from lightning_paral.strategies.base import ParalStrategy
 from lightning_paral.strategies.checkpoint_mixin import CheckpointMixin
@@ -237,7 +237,7 @@ def _reader(trainer: Trainer, module: LightningModule) -> Any:
     strategy = trainer.strategy
     if isinstance(strategy, CheckpointMixin):
         return strategy
-    return TensorState(module, trainer.optimizers, strategy.root_device, EndedOptimizers())
+    return ShardedState(module, trainer.optimizers, strategy.root_device, EndedOptimizers())
 
 
 def _random_state() -> bytes:

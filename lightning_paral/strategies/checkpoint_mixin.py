@@ -17,19 +17,18 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.background import BackgroundSaver
+from lightning_paral.checkpoint.ended_optimizers import EndedOptimizers
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.checkpoint.shards import is_sharded
-from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
-from lightning_paral.checkpoint.state.saved_modules import without_engines
-from lightning_paral.checkpoint.state.weights import (
+from lightning_paral.checkpoint.storage import remove_at, without_scheme
+from lightning_paral.checkpoint.tree import tensors_in
+from lightning_paral.checkpoint.weights import (
     PACKAGE_STATE_KEY,
     load_weights,
     package_state,
     sharded_state_dict,
+    without_engine,
 )
-from lightning_paral.checkpoint.storage import remove_at, without_scheme
-from lightning_paral.checkpoint.tensor_state import TensorState
-from lightning_paral.checkpoint.tree import tensors_in
 from lightning_paral.distributed.exchange import RankGroup, all_ranks, explain
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.rng_state import current_states, restore_states
@@ -98,7 +97,7 @@ class CheckpointMixin(ParallelStrategy):
     def _sharded_state(self) -> ShardedState:
         """The current state of the module, during a run or between runs."""
         assert self.lightning_module is not None
-        return TensorState(self.lightning_module, self.optimizers, self.root_device, self._ended)
+        return ShardedState(self.lightning_module, self.optimizers, self.root_device, self._ended)
 
     # Readers for hooks: every rank gets the same values
 
@@ -280,7 +279,7 @@ class CheckpointMixin(ParallelStrategy):
             added["random_states"] *= self.dims.num_ranks
         checkpoint[PACKAGE_STATE_KEY] = added
         if self._default_form == "sharded":
-            without_engines(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
+            without_engine(checkpoint, self.lightning_module.parameters(), self.full_parameter, ranks)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, after the background save if one is running; keep any other folder, with a warning.

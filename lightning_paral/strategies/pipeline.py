@@ -23,7 +23,6 @@ from lightning_paral.engines.pipeline.checks import (
 )
 from lightning_paral.engines.pipeline.division import chain_of
 from lightning_paral.engines.pipeline.elsewhere import is_elsewhere
-from lightning_paral.engines.pipeline.ended_state import EndedPipelineState
 from lightning_paral.engines.pipeline.gradients import StageGradients
 from lightning_paral.engines.pipeline.optimizer_state import watch_state
 from lightning_paral.engines.pipeline.optimizers import check_separable
@@ -31,7 +30,7 @@ from lightning_paral.engines.pipeline.options import PipelineOptions
 from lightning_paral.engines.pipeline.parameters import without_elsewhere
 from lightning_paral.engines.pipeline.precision import StageClipping, stage_precision
 from lightning_paral.engines.pipeline.run import PipelineRun
-from lightning_paral.engines.pipeline.state import PipelineState
+from lightning_paral.engines.pipeline.state import EndedPipelineState, PipelineState
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.deferred.recording import has_mapped_weights, recording
 from lightning_paral.option_types import takes

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 def read_values(
     strategy: Any, parameters: dict[str, Parameter], optimizer: Any, *, with_state: bool
 ) -> dict[str, Tensor]:
-    """Return gradients and values of `parameters`, Adam's first moments if `with_state`, and the gradient norm."""
+    """Return gradients, values and the gradient norm of `parameters`, and if `with_state` Adam's moments and steps."""
     found: dict[str, Tensor] = {}
     has_readers = hasattr(strategy, "full_gradient")
     for name, parameter in parameters.items():
@@ -18,9 +18,9 @@ def read_values(
             found |= {name: strategy.full_gradient(parameter), f"{name} value": strategy.full_parameter(parameter)}
         else:
             found |= {name: parameter.grad, f"{name} value": parameter}  # type: ignore[dict-item]
-        if with_state:
-            state = strategy.full_optimizer_state(parameter, "exp_avg") if has_readers else optimizer.state[parameter]
-            found[f"{name} exp_avg"] = state if has_readers else state["exp_avg"]
+        for key in ("exp_avg", "step") if with_state else ():
+            read = strategy.full_optimizer_state if has_readers else lambda p, key: optimizer.state[p][key]
+            found[f"{name} {key}"] = read(parameter, key)
     if has_readers:
         found["norm"] = strategy.gradient_norm(optimizer)
     else:

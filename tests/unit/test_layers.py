@@ -43,10 +43,12 @@ MAY_READ_THE_WORLD = {
     "end ranks together": "strategies/run_watch.py",
     "tells whether the number of ranks has changed": "callbacks/auto_resume.py",
     "concern every rank, whatever it holds": "callbacks/monitor.py callbacks/preemption.py",
-    "may meet another process group": "checkpoint/state/ended_optimizers.py engines/pipeline/ended_state.py",
+    "may meet another process group": (
+        "checkpoint/ended_optimizers.py checkpoint/sharded_state.py engines/pipeline/state.py"
+    ),
     "name a rank in an error": "engines/ddp/run.py",
     "meets strategies of others, which have no dimensions": "data/evaluation.py",
-    "shard over the world": "engines/zero/engine/construction.py engines/zero/state/averaged_shards.py",
+    "shards over the world": "engines/zero/engine/construction.py",
     "gathers over the world": "engines/zero/training/usage.py",
 }
 """Files outside of `distributed`, `comm`, `compat` and `cli` that ask for the world size or the rank, by reason."""

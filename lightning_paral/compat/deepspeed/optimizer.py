@@ -17,8 +17,8 @@ NAMES: Names = {
         "._hp_optimizer_states_linked": "make DeepSpeed link masters to the states that the next step creates",
         ".bit16_groups": "know which parameters share a flat master",
         ".single_partition_of_fp32_groups": "read and write this rank's flat masters without a collective",
-        ".parallel_partitioned_bit16_groups": "let fp32 masters share the memory of fp32 weights",
-        ".real_dp_process_group": "let fp32 masters share the memory of fp32 weights",
+        ".parallel_partitioned_bit16_groups": "share the memory of fp32 weights, and gather averages of weights",
+        ".real_dp_process_group": "share the memory of fp32 weights, and gather averages of weights",
     },
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": {
         ".offload_optimizer": "find gradients where DeepSpeed keeps them",
@@ -98,6 +98,12 @@ def _masters_and_weights(optimizer: Any, stage: int) -> Iterator[tuple[Tensor, T
     shards = zip(optimizer.parallel_partitioned_bit16_groups, optimizer.real_dp_process_group, strict=True)
     weights = [by_rank[dist.get_rank(group)] for by_rank, group in shards]
     yield from zip(optimizer.single_partition_of_fp32_groups, weights, strict=True)
+
+
+def gather_weights(optimizer: Any) -> None:
+    """Give every rank of stage 1 or 2 the weights of which another rank has the masters. *Collective*."""
+    for shards, group in zip(optimizer.parallel_partitioned_bit16_groups, optimizer.real_dp_process_group, strict=True):
+        dist.all_gather(shards, shards[dist.get_rank(group)], group=group)
 
 
 def relink_masters(optimizer: Any) -> None:

@@ -41,7 +41,7 @@ NAMES: Names = {
         "_replicate_for_data_parallel": "copy a module without its parameters",
         "_compiled_call_impl": "recognize modules compiled by module.compile()",
         "_save_to_state_dict(destination, prefix, keep_vars)": "save shards in place of parameters",
-        "_load_from_state_dict(state_dict, prefix, local_metadata, strict)": "load only the shards that a rank holds",
+        "_load_from_state_dict(state_dict, prefix, local_metadata, strict)": "recognize loads of state dicts",
         "._metadata": "keep the versions of modules with a state dict",
     },
     "torch.nn.modules.module._WrappedHook": {
@@ -263,16 +263,6 @@ def set_versions(state_dict: "OrderedDict[str, Any]", versions: Any) -> None:
     state_dict._metadata = versions  # type: ignore[attr-defined]
 
 
-def load_hooks(part: Module) -> "dict[int, Callable[..., Any]]":
-    """Return the hooks that change a state dict before `part` loads it, without those of submodules."""
-    return part._load_state_dict_pre_hooks
-
-
-def set_load_hooks(part: Module, hooks: "dict[int, Callable[..., Any]]") -> None:
-    """Replace the hooks that change a state dict before `part` loads it, without those of submodules."""
-    part._load_state_dict_pre_hooks = hooks
-
-
 def save_own(part: Module, destination: dict[str, Any], prefix: str) -> None:
     """Add the parameters, buffers and extra state of `part`, without submodules, to `destination`, under `prefix`."""
     part._save_to_state_dict(destination, prefix, keep_vars=True)
@@ -281,23 +271,7 @@ def save_own(part: Module, destination: dict[str, Any], prefix: str) -> None:
 @contextmanager
 def save_submodules_by(module: Module, method: Callable[..., None]) -> Iterator[None]:
     """Save each submodule with `method(part, own, destination, prefix, keep_vars)`, where `own` is its own method."""
-    with _shadowed(module, "_save_to_state_dict", method):
-        yield
-
-
-@contextmanager
-def load_submodules_by(module: Module, method: Callable[..., None]) -> Iterator[None]:
-    """Load each submodule with `method(part, own, state_dict, prefix, metadata, *rest)`, where `own` is its own method.
-
-    `rest` consists of `strict` and the lists of missing keys, unexpected keys and errors.
-    """
-    with _shadowed(module, "_load_from_state_dict", method):
-        yield
-
-
-@contextmanager
-def _shadowed(module: Module, name: str, method: Callable[..., None]) -> Iterator[None]:
-    """Replace a method of each submodule of `module` with `method(part, own, ...)`, where `own` is the method."""
+    name = "_save_to_state_dict"
     named(NAMES, name).resolve()
     parts = list(module.modules())
     before = [vars(part).get(name) for part in parts]
@@ -310,3 +284,19 @@ def _shadowed(module: Module, name: str, method: Callable[..., None]) -> Iterato
             vars(part).pop(name, None)
             if kept is not None:
                 vars(part)[name] = kept
+
+
+@contextmanager
+def loading_hooks(module: Module, before: Callable[..., None], after: Callable[..., None]) -> Iterator[None]:
+    """Call `before` as the last and `after` as the first hook of each submodule in `load_state_dict`."""
+    handles = []
+    for part in module.modules():
+        handles.append(part.register_load_state_dict_pre_hook(before))  # type: ignore[no-untyped-call]
+        handles.append(part.register_load_state_dict_post_hook(after))  # type: ignore[no-untyped-call]
+        hooks: Any = hooks_in(part, "_load_state_dict_post_hooks")
+        hooks.move_to_end(handles[-1].id, last=False)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

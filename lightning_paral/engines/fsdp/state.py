@@ -1,28 +1,21 @@
 """The state of a module under FSDP, whose shards are DTensors."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_paral.checkpoint.dtensor_chunks import chunk_of_dtensor, dtensor_like
-from lightning_paral.checkpoint.lazy_tensor import read_chunk, read_into
-from lightning_paral.checkpoint.sharded_state import WeightShards
-from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
-from lightning_paral.checkpoint.tensor_state import TensorState
+from lightning_paral.checkpoint.ended_optimizers import EndedOptimizers
+from lightning_paral.checkpoint.sharded_state import ShardedState, WeightShards
 from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.engines.fsdp.gather import gather_after_failure, gather_at_end
 from lightning_paral.engines.fsdp.run import FSDPRun
 
 
-class FSDPState(TensorState):
-    """The state of the module of `run`, whose parameters are DTensors; implements `ShardedState`.
+class FSDPState(ShardedState):
+    """The state of the module of `run`, whose parameters are DTensors.
 
     Args:
         run: the current run.
@@ -55,7 +48,7 @@ class FSDPState(TensorState):
 
     def weight_shards(self) -> WeightShards:
         """Return the local tensors of the parameters. No collective."""
-        return DTensorShards(self._run.module)
+        return FSDPShards(self._run.module)
 
     def restore(self, ended: EndedOptimizers, *, failed: bool) -> None:
         """Restore the module: its submodules get back their own parameters, with full values, on CPU.
@@ -83,50 +76,16 @@ class FSDPState(TensorState):
             run.module.cpu()
 
 
-class DTensorShards:
-    """The local tensors of the parameters of a sharded `module`; implements `WeightShards`."""
-
-    def __init__(self, module: Module) -> None:
-        self._module = module
-        self._units = [part for part in module.modules() if isinstance(part, FSDPModule)]
+class FSDPShards(WeightShards):
+    """The local tensors of the parameters of a sharded module."""
 
     def prepare(self) -> None:
         """Reshard unsharded parameters, which copies what user code wrote to them to the shards."""
-        for unit in self._units:
-            unit.reshard()
+        for part in self.module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
 
     def current(self) -> list[Tensor]:
         """Return the local tensors of sharded parameters, and other parameters in full."""
         self.prepare()  # an evaluation with reshard_after_forward=False leaves parameters unsharded
-        with torch.no_grad():
-            return [p.to_local() if isinstance(p, DTensor) else p.detach() for p in self._module.parameters()]
-
-    def publish(self, *, borrowed: bool) -> None:
-        """Do nothing: the next unshard reads the shards."""
-
-    def keep(self) -> None:
-        """Do nothing: there are no other copies of the weights."""
-
-    def as_saved(self, number: int, average: Tensor) -> Tensor:
-        """Return the average as a DTensor placed like the parameter, or `average` if the parameter is not a DTensor."""
-        parameter = self._parameter(number)
-        if not isinstance(parameter, DTensor):
-            return average
-        return dtensor_like(average, parameter)
-
-    def read(self, number: int, stored: Tensor, average: Tensor) -> None:
-        """Copy this rank's shard of `stored`, which has the full shape, into `average`."""
-        parameter = self._parameter(number)
-        if not isinstance(parameter, DTensor):
-            read_into(stored, average)
-            return
-        chunk = chunk_of_dtensor(parameter)
-        if chunk is not None and chunk.numel:
-            read_chunk(stored, chunk, average)
-
-    def has_master(self, number: int) -> bool:
-        """Return `False`: the parameters are themselves the master weights."""
-        return False
-
-    def _parameter(self, number: int) -> Any:
-        return list(self._module.parameters())[number]
+        return super().current()

@@ -1,29 +1,26 @@
 """The state of a module that is divided among the stages of a pipeline."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.checkpoint.dtensor_chunks import dtensor_like
-from lightning_paral.checkpoint.lazy_tensor import read_into
-from lightning_paral.checkpoint.sharded_state import WeightShards
-from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
-from lightning_paral.checkpoint.state.optimizer import State, load_state, param_names, place_state, to_fqn_keys
-from lightning_paral.checkpoint.tensor_state import TensorState
-from lightning_paral.engines.pipeline.elsewhere import is_elsewhere
+from lightning_paral.checkpoint.ended_optimizers import EndedOptimizers
+from lightning_paral.checkpoint.sharded_state import ShardedState
+from lightning_paral.checkpoint.shards import FlatShard, flat, identity
+from lightning_paral.distributed.exchange import gather_objects
 from lightning_paral.engines.pipeline.run import PipelineRun
-from lightning_paral.model.clipping import local_part
 from lightning_paral.model.host_memory_check import host_memory_shortage
 
 
-class PipelineState(TensorState):
-    """The state of the module of `run`; implements `ShardedState`. Parameters of other stages are empty `FlatShard`s.
+class PipelineState(ShardedState):
+    """The state of the module of `run`. Parameters of other stages are empty `FlatShard`s.
 
     Args:
         run: the current run.
@@ -43,53 +40,14 @@ class PipelineState(TensorState):
         self._run = run
         self._ranks_per_node = ranks_per_node
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether this rank lacks parameters, which other stages have."""
-        return super().is_sharded or any(map(is_elsewhere, self.module.parameters()))
-
-    def write_shard(self, parameter: Parameter, stored: Tensor) -> bool:
-        """Leave out the parameters of other stages, and leave the others to `Module.load_state_dict`."""
-        return is_elsewhere(parameter) or super().write_shard(parameter, stored)
-
-    def load_optimizer_state(self, optimizer: Optimizer, saved: State) -> None:
-        """Load a saved state, of which only this stage's part is read."""
-        names = param_names(optimizer, self.module)
-        state = {**saved, **to_fqn_keys(saved, names)}
-        own = {name for name, parameter in self.module.named_parameters() if not is_elsewhere(parameter)}
-        state["state"] = {name: value for name, value in state["state"].items() if name in own}
-        load_state(optimizer, names, state)
-        place_state(optimizer, self.device)
-
-    def full_parameter(self, parameter: Parameter) -> Tensor:
-        """Return a copy of `parameter`. *Collective* over the pipeline."""
-        value = self._run.parameters.full(parameter, None if is_elsewhere(parameter) else parameter)
-        assert value is not None
-        return value
-
-    def full_gradient(self, parameter: Parameter) -> Tensor | None:
-        """Return a copy of the gradient of `parameter`, or `None`. *Collective* over the pipeline."""
-        return self._run.parameters.full(parameter, parameter.grad)
-
-    def full_optimizer_state(self, parameter: Parameter, key: str) -> Tensor:
-        """Return a copy of the optimizer state `key` of `parameter`. *Collective* over the pipeline.
-
-        Raises:
-            ValueError: there is no such state.
-        """
-        found = (optimizer.state.get(parameter, {}).get(key) for optimizer in self.optimizers)
-        value = next((each for each in found if each is not None), None)
-        full = self._run.parameters.full(parameter, None if value is None else torch.as_tensor(value))
-        return full if full is not None else super().full_optimizer_state(parameter, key)
+    def full(self, parameter: Parameter, shard: Tensor | None) -> Tensor | None:
+        """Return a full copy of what the stage that has `parameter` has of it. *Collective* over the pipeline."""
+        return self._run.parameters.full(parameter, None if isinstance(shard, FlatShard) else shard)
 
     def gradient_norm(self, optimizer: Any = None) -> Tensor:
         """Return the 2-norm of all gradients, or of those of one optimizer. *Collective* over the pipeline."""
         groups = [{"params": self.module.parameters()}] if optimizer is None else optimizer.param_groups
         return self._run.gradients.norm_of(parameter for group in groups for parameter in group["params"])
-
-    def weight_shards(self) -> WeightShards:
-        """Return the parameters of this stage. No collective."""
-        return StageShards(self._run)
 
     def restore(self, ended: EndedOptimizers, *, failed: bool) -> None:
         """Restore the module: all its parameters, with the values of all stages, on CPU. *Collective* over the world.
@@ -121,45 +79,43 @@ class PipelineState(TensorState):
             run.module.cpu()
 
 
-class StageShards:
-    """This rank's parameters of its stage, for averages of weights; implements `WeightShards`. Others are empty."""
+class EndedPipelineState(ShardedState):
+    """The state of a module between runs: its parameters are on all ranks, the optimizer states on their stages.
 
-    def __init__(self, run: PipelineRun) -> None:
-        self._run = run
+    Args:
+        module: the module.
+        optimizers: the optimizers of the last fit.
+        device: the device of this rank, on which collectives run.
+        ended: the optimizers of past runs.
+        stages: the pipeline stage of each rank.
+    """
 
-    def prepare(self) -> None:
-        """Do nothing, because user code writes directly to the weights."""
+    def __init__(
+        self,
+        module: Module,
+        optimizers: Sequence[Optimizer],
+        device: torch.device,
+        ended: EndedOptimizers,
+        stages: list[int],
+    ) -> None:
+        super().__init__(module, optimizers, device, ended)
+        self._stages = stages
 
-    def current(self) -> list[Tensor]:
-        """Return the parameters of this stage, or their shards, and empty tensors for those of other stages."""
-        return [
-            torch.empty(0, dtype=parameter.dtype, device=self._run.device)
-            if is_elsewhere(parameter)
-            else local_part(parameter.detach())
-            for parameter in self._run.module.parameters()
-        ]
+    def state_shard(self, parameter: Parameter, key: str) -> Any:
+        """Return this rank's shard of an optimizer state, which is empty on other stages. *Collective*.
 
-    def publish(self, *, borrowed: bool) -> None:
-        """Do nothing, because the module computes with these tensors."""
-
-    def keep(self) -> None:
-        """Do nothing: there are no other copies of the weights."""
-
-    def as_saved(self, number: int, average: Tensor) -> Tensor:
-        """Return the average, placed like the parameter, or the empty shard of a parameter of another stage."""
-        parameter: Any = self._parameter(number)
-        if isinstance(parameter, DTensor):
-            return dtensor_like(average, parameter)
-        return parameter.detach() if is_elsewhere(parameter) else average
-
-    def read(self, number: int, stored: Tensor, average: Tensor) -> None:
-        """Copy this rank's part of `stored` into `average`, unless the parameter is on another stage."""
-        if not is_elsewhere(self._parameter(number)):
-            read_into(stored, self.as_saved(number, average))
-
-    def has_master(self, number: int) -> bool:
-        """Return `False`: the parameters are themselves the master weights."""
-        return False
-
-    def _parameter(self, number: int) -> Parameter:
-        return list(self._run.module.parameters())[number]
+        Parameters outside of the units are on all stages. The first stage then has the shards.
+        """
+        value = super().state_shard(parameter, key)
+        if not dist.is_initialized() or dist.get_world_size() != len(self._stages):
+            return value
+        tensor = None if value is None else torch.as_tensor(value)
+        about: list[Any] = gather_objects(None if tensor is None else (tuple(tensor.shape), tensor.dtype), None)
+        first = next((rank for rank, each in enumerate(about) if each is not None), None)
+        if first is None:
+            return None
+        shape, dtype = about[first]
+        if isinstance(tensor, FlatShard) and self._stages[dist.get_rank()] == self._stages[first]:
+            return tensor
+        local = flat(tensor) if tensor is not None and dist.get_rank() == first else torch.empty(0, dtype=dtype)
+        return FlatShard(shape, dtype, 0, local.numel(), partial(identity, local))

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
+from lightning_paral.checkpoint.ended_optimizers import EndedOptimizers
 from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.engines.zero.engine.build import (
     build_engines,

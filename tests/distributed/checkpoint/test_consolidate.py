@@ -110,7 +110,7 @@ def test_folders_are_not_replaced(saved: Path, tmp_path: Path, consolidate: Any,
     out = tmp_path / name
     out.mkdir()
     (out / "precious").touch()
-    assert consolidate(saved, out).startswith(f"paral: {out} is a folder.")
+    assert str(out) in consolidate(saved, out)
     assert [path.name for path in out.iterdir()] == ["precious"]
 
 

@@ -1,6 +1,7 @@
 """Modules that `on_save_checkpoint` adds and that are hyper-parameters are saved as under ddp: plain and in full."""
 
 from argparse import Namespace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_paral import (
+    CheckpointError,
     CheckpointOptions,
     ParalDDPStrategy,
     ParalFSDPStrategy,
@@ -42,44 +44,34 @@ class Keeps(Chain):
         self.criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
         self.metric = MeanMetric()
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.metric.owner = Namespace(module=self, last=loss)
-        return loss
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.metric.update(2.0)
         checkpoint["kept"] = {"criterion": self.criterion, "metric": self.metric, "parts": (self.out, self.blocks[2])}
-        checkpoint["class"] = type(self.blocks[0])
 
 
-def save(label: str, path: str) -> None:
-    module = Keeps(nn.Linear(WIDTH, 3) if label in WITH_HYPER_PARAMETERS else None)
-    fit_chain(STRATEGIES[label](split="global"), 2, module=module, save_to=path, num_batches=4)
+def save(label: str, path: str, make: Callable[[], Chain]) -> None:
+    fit_chain(STRATEGIES[label](split="global"), 2, module=make, save_to=path, num_batches=4)
 
 
 @pytest.mark.parametrize("label", STRATEGIES)
 def test_added_modules_are_saved_as_in_one_process(on_ranks, tmp_path: Path, label: str) -> None:
     path = tmp_path / "x.ckpt"
-    on_ranks(2, save, label, str(path))
+    head = nn.Linear(WIDTH, 3) if label in WITH_HYPER_PARAMETERS else None
+    on_ranks(2, save, label, str(path), partial(Keeps, head))
 
     read = read_folder if path.is_dir() else torch.load
     checkpoint = read(path, weights_only=False)
     kept = checkpoint["kept"]
-    module = kept["metric"].owner.module
-    assert type(module) is Keeps
-    assert checkpoint["class"] is type(kept["parts"][1]) is Block
-    assert (kept["parts"][0], kept["criterion"], kept["metric"]) == (module.out, module.criterion, module.metric)
+    out, block = kept["parts"]
+    assert (type(out), type(block), type(kept["criterion"])) == (nn.Linear, Block, nn.CrossEntropyLoss)
     assert torch.equal(kept["criterion"].weight, torch.tensor([1.0, 2.0, 3.0]))
     assert kept["metric"].compute() == 2.0
-    assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
-    weights = {name: value for name, value in module.state_dict().items() if not name.startswith("metric")}
-    for name, value in weights.items():
-        assert type(value) is Tensor
-        assert torch.equal(value, checkpoint["state_dict"][name] + 0)
-    fresh = Keeps()
-    fresh.load_state_dict(weights)
-    assert torch.equal(module(torch.ones(2, 5)), fresh(torch.ones(2, 5)))
+    assert block(torch.ones(2, WIDTH)).isfinite().all()
+    for prefix, module in {"out": out, "blocks.2": block}.items():
+        assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+        for name, value in module.state_dict().items():
+            assert type(value) is Tensor
+            assert torch.equal(value, checkpoint["state_dict"][f"{prefix}.{name}"] + 0)
     head = checkpoint["hyper_parameters"]["head"]
     assert (head is not None) is (label in WITH_HYPER_PARAMETERS)
     if head is not None:
@@ -88,3 +80,18 @@ def test_added_modules_are_saved_as_in_one_process(on_ranks, tmp_path: Path, lab
         for name, value in head.state_dict().items():
             assert torch.equal(value, checkpoint["state_dict"][f"out.{name}"] + 0)
         assert torch.equal(Keeps.load_from_checkpoint(path, weights_only=False).out.weight, head.weight)
+
+
+class Refers(Chain):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["kept"] = Namespace(part=self.blocks[2])
+
+
+def save_refused(label: str, path: str) -> None:
+    with pytest.raises(CheckpointError, match=r"x.ckpt failed on rank 0 of 2: .*(Can't pickle|full_)"):
+        save(label, path, Refers)
+
+
+@pytest.mark.parametrize("label", ["fsdp", "tp", "zero3", "pp"])
+def test_objects_that_refer_to_sharded_modules_are_refused(on_ranks, tmp_path: Path, label: str) -> None:
+    on_ranks(2, save_refused, label, str(tmp_path / "x.ckpt"))

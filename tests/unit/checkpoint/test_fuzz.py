@@ -25,7 +25,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from lightning_paral import CheckpointError
-from lightning_paral.checkpoint.io.files import record_bytes
+from lightning_paral.checkpoint.checksums import record_bytes
 from lightning_paral.checkpoint.lazy_tensor import materialize
 from lightning_paral.checkpoint.load import peek
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest, sealed

@@ -134,3 +134,15 @@ def test_meshes_of_earlier_groups_are_removed() -> None:
             result = distribute_tensor(torch.ones(2), mesh, [Shard(0)]).cos()
 
             assert result.device_mesh is mesh, "results are on the mesh of an earlier run, whose group is gone"
+
+
+def test_hooks_of_a_load_run_between_those_of_the_user() -> None:
+    module, called = torch.nn.Linear(2, 2), []
+    module.register_load_state_dict_pre_hook(lambda *_: called.append("user's pre-hook"))
+    module.register_load_state_dict_post_hook(lambda *_: called.append("user's post-hook"))
+
+    with modules.loading_hooks(module, lambda *_: called.append("before"), lambda *_: called.append("after")):
+        module.load_state_dict(module.state_dict())
+    module.load_state_dict(module.state_dict())
+
+    assert called == ["user's pre-hook", "before", "after", "user's post-hook", "user's pre-hook", "user's post-hook"]

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.checkpoint.lazy_tensor import materialize, read_flat_range
+from lightning_paral.checkpoint.optimizer_state import SavedOptimizer, State, hyper_parameters, to_int_keys
 from lightning_paral.checkpoint.shards import FlatShard
-from lightning_paral.checkpoint.state.optimizer import SavedOptimizer, State, hyper_parameters, to_int_keys
 from lightning_paral.compat.deepspeed.engine import overlaps
-from lightning_paral.compat.deepspeed.optimizer import link_states, link_states_of_next_step
+from lightning_paral.compat.deepspeed.optimizer import gather_weights, link_states, link_states_of_next_step
 from lightning_paral.engines.zero.parameters.partition import write_gathered
 from lightning_paral.engines.zero.state.fp32_partitions import FlatRange, Partition, SubgroupSwapper, make_partitions
 from lightning_paral.engines.zero.training.usage import Usage
@@ -98,15 +98,13 @@ class EngineShards:
 
         An element of a master copy stays as it is if, cast to the dtype of the parameter, it equals the new value.
         """
-        by_partition: _Writes = {}
+        ranges = []
         for parameter, values in written:
-            partition = self._partition_by_id[id(parameter)]
-            flat_range = partition.ranges[id(parameter)]
-            shard = values.reshape(-1)[flat_range.start : flat_range.start + flat_range.numel]
-            by_partition.setdefault(partition, []).append((flat_range, shard))
+            start, numel = self.local_flat_range(parameter)
+            ranges.append((parameter, values.reshape(-1)[start : start + numel]))
             if self._stage == 3:
                 write_gathered(parameter, values)
-        self._write(by_partition)
+        self.write_flat_ranges(ranges)
 
     def write_flat_ranges(self, ranges: list[tuple[Parameter, Tensor]]) -> None:
         """Copy new values of this rank's flat ranges, each 1-dimensional, into the fp32 weights."""
@@ -114,9 +112,6 @@ class EngineShards:
         for parameter, values in ranges:
             partition = self._partition_by_id[id(parameter)]
             by_partition.setdefault(partition, []).append((partition.ranges[id(parameter)], values))
-        self._write(by_partition)
-
-    def _write(self, by_partition: _Writes) -> None:
         for partition, shards in by_partition.items():
             with partition.in_memory(write=True) as (flat, _):
                 for flat_range, shard in shards:
@@ -124,6 +119,11 @@ class EngineShards:
                     shard = shard.to(master.device)
                     master.copy_(torch.where(master.to(shard.dtype) == shard, master, shard.to(master.dtype)))
                 partition.publish()
+
+    def gather_weights(self) -> None:
+        """At stages 1 and 2, give every rank the weights that the others update, as a step does. *Collective*."""
+        if self._stage < 3:
+            gather_weights(self._optimizer)
 
     def watch_usage(self, *, find_unused: bool) -> Usage:
         """Record from now on which parameters get gradients, and make the optimizer leave the others unchanged."""
@@ -146,21 +146,24 @@ class EngineShards:
 
     def optimizer_state(self) -> State:
         """Return the optimizer's state, keyed by index of the parameter. Its tensors are `FlatShard`s."""
-        state: dict[str, dict[str, Any]] = {}
         names = [name for group_names in self.users.names for name in group_names]
-        for name in names:
-            partition = self._partition_by_id.get(id(self._parameters[name]))
-            if partition is not None and (self._usage is None or self._usage.has_state(self._parameters[name])):
-                found = self._parameter_state(self._parameters[name], partition)
-                if found:
-                    state[name] = found
+        found = {name: self.parameter_state(self._parameters[name]) for name in names}
+        state = {name: values for name, values in found.items() if values}
         groups = [
             hyper_parameters(group) | {"params": list(group_names)}
             for group, group_names in zip(self.users.groups, self.users.names, strict=True)
         ]
         return to_int_keys({"state": state, "param_groups": groups})
 
-    def _parameter_state(self, parameter: Parameter, partition: Partition) -> dict[str, Any]:
+    def parameter_state(self, parameter: Parameter) -> dict[str, Any]:
+        """Return the optimizer's state of `parameter`, with `FlatShard`s; empty if it has none.
+
+        Raises:
+            CheckpointError: the state is not one value per element.
+        """
+        partition = self._partition_by_id.get(id(parameter))
+        if partition is None or (self._usage is not None and not self._usage.has_state(parameter)):
+            return {}
         found: dict[str, Any] = {}
         for key, value in partition.state.items():
             if isinstance(value, Tensor) and value.shape == partition.flat.shape and value.dim():

@@ -1,35 +1,37 @@
-"""The state of a module under ZeRO: `ShardedState` over DeepSpeed's partitions of weights and optimizer states."""
+"""The state of a module under ZeRO: DeepSpeed's partitions of weights and optimizer states."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.checkpoint.sharded_state import WeightShards
-from lightning_paral.checkpoint.state.ended_optimizers import gather_full_tensor
-from lightning_paral.checkpoint.state.optimizer import State
-from lightning_paral.checkpoint.tensor_state import TensorState
+from lightning_paral.checkpoint.lazy_tensor import read_flat_range
+from lightning_paral.checkpoint.optimizer_state import State
+from lightning_paral.checkpoint.sharded_state import ShardedState, WeightShards
+from lightning_paral.checkpoint.shards import FlatShard, identity
 from lightning_paral.engines.zero.parameters.partition import (
     full_shape,
     is_stage3_parameter,
     local_flat_range,
+    local_shard,
     read_partition,
     write_partition,
     write_partitions,
 )
+from lightning_paral.engines.zero.parameters.watched import plain_data
 from lightning_paral.engines.zero.parameters.writes import Writes
-from lightning_paral.engines.zero.state.averaged_shards import ZeroWeightShards
 from lightning_paral.engines.zero.state.engine_shards import EngineShards
 from lightning_paral.engines.zero.training.joint_gradients import Gradients
 from lightning_paral.engines.zero.training.users_optimizer import optimizer_index
 from lightning_paral.errors import ConfigurationError
 
 
-class ZeroState(TensorState):
-    """Implements `ShardedState` for a module under ZeRO.
+class ZeroState(ShardedState):
+    """The state of a module under ZeRO.
 
     A parameter is stored in one of three ways: as an fp32 master copy in the engine that trains it (if its dtype is not
     fp32, and always at stage 3), as a partition of stage 3, or as a plain tensor. Before `start_training` there are no
@@ -122,15 +124,20 @@ class ZeroState(TensorState):
         for engine in self._engines:
             engine.write_flat_ranges([pair for pair in ranges if engine.has(pair[0])])
 
-    def local_flat_range(self, parameter: Parameter) -> tuple[int, int]:
+    def gather_weights(self) -> None:
+        """Give every rank the flat ranges that the other ranks update, at stages 1 and 2. *Collective*."""
+        for engine in self._engines:
+            engine.gather_weights()
+
+    def local_flat_range(self, parameter: Parameter) -> tuple[int, int] | None:
         """Return start and length of the range of flattened `parameter` that this rank updates, or stores if frozen.
 
-        For a frozen parameter that every rank has in full, the range is all of it.
+        `None` for a frozen parameter that every rank has in full.
         """
         if is_stage3_parameter(parameter):
             return local_flat_range(parameter)
         engine = self._engine_for_parameter(parameter)
-        return (0, parameter.numel()) if engine is None else engine.local_flat_range(parameter)
+        return None if engine is None else engine.local_flat_range(parameter)
 
     def has_master(self, parameter: Parameter) -> bool:
         """Return whether `read_shard` reads an fp32 master copy of `parameter`, not the weight of forward passes."""
@@ -152,18 +159,6 @@ class ZeroState(TensorState):
 
     # Full tensors
 
-    def full_parameter(self, parameter: Parameter) -> Tensor:
-        """Return a full copy of `parameter`, in fp32 if it has a master copy. *Collective*."""
-        import deepspeed
-
-        self.collect_writes()
-        if self.gradients is not None and any(g.covers(parameter) for g in self.gradients.per_optimizer):
-            full: Tensor | None = deepspeed.utils.safe_get_full_fp32_param(parameter)
-            if full is not None:
-                return full.detach().clone()
-        with deepspeed.zero.GatheredParameters([parameter]):
-            return parameter.detach().clone()
-
     def full_gradient(self, parameter: Parameter) -> Tensor | None:
         """Return the full averaged gradient of `parameter` in fp32; `None` if it is frozen. *Collective*.
 
@@ -173,30 +168,10 @@ class ZeroState(TensorState):
         """
         return self._fit_gradients().full(parameter)
 
-    def full_optimizer_state(self, parameter: Parameter, key: str) -> Tensor:
-        """Return the full optimizer state `key` of `parameter`. *Collective*.
-
-        Raises:
-            ConfigurationError: it is called outside of a fit, and no earlier fit has left this state.
-            ValueError: the optimizer has no such state, or not yet.
-        """
-        import deepspeed
-
-        if self.gradients is None:  # after the fit
-            found = [o.state[parameter][key] for o in self.optimizers if key in o.state.get(parameter, {})]
-            if found:
-                return gather_full_tensor(found[0], self.device)
-        self._fit_gradients()
-        try:
-            state: Tensor | None = deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
-        except (KeyError, TypeError, AttributeError):
-            state = None
-        if state is None:
-            raise ValueError(
-                f"The optimizer has no state {key!r} for this parameter. Optimizers create their state in their first "
-                "step."
-            )
-        return state
+    def state_shard(self, parameter: Parameter, key: str) -> Any:
+        """Return this rank's flat range of an optimizer state; `None` if there is none. Not a collective."""
+        engine = self._engine_for_parameter(parameter)
+        return super().state_shard(parameter, key) if engine is None else engine.parameter_state(parameter).get(key)
 
     def gradient_norm(self, optimizer: Any = None) -> Tensor:
         """Return the 2-norm of the averaged gradients of all optimizers, or of one: a scalar, fp32. *Collective*.
@@ -210,7 +185,7 @@ class ZeroState(TensorState):
 
     def _fit_gradients(self) -> Gradients:
         if self.gradients is None:
-            raise ConfigurationError("Gradients and optimizer states exist during trainer.fit only.")
+            raise ConfigurationError("Gradients exist during trainer.fit only.")
         return self.gradients
 
     # Averages of weights
@@ -219,3 +194,69 @@ class ZeroState(TensorState):
         """Return this rank's flat ranges of the weights, for averages of them. *Collective*."""
         assert self.writes is not None
         return ZeroWeightShards(self.module, self, self.writes)
+
+
+class ZeroWeightShards(WeightShards):
+    """This rank's flat ranges of the parameters during a fit, for averages of weights.
+
+    At stages 1 and 2 every rank computes with full weights, but averages only the ranges that it updates. The ranks
+    all-gather the averages before an evaluation that uses them, and when the averages become the weights.
+
+    Args:
+        module: the module whose parameters are averaged.
+        state: the state with the weights and master copies.
+        writes: the record of what user code writes to parameters.
+    """
+
+    def __init__(self, module: Module, state: ZeroState, writes: Writes) -> None:
+        super().__init__(module)
+        self._parameters: list[Any] = list(module.parameters())
+        self._state = state
+        self._writes = writes
+        self._ranges = [state.local_flat_range(parameter) for parameter in self._parameters]
+
+    def prepare(self) -> None:
+        """Copy the values that user code wrote to parameters into DeepSpeed's own copies of them."""
+        self._writes.collect()
+
+    def current(self) -> list[Tensor]:
+        """Return this rank's flat ranges of the weights that forward passes use, as 1-dimensional tensors."""
+        self._writes.collect_from_copies()
+        return [self._shard(parameter, own) for parameter, own in zip(self._parameters, self._ranges, strict=True)]
+
+    def _shard(self, parameter: Any, own: tuple[int, int] | None) -> Tensor:
+        if is_stage3_parameter(parameter):
+            return local_shard(parameter)
+        flat = plain_data(parameter).view(-1)
+        return flat if own is None else flat[own[0] : own[0] + own[1]]
+
+    def publish(self, *, borrowed: bool) -> None:
+        """Use the current values in forward passes: full parameters get the flat ranges of all ranks. *Collective*.
+
+        Args:
+            borrowed: whether the values are averages for an evaluation, after which the weights are restored.
+        """
+        self._state.gather_weights()
+        # User code may write to borrowed weights. These values must not reach the master copies.
+        self._writes.set_write_back(write_partitions if borrowed else self._state.write_full_values)
+        self._writes.mark_unwritten()
+
+    def keep(self) -> None:
+        """Make the current values the weights of the module, also in its master copies."""
+        self._state.write_flat_ranges(list(zip(self._parameters, self.current(), strict=True)))
+
+    def as_saved(self, number: int, average: Tensor) -> Tensor:
+        """Return the average of parameter `number` for a checkpoint: full, or as a `FlatShard` if it is sharded."""
+        shape, own = full_shape(self._parameters[number]), self._ranges[number]
+        if own is None:
+            return average.view(shape)
+        return FlatShard(shape, average.dtype, *own, partial(identity, average))
+
+    def read(self, number: int, stored: Tensor, average: Tensor) -> None:
+        """Copy this rank's flat range of `stored` into `average`."""
+        own = self._ranges[number]
+        read_flat_range(stored, 0 if own is None else own[0], average)
+
+    def has_master(self, number: int) -> bool:
+        """Return whether a checkpoint holds the fp32 master copy of parameter `number`."""
+        return self._state.has_master(self._parameters[number])

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
-from lightning_paral.checkpoint.state.optimizer import hyper_parameters, param_names
+from lightning_paral.checkpoint.optimizer_state import hyper_parameters, param_names
 from lightning_paral.compat.deepspeed.runtime import cache_cpu_info
 from lightning_paral.compat.lightning.strategies import is_mock_optimizer
 from lightning_paral.compat.torch import optimizers

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_paral.checkpoint.state.optimizer import list_names
+from lightning_paral.checkpoint.optimizer_state import list_names
 from lightning_paral.errors import CheckpointError, ConfigurationError
 from lightning_paral.model.engine_attributes import class_without_engine
 
@@ -25,26 +25,21 @@ def describe_models(module: Module) -> list[dict[str, str]]:
     `prefix` is that of the names of its weights, with the dot; the others are the texts of two JSON files.
     `transformers` is not imported here: unless the user has imported it, no such model exists.
     """
-    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    found = []
-    for name, model in _outermost(module, base) if base is not None else ():
+    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+    found: dict[str, dict[str, str]] = {}
+    for name, model in module.named_modules():  # parents come first
+        prefix = f"{name}." if name else ""
+        if not isinstance(model, base) or any(prefix.startswith(outer) for outer in found):
+            continue
+        found[prefix] = {}
         with suppress(Exception):  # a custom config may raise any error, and that must not make the save fail
             config = json.loads(model.config.to_json_string())
-            described = {"prefix": f"{name}." if name else ""}
-            described["config"] = json.dumps(config | {"architectures": [class_without_engine(type(model)).__name__]})
+            config["architectures"] = [class_without_engine(type(model)).__name__]
+            described = {"prefix": prefix, "config": json.dumps(config)}
             if model.can_generate() and model.generation_config is not None:
                 described["generation_config"] = model.generation_config.to_json_string()
-            found.append(described)
-    return found
-
-
-def _outermost(module: Module, base: type) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the module of each instance of `base` that is not inside another instance."""
-    found: list[str] = []
-    for name, part in module.named_modules():  # parents come first
-        if isinstance(part, base) and not any(name.startswith(prefix) for prefix in found):
-            found.append(f"{name}." if name else "")
-            yield name, part
+            found[prefix] = described
+    return [described for described in found.values() if described]
 
 
 def without_wrappers(name: str) -> str:
@@ -98,17 +93,16 @@ def build_model(described: list[dict[str, str]], config: Path | None, prefix: st
 def _read(path: Path) -> dict[str, str]:
     """Return the texts of `config.json` and, if there is one, `generation_config.json`."""
     folder = path if path.is_dir() else path.parent
-    files = {"config": folder / "config.json" if path.is_dir() else path}
+    files = {"config": path / "config.json" if path.is_dir() else path}
     if (folder / "generation_config.json").is_file():
         files["generation_config"] = folder / "generation_config.json"
     try:
         texts = {key: file.read_text() for key, file in files.items()}
-        if all(isinstance(json.loads(text), dict) for text in texts.values()):
-            return texts
-        reason = "it is not a JSON object"
+        if not all(isinstance(json.loads(text), dict) for text in texts.values()):
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
-        reason = str(error)
-    raise ConfigurationError(f"{path} is not the config of a model: {reason}.")
+        raise ConfigurationError(f"{path} is not the config of a model: {error}.") from error
+    return texts
 
 
 def fill(model: Any, weights: Mapping[str, Tensor]) -> None:

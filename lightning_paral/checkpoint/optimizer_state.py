@@ -1,18 +1,15 @@
 """Optimizer state keyed by FQN, so that it does not depend on the order, grouping and sharding of parameters."""
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.fabric.utilities import move_data_to_device
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.checkpoint.host_memory import fresh_like
 from lightning_paral.checkpoint.lazy_tensor import materialize, read_into
+from lightning_paral.checkpoint.shards import FlatShard
 from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.errors import CheckpointError
 
@@ -72,21 +69,18 @@ def to_fqn_keys(state: State, names: Sequence[Sequence[str]] | None = None) -> S
         return {"state": dict(state.get("state", {})), "param_groups": [dict(group) for group in groups]}
     if names is None or any("param_names" in group for group in groups):
         names = [group["param_names"] for group in groups]
-    if [len(group["params"]) for group in groups] != [len(group_names) for group_names in names]:
+    sizes, own_sizes = [len(group["params"]) for group in groups], [len(group_names) for group_names in names]
+    if sizes != own_sizes:
         raise CheckpointError(
-            f"The checkpoint's optimizer has groups of {[len(group['params']) for group in groups]} parameters without "
-            f"names, but this optimizer has groups of {[len(group_names) for group_names in names]}. {_REMEDY}"
+            f"The checkpoint's optimizer has groups of {sizes} parameters without names, but this optimizer has groups "
+            f"of {own_sizes}. {_REMEDY}"
         )
-    name_of = {
-        number: name
-        for group, group_names in zip(groups, names, strict=True)
-        for number, name in zip(group["params"], group_names, strict=True)
-    }
+    numbers = [number for group in groups for number in group["params"]]
+    name_of = dict(zip(numbers, [name for group_names in names for name in group_names], strict=True))
     return {
         "state": {name_of[number]: value for number, value in state["state"].items()},
         "param_groups": [
-            hyper_parameters(group) | {"params": list(group_names)}
-            for group, group_names in zip(groups, names, strict=True)
+            hyper_parameters(group) | {"params": [name_of[number] for number in group["params"]]} for group in groups
         ],
     }
 
@@ -149,17 +143,17 @@ class SavedOptimizer:
         """
         saved: list[dict[str, Any]] = []
         for name in names:
-            of_name = {key: _plain(value) for key, value in hyper_parameters(self._group_of[name]).items()}
-            if of_name not in saved:
-                saved.append(of_name)
+            found = tree_map_only(Tensor, _as_number, hyper_parameters(self._group_of[name]))
+            if found not in saved:
+                saved.append(found)
         if len(saved) > 1:
             raise CheckpointError(
                 "Parameters in the same group of the optimizer have different hyper-parameters in the checkpoint: "
                 f"{saved[0]} and {saved[1]}. {_REMEDY}"
             )
         ours = hyper_parameters(group)
-        found = {key: value for key, value in (saved[0] if saved else {}).items() if key in ours or key == "initial_lr"}
-        return ours | found
+        known = {*ours, "initial_lr"}
+        return ours | {key: value for each in saved for key, value in each.items() if key in known}
 
 
 def load_state(optimizer: Optimizer, names: Sequence[Sequence[str]], saved: State) -> None:
@@ -175,42 +169,23 @@ def load_state(optimizer: Optimizer, names: Sequence[Sequence[str]], saved: Stat
     """
     checkpoint = SavedOptimizer(saved, names)
     state: dict[int, dict[str, Any]] = {}
-    groups, number = [], 0
+    groups: list[dict[str, Any]] = []
     for group, group_names in zip(optimizer.param_groups, names, strict=True):
-        numbers = list(range(number, number + len(group_names)))
-        groups.append(checkpoint.hyper_parameters(group, group_names) | {"params": numbers})
-        for parameter, name in zip(group["params"], group_names, strict=True):
-            found = checkpoint.state.get(name)
-            if found is not None:
+        start = sum(len(each["params"]) for each in groups)
+        numbers = range(start, start + len(group_names))
+        groups.append(checkpoint.hyper_parameters(group, group_names) | {"params": list(numbers)})
+        for number, name, parameter in zip(numbers, group_names, group["params"], strict=True):
+            if name in checkpoint.state and not isinstance(parameter, FlatShard):  # that of another stage
+                found = checkpoint.state[name]
                 state[number] = {key: _restore_value(key, value, parameter) for key, value in found.items()}
-            number += 1
     others = tree_map_only(Tensor, _copy, other_entries(saved))
     optimizer.load_state_dict(others | {"state": state, "param_groups": groups})
-
-
-def place_state(optimizer: Optimizer, otherwise: torch.device) -> None:
-    """Move the state of each parameter to the device of the parameter.
-
-    Step counters are not moved: the optimizer keeps them on the host, or on the device if it is fused or capturable.
-
-    Args:
-        optimizer: any optimizer. Its state may be something other than one dict per parameter.
-        otherwise: the device for state that does not belong to a parameter.
-    """
-    for owner, state in optimizer.state.items():
-        device = owner.device if isinstance(owner, Tensor) else otherwise
-        if not isinstance(state, MutableMapping):
-            optimizer.state[owner] = apply_to_collection(state, Tensor, move_data_to_device, device, allow_frozen=True)
-            continue
-        for key, value in state.items():
-            if key != "step":
-                state[key] = move_data_to_device(value, device)
 
 
 def _restore_value(key: str, value: Any, parameter: Parameter) -> Any:
     if not isinstance(value, Tensor) or key == "step" or value.shape != parameter.shape:
         return tree_map_only(Tensor, _copy, value)
-    target = _memory_for(parameter.detach())
+    target = torch.empty_like(parameter.detach())
     read_into(value, target)
     return target
 
@@ -219,17 +194,8 @@ def _copy(value: Tensor) -> Tensor:
     return materialize(value).clone()
 
 
-def _memory_for(parameter: Tensor) -> Tensor:
-    if isinstance(parameter, DTensor):
-        local = _memory_for(parameter.to_local())
-        mesh, placements = parameter.device_mesh, parameter.placements
-        return DTensor.from_local(local, mesh, placements, shape=parameter.shape, stride=parameter.stride())
-    on_host = parameter.device.type == "cpu" and parameter.is_contiguous()
-    return fresh_like(parameter) if on_host else torch.empty_like(parameter)
-
-
-def _plain(value: Any) -> Any:
-    return materialize(value).item() if isinstance(value, Tensor) and value.numel() == 1 else value
+def _as_number(value: Tensor) -> Any:
+    return materialize(value).item() if value.numel() == 1 else value
 
 
 def list_names(title: str, names: Sequence[str]) -> str:

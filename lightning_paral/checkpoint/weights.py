@@ -1,8 +1,6 @@
 """The weights of a module in a checkpoint: collect this rank's shards, and load weights by name after checking them."""
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import copy
 from typing import Any
 
@@ -10,27 +8,25 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torchmetrics import Metric
 
-from lightning_paral.checkpoint.formats.hugging_face import KEY as MODELS_KEY
-from lightning_paral.checkpoint.formats.hugging_face import describe_models
+from lightning_paral.checkpoint.hugging_face import KEY as MODELS_KEY
+from lightning_paral.checkpoint.hugging_face import describe_models
 from lightning_paral.checkpoint.lazy_tensor import LazyTensor, materialize
+from lightning_paral.checkpoint.optimizer_state import list_names
 from lightning_paral.checkpoint.sharded_state import ShardedState
-from lightning_paral.checkpoint.state.optimizer import list_names
+from lightning_paral.checkpoint.tree import is_state_key
 from lightning_paral.compat.torch.modules import (
     EXTRA_STATE,
-    load_hooks,
-    load_submodules_by,
-    own_children,
+    loading_hooks,
     own_parameters,
     save_own,
     save_submodules_by,
-    set_load_hooks,
     versions_in,
 )
 from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.errors import CheckpointError, ParalError
+from lightning_paral.model.engine_attributes import attributes_without_engine, class_without_engine
 
 PACKAGE_STATE_KEY = "lightning_paral"
 """Key in a checkpoint for the state that only this package reads: the names of frozen parameters that were not saved,
@@ -107,7 +103,8 @@ def load_weights(
     """Call `module.load_state_dict(state_dict, strict=strict)`, in which each rank reads only its shards.
 
     It is called twice, with its hooks and overrides: the first time, names and shapes are compared, the second time,
-    values are loaded.
+    values are loaded. After the hooks of each submodule, one of ours takes out what `load_state_dict` itself
+    shall not load.
 
     Args:
         module: the unwrapped LightningModule.
@@ -122,63 +119,46 @@ def load_weights(
     missing: list[str] = []
     unexpected: list[str] = []
     shapes: list[str] = []
-    filled: set[int] = set()
+    taken, filled = set(left_out), set[int]()
 
-    def compare(part: Module, own: Callable[..., Any], state: Any, prefix: str, about: Any, *rest: Any) -> None:
-        _run_hooks(part, state, prefix, about, *rest)
-        expected: dict[str, Any] = {}
-        save_own(part, expected, prefix)
-        absent = [name for name in expected if name not in state and name not in left_out]
-        known = tuple(f"{prefix}{name}." for name in own_children(part))
-        unknown = [
-            name
-            for name in state
-            if name.startswith(prefix) and not name.startswith(known) and name not in expected
-            if not isinstance(part, Metric)  # expects entries of its own
-        ]
-        different = [
-            f"{name} (checkpoint {tuple(state[name].shape)}, module {into.full_shape(value)})"
-            for name, value in expected.items()
-            if isinstance(value, Tensor) and isinstance(state.get(name), Tensor)
-            if not name.endswith(EXTRA_STATE)  # the size of a tensor in it may change from save to save
-            if tuple(state[name].shape) != into.full_shape(value)
-        ]
-        for found, ours, theirs in zip(
-            (absent, unknown, different), (missing, unexpected, shapes), rest[1:], strict=True
-        ):
-            ours += found
-            theirs += found
+    def compare(part: Module, state: Any, prefix: str, about: Any, strict: Any, *lists: Any) -> None:
+        own: dict[str, Any] = {}
+        save_own(part, own, prefix)
+        for name in [name for name in own if name in state]:
+            saved, value = state.pop(name), own[name]
+            taken.add(name)
+            has_shape = isinstance(value, Tensor) and isinstance(saved, Tensor)
+            # The size of a tensor in an extra state may change from save to save.
+            if has_shape and not name.endswith(EXTRA_STATE) and tuple(saved.shape) != into.full_shape(value):
+                shapes.append(f"{name} (checkpoint {tuple(saved.shape)}, module {into.full_shape(value)})")
+                lists[2].append(shapes[-1])
 
-    def load(part: Module, own: Callable[..., Any], state: Any, prefix: str, about: Any, *rest: Any) -> None:
-        _run_hooks(part, state, prefix, about, *rest)
-        done = set()
+    def load(part: Module, state: Any, prefix: str, *_: Any) -> None:
         for name, parameter in own_parameters(part).items():
             saved = state.get(prefix + name)
             if parameter is None or not isinstance(saved, Tensor):
                 continue
             if id(parameter) in filled or into.write_shard(parameter, saved):  # tied parameters have several names
                 filled.add(id(parameter))
-                done.add(prefix + name)
-        # A module may keep its extra state.
-        entries = {
-            name: tree_map_only(LazyTensor, materialize, value) if name.endswith(EXTRA_STATE) else value
-            for name, value in state.items()
-            if name not in done
-        }
-        with _without_hooks(part):
-            own(entries, prefix, about, *rest)
-        rest[1][:] = [name for name in rest[1] if name not in done and name not in left_out]
+                del state[prefix + name]
+        if prefix + EXTRA_STATE in state:  # which a module may keep
+            state[prefix + EXTRA_STATE] = tree_map_only(LazyTensor, materialize, state[prefix + EXTRA_STATE])
+
+    def correct(part: Module, keys: Any) -> None:
+        keys.missing_keys[:] = [name for name in keys.missing_keys if name not in taken]
+        missing.extend(keys.missing_keys)
+        unexpected.extend(keys.unexpected_keys)
 
     try:
-        with load_submodules_by(module, compare):
+        with loading_hooks(module, compare, correct):
             module.load_state_dict(copy(state_dict), strict=strict)
     except RuntimeError as error:
         if isinstance(error, ParalError) or not (missing or unexpected or shapes):
             raise
         raise CheckpointError(
             f"The checkpoint's weights do not match {type(module).__name__}. "
-            + list_names("Missing in the checkpoint", sorted(missing) if strict else [])
-            + list_names("Only in the checkpoint", sorted(unexpected) if strict else [])
+            + list_names("Missing in the checkpoint", sorted({*missing}) if strict else [])
+            + list_names("Only in the checkpoint", sorted({*unexpected}) if strict else [])
             + list_names("Different shape", shapes)
             + ("To load only the weights whose names match, set `module.strict_loading = False`." if not shapes else "")
         ) from error
@@ -188,21 +168,61 @@ def load_weights(
             f"{len(kept)} frozen parameters are not in the checkpoint, and keep the values with which the module was "
             f"built: {', '.join(kept[:4])}{', ...' if len(kept) > 4 else ''}."
         )
-    with load_submodules_by(module, load), torch.no_grad():
+    with loading_hooks(module, load, correct), torch.no_grad():
         module.load_state_dict(copy(state_dict), strict=strict)
 
 
-def _run_hooks(part: Module, state: Any, *about: Any) -> None:
-    """Run the load-state-dict pre-hooks of `part`, which convert the entries that its older versions saved."""
-    for hook in load_hooks(part).values():
-        hook(state, *about)
+def without_engine(
+    checkpoint: dict[str, Any],
+    parameters: Iterable[Parameter],
+    full_parameter: Callable[[Parameter], Tensor],
+    ranks: RankGroup,
+) -> None:
+    """Replace modules in `checkpoint` by copies as they would be without an engine: unsharded, without its hooks.
+
+    Networks and losses are among the hyper-parameters after `save_hyperparameters()`, and `on_save_checkpoint` may add
+    any module. Under FSDP and ZeRO, the parameters of trained modules are sharded, their class is replaced, and they
+    have hooks. *Collective* over `ranks`. Rank 0, which saves them, gets the values.
+
+    Args:
+        checkpoint: the checkpoint in Lightning's format. Modules are found in dicts, lists, tuples, and other modules.
+        parameters: all parameters that may be sharded, in the same order on all ranks.
+        full_parameter: returns the full values of a parameter. *Collective* over `ranks`.
+        ranks: the ranks that save together.
+    """
+    ordered = list(parameters)
+    numbers = {id(parameter): number for number, parameter in enumerate(ordered)}
+    copies: dict[int, Any] = {}
+    copied = {key: _copy(value, numbers, copies) for key, value in checkpoint.items() if not is_state_key(key)}
+    found = ranks.gather([number for id_, number in numbers.items() if id_ in copies])
+    for number in sorted({number for of_rank in found for number in of_rank}):
+        full = full_parameter(ordered[number])
+        if ranks.is_rank_0 and id(ordered[number]) in copies:
+            copies[id(ordered[number])].data = full.detach().cpu()
+    if copies:
+        checkpoint.update(copied)
 
 
-@contextmanager
-def _without_hooks(part: Module) -> Iterator[None]:
-    hooks = load_hooks(part)
-    set_load_hooks(part, OrderedDict())
-    try:
-        yield
-    finally:
-        set_load_hooks(part, hooks)
+def _copy(value: Any, numbers: Mapping[int, int], copies: dict[int, Any]) -> Any:
+    """Return a copy of containers and modules, in which the parameters in `numbers` are empty.
+
+    `copies` gets modules and parameters by the `id` of the original.
+    """
+    if id(value) in copies:
+        return copies[id(value)]
+    if isinstance(value, Module):
+        cls: Any = class_without_engine(type(value))
+        module = copies[id(value)] = cls.__new__(cls)
+        attributes = attributes_without_engine(vars(value), type(value))
+        vars(module).update({name: _copy(each, numbers, copies) for name, each in attributes.items()})
+        return module
+    if id(value) in numbers:
+        copies[id(value)] = Parameter(torch.empty(0), requires_grad=value.requires_grad)
+        return copies[id(value)]
+    if isinstance(value, dict):
+        copied = copy(value)  # preserves the type and attributes
+        copied.update({key: _copy(each, numbers, copies) for key, each in value.items()})
+        return copied
+    if type(value) in (list, tuple):
+        return type(value)(_copy(each, numbers, copies) for each in value)
+    return value

@@ -1,1 +1,0 @@
-"""The formats of a checkpoint on disk, each with its writer and its reader."""

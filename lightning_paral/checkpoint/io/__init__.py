@@ -1,1 +1,0 @@
-"""Storage, files with checksums, atomic commits, and host memory for staging."""

@@ -1,1 +1,0 @@
-"""The state in a checkpoint: weights, optimizer state and modules."""
