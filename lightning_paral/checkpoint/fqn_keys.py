@@ -40,8 +40,9 @@ def by_int(tree: Mapping[str, Any]) -> dict[str, Any]:
         key: value for key, value in tree.items() if not _OPTIMIZER_KEY.fullmatch(key) and key != OTHER_ENTRIES_KEY
     }
     if states:
-        others = zip_longest(tree.get(OTHER_ENTRIES_KEY, ()), states, fillvalue={})
-        checkpoint["optimizer_states"] = [other | state for other, state in others]
+        empty: dict[str, Any] = {}
+        pairs = zip_longest(tree.get(OTHER_ENTRIES_KEY, ()), states, fillvalue=empty)
+        checkpoint["optimizer_states"] = [other | state for other, state in pairs]
     return checkpoint
 
 
@@ -109,13 +110,10 @@ def _merge(key: str, first: Any, second: Any) -> None:
         _add_by_index(first, second)
     else:
         _add_missing(first["state"], second["state"])
-        names = [
-            list(dict.fromkeys((*one.get("params", ()), *other.get("params", ()))))
-            for one, other in zip_longest(first["param_groups"], second["param_groups"], fillvalue={})
-        ]
-        _add_by_index(first["param_groups"], second["param_groups"])
-        for group, params in zip(first["param_groups"], names, strict=True):
-            group["params"] = params
+        groups = second["param_groups"]
+        for group, other in zip(first["param_groups"], groups, strict=False):
+            group["params"] = list(dict.fromkeys((*group["params"], *other["params"])))
+        _add_by_index(first["param_groups"], groups)
 
 
 def _add_missing(first: dict[str, Any], second: Mapping[str, Any]) -> None:

@@ -31,7 +31,7 @@ from torch.utils.serialization import config
 from lightning_paral.checkpoint.checksums import FileRecord
 from lightning_paral.checkpoint.layout import Chunk
 from lightning_paral.checkpoint.saved_tensors import Kind, SavedTensor, check_shards
-from lightning_paral.checkpoint.shards import bytes_of, flat
+from lightning_paral.checkpoint.shards import alone, flat
 from lightning_paral.checkpoint.storage import Folder
 from lightning_paral.checkpoint.tree import TreePath
 from lightning_paral.compat.torch.distributed_checkpoint import StorageInfo
@@ -88,8 +88,7 @@ def _values(tensor: SavedTensor) -> Iterator[tuple[Chunk, Tensor]]:
         return
     local, start = flat(tensor.shard.values().to("cpu", tensor.dtype)), 0
     for chunk in tensor.shard.chunks:
-        part: Any = bytes_of(local[start : start + chunk.numel])
-        yield chunk, torch.frombuffer(part, dtype=tensor.dtype).view(chunk.sizes)
+        yield chunk, alone(local[start : start + chunk.numel]).view(chunk.sizes)
         start += chunk.numel
 
 

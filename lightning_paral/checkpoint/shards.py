@@ -217,6 +217,15 @@ def bytes_of(value: Tensor) -> memoryview:
     return memoryview(data)
 
 
+def alone(value: Tensor) -> Tensor:
+    """Return the elements of `value`, a tensor on the host that is not empty, flat and in a storage of just their size.
+
+    What is pickled or saved of a tensor is its storage. They are copied only if `value` is not contiguous.
+    """
+    data: Any = bytes_of(value)
+    return torch.frombuffer(data, dtype=value.dtype)
+
+
 def is_sharded(value: Tensor) -> bool:
     """Return whether `value` is a tensor of which this rank may have only a shard."""
     return isinstance(value, FlatShard | DTensor)
