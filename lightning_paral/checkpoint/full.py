@@ -17,7 +17,7 @@ from lightning_paral.checkpoint.fqn_keys import by_int
 from lightning_paral.checkpoint.layout import Chunk
 from lightning_paral.checkpoint.manifest import Manifest, embed
 from lightning_paral.checkpoint.saved_tensors import Kind, SavedTensor, check_shards
-from lightning_paral.checkpoint.shards import alone, bytes_of
+from lightning_paral.checkpoint.shards import bytes_of, flat
 from lightning_paral.checkpoint.tree import TreePath, replace_at
 from lightning_paral.compat.torch.tensors import fake_tensors, identity_of, untyped
 from lightning_paral.distributed.exchange import RankGroup
@@ -124,12 +124,12 @@ class _Gathered:
         chunks = [chunk for part in parts for chunk in part.chunks]
         check_shards(tensor.name, [part.kind for part in parts] or [tensor.kind], chunks)
         if not is_remote:
-            return parts[0].values
+            return parts[0].tensor()
         full = torch.empty(tensor.shape, dtype=tensor.dtype)
         for part in parts:
-            start = 0
+            values, start = part.tensor(), 0
             for chunk in part.chunks:
-                full[chunk.index] = part.values[start : start + chunk.numel].view(chunk.sizes)
+                full[chunk.index] = values[start : start + chunk.numel].view(chunk.sizes)
                 start += chunk.numel
         return full
 
@@ -137,7 +137,8 @@ class _Gathered:
         if tensor is None or not tensor.shard.chunks:
             return None
         try:
-            return _Part(tensor.kind, tensor.shard.chunks, alone(tensor.shard.values().to("cpu", tensor.dtype)))
+            values = flat(tensor.shard.values().to("cpu", tensor.dtype))
+            return _Part(tensor.kind, tensor.shard.chunks, values.view(torch.uint8).numpy())
         except Exception as error:
             self.error = self.error or error
             return None
@@ -154,7 +155,12 @@ class _Part(NamedTuple):
 
     kind: Kind
     chunks: Sequence[Chunk]
-    values: Tensor
+    data: Any
+    """The bytes of its elements, as an array of numpy: under `skip_data`, tensors would be unpickled without values."""
+
+    def tensor(self) -> Tensor:
+        """Return the elements, flat."""
+        return torch.from_numpy(self.data).view(self.kind[1])
 
 
 def _write(path: Path, skeleton: Any, data: Iterator[Tensor], about: dict[str, Any]) -> int:
