@@ -17,7 +17,7 @@ OF_PYTHON = {"_exit", "_inheriting", "_fields", "_asdict", "_replace", "_make", 
 # Set by transformers on its models. This package does not import transformers.
 OF_TRANSFORMERS = {"_no_split_modules", "_tied_weights_keys", "_keys_to_ignore_on_save", "_is_hf_initialized"}
 # Names in files, which do not depend on installed versions. Names with `_rebuild_` are among them.
-IN_FILES = {"_MEM_FORMAT_ENCODING", "_reconstruct", "_core", "_growth_tracker", "_class_path"}
+IN_FILES = {"_reconstruct", "_core", "_growth_tracker", "_class_path"}
 # Attributes of the libraries that our classes also have. Except on `self`, they count as attributes of the libraries.
 OF_MODULES_AND_TENSORS = {"_parameters", "_buffers", "_modules", "_metadata", "_trainer", "_version", "_local_tensor"}
 
