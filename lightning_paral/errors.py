@@ -1,4 +1,4 @@
-"""The exceptions of this package, which all derive from `ParalError`, and how unexpected ones become such."""
+"""The exceptions of this package. All derive from `ParalError`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
