@@ -1,8 +1,8 @@
 """Convert any checkpoint to one Lightning file, to safetensors, or to a Hugging Face folder."""
 
-import glob
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def convert(
     *,
     weights_only: bool = False,
     dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: int | None = None,
     strip_prefix: str | None = None,
     only_prefix: bool = False,
     hugging_face: bool = False,
@@ -50,7 +50,8 @@ def convert(
         out: a local path: `.ckpt` for a Lightning file, `.safetensors` for weights; a folder with `hugging_face`.
         weights_only: whether to leave out optimizers, schedulers and callbacks.
         dtype: the dtype of the weights; `None` keeps it.
-        max_shard_bytes: the maximum size of a safetensors file, unless a single tensor is larger.
+        max_shard_bytes: the maximum size of a file in a Hugging Face folder, unless a single tensor is larger; `None`
+            means 5 GB.
         strip_prefix: the prefix to remove from the names of weights in safetensors.
         only_prefix: whether to leave out weights whose names lack the prefix.
         hugging_face: whether to write a `PreTrainedModel` as a folder that `from_pretrained` loads.
@@ -65,7 +66,7 @@ def convert(
         CheckpointError: the checkpoint cannot be read, or the output cannot be written.
     """
     target = Path(out)
-    _check_options(out, target, strip_prefix, only_prefix, hugging_face, config)
+    _check_options(out, target, strip_prefix, only_prefix, hugging_face, config, max_shard_bytes)
 
     def read(path: str | Path) -> tuple[dict[str, Any], Manifest | None]:
         is_same = target.exists() and Path(path).exists() and target.samefile(path)
@@ -98,7 +99,7 @@ def convert(
             return [target]
         weights = _select(found["state_dict"], prefix or "", only_prefix)
         if model is None:
-            return _write_safetensors(weights, target, about, dtype, max_shard_bytes)
+            return _write_safetensors(weights, target, about, dtype)
         return _write_model(weights, model, target, about, dtype, max_shard_bytes)
     except ParalError:
         raise
@@ -107,7 +108,13 @@ def convert(
 
 
 def _check_options(
-    given: str, out: Path, strip_prefix: str | None, only_prefix: bool, hugging_face: bool, config: str | None
+    given: str,
+    out: Path,
+    strip_prefix: str | None,
+    only_prefix: bool,
+    hugging_face: bool,
+    config: str | None,
+    max_shard_bytes: int | None,
 ) -> None:
     """Raise a `ConfigurationError` if options contradict each other or the output."""
     is_file = out.suffix in (".ckpt", ".safetensors")
@@ -117,6 +124,9 @@ def _check_options(
         f"{out} exists. Write to a new folder.": hugging_face and os.path.lexists(out),
         f"{out} ends in neither .ckpt nor .safetensors. A folder needs --hugging-face.": not (hugging_face or is_file),
         "--config needs --hugging-face.": config is not None and not hugging_face,
+        "--max-shard-size needs --hugging-face: other outputs are one file.": (
+            max_shard_bytes is not None and not hugging_face
+        ),
         "--strip-prefix needs safetensors: a Lightning file keeps the names of the module.": (
             strip_prefix is not None and out.suffix == ".ckpt"
         ),
@@ -153,37 +163,21 @@ def _select(weights: Mapping[str, Any], prefix: str, only: bool) -> dict[str, Te
 
 
 def _write_safetensors(
-    weights: dict[str, Tensor], out: Path, about: dict[str, Any], dtype: torch.dtype | None, max_shard_bytes: int
+    weights: dict[str, Tensor], out: Path, about: dict[str, Any], dtype: torch.dtype | None
 ) -> list[Path]:
-    """Write the file `out`; or, if it would be larger than `max_shard_bytes`, several files next to it and an index.
-
-    Only the file `out` is replaced. Readers take a file or an index, so that one of them must not be left from before.
-    """
+    """Write the file `out`, in which tied weights are stored once."""
     try:
         from huggingface_hub import save_torch_state_dict
     except ImportError as error:
         raise ConfigurationError(
             "Writing safetensors needs two libraries: pip install safetensors huggingface_hub."
         ) from error
-    stem = glob.escape(out.stem)
-    for pattern in (f"{stem}-*-of-*.safetensors", f"{stem}.safetensors.index.json"):
-        _check_absent(*out.parent.glob(pattern))
     with AtomicPath(out.with_name(f"{out.name}.parts"), folder=True) as draft:
         mapped = _mapped(weights, draft.path, about, dtype)
-        name = out.stem.replace("{", "{{").replace("}", "}}") + "{suffix}.safetensors"
-        save_torch_state_dict(mapped, draft.path, filename_pattern=name, max_shard_size=max_shard_bytes)
-        names = _flush(draft.path)
-        _check_absent(*([out] if len(names) > 1 else []))
-        for name in names:  # the index is the last one
-            os.replace(draft.path / name, out.with_name(name))
-    return [out.with_name(name) for name in names]
-
-
-def _check_absent(*paths: Path) -> None:
-    for path in filter(os.path.lexists, paths):
-        raise CheckpointError(
-            f"{path} exists, and with it, readers may load other weights than these. Remove it, or write elsewhere."
-        )
+        save_torch_state_dict(mapped, draft.path, max_shard_size=sys.maxsize)
+        (name,) = _flush(draft.path)
+        os.replace(draft.path / name, out)
+    return [out]
 
 
 def _write_model(
@@ -192,14 +186,14 @@ def _write_model(
     out: Path,
     about: dict[str, Any],
     dtype: torch.dtype | None,
-    max_shard_bytes: int,
+    max_shard_bytes: int | None,
 ) -> list[Path]:
     """Write the folder `out` with the `PreTrainedModel` on the meta device and its weights."""
     weights = {without_wrappers(name): value for name, value in weights.items()}
     fill(model, {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in weights.items()})
     with AtomicPath(out, folder=True) as draft:
         fill(model, _mapped(weights, draft.path, about, dtype))
-        model.save_pretrained(draft.path, max_shard_size=max_shard_bytes)
+        model.save_pretrained(draft.path, max_shard_size=max_shard_bytes or 5 * 10**9)
         names = _flush(draft.path)
         draft.commit()
     return [out / name for name in names]

@@ -48,7 +48,8 @@ def replace_at(tree: Any, values: Mapping[TreePath, Any], path: TreePath = ()) -
         return values[path]
     if isinstance(tree, MutableMapping):
         changed = copy(tree)  # preserves attributes of an OrderedDict, such as `_metadata` of a state_dict
-        changed.update({key: replace_at(value, values, (*path, key)) for key, value in tree.items()})
+        for key, value in tree.items():  # not `update`, which adds in a `Counter`
+            changed[key] = replace_at(value, values, (*path, key))
         return changed
     if isinstance(tree, list):
         replaced = copy(tree)

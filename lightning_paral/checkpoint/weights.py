@@ -221,7 +221,8 @@ def _copy(value: Any, numbers: Mapping[int, int], copies: dict[int, Any]) -> Any
         return copies[id(value)]
     if isinstance(value, dict):
         copied = copy(value)  # preserves the type and attributes
-        copied.update({key: _copy(each, numbers, copies) for key, each in value.items()})
+        for key, each in value.items():
+            copied[key] = _copy(each, numbers, copies)
         return copied
     if type(value) in (list, tuple):
         return type(value)(_copy(each, numbers, copies) for each in value)

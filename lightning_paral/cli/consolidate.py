@@ -20,7 +20,7 @@ def consolidate(arguments: list[str]) -> None:
     add("out", help="OUT.ckpt: a Lightning file; OUT.safetensors: weights only; with --hugging-face, a folder")
     add("--weights-only", action="store_true", help="leave out optimizers, schedulers and callbacks")
     add("--dtype", choices=_DTYPES, help="dtype of the weights (default: as saved)")
-    add("--max-shard-size", default="5GB", help="maximum size of a safetensors file (default: %(default)s)")
+    add("--max-shard-size", help="maximum size of a file in a Hugging Face folder (default: 5GB)")
     add("--strip-prefix", metavar="PREFIX", help="remove it from names in safetensors: `model.` for `self.model`")
     add("--only-prefix", action="store_true", help="leave out weights whose names lack the prefix")
     add("--hugging-face", action="store_true", help="write the PreTrainedModel in a folder for from_pretrained")
@@ -28,7 +28,8 @@ def consolidate(arguments: list[str]) -> None:
     add("--trust", action="store_true", help="create objects of any type; may run code in the checkpoint")
     given = vars(parser.parse_args(arguments))
     given["dtype"] = _DTYPES.get(given["dtype"])
-    given["max_shard_bytes"] = parse_bytes(given.pop("max_shard_size"), "--max-shard-size")
+    size = given.pop("max_shard_size")
+    given["max_shard_bytes"] = None if size is None else parse_bytes(size, "--max-shard-size")
     with redirect_stdout(sys.stderr):  # transformers may import deepspeed, which prints to stdout
         written = convert(**given)
     print(*written, sep="\n")

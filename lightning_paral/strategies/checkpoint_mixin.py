@@ -308,12 +308,10 @@ class CheckpointMixin(ParallelStrategy):
 
         if self._has_users_checkpoint_io:
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-            self._own_state = checkpoint.pop(PACKAGE_STATE_KEY, {})
-            return checkpoint
-        ranks = all_ranks()
-        if weights_only is None:
-            weights_only = self._checkpoint_options.weights_only
-        checkpoint = load(ranks.gather(without_scheme(checkpoint_path))[0], ranks, weights_only=weights_only)
+        else:
+            only_weights = self._checkpoint_options.weights_only if weights_only is None else weights_only
+            ranks = all_ranks()
+            checkpoint = load(ranks.gather(without_scheme(checkpoint_path))[0], ranks, weights_only=only_weights)
         if self.precision_plugin.precision == "16-mixed":
             _copy_loss_scale(checkpoint, _LOSS_SCALES, to=type(self.precision_plugin).__qualname__)
         self._own_state = checkpoint.pop(PACKAGE_STATE_KEY, {})

@@ -1,6 +1,5 @@
-"""`paral consolidate` writes shards of safetensors that other tools read, in the given dtype, and no partial files."""
+"""`paral consolidate` writes safetensors that other tools read, in the given dtype, and no partial files."""
 
-import json
 import signal
 import time
 from pathlib import Path
@@ -8,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -42,15 +40,6 @@ def weights(path: Path) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in load(path, RankGroup())["state_dict"].items()}
 
 
-def read_by_index(index: Path) -> dict[str, Tensor]:
-    """Read shards like `transformers`: each tensor from the file that the index names."""
-    found = {}
-    for name, file in json.loads(index.read_text())["weight_map"].items():
-        with safe_open(index.with_name(file), framework="pt") as shard:
-            found[name] = shard.get_tensor(name)
-    return found
-
-
 def check_weights(found: dict[str, Tensor], saved: Path, dtype: torch.dtype | None = None) -> None:
     expected = weights(saved)
     assert found.keys() | TIED == expected.keys()
@@ -62,24 +51,12 @@ def check_weights(found: dict[str, Tensor], saved: Path, dtype: torch.dtype | No
 
 
 @pytest.mark.parametrize(("option", "dtype"), [(None, None), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_shards_are_read_by_their_index(
+def test_safetensors_hold_the_weights(
     saved: Path, tmp_path: Path, consolidate: Any, option: str | None, dtype: torch.dtype | None
 ) -> None:
-    options = [] if option is None else ["--dtype", option]
-    files = consolidate(saved, tmp_path / "model.safetensors", "--max-shard-size", "300B", *options)
-    *shards, index = files
-    assert index.name == "model.safetensors.index.json"
-    assert [shard.name for shard in shards] == [
-        f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))
-    ]
-    assert len(shards) > 1
-    found = read_by_index(index)
-    check_weights(found, saved, dtype)
-    assert json.loads(index.read_text())["metadata"]["total_size"] == sum(value.nbytes for value in found.values())
-    for shard in shards:
-        with safe_open(shard, framework="pt") as file:
-            sizes = [file.get_tensor(name).nbytes for name in file.keys()]  # noqa: SIM118  not a dict
-        assert sum(sizes) <= 300 or len(sizes) == 1
+    (out,) = consolidate(saved, tmp_path / "model.safetensors", *([] if option is None else ["--dtype", option]))
+    assert [path.name for path in tmp_path.iterdir()] == [out.name] == ["model.safetensors"]
+    check_weights(load_file(out), saved, dtype)
 
 
 def test_dtype_of_a_lightning_file(saved: Path, tmp_path: Path, consolidate: Any) -> None:
@@ -142,7 +119,7 @@ def test_interruption_leaves_nothing(launch, tmp_path: Path, name: str) -> None:
     torch.save(state, tmp_path / "big.ckpt")
     folder = tmp_path / "out"
     folder.mkdir()
-    arguments = [str(tmp_path / "big.ckpt"), str(folder / name), "--max-shard-size", "64MB"]
+    arguments = [str(tmp_path / "big.ckpt"), str(folder / name)]
     process = launch("-m", "lightning_paral", "consolidate", *arguments)
     deadline = time.monotonic() + 60
     while not any(path.stat().st_size for path in folder.glob(".*.saving-*")):

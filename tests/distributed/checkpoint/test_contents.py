@@ -1,6 +1,6 @@
 """User objects in checkpoints: states of modules and callbacks of any kind, and hooks on one rank only."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -153,6 +153,17 @@ def test_extra_states_of_modules_are_restored(tmp_path: Path, form: str) -> None
         found = module.keeping[name].state
         assert type(found) is type(expected)
         assert repr(found) == repr(expected)
+
+
+class Counts(Resumable):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["counted"] = Counter(a=1, b=2)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_counts_are_saved_as_they_are(tmp_path: Path, form: str) -> None:
+    losses("paral_ddp", Counts, checkpoint=form, save_to=tmp_path / "x.ckpt")
+    assert load(tmp_path / "x.ckpt", RankGroup())["counted"] == Counter(a=1, b=2)
 
 
 def views() -> dict[str, Tensor]:

@@ -235,23 +235,6 @@ def test_invalid_prefixes_are_named(fitted, consolidate, tmp_path: Path, options
 # Files of others and checkpoints are not changed
 
 
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [
-        ("model.safetensors.index.json", "5GB"),
-        ("model.safetensors.index.json", "4KB"),
-        ("model-00002-of-00013.safetensors", "5GB"),
-        ("model.safetensors", "4KB"),
-    ],
-)
-def test_files_that_would_be_mixed_up_are_named(fitted, consolidate, tmp_path: Path, name: str, size: str) -> None:
-    path, _ = fitted("paral_ddp", 1, "GPT2LMHeadModel")
-    (tmp_path / name).write_text("mine")
-    said = consolidate(path, tmp_path / "model.safetensors", "--max-shard-size", size)
-    assert f"{tmp_path / name} exists, and with it, readers may load other weights" in said
-    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [(name, "mine")]
-
-
 def test_file_that_is_named_is_replaced(fitted, consolidate, tmp_path: Path) -> None:
     path, _ = fitted("paral_ddp", 1, "GPT2LMHeadModel")
     save_file({"x": tokens()}, tmp_path / "model.safetensors")
