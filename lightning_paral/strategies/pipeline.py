@@ -14,8 +14,8 @@ from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.compat.lightning.strategies import layer_sync_of
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.fsdp.optimizers import check_optimizers
-from lightning_paral.engines.fsdp.replicated_tensors import local_replicas
 from lightning_paral.engines.fsdp.step_shards import StepShards
+from lightning_paral.engines.fsdp.units import local_replicas
 from lightning_paral.engines.pipeline.checks import (
     check_before_fit,
     refusing_several_optimizers,

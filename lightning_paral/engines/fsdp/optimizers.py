@@ -10,18 +10,24 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from lightning_paral.engines.fsdp.user_writes import UserWrites
 from lightning_paral.errors import CheckpointError, ConfigurationError
 
 _UNSUPPORTED = {
     "LBFGS": "it concatenates all parameters into one vector",
     "Adafactor": "it updates means over rows in place",
 }
+_ON_SHARDS = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "ASGD")
+"""The optimizers of torch that only do what DTensors can do on shards."""
 _NO_KERNEL = {"fused": ("SGD", "Adagrad"), "foreach": ("Rprop",)}
 """By option, the optimizers for which torch (2.13) has no fused or foreach kernel that takes DTensors."""
 
 
 class Sharded(Protocol):
     """What has sharded a module."""
+
+    writes: UserWrites
+    """Lets the optimizers that torch does not run on shards use full tensors."""
 
     replicated: list[Parameter]
     """The parameters that each rank holds in full."""
@@ -56,6 +62,12 @@ def check_optimizers(optimizers: Iterable[Optimizer], module: Module, sharded: S
         _name_optimizer_in_errors(optimizer, sharded)
 
 
+def _name_in_torch(optimizer: Optimizer) -> str:
+    """Return the name of the optimizer of torch whose `step` it has; otherwise an empty string."""
+    base: Any = next((cls for cls in type(optimizer).__mro__ if f"{cls.__module__}.".startswith("torch.optim.")), None)
+    return "" if base is None or base.step is not type(optimizer).step else str(base.__name__)
+
+
 def _check_one_call(optimizer: Optimizer, held: list[Parameter], replicated: list[Parameter]) -> None:
     together = [option for option in ("foreach", "fused") if optimizer.defaults.get(option)]
     full = set(replicated) & set(held)
@@ -70,8 +82,7 @@ def _check_one_call(optimizer: Optimizer, held: list[Parameter], replicated: lis
 def _check_supported(optimizer: Optimizer, held: list[Parameter], device: torch.device) -> None:
     if not any(isinstance(parameter, DTensor) for parameter in held):
         return
-    base: Any = next((cls for cls in type(optimizer).__mro__ if f"{cls.__module__}.".startswith("torch.optim.")), None)
-    name = "" if base is None or base.step is not type(optimizer).step else base.__name__
+    name = _name_in_torch(optimizer)
     if name in _UNSUPPORTED:
         raise ConfigurationError(
             f"{name} cannot update sharded parameters: {_UNSUPPORTED[name]}, and torch cannot do that with DTensors. "
@@ -92,11 +103,15 @@ def _check_supported(optimizer: Optimizer, held: list[Parameter], device: torch.
 def _name_optimizer_in_errors(optimizer: Optimizer, sharded: Sharded) -> None:
     step = optimizer.step
     closure_errors: list[BaseException] = []
+    access, runs_on_shards = sharded.writes.access, _name_in_torch(optimizer) in _ON_SHARDS
 
     def watch(closure: Callable[..., Any]) -> Callable[..., Any]:
         def run() -> Any:
             try:
-                return closure()
+                with access.suspended(False):
+                    result = closure()
+                access.flush()  # what hooks in the closure have written
+                return result
             except BaseException as error:
                 closure_errors.append(error)
                 raise
@@ -107,8 +122,10 @@ def _name_optimizer_in_errors(optimizer: Optimizer, sharded: Sharded) -> None:
     def named(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
         args = tuple(watch(value) if callable(value) else value for value in args)
         kwargs = {key: watch(value) if callable(value) else value for key, value in kwargs.items()}
+        access.flush()
         try:
-            return step(*args, **kwargs)
+            with access.suspended(runs_on_shards):
+                return step(*args, **kwargs)
         except RuntimeError as error:
             # A CheckpointError comes from the shards that an optimizer holds after a fit, which are not DTensors.
             if error in closure_errors or isinstance(error, CheckpointError):

@@ -17,7 +17,7 @@ from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.checkpoint.state.ended_optimizers import EndedOptimizers
 from lightning_paral.checkpoint.tensor_state import TensorState
 from lightning_paral.distributed.exchange import RankGroup
-from lightning_paral.engines.fsdp.gather import gather_after_failure, gather_at_end
+from lightning_paral.engines.fsdp.restore import gather_after_failure, gather_at_end
 from lightning_paral.engines.fsdp.run import FSDPRun
 
 
