@@ -129,7 +129,7 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
             self._set_clipped(self._engine.gradients)
             self.setup_optimizers(trainer)
             if self._shards is not None:
-                check_optimizers(self.optimizers, module, self._shards, self.root_device)
+                check_optimizers(self.optimizers, module, self._shards)
             self._attach_averages(self._sharded_state.weight_shards)
         self.setup_precision_plugin()
         self.barrier()

@@ -5,8 +5,7 @@ other one runs on full tensors, as in one process, and each rank keeps its chunk
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -68,7 +67,7 @@ class HookAccess:
     - What is computed from the elements of several ranks, such as `float(p.norm())`, is a full, plain tensor.
     - Random operations draw the numbers that one process would draw.
     - Views such as `p[0]` are views of a full copy. What is written to them is written to the shards when a step or an
-      optimizer begins, or the sharded tensor is read otherwise; from then on they no longer belong to it.
+      optimizer begins, or `to_local` is called; from then on they no longer belong to it.
     - Assigning a full tensor to `data` or `grad` copies this rank's chunk.
     - Hooks on sharded parameters are kept by `hooks`, or refused.
     - Writing a DTensor to a file, which would have only this rank's part, is an error.
@@ -92,7 +91,6 @@ class HookAccess:
         self._in_step = in_step
         self._register_hook = register_hook
         self._views: dict[Any, _View] = {}
-        self._is_suspended = False
         self._mode = _Mode(self)
         own: dict[str, Any] = {
             "__torch_function__": classmethod(lambda _, *called: self._call(*called)),
@@ -104,9 +102,8 @@ class HookAccess:
                 DTensor.register_post_accumulate_grad_hook
             ),
         }
-        own |= {
-            name: self._after_writing(getattr(DTensor, name)) for name in ("to_local", "full_tensor", "redistribute")
-        }
+        own |= {name: self._then(self._write_views, getattr(DTensor, name)) for name in ("full_tensor", "redistribute")}
+        own["to_local"] = self._then(self.flush, DTensor.to_local)  # whose result may be written to
         self._undo = replace_attributes(DTensor, own)
 
     def remove(self) -> None:
@@ -120,25 +117,16 @@ class HookAccess:
             self._write_views()
             self._views.clear()
 
-    @contextmanager
-    def suspended(self, is_suspended: bool = True) -> Iterator[None]:
-        """Let torch run operations inside the block, which does not need the rule and would be slower by it."""
-        before, self._is_suspended = self._is_suspended, is_suspended
-        try:
-            yield
-        finally:
-            self._is_suspended = before
-
     def _write_views(self) -> None:
         for view in self._views.values():
             _keep_chunk(view.tensor, view.full)
 
-    def _after_writing(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def write_then_call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            self._write_views()
+    def _then(self, before: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            before()
             return method(tensor, *args, **kwargs)
 
-        return write_then_call
+        return call
 
     # Functions of torch, and the operations that they consist of
 
@@ -146,7 +134,7 @@ class HookAccess:
         kwargs, name = kwargs or {}, function.__name__
         attribute = getattr(function, "__self__", None)
         with DisableTorchFunctionSubclass():
-            if self._is_suspended or (name == "__get__" and attribute not in _VIEWS):
+            if name == "__get__" and attribute not in _VIEWS:
                 return function(*args, **kwargs)
             if name == "__set__" and attribute in (Tensor.data, Tensor.grad) and args[1] is not None:
                 return self._assign(function, *args)
@@ -199,9 +187,11 @@ class HookAccess:
             return operation(*args, **kwargs)
         if self._in_step() and self._is_left_to_torch(operation, args, tensors):
             return operation(*args, **kwargs)
-        if packet in (aten.linalg_vector_norm, aten._foreach_norm) and 0 < (args[1] if len(args) > 1 else 2) < math.inf:
+        if packet is aten.linalg_vector_norm and 0 < (args[1] if len(args) > 1 else 2) < math.inf:
             self._write_views()
-            return tree_map_only(DTensor, lambda of_shards: of_shards.full_tensor(), operation(*args, **kwargs))
+            return operation(*args, **kwargs).full_tensor()  # of the norms of the shards
+        if packet is aten._foreach_norm:
+            return [self.run(aten.linalg_vector_norm.default, (each, *args[1:]), kwargs) for each in args[0]]
         if name.startswith(FOREACH) and len(args[0]) > 1:  # so that few full tensors exist at a time
             each = [self.run(operation, _at(args, number), kwargs) for number in range(len(args[0]))]
             return [one for [one] in each] if each[0] is not None else None
@@ -213,6 +203,8 @@ class HookAccess:
         if not packet_of(operation).__name__.startswith(FOREACH):
             return self._are_alike(tensors)
         lists = [each for each in args if isinstance(each, list | tuple) and each and isinstance(each[0], Tensor)]
+        if not all(isinstance(each, DTensor) for each in lists[0]):
+            return False
         common = [each for each in args if isinstance(each, Tensor)]
         return all(self._are_alike([*each, *common]) for each in zip(*lists, strict=False))
 
@@ -315,7 +307,7 @@ def _is_elementwise(operation: Any) -> bool:
         names = [] if single is None else single.overloads()
         return any(_is_elementwise(getattr(single, name)) for name in (["default"] if "default" in names else names))
     is_pointwise = torch.Tag.pointwise in operation.tags and torch.Tag.nondeterministic_seeded not in operation.tags
-    return is_pointwise or packet in _ELEMENTWISE
+    return packet in _ELEMENTWISE or (is_pointwise and packet is not aten.equal)  # which returns one number
 
 
 def _at(args: tuple[Any, ...], number: int) -> tuple[Any, ...]:

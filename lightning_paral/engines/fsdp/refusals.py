@@ -1,5 +1,6 @@
 """Reject what FSDP2 would silently ignore or do wrong, and explain the errors of torch about DTensors."""
 
+import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -145,14 +146,50 @@ class RegistrationGuard:
 
 
 MIXED = "mixed torch.Tensor and DTensor"
-_NO_RULE = ("sharding strategy", "placement changes", "unevenly sharded", "as_strided not supported with DTensor",
-            "along the sharded dimension", "Sharding propagation failed")  # fmt: skip
-_IN_PLACE = ("RegisterPostBackwardFunction", "is a view and is being modified inplace")
-_DEEPCOPY = ("FSDP does not support deepcopy", "copy_() on an invalid python storage")
-_FORWARD_MODE = ("returning a view (or an input as-is) but the jvp", "must implement the jvp function")
-_TRANSFORM = "Cannot access storage of TensorWrapper"
-_UNUSED = "appears to not have been used in the graph"
-_TWICE = "storage of size 0"
+_CAUSES: dict[str, str] = {
+    "RegisterPostBackwardFunction.*is a view and is being modified inplace": (
+        "A unit changes one of its inputs in place (units: {units}). FSDP passes inputs that need gradients through a "
+        "function of its own, whose results cannot be changed in place. Write x = x + y instead of x += y, or choose "
+        "units=[...] that do not change their inputs."
+    ),
+    "appears to not have been used in the graph": (
+        "The gradient by a weight was computed, as by torch.autograd.grad. Weights of units (units: {units}) are "
+        "sharded: the step computes with the unsharded weight of the unit. Only gradients by inputs and by weights "
+        "outside of units can be computed in a step. Read others after the backward pass, with "
+        "trainer.strategy.full_gradient(parameter), or train with paral_ddp."
+    ),
+    "storage of size 0": (
+        "A weight was used after it had been resharded. FSDP unshards the weights of a unit for its forward pass and "
+        "for one backward pass, but a gradient penalty with torch.autograd.grad(create_graph=True) needs a second "
+        "backward pass. Train with paral_ddp or paral_zero2."
+    ),
+    r"returning a view \(or an input as-is\) but the jvp|must implement the jvp function": (
+        "A unit got a dual tensor of forward-mode automatic differentiation (units: {units}). FSDP passes inputs "
+        "through a function of its own, which has no forward-mode derivative. Train with paral_ddp."
+    ),
+    "Cannot access storage of TensorWrapper": (
+        "A unit ran inside a transform of torch.func (units: {units}), where FSDP of older versions of torch cannot "
+        "unshard weights. Update torch to 2.13, use torch.autograd.grad, or train with paral_ddp."
+    ),
+    r"FSDP does not support deepcopy|copy_\(\) on an invalid python storage": (
+        "A module that is sharded was copied with copy.deepcopy (units: {units}). Copy it before it is sharded, in "
+        "__init__ or configure_model, and update the copy with load_state_dict."
+    ),
+    f"{MIXED}|sharding strategy|placement changes|unevenly sharded|as_strided not supported with DTensor"
+    "|along the sharded dimension|Sharding propagation failed": (
+        "torch cannot do this operation on sharded tensors (DTensors), or on sharded and plain tensors together. In "
+        "hooks, parameters, gradients and optimizer state are sharded. Do it on tensor.full_tensor(), on all ranks, and"
+        " write the result back with parameter.copy_(result), or do it in a step, where the root's parameters are "
+        "unsharded."
+    ),
+}
+"""What errors of torch mean, by a pattern of their messages."""
+_MIXED_IN_STEP = (
+    "A weight was used outside of its unit, where it is sharded (a DTensor), together with plain tensors. Units: "
+    "{units}. Use it in a method of its unit, or choose units=[...] that leave it to the root, which stays unsharded "
+    "throughout a step. Create modules in __init__ or configure_model: modules that are created later, or copied from "
+    "sharded ones, are not unsharded."
+)
 
 
 def explanation(error: BaseException, *, units: Units, in_step: bool) -> str | None:
@@ -163,61 +200,8 @@ def explanation(error: BaseException, *, units: Units, in_step: bool) -> str | N
         units: the units of the sharded module.
         in_step: whether it was raised inside a step, not in a hook.
     """
-    message = str(error)
     names = [unit.name for unit in units.inner]
     listed = f"{', '.join(names[:8])}{' and others' if len(names) > 8 else ''}" if names else "none but the root"
-    if MIXED in message and in_step:
-        return (
-            "A weight was used outside of its unit, where it is sharded (a DTensor), together with plain tensors. "
-            f"Units: {listed}. Use it in a method of its unit, or choose units=[...] that leave it to the root, which "
-            "stays unsharded throughout a step. Create modules in __init__ or configure_model: modules that are "
-            "created later, or copied from sharded ones, are not unsharded."
-        )
-    if MIXED in message:
-        return (
-            "Sharded tensors (DTensors) and plain tensors were mixed in one operation. In hooks, parameters, gradients "
-            "and optimizer state are sharded. parameter.copy_(full), parameter.data = full, load_state_dict and "
-            "writing by index take full tensors. For other operations, gather the sharded tensor with "
-            "tensor.full_tensor() on all ranks, or do it in a step."
-        )
-    if all(part in message for part in _IN_PLACE):
-        return (
-            f"A unit changes one of its inputs in place (units: {listed}). FSDP passes inputs that need gradients "
-            "through a function of its own, whose results cannot be changed in place. Write x = x + y instead of "
-            "x += y, or choose units=[...] that do not change their inputs."
-        )
-    if _UNUSED in message and in_step:
-        return (
-            f"The gradient by a weight was computed, as by torch.autograd.grad. Weights of units (units: {listed}) are "
-            "sharded: the step computes with the unsharded weight of the unit. Only gradients by inputs and by weights "
-            "outside of units can be computed in a step. Read others after the backward pass, with "
-            "trainer.strategy.full_gradient(parameter), or train with paral_ddp."
-        )
-    if _TWICE in message:
-        return (
-            "A weight was used after it had been resharded. FSDP unshards the weights of a unit for its forward pass "
-            "and for one backward pass, but a gradient penalty with torch.autograd.grad(create_graph=True) needs a "
-            "second backward pass. Train with paral_ddp or paral_zero2."
-        )
-    if any(pattern in message for pattern in _FORWARD_MODE):
-        return (
-            f"A unit got a dual tensor of forward-mode automatic differentiation (units: {listed}). FSDP passes inputs "
-            "through a function of its own, which has no forward-mode derivative. Train with paral_ddp."
-        )
-    if _TRANSFORM in message:
-        return (
-            f"A unit ran inside a transform of torch.func (units: {listed}), where FSDP of older versions of torch "
-            "cannot unshard weights. Update torch to 2.13, use torch.autograd.grad, or train with paral_ddp."
-        )
-    if any(pattern in message for pattern in _DEEPCOPY):
-        return (
-            f"A module that is sharded was copied with copy.deepcopy (units: {listed}). Copy it before it is sharded, "
-            "in __init__ or configure_model, and update the copy with load_state_dict."
-        )
-    if any(part in message for part in _NO_RULE):
-        return (
-            "torch cannot do this operation on a sharded tensor (a DTensor). In hooks, parameters, gradients and "
-            "optimizer state are sharded. Do it on tensor.full_tensor(), on all ranks, and write the result back with "
-            "parameter.copy_(result), or do it in a step, where the root's parameters are unsharded."
-        )
-    return None
+    found = (text for pattern, text in _CAUSES.items() if re.search(pattern, str(error), re.DOTALL))
+    cause = _MIXED_IN_STEP if MIXED in str(error) and in_step else next(found, None)
+    return None if cause is None else cause.replace("{units}", listed)

@@ -25,6 +25,7 @@ from lightning_paral.engines.fsdp.options import FSDPOptions
 from lightning_paral.engines.fsdp.precision import DTYPES, sharding_policy
 from lightning_paral.engines.fsdp.refusals import check_pruning, check_user_hooks, explanation
 from lightning_paral.engines.fsdp.shard import ShardedModule, Sharding
+from lightning_paral.engines.fsdp.units import leave_small_to_root
 from lightning_paral.engines.fsdp.unshard import RootUnshard
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.deferred.construction import DeferredConstruction
@@ -84,6 +85,9 @@ class FSDPRun:
         # In manual optimization, one step may call several networks, with backward passes in between. Each is a unit.
         children = not module.automatic_optimization
         self.units = choose_units(module, options.units, options.min_params, children=children)
+        self._has_blocks = bool(self.units.inner)
+        if options.units == "auto" and options.min_params is None and not children:
+            self.units = leave_small_to_root(self.units)
         sharding = Sharding(
             mesh=mesh,
             dims=dims,
@@ -109,7 +113,7 @@ class FSDPRun:
         units = f"{self._num_units} unit{'s' if self._num_units != 1 else ''}"
         ranks = f"{self.dims.num_ranks} rank{'s' if self.dims.num_ranks != 1 else ''}"
         rank_zero_info(f"FSDP: {units} over {ranks}{replicas}\n{as_tree(self.units)}")
-        if not self.units.inner and self.dims.shard > 1:
+        if not self._has_blocks and self.dims.shard > 1:
             rank_zero_warn(explain_single_unit(self.units))
 
     def shard(self) -> None:
@@ -135,7 +139,7 @@ class FSDPRun:
         Raises:
             ConfigurationError: an optimizer cannot update shards, or has parameters whose gradients are not averaged.
         """
-        check_optimizers(optimizers, self.module, self.sharded, self.device)
+        check_optimizers(optimizers, self.module, self.sharded)
         if self.dims.data_size > 1:
             check_optimizer_parameters(optimizers, self.module)
         _zero_gradients_of_shards(self.module, optimizers, self.sharded.root_unshard, self._undo)
@@ -182,26 +186,22 @@ class FSDPRun:
         self.sharded.root_unshard.after_backward()
         return result
 
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def accumulating(self) -> AbstractContextManager[None]:
         """Accumulate the gradients of backward passes inside the block, as `FSDPOptions.accumulate` specifies."""
-        self._accumulates = True
-        self._set_gradient_sync()
-        try:
-            yield
-        finally:
-            self._accumulates = False
-            self._set_gradient_sync()
+        return self._with_accumulation(True)
+
+    def reducing(self) -> AbstractContextManager[None]:
+        """Reduce gradients in backward passes inside the block, also inside of `accumulating`."""
+        return self._with_accumulation(False)
 
     @contextmanager
-    def reducing(self) -> Iterator[None]:
-        """Reduce gradients in backward passes inside the block, also inside of `accumulating`."""
-        accumulates, self._accumulates = self._accumulates, False
+    def _with_accumulation(self, accumulates: bool) -> Iterator[None]:
+        before, self._accumulates = self._accumulates, accumulates
         self._set_gradient_sync()
         try:
             yield
         finally:
-            self._accumulates = accumulates
+            self._accumulates = before
             self._set_gradient_sync()
 
     def _set_gradient_sync(self) -> None:

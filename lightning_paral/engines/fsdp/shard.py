@@ -20,6 +20,7 @@ from torch.nn import Module, Parameter
 from torchmetrics import Metric
 
 from lightning_paral.compat.lightning.strategies import set_device_everywhere
+from lightning_paral.compat.torch.autograd import is_in_transform
 from lightning_paral.compat.torch.fsdp import (
     groups_of,
     initialize,
@@ -128,7 +129,8 @@ class ShardedModule:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before_unshard(module: Module, args: object = ()) -> None:
             flush()
-            if self._sharding.split is None:  # tensor parallelism itself replaces parameters around calls
+            # Tensor parallelism itself replaces parameters around calls.
+            if self._sharding.split is None or is_in_transform():
                 check_not_replaced(module)
 
         calls = []

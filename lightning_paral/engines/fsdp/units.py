@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
@@ -14,7 +15,26 @@ from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.compat.torch.fsdp import can_be_sharded
 from lightning_paral.distributed.exchange import digest_of
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.units import Unit
+from lightning_paral.model.units import Unit, Units, partition
+
+SMALL_BYTES = 25 * 2**20  # the size of a bucket of DDP
+_SMALL_PART = 16
+
+
+def leave_small_to_root(units: Units) -> Units:
+    """Leave units to the root that are less than a 16th of the module, unless together they have more than 25 MiB.
+
+    The root is unsharded throughout a step. A unit of a few kilobytes saves less memory than its all-gathers cost time.
+    """
+    num_bytes = sum(unit.num_bytes for unit in units.bottom_up)
+    small = {unit.module for unit in units.inner if _is_small(unit, num_bytes)}
+    if sum(unit.num_bytes for unit in units.inner if unit.module in small) > SMALL_BYTES:
+        return units
+    return partition(units.root.module, {unit.module for unit in units.inner} - small)
+
+
+def _is_small(unit: Unit, num_bytes: int) -> bool:
+    return unit.num_bytes < num_bytes / _SMALL_PART and not isinstance(unit.module, FSDPModule)  # sharded by the user
 
 
 def unshardable_parameters(module: Module, num_shards: int) -> list[Parameter]:

@@ -127,7 +127,7 @@ class RootUnshard:
         self._hooks = ForwardHooks(root)
         self._depth = 0
         self._in_manual_step = False
-        self._show_grad_of: list[Tensor] = []
+        self._shown: list[tuple[Any, Tensor]] = []
         for module in (self._root, *(child for child in self._root.children() if child not in inner)):
             module.register_forward_pre_hook(self._before_call, prepend=True)
             module.register_forward_hook(self._after_call, always_call=True)
@@ -184,18 +184,22 @@ class RootUnshard:
     def _show_gradients(self) -> None:
         """Give the unsharded parameters the gradients of the shards, for hooks that read those of earlier steps."""
         for param in [param for group in groups_of(self._root) for param in group.fsdp_params]:
-            unsharded = unsharded_param(param)
-            if unsharded is not None and unsharded.grad is None and param.sharded_param.grad is not None:
-                unsharded.grad_dtype = param.sharded_param.grad.dtype  # fp32 for 16 bits
-                unsharded.grad = param.sharded_param.grad
-                self._show_grad_of.append(unsharded)
+            unsharded, gradient = unsharded_param(param), param.sharded_param.grad
+            if unsharded is not None and unsharded.grad is None and gradient is not None:
+                unsharded.grad_dtype = gradient.dtype  # fp32 for 16 bits
+                unsharded.grad = gradient
+                self._shown.append((param, gradient))
 
     def hide_gradients(self) -> None:
-        """Take the gradients of the shards from the unsharded parameters: FSDP2 would reduce them again."""
-        for unsharded in self._show_grad_of:
+        """Take them away again, because FSDP2 would reduce them; hooks may have replaced them."""
+        for param, shown in self._shown:
+            unsharded, shard = unsharded_param(param), param.sharded_param
+            assert unsharded is not None
+            if shard.grad is shown and unsharded.grad is not shown:
+                shard.grad = unsharded.grad
             unsharded.grad = None
             unsharded.grad_dtype = unsharded.dtype
-        self._show_grad_of.clear()
+        self._shown.clear()
 
     def after_backward(self) -> None:
         """In a manual step, unshard the root's parameters again, because the backward pass resharded them."""

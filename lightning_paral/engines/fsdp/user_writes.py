@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from lightning_paral.compat.torch import fsdp
 from lightning_paral.compat.torch.autograd import gradient_hooks, version_of
 from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.fsdp import name_of, owners_of, unsharded_param
-from lightning_paral.compat.torch.optimizers import foreach_copy_, foreach_norm, replace_newton_schulz
+from lightning_paral.compat.torch.optimizers import foreach_copy_, replace_newton_schulz
 from lightning_paral.engines.fsdp.hook_access import HookAccess, own_chunk, shard_like
 from lightning_paral.engines.fsdp.refusals import RegistrationGuard, check_assigned, refuse_hook, shares_memory
 from lightning_paral.errors import ConfigurationError
@@ -131,6 +132,20 @@ class _Unsharded(NamedTuple):
     """The memory into which FSDP2 gathers."""
 
     @property
+    def shard(self) -> Tensor:
+        return local_of(self.param.sharded_param)
+
+    @property
+    def own_part(self) -> Tensor:
+        """The part of the values that this rank's shard has, which is not empty."""
+        return fsdp.local_shard_view(self.param, self.values)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether what is written to the values can be copied to the shard."""
+        return self.param.param_dtype is None and self.shard.device == self.values.device
+
+    @property
     def is_assigned(self) -> bool:
         """Whether user code has assigned other memory to `data`."""
         return not isinstance(self.parameter, DTensor) and self.parameter.data_ptr() != self.values.data_ptr()
@@ -139,9 +154,9 @@ class _Unsharded(NamedTuple):
 class UnitReconciliation:
     """Compares this rank's part of the unsharded parameters of a unit with its shards, whenever the unit is resharded.
 
-    What differs is copied to the shards, unless user code or an optimizer has written to these meanwhile. Under mixed
-    precision, the unsharded parameters are less precise, so that writing to them is an error, which `check` raises:
-    reading the comparison at once would make the host wait for the device.
+    What differs is copied to the shards, unless user code or an optimizer has written to these meanwhile. If the
+    unsharded parameters are less precise, or the shards in host memory, writing to them is an error, which `check`
+    raises: reading the comparison at once would make the host wait for the device.
 
     Args:
         group: the `FSDPParamGroup` of the unit.
@@ -152,9 +167,13 @@ class UnitReconciliation:
         self._group = group
         self._first_unshard = after_unshard
         self._unsharded: list[_Unsharded] | None = None
+        self._exact: list[_Unsharded] = []
+        self._inexact: list[_Unsharded] = []
         self._versions: list[int] = []
+        self._handed_out: Tensor | None = None
+        """The parts of the parameters that must not be written to, one after the other, as they were unsharded."""
         self._changed: Tensor | None = None
-        """For each parameter that is unsharded in another dtype, whether a step has changed it."""
+        """The first position in them that a step has changed, or -1."""
         self.others: Iterable[UnitReconciliation] = ()
         """The same of all units."""
         for part in (group, *group.fsdp_params[:1]):
@@ -162,10 +181,12 @@ class UnitReconciliation:
         fsdp.watch(group, self._after_unshard, self._before_reshard)
 
     def check(self) -> None:
-        """Raise a `ConfigurationError` if a step has written to parameters that are unsharded in less precision."""
-        if self._changed is not None and self._changed.any():
-            changed = self._changed.tolist()
-            raise ConfigurationError(_explain_lost_precision(self._imprecise()[changed.index(True)].param))
+        """Raise a `ConfigurationError` if a step has written to parameters that must not be written to."""
+        position = -1 if self._changed is None else int(self._changed)
+        if position >= 0:
+            ends = accumulate(each.shard.numel() for each in self._inexact)
+            number = next(number for number, end in enumerate(ends) if position < end)
+            raise ConfigurationError(_explain_lost_write(self._inexact[number].param))
 
     def _after_unshard(self) -> None:
         if self._unsharded is None:  # FSDP2 creates the unsharded parameters only once
@@ -177,7 +198,11 @@ class UnitReconciliation:
                     values = local_of(parameter) if isinstance(parameter, DTensor) else parameter.detach()
                     self._unsharded.append(_Unsharded(param, parameter, values))
                 self._first_unshard(param)
-        self._versions = [version_of(local_of(each.param.sharded_param)) for each in self._unsharded]
+            with_part = [each for each in self._unsharded if each.shard.numel()]
+            self._exact = [each for each in with_part if each.is_exact]
+            self._inexact = [each for each in with_part if not each.is_exact]
+        self._versions = [version_of(each.shard) for each in self._exact]
+        self._handed_out = self._parts_to_compare()
 
     @torch.no_grad()
     def _before_reshard(self) -> None:
@@ -185,20 +210,20 @@ class UnitReconciliation:
         for each in self._unsharded:
             if each.is_assigned:
                 self._take_assigned(each)
-        written = [version_of(local_of(each.param.sharded_param)) for each in self._unsharded]
-        exact = [
-            each
-            for each, before, now in zip(self._unsharded, self._versions, written, strict=True)
-            if before == now and each.param.param_dtype is None and local_of(each.param.sharded_param).numel()
-        ]
-        if exact:
-            foreach_copy_(*_shards_and_slices(exact))
+        shards, parts = [], []
+        for each, version in zip(self._exact, self._versions, strict=True):
+            if version_of(shard := each.shard) == version:
+                shards.append(shard)
+                parts.append(each.own_part)
+        if shards:
+            foreach_copy_(shards, parts)
             fsdp.await_writes(self._group)
-        if imprecise := self._imprecise():
-            shards, slices = _shards_and_slices(imprecise)
-            differences = [one - other.to(one) for one, other in zip(slices, shards, strict=True)]
-            changed = torch.stack(foreach_norm(differences, torch.inf)) > 0  # `False` where values are NaN
-            self._changed = changed if self._changed is None else self._changed | changed
+        now = self._parts_to_compare()
+        if now is not None and self._handed_out is not None:
+            differs = (now != self._handed_out) & (now == now)  # not where values are NaN
+            first = torch.where(differs.any(), differs.int().argmax(), -1)
+            self._changed = first if self._changed is None else torch.maximum(self._changed, first)
+        self._handed_out = None
 
     def _take_assigned(self, unsharded: _Unsharded) -> None:
         param, parameter, values = unsharded
@@ -211,27 +236,20 @@ class UnitReconciliation:
             raise ConfigurationError(shares_memory(name))
         values.copy_(assigned)
 
-    def _imprecise(self) -> list[_Unsharded]:
-        return [
-            each
-            for each in self._unsharded or ()
-            if each.param.param_dtype is not None and local_of(each.param.sharded_param).numel()
-        ]
+    def _parts_to_compare(self) -> Tensor | None:
+        parts = [each.own_part.reshape(-1) for each in self._inexact]
+        return torch.cat(parts) if parts else None
 
 
-def _shards_and_slices(unsharded: list[_Unsharded]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the shards of parameters, and the parts of the unsharded values that correspond to them."""
-    shards = [local_of(each.param.sharded_param) for each in unsharded]
-    return shards, [fsdp.local_shard_view(each.param, each.values) for each in unsharded]
-
-
-def _explain_lost_precision(param: Any) -> str:
-    dtype = str(param.param_dtype).removeprefix("torch.")
+def _explain_lost_write(param: Any) -> str:
+    shard = local_of(param.sharded_param)
+    dtype = str(param.param_dtype or shard.dtype).removeprefix("torch.")
     return (
         f"{fsdp.name_of(param)} was changed while it was unsharded, in a step or in a method of its unit. An "
-        f"unsharded parameter is a copy in {dtype}, which is less precise than "
-        f"{str(param.orig_dtype).removeprefix('torch.')}. Change it in a hook such as on_train_batch_end or "
-        "on_before_zero_grad, where parameters are sharded and exact, or train with precision='32-true' or 'bf16-true'."
+        f"unsharded parameter is a copy in {dtype} on the device of the step, of a shard in "
+        f"{str(shard.dtype).removeprefix('torch.')} on {shard.device.type}. Change it in a hook such as "
+        "on_train_batch_end or on_before_zero_grad, where parameters are sharded, or train with precision='32-true' or "
+        "'bf16-true' and without offload."
     )
 
 

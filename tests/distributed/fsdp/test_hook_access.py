@@ -79,7 +79,10 @@ def order(p: Any, q: Any) -> Any:
 
 def foreach(p: Any, q: Any) -> Any:
     torch._foreach_mul_([p.data, q.data], [q.data, p.data])
-    return nn.utils.get_total_norm([p, q]), [each.item() for each in torch._foreach_max([p, q])]
+    number = torch.tensor(3.0)
+    torch._foreach_mul_([p.data, number], torch.tensor(0.5))
+    norms = [nn.utils.get_total_norm([p, number]), nn.utils.get_total_norm([p, q])]
+    return number, norms, [each.item() for each in torch._foreach_max([p, q])]
 
 
 ACTS = (
