@@ -52,6 +52,7 @@ _TO_PYTHON = {"numpy", "tolist", "__array__", "__format__"}
 _VIEWS = {Tensor.data, Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.real, Tensor.imag}
 """Attributes of tensors that are operations."""
 _KEPT_BYTES = 2**28
+_POST_ACCUMULATE = "register_post_accumulate_grad_hook"
 
 
 class _View(NamedTuple):
@@ -97,9 +98,11 @@ class HookAccess:
             "__deepcopy__": _deepcopy,
             "__reduce_ex__": refuse_export,
             "untyped_storage": refuse_export,
-            "register_hook": self._keep_hooks_of_parameters(DTensor.register_hook),
-            "register_post_accumulate_grad_hook": self._refuse_hooks_of_parameters(
-                DTensor.register_post_accumulate_grad_hook
+            "register_hook": self._of_parameter(
+                DTensor.register_hook, lambda _, param, hook: self._register_hook(param, hook)
+            ),
+            _POST_ACCUMULATE: self._of_parameter(
+                DTensor.register_post_accumulate_grad_hook, lambda name, *_: refuse_hook(name, _POST_ACCUMULATE)
             ),
         }
         own |= {name: self._then(self._write_views, getattr(DTensor, name)) for name in ("full_tensor", "redistribute")}
@@ -274,19 +277,12 @@ class HookAccess:
     def _name_of(self, tensor: Any) -> str | None:
         return next((name for name, param in self._params() if param is tensor), None)
 
-    def _keep_hooks_of_parameters(self, register: Callable[..., Any]) -> Callable[..., Any]:
-        def register_hook(tensor: Any, hook: Any) -> Any:
-            return register(tensor, hook) if self._name_of(tensor) is None else self._register_hook(tensor, hook)
+    def _of_parameter(self, register: Callable[..., Any], for_parameter: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: Any, hook: Any) -> Any:
+            name = self._name_of(tensor)
+            return register(tensor, hook) if name is None else for_parameter(name, tensor, hook)
 
-        return register_hook
-
-    def _refuse_hooks_of_parameters(self, register: Callable[..., Any]) -> Callable[..., Any]:
-        def register_unless_parameter(tensor: Any, hook: Any) -> Any:
-            if (name := self._name_of(tensor)) is not None:
-                refuse_hook(name, "register_post_accumulate_grad_hook")
-            return register(tensor, hook)
-
-        return register_unless_parameter
+        return call
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from tests.running import quiet_trainer
@@ -32,6 +33,7 @@ class Shapes(LightningModule):
     def __init__(self, optimizer: Callable[..., optim.Optimizer]) -> None:
         super().__init__()
         self.optimizer = optimizer
+        self.kinds: set[type] = set()
         self.hidden = nn.Linear(4, 5)
         self.out = nn.Linear(5, 3)
         self.scale = nn.Parameter(torch.tensor(1.3))
@@ -41,7 +43,15 @@ class Shapes(LightningModule):
         return nn.functional.mse_loss(found, batch[:, :3].sin())
 
     def configure_optimizers(self) -> optim.Optimizer:
-        return self.optimizer(self.parameters(), lr=0.01)
+        optimizer = self.optimizer(self.parameters(), lr=0.01)
+        optimizer.register_step_pre_hook(self.note)
+        optimizer.register_step_post_hook(self.note)
+        return optimizer
+
+    def note(self, optimizer: optim.Optimizer, *_: Any) -> None:
+        """Note what hooks of the optimizer see of the first parameter."""
+        first = optimizer.param_groups[0]["params"][0]
+        self.kinds |= {type(first), type(first.grad), *(type(each) for each in optimizer.state[first].values())}
 
 
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
@@ -59,6 +69,9 @@ def fit(num_ranks: int, strategy: str) -> list[Tensor]:
         module = Shapes(optimizer)
         data = DataLoader(torch.randn(40, 4, generator=torch.Generator().manual_seed(1)), 8 // num_ranks)  # type: ignore[arg-type]
         quiet_trainer(max_epochs=1, strategy=strategy, devices=num_ranks).fit(module, data)
+        if strategy == "paral_fsdp":
+            assert DTensor in module.kinds
+            assert nn.Parameter not in module.kinds
         found.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
     return found
 
