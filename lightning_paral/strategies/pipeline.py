@@ -129,7 +129,8 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
             self._set_clipped(self._engine.gradients)
             self.setup_optimizers(trainer)
             if self._shards is not None:
-                check_optimizers(self.optimizers, module, self._shards)
+                shards = self._shards
+                check_optimizers(self.optimizers, module, shards.original_parameters(), shards.writes.access.flush)
             self._attach_averages(self._sharded_state.weight_shards)
         self.setup_precision_plugin()
         self.barrier()

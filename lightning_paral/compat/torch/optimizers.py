@@ -1,8 +1,7 @@
-"""Optimizers: operations on many tensors at once, step hooks, Muon, and the gradient scaler."""
+"""Optimizers: operations on many tensors at once, step hooks, and the gradient scaler."""
 
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,9 +25,6 @@ NAMES: Names = {
     },
     "torch.optim.lr_scheduler.LRScheduler": {
         "._opt_called": "keep schedulers from warning that the optimizer has not stepped",
-    },
-    "torch.optim._muon": {
-        "_zeropower_via_newtonschulz(grad, ns_coefficients, ns_steps, eps)": "orthogonalize full matrices",
     },
     "torch.amp.GradScaler": {
         "_unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)": "make all ranks skip the step together",
@@ -72,25 +68,6 @@ def run_post_hooks(optimizer: Optimizer) -> None:
 def mark_stepped(optimizer: Optimizer) -> None:
     """Mark `optimizer` as stepped for its schedulers."""
     vars(optimizer)["_opt_called"] = True
-
-
-# The orthogonalization in `torch.optim.Muon`
-
-
-def replace_newton_schulz(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
-    """Replace torch's function with `around(torch's function)`; return a function that restores it.
-
-    Raises:
-        PrivateNameError: Muon in this version of torch calls a different function.
-    """
-    before = named(NAMES, "_zeropower_via_newtonschulz").resolve()
-    muon: Any = torch.optim._muon
-    muon._zeropower_via_newtonschulz = around(before)
-
-    def undo() -> None:
-        muon._zeropower_via_newtonschulz = before
-
-    return undo
 
 
 # A gradient scaler whose subclasses define how gradients are unscaled

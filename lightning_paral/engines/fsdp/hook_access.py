@@ -190,9 +190,9 @@ class HookAccess:
             return operation(*args, **kwargs)
         if self._in_step() and self._is_left_to_torch(operation, args, tensors):
             return operation(*args, **kwargs)
-        if packet is aten.linalg_vector_norm and 0 < (args[1] if len(args) > 1 else 2) < math.inf:
+        if packet is aten.linalg_vector_norm and _can_be_joined(*args[:2]):
             self._write_views()
-            return operation(*args, **kwargs).full_tensor()  # of the norms of the shards
+            return operation(*args, **kwargs).full_tensor()
         if packet is aten._foreach_norm:
             return [self.run(aten.linalg_vector_norm.default, (each, *args[1:]), kwargs) for each in args[0]]
         if name.startswith(FOREACH) and len(args[0]) > 1:  # so that few full tensors exist at a time
@@ -304,6 +304,11 @@ def _is_elementwise(operation: Any) -> bool:
         return any(_is_elementwise(getattr(single, name)) for name in (["default"] if "default" in names else names))
     is_pointwise = torch.Tag.pointwise in operation.tags and torch.Tag.nondeterministic_seeded not in operation.tags
     return packet in _ELEMENTWISE or (is_pointwise and packet is not aten.equal)  # which returns one number
+
+
+def _can_be_joined(tensor: Tensor, order: float = 2) -> bool:
+    """Return whether the norm of a tensor follows from the norms of its shards, up to rounding in fp32."""
+    return 0 < order < math.inf and torch.finfo(tensor.dtype).bits > 16
 
 
 def _at(args: tuple[Any, ...], number: int) -> tuple[Any, ...]:

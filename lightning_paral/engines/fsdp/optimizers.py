@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from torch.optim import LBFGS, Optimizer
 from lightning_paral.checkpoint.dtensor_chunks import dtensor_like
 from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.optimizers import no_hooks, run_post_hooks, run_pre_hooks
-from lightning_paral.engines.fsdp.user_writes import UserWrites
 from lightning_paral.errors import ConfigurationError
 
 _ELEMENTWISE = (
@@ -25,26 +24,27 @@ _ELEMENTWISE = (
 """The optimizers of torch that update each element by itself."""
 
 
-class Sharded(Protocol):
-    """What has sharded a module."""
-
-    writes: UserWrites
-    """Writes what hooks have written to the shards."""
-
-    def original_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield the names and parameters from before sharding."""
-
-
-def check_optimizers(optimizers: Iterable[Optimizer], module: Module, sharded: Sharded) -> None:
+def check_optimizers(
+    optimizers: Iterable[Optimizer],
+    module: Module,
+    originals: Iterable[tuple[str, Parameter]],
+    flush: Callable[[], None],
+) -> None:
     """Let those `optimizers` that update each element by itself step on local tensors; others step on DTensors.
 
     An optimizer that was created before `module` was sharded, as by LightningCLI's `--optimizer`, gets the shards.
+
+    Args:
+        optimizers: the optimizers of the fit.
+        module: the sharded module.
+        originals: the names and parameters from before sharding.
+        flush: writes what hooks have written to views to the shards.
 
     Raises:
         ConfigurationError: an optimizer has states from before `module` was sharded, or is LBFGS.
     """
     current = dict(module.named_parameters())
-    shard_of: dict[Any, Any] = {original: current[name] for name, original in sharded.original_parameters()}
+    shard_of: dict[Any, Any] = {original: current[name] for name, original in originals}
     for optimizer in optimizers:
         if any(shard_of.get(parameter, parameter) is not parameter for parameter in optimizer.state):
             raise ConfigurationError(
@@ -60,7 +60,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], module: Module, sharded: S
                 "rank. Train with paral_ddp, or with another optimizer."
             )
         if _name_in_torch(optimizer) in _ELEMENTWISE:
-            _step_on_local_tensors(optimizer, sharded)
+            _step_on_local_tensors(optimizer, flush)
 
 
 def _name_in_torch(optimizer: Optimizer) -> str:
@@ -69,7 +69,7 @@ def _name_in_torch(optimizer: Optimizer) -> str:
     return "" if base is None or base.step is not type(optimizer).step else str(base.__name__)
 
 
-def _step_on_local_tensors(optimizer: Optimizer, sharded: Sharded) -> None:
+def _step_on_local_tensors(optimizer: Optimizer, flush: Callable[[], None]) -> None:
     step = optimizer.step
 
     @wraps(step)
@@ -77,7 +77,7 @@ def _step_on_local_tensors(optimizer: Optimizer, sharded: Sharded) -> None:
         run_pre_hooks(optimizer)
         with torch.enable_grad():
             result = None if closure is None else closure()
-        sharded.writes.access.flush()
+        flush()
         with _local_tensors(optimizer):
             step()
         run_post_hooks(optimizer)

@@ -17,8 +17,8 @@ from lightning_paral.compat.torch import fsdp
 from lightning_paral.compat.torch.autograd import gradient_hooks, version_of
 from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.fsdp import name_of, owners_of, unsharded_param
-from lightning_paral.compat.torch.optimizers import foreach_copy_, replace_newton_schulz
-from lightning_paral.engines.fsdp.hook_access import HookAccess, own_chunk, shard_like
+from lightning_paral.compat.torch.optimizers import foreach_copy_
+from lightning_paral.engines.fsdp.hook_access import HookAccess
 from lightning_paral.engines.fsdp.refusals import RegistrationGuard, check_assigned, refuse_hook, shares_memory
 from lightning_paral.errors import ConfigurationError
 
@@ -54,7 +54,6 @@ class UserWrites:
             lambda: ((name_of(param), param.sharded_param) for param in params), in_step, hooks.register
         )
         undo.callback(self.access.remove)
-        undo.callback(FullNewtonSchulz().remove)
         undo.callback(RegistrationGuard(root, params).remove)
 
     def check(self) -> None:
@@ -251,24 +250,3 @@ def _explain_lost_write(param: Any) -> str:
         "on_train_batch_end or on_before_zero_grad, where parameters are sharded, or train with precision='32-true' or "
         "'bf16-true' and without offload."
     )
-
-
-class FullNewtonSchulz:
-    """Makes `torch.optim.Muon` orthogonalize full matrices, as it does in one process, until `remove` is called.
-
-    DTensor would multiply shards, and round partial sums to bfloat16 before it adds them (torch 2.13), which changes
-    the update by about 1%. Gathering the matrix once also communicates less than five iterations on shards.
-    """
-
-    def __init__(self) -> None:
-        self.remove = replace_newton_schulz(_on_full_matrix)
-        """Restores torch's function."""
-
-
-def _on_full_matrix(orthogonalize: Callable[..., Any]) -> Callable[..., Any]:
-    def orthogonalize_full(gradient: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(gradient, DTensor) or own_chunk(gradient) is None:
-            return orthogonalize(gradient, *args, **kwargs)
-        return shard_like(gradient, orthogonalize(gradient.full_tensor(), *args, **kwargs))
-
-    return orthogonalize_full

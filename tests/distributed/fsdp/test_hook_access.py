@@ -73,6 +73,14 @@ def through_views(p: Any, q: Any) -> Any:
     return [flat[-1].item(), [row.sum().item() for row in p], p.data.T.tolist()]
 
 
+def write_shard_beside_view(p: Any, q: Any) -> Any:
+    """As when gradients are clipped while a hook keeps a view of one."""
+    flat = p.data.view(-1)
+    flat[0] = 1.0
+    (p.to_local() if isinstance(p, DTensor) else p).mul_(2.0)
+    return p.detach().clone()
+
+
 def order(p: Any, q: Any) -> Any:
     return [p.data.sort(0).values, p.cumsum(-2), p.argmax(), p.data.flip(0), torch.equal(p, q)]
 
@@ -87,7 +95,7 @@ def foreach(p: Any, q: Any) -> Any:
 
 ACTS = (
     clamp, write_rows_and_columns, average_into_plain, read, limit_norms, mask, draw, write_full, through_vector,
-    through_views, order, foreach,
+    through_views, write_shard_beside_view, order, foreach,
 )  # fmt: skip
 
 
