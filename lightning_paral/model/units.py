@@ -82,7 +82,7 @@ def choose_units(
     if children:
         chosen |= set(_callable_children(root))
     _join_tied(root, chosen)
-    return _partition(root, chosen)
+    return partition(root, chosen)
 
 
 def has_forward(module: Module) -> bool:
@@ -235,7 +235,8 @@ def _callable_ancestor(names: list[str], modules: dict[str, Module]) -> str:
     return name
 
 
-def _partition(root: Module, chosen: set[Module]) -> Units:
+def partition(root: Module, chosen: set[Module]) -> Units:
+    """Divide `root` into units: the `chosen` submodules and the root."""
     inner: list[Unit] = []
     taken: set[Parameter] = set()
     for name, module in reversed([pair for pair in root.named_modules() if pair[1] in chosen]):

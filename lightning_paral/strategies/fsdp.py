@@ -13,12 +13,12 @@ from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.compat.lightning.loops import evaluate_without_inference_mode
 from lightning_paral.compat.lightning.strategies import layer_sync_of, set_device_mesh
 from lightning_paral.distributed.mesh import ParallelDims, data_mesh, make_mesh
-from lightning_paral.engines.fsdp.guards import check_module
 from lightning_paral.engines.fsdp.options import FSDPOptions
 from lightning_paral.engines.fsdp.precision import check_precision, sharded_precision
-from lightning_paral.engines.fsdp.replicated_tensors import local_replicas
+from lightning_paral.engines.fsdp.refusals import check_module
 from lightning_paral.engines.fsdp.run import FSDPRun, check_before_fit
 from lightning_paral.engines.fsdp.state import FSDPState
+from lightning_paral.engines.fsdp.units import local_replicas
 from lightning_paral.model.batchnorm import sync_batchnorm
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.deferred.recording import has_mapped_weights, recording
@@ -168,6 +168,11 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         self._engine.before_batch(batch_idx)
         if self._tensor is not None and batch_idx == 0:
             self._tensor.share_random_states()
+
+    def on_train_end(self) -> None:
+        """Raise a `ConfigurationError` if a step has written to weights that were unsharded in 16 bits."""
+        self._engine.sharded.writes.check()
+        super().on_train_end()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the training step with the root's parameters unsharded. *Collective* over the world."""

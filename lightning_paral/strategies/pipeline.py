@@ -14,8 +14,8 @@ from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.compat.lightning.strategies import layer_sync_of
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.fsdp.optimizers import check_optimizers
-from lightning_paral.engines.fsdp.replicated_tensors import local_replicas
 from lightning_paral.engines.fsdp.step_shards import StepShards
+from lightning_paral.engines.fsdp.units import local_replicas
 from lightning_paral.engines.pipeline.checks import (
     check_before_fit,
     refusing_several_optimizers,
@@ -128,7 +128,8 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
             self._set_clipped(self._engine.gradients)
             self.setup_optimizers(trainer)
             if self._shards is not None:
-                check_optimizers(self.optimizers, module, self._shards, self.root_device)
+                shards = self._shards
+                check_optimizers(self.optimizers, module, shards.original_parameters(), shards.writes.access.flush)
             self._attach_averages(self._sharded_state.weight_shards)
         self.setup_precision_plugin()
         self.barrier()

@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_paral.compat.lightning.loops import evaluate_without_inference_mode
 from lightning_paral.distributed.exchange import explain
 from lightning_paral.distributed.mesh import ParallelDims, make_mesh
-from lightning_paral.engines.fsdp.guards import check_module, check_pruning, check_user_hooks
+from lightning_paral.engines.fsdp.refusals import check_module, check_pruning, check_user_hooks
 from lightning_paral.engines.fsdp.step_shards import StepShards
 from lightning_paral.engines.pipeline.division import check_number_of_units
 from lightning_paral.errors import ConfigurationError, ParalError

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from examples.gpt import GPT, Block, StandardLibraryData
 from lightning_paral.distributed.process_group import join_process_group
-from lightning_paral.engines.fsdp.gloo import DirectReduceScatter
+from lightning_paral.engines.fsdp.gradients import DirectReduceScatter
 from lightning_paral.model.units import choose_units
 from lightning_paral.options import DEFAULT_TIMEOUT
 from lightning_paral.registry import STRATEGIES

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -15,11 +15,6 @@ from lightning_paral.compat.private_name import Names
 NAMES: Names = {
     "torch.distributed.tensor.DTensor": {
         "_local_tensor": "write to this rank's shard",
-        "_spec": "support `tensor.data = value` for DTensors",
-        "_op_dispatcher": "make operations return the same result as in one process",
-    },
-    "torch.distributed.tensor._dispatch.OpDispatcher": {
-        "._custom_op_handlers": "make operations return the same result as in one process",
     },
     "torch.distributed.tensor.placement_types": {
         "_StridedShard(split_factor)": "save and load tensors that FSDP2 shards after tensor parallelism",
@@ -30,34 +25,13 @@ NAMES: Names = {
     "torch.distributed.tensor.debug": {
         "_clear_sharding_prop_cache": "make DTensor forget the meshes of destroyed process groups",
     },
-    "torch.distributed.tensor._sharding_prop.ShardingPropagator": {
-        ".op_strategy_funcs": "look up which operations work on shards",
-        ".op_single_dim_strategy_funcs": "look up which operations work on shards",
-        ".op_to_rules": "look up which operations work on shards",
-    },
 }
 
 
-# The local tensor and layout of a DTensor, and the handlers of its operations
+# The local tensor of a DTensor
 
 local_of: Callable[[Any], Tensor] = attrgetter("_local_tensor")
 """Return the local tensor of a DTensor, not a view of it."""
-
-
-def set_local(tensor: Any, local: Tensor) -> None:
-    """Replace the local tensor of a DTensor with `local`, of the same shape."""
-    tensor._local_tensor = local
-
-
-def copy_data_and_layout(tensor: Any, value: Any) -> None:
-    """Make a DTensor share the local tensor and the layout of `value`, a DTensor of the same shape."""
-    tensor._local_tensor, tensor._spec = value._local_tensor, value._spec
-
-
-def operation_handlers() -> dict[Any, Callable[..., Any]]:
-    """Return DTensor's own dictionary of handlers, which run instead of operations. Changes to it take effect."""
-    handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
-    return handlers
 
 
 # How FSDP2 shards a tensor that tensor parallelism has already sharded, and from which mesh a mesh is a slice
@@ -92,14 +66,3 @@ def forget_meshes() -> None:
     groups.
     """
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
-
-
-# The operations that DTensor supports on shards: about 600 in torch 2.11, 1,200 in torch 2.13
-
-_TABLES = ("op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules")
-
-
-def has_strategy(operation: Any) -> bool:
-    """Return whether DTensor supports `operation`, an overload such as `torch.ops.aten.median.default`."""
-    dispatcher: Any = DTensor._op_dispatcher
-    return any(operation in getattr(dispatcher.sharding_propagator, table) for table in _TABLES)

@@ -12,16 +12,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from lightning_paral.compat.private_name import Names, named, replace
-from lightning_paral.compat.torch.dtensor import local_of, set_local
+from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.modules import subclass_of
 
 NAMES: Names = {
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": {
         ".sharded_param": "find the shard of a parameter",
-        "._sharded_param_data": "make FSDP2 gather from memory that user code has assigned",
         "._unsharded_param": "find the unsharded parameter",
         "._sharded_post_forward_param": "recognize a parameter that is resharded over fewer ranks after forward",
         "._param_fqn": "name a parameter in errors",
@@ -31,7 +30,6 @@ NAMES: Names = {
         ".mesh_info": "know which shard this rank holds",
         ".param_dtype": "know the dtype of the unsharded parameter",
         ".orig_dtype": "name the dtype of a parameter",
-        ".pin_memory": "keep shards on the host in pinned memory",
         ".is_dtensor": "unshard parameters that all tensor ranks have in full to plain tensors",
         "._unsharded_dtensor_spec >=2.13": "unshard parameters that all tensor ranks have in full to plain tensors",
     },
@@ -120,18 +118,6 @@ def owners_of(param: Any) -> list[tuple[Module, str]]:
     return list(zip(modules, names, strict=True))
 
 
-def gather_from(param: Any, padded: Tensor, shard: Tensor) -> None:
-    """Make FSDP2 gather a parameter from memory that it has not allocated.
-
-    Args:
-        param: the `FSDPParam`.
-        padded: the new input of the all-gather: 1-dimensional, and padded if shards are uneven.
-        shard: a view of `padded` in the shape of this rank's shard.
-    """
-    replace(param, "_sharded_param_data", padded)
-    set_local(param.sharded_param, shard)
-
-
 def local_shard_view(param: Any, unsharded: Tensor) -> Tensor:
     """Return the view of `unsharded`, the unsharded parameter, that corresponds to this rank's nonempty shard."""
     local, dim = local_of(param.sharded_param), param.fsdp_placement.dim
@@ -148,15 +134,6 @@ def keep_dtype(param: Any) -> None:
     """Gather a complex or integer `FSDPParam` in its own dtype; torch 2.11 would cast it to `param_dtype`."""
     if not param.orig_dtype.is_floating_point:
         replace(param, "param_dtype", None)
-
-
-def is_plain(param: Any) -> bool:
-    """Return whether an `FSDPParam` was unsharded to an ordinary `Parameter`, outside of inference mode.
-
-    A parameter that was a DTensor before `fully_shard` is unsharded to a DTensor, and inference tensors have no version
-    counter.
-    """
-    return type(param._unsharded_param) is Parameter and not param._unsharded_param.is_inference()
 
 
 def unshard_replicas_to_plain(param: Any) -> None:

@@ -1,8 +1,7 @@
-"""Optimizers: operations on many tensors at once, step hooks, Muon, and the gradient scaler."""
+"""Optimizers: operations on many tensors at once, step hooks, and the gradient scaler."""
 
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ NAMES: Names = {
         "_foreach_mul_": "scale sharded gradients",
         "_foreach_clamp_min_": "clip sharded gradients by value",
         "_foreach_clamp_max_": "clip sharded gradients by value",
+        "_foreach_copy_": "copy what steps have written to the shards of a unit",
         "_foreach_norm": "compute the norm of sharded gradients",
         "_amp_foreach_non_finite_check_and_unscale_": "unscale gradients as torch.amp.GradScaler does",
     },
@@ -26,9 +26,6 @@ NAMES: Names = {
     "torch.optim.lr_scheduler.LRScheduler": {
         "._opt_called": "keep schedulers from warning that the optimizer has not stepped",
     },
-    "torch.optim._muon": {
-        "_zeropower_via_newtonschulz(grad, ns_coefficients, ns_steps, eps)": "orthogonalize full matrices",
-    },
     "torch.amp.GradScaler": {
         "_unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)": "make all ranks skip the step together",
     },
@@ -38,15 +35,11 @@ NAMES: Names = {
 # Operations on many tensors at once, which launch fewer CUDA kernels than a loop over the tensors
 
 
-def writes_in_place(name: str) -> bool:
-    """Return whether torch's function `name` writes to DTensors in place without incrementing version counters."""
-    return name.startswith("_foreach_") and name.endswith("_")
-
-
 foreach_mul_ = torch._foreach_mul_
 foreach_clamp_min_ = torch._foreach_clamp_min_
 foreach_clamp_max_ = torch._foreach_clamp_max_
 foreach_norm = torch._foreach_norm
+foreach_copy_ = torch._foreach_copy_
 check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 
@@ -75,25 +68,6 @@ def run_post_hooks(optimizer: Optimizer) -> None:
 def mark_stepped(optimizer: Optimizer) -> None:
     """Mark `optimizer` as stepped for its schedulers."""
     vars(optimizer)["_opt_called"] = True
-
-
-# The orthogonalization in `torch.optim.Muon`
-
-
-def replace_newton_schulz(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
-    """Replace torch's function with `around(torch's function)`; return a function that restores it.
-
-    Raises:
-        PrivateNameError: Muon in this version of torch calls a different function.
-    """
-    before = named(NAMES, "_zeropower_via_newtonschulz").resolve()
-    muon: Any = torch.optim._muon
-    muon._zeropower_via_newtonschulz = around(before)
-
-    def undo() -> None:
-        muon._zeropower_via_newtonschulz = before
-
-    return undo
 
 
 # A gradient scaler whose subclasses define how gradients are unscaled

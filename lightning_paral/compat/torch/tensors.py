@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 from lightning_paral.compat.private_name import Names
 
 __all__ = [
+    "FOREACH",
     "TorchDispatchMode",
     "packet_of",
     "schema_of",
@@ -136,6 +137,9 @@ def is_value_missing(error: BaseException) -> bool:
 
 
 # Operations of torch's dispatcher, and modes that intercept them
+
+FOREACH = "_foreach_"
+"""The prefix of the names of operations on lists of tensors."""
 
 packet_of: Callable[[Any], Any] = attrgetter("_overloadpacket")
 """Return the operation to which an overload belongs: `aten.mm` for `aten.mm.default`."""

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -13,23 +13,27 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from lightning_paral.compat.torch.fsdp import groups_of, unsharded_param
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.engines.fsdp.explain_errors import explanation
-from lightning_paral.engines.fsdp.guards import check_pruning, check_user_hooks
 from lightning_paral.engines.fsdp.optimizers import check_optimizers
 from lightning_paral.engines.fsdp.options import FSDPOptions
-from lightning_paral.engines.fsdp.own_gradients import refuse_gradients_by_shards
 from lightning_paral.engines.fsdp.precision import DTYPES, sharding_policy
-from lightning_paral.engines.fsdp.requires_grad import TrainedShards
+from lightning_paral.engines.fsdp.refusals import check_pruning, check_user_hooks, explanation
 from lightning_paral.engines.fsdp.shard import ShardedModule, Sharding
+from lightning_paral.engines.fsdp.units import leave_small_to_root
+from lightning_paral.engines.fsdp.unshard import RootUnshard
+from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.explain_errors import explain, explain_errors
 from lightning_paral.model.foreign_parameters import check_optimizer_parameters
 from lightning_paral.model.generation import generate_together
+from lightning_paral.model.requires_grad import TrainedParameters, TrainingAgreement, first_names
 from lightning_paral.model.units import as_tree, choose_units, explain_single_unit
 
 log = logging.getLogger(__name__)
@@ -81,6 +85,9 @@ class FSDPRun:
         # In manual optimization, one step may call several networks, with backward passes in between. Each is a unit.
         children = not module.automatic_optimization
         self.units = choose_units(module, options.units, options.min_params, children=children)
+        self._has_blocks = bool(self.units.inner)
+        if options.units == "auto" and options.min_params is None and not children:
+            self.units = leave_small_to_root(self.units)
         sharding = Sharding(
             mesh=mesh,
             dims=dims,
@@ -106,7 +113,7 @@ class FSDPRun:
         units = f"{self._num_units} unit{'s' if self._num_units != 1 else ''}"
         ranks = f"{self.dims.num_ranks} rank{'s' if self.dims.num_ranks != 1 else ''}"
         rank_zero_info(f"FSDP: {units} over {ranks}{replicas}\n{as_tree(self.units)}")
-        if not self.units.inner and self.dims.shard > 1:
+        if not self._has_blocks and self.dims.shard > 1:
             rank_zero_warn(explain_single_unit(self.units))
 
     def shard(self) -> None:
@@ -116,7 +123,6 @@ class FSDPRun:
             ConfigurationError: the trained parameters of a unit have different dtypes.
         """
         generate_together(self.module, self._undo)
-        self._undo.callback(refuse_gradients_by_shards(self.module))
         self.sharded.shard()
         name, num_bytes = type(self.module).__name__, self.sharded.num_bytes
         log.info("module sharded: %s, %d units, %d bytes unsharded", name, self._num_units, num_bytes)
@@ -133,10 +139,10 @@ class FSDPRun:
         Raises:
             ConfigurationError: an optimizer cannot update shards, or has parameters whose gradients are not averaged.
         """
-        check_optimizers(optimizers, self.module, self.sharded, self.device)
+        check_optimizers(optimizers, self.module, self.sharded.original_parameters(), self.sharded.writes.access.flush)
         if self.dims.data_size > 1:
             check_optimizer_parameters(optimizers, self.module)
-        _zero_gradients_of_shards(self.module, optimizers, self._undo)
+        _zero_gradients_of_shards(self.module, optimizers, self.sharded.root_unshard, self._undo)
 
     @property
     def is_fit(self) -> bool:
@@ -150,6 +156,8 @@ class FSDPRun:
             ConfigurationError: the ranks train different parameters, or a parameter is new and not sharded.
         """
         assert self._trained is not None
+        if batch_idx < 2:  # steps do the same again and again, and reading the result makes the host wait
+            self.sharded.writes.check()
         self._trained.before_batch(self.module.current_epoch, batch_idx)
 
     def training_step(self, step: Step, args: Any, kwargs: Any) -> Any:
@@ -178,26 +186,22 @@ class FSDPRun:
         self.sharded.root_unshard.after_backward()
         return result
 
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def accumulating(self) -> AbstractContextManager[None]:
         """Accumulate the gradients of backward passes inside the block, as `FSDPOptions.accumulate` specifies."""
-        self._accumulates = True
-        self._set_gradient_sync()
-        try:
-            yield
-        finally:
-            self._accumulates = False
-            self._set_gradient_sync()
+        return self._with_accumulation(True)
+
+    def reducing(self) -> AbstractContextManager[None]:
+        """Reduce gradients in backward passes inside the block, also inside of `accumulating`."""
+        return self._with_accumulation(False)
 
     @contextmanager
-    def reducing(self) -> Iterator[None]:
-        """Reduce gradients in backward passes inside the block, also inside of `accumulating`."""
-        accumulates, self._accumulates = self._accumulates, False
+    def _with_accumulation(self, accumulates: bool) -> Iterator[None]:
+        before, self._accumulates = self._accumulates, accumulates
         self._set_gradient_sync()
         try:
             yield
         finally:
-            self._accumulates = accumulates
+            self._accumulates = before
             self._set_gradient_sync()
 
     def _set_gradient_sync(self) -> None:
@@ -225,12 +229,16 @@ class FSDPRun:
         self._undo.close()
 
 
-def _zero_gradients_of_shards(module: Module, optimizers: Sequence[Optimizer], undo: ExitStack) -> None:
+def _zero_gradients_of_shards(
+    module: Module, optimizers: Sequence[Optimizer], root: RootUnshard, undo: ExitStack
+) -> None:
     """Make `module.zero_grad()` zero the gradients of the optimizers' shards as well, until `undo` is closed.
 
     Inside a step, the module has unsharded parameters, but the gradients belong to the shards.
     """
     zero_unsharded = module.zero_grad
+    for optimizer in optimizers:
+        vars(optimizer)["zero_grad"] = _then(optimizer.zero_grad, root.hide_gradients)
 
     def zero_grad(set_to_none: bool = True) -> None:
         zero_unsharded(set_to_none)
@@ -238,4 +246,73 @@ def _zero_gradients_of_shards(module: Module, optimizers: Sequence[Optimizer], u
             optimizer.zero_grad(set_to_none)
 
     vars(module)["zero_grad"] = zero_grad
-    undo.callback(vars(module).pop, "zero_grad", None)
+    for changed in (module, *optimizers):
+        undo.callback(vars(changed).pop, "zero_grad", None)
+
+
+def _then(function: Callable[..., None], afterwards: Callable[[], None]) -> Callable[..., None]:
+    @wraps(function)
+    def both(*args: Any, **kwargs: Any) -> None:
+        function(*args, **kwargs)
+        afterwards()
+
+    return both
+
+
+class TrainedShards:
+    """Lets users freeze and unfreeze parameters during a fit, and checks that all ranks do the same.
+
+    FSDP2 copies `requires_grad` from the shard whenever it unshards a parameter. If a training step sets it on the
+    root's parameters, which stay unsharded throughout the step, the new value would be lost. Therefore `copy_to_shards`
+    copies it to the shards.
+
+    Args:
+        root: the sharded LightningModule; all of its parameters are resharded.
+        dims: the arrangement of the ranks.
+        timeout: how long to wait for other ranks.
+        undo: a stack; closing it ends the checks.
+    """
+
+    def __init__(self, root: Module, dims: ParallelDims, timeout: timedelta, undo: ExitStack) -> None:
+        self._trained = TrainedParameters(root, undo)
+        self._agreement = TrainingAgreement(self._trained, dims, timeout)
+        self._root = root
+        self._known = set(root.parameters())
+        self._root_params = _sharded_params(root)
+        self._at_start: list[bool] = []
+
+    def before_batch(self, epoch: int, batch_idx: int) -> None:
+        """Check that all ranks train the same parameters. *Collective* in an epoch's first step, and after changes.
+
+        Raises:
+            ConfigurationError: the ranks train different parameters, or a parameter is new and not sharded. The message
+                names the parameters.
+        """
+        if not self._agreement.update(epoch, batch_idx):
+            return
+        parts = [part for part in self._root.modules() if isinstance(part, FSDPModule)]
+        # With reshard_after_forward=False, an evaluation leaves parameters unsharded.
+        known = self._known.union(unsharded_param(each) for part in parts for each in _sharded_params(part))
+        new = [name for name, p in self._trained.by_name.items() if p not in known and not isinstance(p, DTensor)]
+        if new:
+            raise ConfigurationError(
+                f"These parameters were added to the module after FSDP sharded it: {first_names(new)}. Their gradients "
+                "would not be averaged over the ranks. Create them in __init__ or configure_model, or use paral_ddp."
+            )
+
+    def before_step(self) -> None:
+        """Record which of the root's parameters are trained when a step begins."""
+        self._at_start = [each.sharded_param.requires_grad for each in self._root_params]
+
+    def copy_to_shards(self) -> None:
+        """Copy `requires_grad` to the root's shards if the step has changed it on the unsharded parameters."""
+        for number, each in enumerate(self._root_params):
+            now = unsharded_param(each)
+            if now is not None and now.requires_grad != self._at_start[number]:
+                self._at_start[number] = now.requires_grad
+                each.sharded_param.requires_grad_(now.requires_grad)
+
+
+def _sharded_params(module: Any) -> list[Any]:
+    """Return the `FSDPParam`s of the parameters that are unsharded together with `module`."""
+    return [param for group in groups_of(module) for param in group.fsdp_params]

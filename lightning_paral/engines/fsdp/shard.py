@@ -20,6 +20,7 @@ from torch.nn import Module, Parameter
 from torchmetrics import Metric
 
 from lightning_paral.compat.lightning.strategies import set_device_everywhere
+from lightning_paral.compat.torch.autograd import is_in_transform
 from lightning_paral.compat.torch.fsdp import (
     groups_of,
     initialize,
@@ -30,22 +31,12 @@ from lightning_paral.compat.torch.fsdp import (
 )
 from lightning_paral.compat.torch.modules import BatchNorm, InstanceNorm, own_buffers, own_parameters
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.engines.fsdp.dtensors import DTensorSemantics
-from lightning_paral.engines.fsdp.gather import GatherToHost
-from lightning_paral.engines.fsdp.gloo import DirectReduceScatter
-from lightning_paral.engines.fsdp.guards import RegistrationGuard
-from lightning_paral.engines.fsdp.parameter_hooks import ParameterHooks, originals_of
+from lightning_paral.engines.fsdp.gradients import AveragedGradients, DirectReduceScatter
 from lightning_paral.engines.fsdp.precision import match_inputs
-from lightning_paral.engines.fsdp.replicated_tensors import (
-    AveragedGradients,
-    allow_dtensor_assignment,
-    broadcast_on,
-    unshardable_parameters,
-)
-from lightning_paral.engines.fsdp.snapshot import ModuleSnapshot
-from lightning_paral.engines.fsdp.unit_dtypes import check_dtypes
-from lightning_paral.engines.fsdp.unshard import RootUnshard, UnitUnshard, public_methods
-from lightning_paral.engines.fsdp.unsharded_writes import WatchedGroup
+from lightning_paral.engines.fsdp.restore import GatherToHost, ModuleSnapshot
+from lightning_paral.engines.fsdp.units import broadcast_on, check_dtypes, unshardable_parameters
+from lightning_paral.engines.fsdp.unshard import RootUnshard, UnitUnshard, check_not_replaced, public_methods
+from lightning_paral.engines.fsdp.user_writes import UserWrites
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.units import Unit, Units
 
@@ -94,6 +85,8 @@ class ShardedModule:
         self._undo = ExitStack()
         """Undoes the changes outside of the submodules, and removes hooks on parameters."""
         self._originals = list(self.root.named_parameters())
+        self.writes: UserWrites
+        """Lets user code change the shards; set by `shard`."""
 
     def shard(self) -> None:
         """Shard the module, unit by unit. *Collective* over the world.
@@ -129,11 +122,26 @@ class ShardedModule:
 
     def _unshard_around_calls(self) -> None:
         inner = {unit.module for unit in self.units.inner}
-        calls = [UnitUnshard(module, methods) for module in self._sharded[:-1] if (methods := public_methods(module))]
+
+        def flush() -> None:
+            self.writes.access.flush()
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def before_unshard(module: Module, args: object = ()) -> None:
+            flush()
+            # Tensor parallelism itself replaces parameters around calls.
+            if self._sharding.split is None or is_in_transform():
+                check_not_replaced(module)
+
+        calls = []
+        for module in self._sharded[:-1]:
+            if methods := public_methods(module):
+                calls.append(UnitUnshard(module, methods, before_unshard))
+            module.register_forward_pre_hook(before_unshard, prepend=True)
         initialize(self.root)
         for param in [param for module in self._sharded for group in groups_of(module) for param in group.fsdp_params]:
             keep_dtype(param)
-        self.root_unshard = RootUnshard(self._sharded[-1], calls, inner)
+        self.root_unshard = RootUnshard(self._sharded[-1], calls, inner, flush)
 
     def original_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield the names and parameters from before sharding. They are empty while the module is sharded."""
@@ -171,21 +179,14 @@ class ShardedModule:
     def _watch_writes(self) -> None:
         """Make writes of user code to parameters change the shards, even while the parameters are unsharded."""
         groups = [group for module in self._sharded for group in groups_of(module)]
-        watched: list[WatchedGroup] = []
-
-        def is_of_another(param: Tensor, value: Tensor) -> bool:
-            return any(group.shares_memory(param, value) for group in watched)
-
-        params = [param for group in groups for param in group.fsdp_params]
-        originals = originals_of(params, self._snapshot.original)
-        present = {*originals.values(), *self.root.parameters()}
-        hooks = ParameterHooks(originals, [(name, each) for name, each in self._originals if each not in present])
-        watched += [
-            WatchedGroup(group, is_of_another, lambda: self.root_unshard.awaits_backward, hooks) for group in groups
-        ]
-        self._undo.callback(allow_dtensor_assignment(self.replicated))
-        self._undo.callback(DTensorSemantics(params, lambda: self.root_unshard.is_running, hooks).remove)
-        self._undo.callback(RegistrationGuard(self.root, params).remove)
+        self.writes = UserWrites(
+            self.root,
+            groups,
+            self._snapshot.original,
+            self._originals,
+            lambda: self.root_unshard.is_running,
+            self._undo,
+        )
 
     def _compute_values_of_sharded(self) -> None:
         """Compute the values of modules that the user sharded in `configure_model`, one module at a time."""

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from lightning_paral.checkpoint.ended_optimizers import EndedOptimizers
 from lightning_paral.checkpoint.sharded_state import ShardedState, WeightShards
 from lightning_paral.distributed.exchange import RankGroup
-from lightning_paral.engines.fsdp.gather import gather_after_failure, gather_at_end
+from lightning_paral.engines.fsdp.restore import gather_after_failure, gather_at_end
 from lightning_paral.engines.fsdp.run import FSDPRun
 
 

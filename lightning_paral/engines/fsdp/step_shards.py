@@ -23,16 +23,11 @@ from lightning_paral.compat.torch.fsdp import (
 )
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.engines.fsdp.dtensors import DTensorSemantics
-from lightning_paral.engines.fsdp.explain_errors import explanation
-from lightning_paral.engines.fsdp.gather import GatherToHost
-from lightning_paral.engines.fsdp.guards import RegistrationGuard
-from lightning_paral.engines.fsdp.parameter_hooks import ParameterHooks, originals_of
-from lightning_paral.engines.fsdp.replicated_tensors import allow_dtensor_assignment, unshardable_parameters
-from lightning_paral.engines.fsdp.snapshot import LEFT_SHARDED, ModuleSnapshot
-from lightning_paral.engines.fsdp.step_gradients import scatter_gradients
-from lightning_paral.engines.fsdp.unit_dtypes import check_dtypes
-from lightning_paral.engines.fsdp.unsharded_writes import WatchedGroup
+from lightning_paral.engines.fsdp.gradients import scatter_gradients
+from lightning_paral.engines.fsdp.refusals import explanation
+from lightning_paral.engines.fsdp.restore import LEFT_SHARDED, GatherToHost, ModuleSnapshot
+from lightning_paral.engines.fsdp.units import check_dtypes, unshardable_parameters
+from lightning_paral.engines.fsdp.user_writes import UserWrites
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.explain_errors import explain
 from lightning_paral.model.units import Units
@@ -66,6 +61,8 @@ class StepShards:
         self._sharded: list[Any] = []
         self._groups: list[Any] = []
         self._undo = ExitStack()
+        self.writes: UserWrites
+        """Lets user code change the shards; set by `finish`."""
         self.replicated: list[Parameter] = []
         """The parameters that each rank holds in full, because FSDP2 cannot shard them."""
         self.is_unsharded = False
@@ -124,26 +121,21 @@ class StepShards:
         self._groups = [group for module in self._sharded for group in groups_of(module)]
         for snapshot in dict.fromkeys(self._snapshots.values()):
             snapshot.mark_added()
-        params = [param for group in self._groups for param in group.fsdp_params]
-        originals = originals_of(params, lambda module, name: self._snapshots[module].original(module, name))
-        present = {*originals.values(), *self._root.parameters()}
-        lost = [(name, each) for name, each in self._originals if each not in present]
-        gradient_hooks = ParameterHooks(originals, lost)
-        watched: list[WatchedGroup] = []
-
-        def is_of_another(param: Tensor, value: Tensor) -> bool:
-            return any(group.shares_memory(param, value) for group in watched)
-
-        watched += [WatchedGroup(group, is_of_another, lambda: False, gradient_hooks) for group in self._groups]
+        self.writes = UserWrites(
+            self._root,
+            self._groups,
+            lambda module, name: self._snapshots[module].original(module, name),
+            self._originals,
+            lambda: self.is_unsharded,
+            self._undo,
+        )
         for group in self._groups:
             keep_unsharded(group, lambda: self.is_unsharded)
-        self._undo.callback(allow_dtensor_assignment(self.replicated))
-        self._undo.callback(DTensorSemantics(params, lambda: self.is_unsharded, gradient_hooks).remove)
-        self._undo.callback(RegistrationGuard(self._root, params).remove)
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
         """Unshard all parameters inside the block. *Collective* over the ranks that hold shards."""
+        self.writes.access.flush()
         try:
             for module in self._sharded:
                 module.unshard()

@@ -9,8 +9,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from lightning_paral.compat.torch.fsdp import ForwardHooks, groups_of, pre_forward
-from lightning_paral.engines.fsdp.explain_errors import MIXED
+from lightning_paral.compat.torch.fsdp import (
+    ForwardHooks,
+    groups_of,
+    is_param_of,
+    name_of,
+    owners_of,
+    pre_forward,
+    unsharded_param,
+)
+from lightning_paral.compat.torch.modules import own_parameters
+from lightning_paral.engines.fsdp.refusals import MIXED
+from lightning_paral.errors import ConfigurationError
 
 _LIBRARIES = ("torch", "transformers", "lightning", "torchmetrics")
 
@@ -24,10 +34,12 @@ class UnitUnshard:
     Args:
         module: a unit.
         methods: names of its public methods.
+        before: is called before the unit is unsharded for a method other than `forward`.
     """
 
-    def __init__(self, module: Any, methods: list[str]) -> None:
+    def __init__(self, module: Any, methods: list[str], before: Callable[[Module], None]) -> None:
         self._module = module
+        self._before = before
         self._hooks = ForwardHooks(module)
         self._entered = False
         self._module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
@@ -59,6 +71,7 @@ class UnitUnshard:
             if self._entered:
                 return method(*args, **kwargs)
             self._entered = True
+            self._before(self._module)
             try:
                 args, kwargs = pre_forward(self._hooks.state, self._module, args, kwargs)
                 output = method(*args, **kwargs)
@@ -67,6 +80,18 @@ class UnitUnshard:
             return self._hooks.after(output)
 
         return call
+
+
+def check_not_replaced(module: Any) -> None:
+    """Raise a `ConfigurationError` if parameters of a unit that is about to be unsharded have been replaced."""
+    for param in (param for group in groups_of(module) for param in group.fsdp_params):
+        for owner, name in owners_of(param):
+            if not is_param_of(own_parameters(owner).get(name), param):
+                raise ConfigurationError(
+                    f"{name_of(param)} was replaced while it is sharded, as by torch.func.functional_call. The unit "
+                    "would compute with its own weight, without gradients of torch.func. Choose units=[...] that "
+                    "leave the module to the root, or train with paral_ddp."
+                )
 
 
 def public_methods(module: Module) -> list[str]:
@@ -92,16 +117,17 @@ class RootUnshard:
         root: the sharded LightningModule.
         units: the `UnitUnshard`s of the other units.
         inner: the modules of the other units; all other direct children of the root belong to the root.
+        flush: writes what hooks have written to views to the shards.
     """
 
-    def __init__(self, root: Any, units: list[UnitUnshard], inner: set[Module]) -> None:
+    def __init__(self, root: Any, units: list[UnitUnshard], inner: set[Module], flush: Callable[[], None]) -> None:
         self._root = root
+        self._flush = flush
         self._units = units
         self._hooks = ForwardHooks(root)
         self._depth = 0
         self._in_manual_step = False
-        self.awaits_backward = False
-        """Whether a step of automatic optimization has ended and its backward pass has not begun."""
+        self._shown: list[tuple[Any, Tensor]] = []
         for module in (self._root, *(child for child in self._root.children() if child not in inner)):
             module.register_forward_pre_hook(self._before_call, prepend=True)
             module.register_forward_hook(self._after_call, always_call=True)
@@ -122,9 +148,10 @@ class RootUnshard:
             raise RuntimeError(MIXED)
         output = self._hooks.after(output)
         self._depth = 0
-        self.awaits_backward = output is not None
         if output is None:
             self._root.reshard()
+        else:
+            self._show_gradients()
         return output
 
     def manual_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -149,17 +176,35 @@ class RootUnshard:
 
     def before_backward(self, loss: Tensor) -> None:
         """In a manual step, make FSDP2 reduce the root's gradients even if no unit computed `loss`."""
-        if loss.requires_grad:
-            loss.register_hook(self._note_backward)  # type: ignore[no-untyped-call]
+        self._flush()
+        self.hide_gradients()
         if self._in_manual_step:
             self._hooks.expect_backward(loss)
 
-    def _note_backward(self, gradient: Tensor) -> None:
-        self.awaits_backward = False
+    def _show_gradients(self) -> None:
+        """Give the unsharded parameters the gradients of the shards, for hooks that read those of earlier steps."""
+        for param in [param for group in groups_of(self._root) for param in group.fsdp_params]:
+            unsharded, gradient = unsharded_param(param), param.sharded_param.grad
+            if unsharded is not None and unsharded.grad is None and gradient is not None:
+                unsharded.grad_dtype = gradient.dtype  # fp32 for 16 bits
+                unsharded.grad = gradient
+                self._shown.append((param, gradient))
+
+    def hide_gradients(self) -> None:
+        """Take them away again, because FSDP2 would reduce them; hooks may have replaced them."""
+        for param, shown in self._shown:
+            unsharded, shard = unsharded_param(param), param.sharded_param
+            assert unsharded is not None
+            if shard.grad is shown and unsharded.grad is not shown:
+                shard.grad = unsharded.grad
+            unsharded.grad = None
+            unsharded.grad_dtype = unsharded.dtype
+        self._shown.clear()
 
     def after_backward(self) -> None:
         """In a manual step, unshard the root's parameters again, because the backward pass resharded them."""
         if self._in_manual_step:
+            self._flush()
             self._root.unshard()
 
     def before_optimizer(self) -> None:
@@ -180,12 +225,14 @@ class RootUnshard:
         return toggle_then_unshard
 
     def _enter(self) -> None:
+        self._flush()
         self._depth = 1
         for unit in self._units:
             unit.reset()
 
     def _before_call(self, module: Module, args: Any) -> None:
         if self._depth == 0:
+            self._flush()
             pre_forward(self._hooks.state, self._root)
         elif not all(group.is_unsharded for group in groups_of(self._root)):
             self._root.unshard()  # `state_dict` and `load_state_dict` reshard even within a step

@@ -233,5 +233,5 @@ add(
     **acting(Momentum, "training_step", multiply_and_add),
     trainer={"precision": "bf16-mixed"},
     tolerance=3e-2,
-    names=r"target\.stem\.bias",
+    names=r"target\.stem\.weight",
 )

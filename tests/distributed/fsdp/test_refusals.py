@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_paral import ActivationCheckpointing, ConfigurationError, ParalFSDPStrategy
-from tests.models.blocks import Contrastive, OnTheModule, Tied
+from tests.models.blocks import Contrastive, Tied
 from tests.models.tokens import token_loader
 from tests.running import quiet_trainer
 
@@ -31,11 +31,6 @@ class TwoDtypes(Tied):
     def __init__(self) -> None:
         super().__init__()
         self.blocks[1].norm.bfloat16()
-
-
-class InOneCall(OnTheModule):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), foreach=True)
 
 
 class Normalised(Tied):
@@ -76,7 +71,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], list[str]]] = {
     "early optimizer": (MadeEarly, {}, {}, ["Adagrad", "before MadeEarly was sharded", "configure_optimizers"]),
     "FSDP1": (Wrapped, {}, {}, ["'embedding'", "FSDP1"]),
     "two dtypes": (TwoDtypes, {}, {}, ["blocks.1", "blocks.1.norm.weight (bfloat16)", "(float32)"]),
-    "foreach": (InOneCall, {}, {}, ["AdamW(foreach=True)", "0-dimensional"]),
     "SyncBatchNorm": (Normalised, {}, {"sync_batchnorm": True}, ["sync_batchnorm", "CUDA"]),
     "own precision": (Tied, {}, {"plugins": [Eight()]}, ["Eight (precision='8-true')", "64-true, bf16-mixed"]),
     "fp16 on CPU": (Tied, {}, {"plugins": [MixedPrecision("16-mixed", "cpu")]}, ["needs CUDA", "bf16-mixed"]),

@@ -4,6 +4,7 @@ import pytest
 from torch import nn
 
 from lightning_paral import ActivationCheckpointing, ConfigurationError
+from lightning_paral.engines.fsdp.units import SMALL_BYTES, leave_small_to_root
 from lightning_paral.model.units import Units, as_tree, choose_units, explain_single_unit
 from tests.models.blocks import GPT2, T5, Block, Contrastive, LoRA, Tied, TiedBlocks
 
@@ -127,3 +128,15 @@ def test_single_unit_is_explained_with_classes_to_choose() -> None:
 def test_options_of_activation_checkpointing_are_checked_on_construction(options: dict, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         ActivationCheckpointing(**options)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "width", "kept"),
+    [(200, 32, 0), (8, 32, 8), (40, 600, 40), (40, 300, 0)],
+    ids=["many small", "few small", "many large", "many that fit in a bucket"],
+)
+def test_small_blocks_stay_in_the_root_under_fsdp(num_blocks: int, width: int, kept: int) -> None:
+    blocks = nn.Sequential(*(nn.Linear(width, width, device="meta") for _ in range(num_blocks)))
+    assert (num_blocks * width * (width + 1) * 4 > SMALL_BYTES) == (width == 600)
+
+    assert len(leave_small_to_root(choose_units(blocks)).inner) == kept

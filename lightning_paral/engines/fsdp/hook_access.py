@@ -1,0 +1,410 @@
+"""Let the code of hooks use sharded tensors (DTensors) as if they were full.
+
+One rule: an operation that acts on each element by itself, on tensors that are sharded alike, runs on the shards. Every
+other one runs on full tensors, as in one process, and each rank keeps its chunk of what it writes.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from lightning_paral.checkpoint.dtensor_chunks import chunk_of_dtensor, dtensor_like, is_chunked
+from lightning_paral.checkpoint.layout import Chunk
+from lightning_paral.checkpoint.shards import refuse_export
+from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
+from lightning_paral.compat.torch.dtensor import local_of
+from lightning_paral.compat.torch.patches import replace_attributes
+from lightning_paral.compat.torch.tensors import (
+    FOREACH,
+    TorchDispatchMode,
+    identity_of,
+    packet_of,
+    schema_of,
+    tree_leaves,
+    tree_map_only,
+    use_count,
+)
+from lightning_paral.engines.fsdp.refusals import check_assigned, refuse_hook, shares_memory
+from lightning_paral.errors import ConfigurationError
+
+aten = torch.ops.aten
+Index = tuple[slice, ...]
+"""An index of the elements that a rank holds: a slice for every dimension."""
+
+_ELEMENTWISE = {
+    aten.copy_, aten.fill_, aten.zero_, aten.masked_fill, aten.masked_fill_, aten._to_copy, aten.detach, aten.alias,
+    aten.zeros_like, aten.ones_like, aten.empty_like, aten.full_like, aten.detach_,
+}  # fmt: skip
+"""Operations on each element that torch does not tag as pointwise."""
+_WRONG_ON_SHARDS = {
+    aten._local_scalar_dense, aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.binary_cross_entropy,
+    aten.binary_cross_entropy_with_logits, aten.soft_margin_loss,
+}  # fmt: skip
+"""Operations with results of one rank, or means of uneven shards, in torch 2.13."""
+_TO_PYTHON = {"numpy", "tolist", "__array__", "__format__"}
+"""Methods that convert a tensor to Python or NumPy, below the dispatcher."""
+_VIEWS = {Tensor.data, Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.real, Tensor.imag}
+"""Attributes of tensors that are operations."""
+_KEPT_BYTES = 2**28
+_POST_ACCUMULATE = "register_post_accumulate_grad_hook"
+
+
+class _View(NamedTuple):
+    """A full copy of a sharded tensor, of which user code has views."""
+
+    tensor: Any
+    full: Tensor
+
+
+class HookAccess:
+    """Lets code outside of steps use DTensors as full tensors, until `remove` is called. Most uses are *collective*.
+
+    - What is computed from the elements of several ranks, such as `float(p.norm())`, is a full, plain tensor.
+    - Random operations draw the numbers that one process would draw.
+    - Views such as `p[0]` are views of a full copy. What is written to them is written to the shards when a step or an
+      optimizer begins, or `to_local` is called; from then on they no longer belong to it.
+    - Assigning a full tensor to `data` or `grad` copies this rank's chunk.
+    - Hooks on sharded parameters are kept by `hooks`, or refused.
+    - Writing a DTensor to a file, which would have only this rank's part, is an error.
+
+    Inside a step, plain tensors may differ between the ranks, so that operations on them together with DTensors remain
+    torch's error.
+
+    Args:
+        params: the sharded parameters by name.
+        in_step: returns whether a step is running.
+        register_hook: registers a hook on a sharded parameter, as `torch.Tensor.register_hook` does on a tensor.
+    """
+
+    def __init__(
+        self,
+        params: Callable[[], Iterable[tuple[str, Tensor]]],
+        in_step: Callable[[], bool],
+        register_hook: Callable[[Any, Any], Any],
+    ) -> None:
+        self._params = params
+        self._in_step = in_step
+        self._register_hook = register_hook
+        self._views: dict[Any, _View] = {}
+        self._mode = _Mode(self)
+        own: dict[str, Any] = {
+            "__torch_function__": classmethod(lambda _, *called: self._call(*called)),
+            "__deepcopy__": _deepcopy,
+            "__reduce_ex__": refuse_export,
+            "untyped_storage": refuse_export,
+            "register_hook": self._of_parameter(
+                DTensor.register_hook, lambda _, param, hook: self._register_hook(param, hook)
+            ),
+            _POST_ACCUMULATE: self._of_parameter(
+                DTensor.register_post_accumulate_grad_hook, lambda name, *_: refuse_hook(name, _POST_ACCUMULATE)
+            ),
+        }
+        own |= {name: self._then(self._write_views, getattr(DTensor, name)) for name in ("full_tensor", "redistribute")}
+        own["to_local"] = self._then(self.flush, DTensor.to_local)  # whose result may be written to
+        self._undo = replace_attributes(DTensor, own)
+
+    def remove(self) -> None:
+        """Write what is left to the shards, and restore the operations of DTensors."""
+        self.flush()
+        self._undo()
+
+    def flush(self) -> None:
+        """Write what was written to views to the shards. From now on, the views no longer belong to them."""
+        if self._views:
+            self._write_views()
+            self._views.clear()
+
+    def _write_views(self) -> None:
+        for view in self._views.values():
+            _keep_chunk(view.tensor, view.full)
+
+    def _then(self, before: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            before()
+            return method(tensor, *args, **kwargs)
+
+        return call
+
+    # Functions of torch, and the operations that they consist of
+
+    def _call(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs, name = kwargs or {}, function.__name__
+        attribute = getattr(function, "__self__", None)
+        with DisableTorchFunctionSubclass():
+            if name == "__get__" and attribute not in _VIEWS:
+                return function(*args, **kwargs)
+            if name == "__set__" and attribute in (Tensor.data, Tensor.grad) and args[1] is not None:
+                return self._assign(function, *args)
+            if name in _TO_PYTHON:
+                return _to_python(function, *args, **kwargs)
+            known = set(self._views)
+            with self._mode:
+                result = function(*args, **kwargs)
+            if len(self._views) > len(known):
+                del args, kwargs
+                self._drop_unused(known)
+            return result
+
+    def _drop_unused(self, known: set[Any]) -> None:
+        """Drop copies of which nobody has views: those that a call made for itself, and older ones if they are many."""
+        is_large = sum(view.full.nbytes for view in self._views.values()) > _KEPT_BYTES
+        for key in [key for key in self._views if is_large or key not in known]:
+            if use_count(self._views[key].full) == 2:  # the copy itself, and the storage object that is asked
+                view = self._views.pop(key)
+                _keep_chunk(view.tensor, view.full)
+
+    @torch.no_grad()
+    def _assign(self, assign: Callable[..., None], target: Any, value: Tensor) -> None:
+        is_data = assign.__self__ is Tensor.data  # type: ignore[attr-defined]
+        if is_data and isinstance(target, DTensor):
+            name = self._name_of(target) or "A sharded tensor"
+            check_assigned(name, target, value)
+            others = [param for _, param in self._params() if param is not target]
+            if isinstance(value, DTensor) and any(_key(value) == _key(param) for param in others):
+                raise ConfigurationError(shares_memory(name))
+            with self._mode:
+                target.copy_(value)
+        elif isinstance(value, DTensor) or value.shape != target.shape:
+            assign(target, value)
+        else:
+            assign(target, shard_like(target, value))
+
+    def run(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation of the dispatcher by the rule of this module."""
+        packet = packet_of(operation)
+        name = packet.__name__
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        sharded = [each for each in tensors if isinstance(each, DTensor)]
+        if not sharded or packet in (aten.detach, aten.alias, aten.detach_):
+            return operation(*args, **kwargs)
+        if name.startswith("new_"):  # reads no values
+            is_like = torch.Size(args[1]) == args[0].shape
+            return operation(args[0] if is_like else local_of(args[0]), *args[1:], **kwargs)
+        if self._acts_on_shards(operation, args, tensors):
+            return operation(*args, **kwargs)
+        if self._in_step() and self._is_left_to_torch(operation, args, tensors):
+            return operation(*args, **kwargs)
+        if packet is aten.linalg_vector_norm and _can_be_joined(*args[:2]):
+            self._write_views()
+            return operation(*args, **kwargs).full_tensor()
+        if packet is aten._foreach_norm:
+            return [self.run(aten.linalg_vector_norm.default, (each, *args[1:]), kwargs) for each in args[0]]
+        if name.startswith(FOREACH) and len(args[0]) > 1:  # so that few full tensors exist at a time
+            each = [self.run(operation, _at(args, number), kwargs) for number in range(len(args[0]))]
+            return [one for [one] in each] if each[0] is not None else None
+        return self._run_on_full(operation, args, kwargs)
+
+    def _acts_on_shards(self, operation: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> bool:
+        if not _is_elementwise(operation):
+            return False
+        if not packet_of(operation).__name__.startswith(FOREACH):
+            return self._are_alike(tensors)
+        lists = [each for each in args if isinstance(each, list | tuple) and each and isinstance(each[0], Tensor)]
+        if not all(isinstance(each, DTensor) for each in lists[0]):
+            return False
+        common = [each for each in args if isinstance(each, Tensor)]
+        return all(self._are_alike([*each, *common]) for each in zip(*lists, strict=False))
+
+    def _is_left_to_torch(self, operation: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> bool:
+        """Return whether torch runs an operation of a step on DTensors, or raises an error.
+
+        Plain tensors may differ between the ranks there, and gradients of shards have to be shards.
+        """
+        if packet_of(operation) is aten.copy_ and isinstance(args[0], DTensor):
+            return False
+        if any(each.dim() for each in tensors if not isinstance(each, DTensor)):
+            return True
+        differentiates = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+        return differentiates and packet_of(operation) not in _WRONG_ON_SHARDS
+
+    def _are_alike(self, tensors: Iterable[Tensor]) -> bool:
+        """Return whether `tensors` are DTensors that are sharded alike, without views, or plain numbers."""
+        tensors = list(tensors)
+        sharded: list[Any] = [each for each in tensors if isinstance(each, DTensor)]
+        if not sharded:
+            return True
+        layouts = {(each.device_mesh, each.placements, each.shape) for each in sharded}
+        return (
+            len(layouts) == 1
+            and all(isinstance(each, DTensor) or each.dim() == 0 for each in tensors)
+            and not any(placement.is_partial() for placement in sharded[0].placements)
+            and not (self._views and any(_key(each) in self._views for each in sharded))
+        )
+
+    def _run_on_full(self, operation: Any, args: Any, kwargs: Any) -> Any:
+        schema = schema_of(operation)
+        names = [argument.name for argument in schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        writes = {each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write}
+        viewed = {each.name for each in schema.arguments if each.alias_info is not None} - writes
+        is_like = packet_of(operation).__name__.endswith("_like")  # reads no values
+        fulls: dict[int, Tensor] = {}
+
+        def full_of(name: str, tensor: Any) -> Tensor:
+            if id(tensor) not in fulls:
+                needs_own_chunk_only = is_like or (name in writes and _is_elementwise(operation))
+                fulls[id(tensor)] = self._full(tensor, name in viewed, needs_own_chunk_only)
+            return fulls[id(tensor)]
+
+        order = [name for name in names if name in writes] + [name for name in names if name not in writes]
+        values = {name: tree_map_only(DTensor, partial(full_of, name), given[name]) for name in order if name in given}
+        result = operation(*(values[name] for name in names[: len(args)]), **{name: values[name] for name in kwargs})
+        written = [each for name in names if name in writes for each in tree_leaves(given.get(name))]
+        for each in written:
+            if isinstance(each, DTensor):
+                _keep_chunk(each, fulls[id(each)])
+        if schema.returns and all(each.alias_info is not None and each.alias_info.is_write for each in schema.returns):
+            return written[0] if len(schema.returns) == 1 else tuple(written)
+        return result
+
+    def _full(self, tensor: Any, keep: bool, own_chunk_only: bool) -> Tensor:
+        key = _key(tensor)
+        if key in self._views:
+            return self._views[key].full
+        full = full_from_chunk(tensor) if own_chunk_only and not keep else as_full(tensor)
+        if keep:
+            self._views[key] = _View(tensor.detach(), full)
+        return full
+
+    # Hooks on gradients
+
+    def _name_of(self, tensor: Any) -> str | None:
+        return next((name for name, param in self._params() if param is tensor), None)
+
+    def _of_parameter(self, register: Callable[..., Any], for_parameter: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: Any, hook: Any) -> Any:
+            name = self._name_of(tensor)
+            return register(tensor, hook) if name is None else for_parameter(name, tensor, hook)
+
+        return call
+
+
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, access: HookAccess) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._access = access
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._access.run(operation, args, kwargs or {})
+
+
+@cache
+def _is_elementwise(operation: Any) -> bool:
+    """Return whether an operation, or a `_foreach_` operation, acts on each element by itself."""
+    packet = packet_of(operation)
+    if packet.__name__.startswith(FOREACH):
+        single = getattr(aten, packet.__name__.removeprefix(FOREACH), None)
+        names = [] if single is None else single.overloads()
+        return any(_is_elementwise(getattr(single, name)) for name in (["default"] if "default" in names else names))
+    is_pointwise = torch.Tag.pointwise in operation.tags and torch.Tag.nondeterministic_seeded not in operation.tags
+    return packet in _ELEMENTWISE or (is_pointwise and packet is not aten.equal)  # which returns one number
+
+
+def _can_be_joined(tensor: Tensor, order: float = 2) -> bool:
+    """Return whether the norm of a tensor follows from the norms of its shards, up to rounding in fp32."""
+    return 0 < order < math.inf and torch.finfo(tensor.dtype).bits > 16
+
+
+def _at(args: tuple[Any, ...], number: int) -> tuple[Any, ...]:
+    """Return the arguments of a `_foreach_` operation for the tensor of this number alone."""
+    return tuple(
+        [each[number]] if isinstance(each, list | tuple) and len(each) == len(args[0]) else each for each in args
+    )
+
+
+def _to_python(function: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Convert a full tensor to Python or NumPy. *Collective*."""
+    if function.__name__ == "__format__" and tensor.dim():
+        return format(repr(tensor), *args)
+    result = function(tensor.detach().full_tensor(), *args, **kwargs)
+    if hasattr(result, "flags"):
+        result.flags.writeable = False  # writes to the array would be lost, because it is a copy
+    return result
+
+
+def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
+    """Deep-copy a DTensor, as in `copy.deepcopy(self.state_dict())`, which fails in torch 2.13."""
+    if id(tensor) not in memo:
+        if not tensor.is_leaf:
+            raise RuntimeError(
+                "Only leaves of the graph can be copied with copy.deepcopy. Use tensor.detach().clone()."
+            )
+        copied = tensor.detach().clone()
+        if isinstance(tensor, Parameter):
+            copied = Parameter(copied, tensor.requires_grad)
+        else:
+            copied.requires_grad_(tensor.requires_grad)
+        memo[id(tensor)] = copied
+    return memo[id(tensor)]
+
+
+def _key(tensor: Any) -> Any:
+    local = local_of(tensor)
+    return identity_of(local.untyped_storage()), local.storage_offset(), tensor.shape
+
+
+# Chunks of DTensors
+
+
+def own_chunk(tensor: Any) -> Index | None:
+    """Return the chunk that this rank holds of `tensor`, a DTensor, as an index into the full tensor.
+
+    `None` if it holds no chunk, as for partial sums.
+    """
+    chunk = chunk_of_dtensor(tensor) if is_chunked(tensor) else None
+    if chunk is None:
+        return None
+    # If tensor parallelism leaves no columns to a rank, FSDP2 also gives it no rows (torch 2.13).
+    return chunk.index if chunk.numel else Chunk(chunk.offsets, tuple(local_of(tensor).shape)).index
+
+
+def _chunk_to_write(tensor: Any) -> Index:
+    chunk = own_chunk(tensor)
+    if chunk is None:
+        raise ConfigurationError(
+            f"A DTensor with placements {tensor.placements} was written to, which has no chunk for each rank. Write to "
+            "the parameter itself, or to tensor.full_tensor()."
+        )
+    return chunk
+
+
+@torch.no_grad()
+def _keep_chunk(tensor: Any, full: Tensor) -> None:
+    local = local_of(tensor)
+    if local.numel():
+        local.copy_(full[_chunk_to_write(tensor)])
+
+
+def full_from_chunk(tensor: Any) -> Tensor:
+    """Return a plain tensor with the shape and strides of `tensor`, a DTensor; only this rank's chunk has its values.
+
+    Operations on each element can run on it, without a collective.
+    """
+    local = local_of(tensor)
+    full = _empty_full(tensor, local).zero_()
+    full[_chunk_to_write(tensor)] = local
+    return full
+
+
+def _empty_full(tensor: Any, local: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=local.dtype, device=local.device)
+
+
+def shard_like(tensor: Any, full: Tensor) -> Tensor:
+    """Return `full` as a DTensor with the layout of `tensor`. No collective."""
+    return dtensor_like(full[_chunk_to_write(tensor)].clone(), tensor)
+
+
+@torch.no_grad()
+def as_full(tensor: Any) -> Tensor:
+    """Return a full copy of a DTensor with the same strides: random numbers are drawn in memory order. *Collective*."""
+    full: Tensor = tensor.full_tensor()
+    if 0 in tensor.stride() or tensor.numel() == 0:
+        return full.clone()
+    return _empty_full(tensor, full).copy_(full)

@@ -1,0 +1,252 @@
+"""Make what user code does to the parameters of a sharded module, in hooks and in steps, change the shards."""
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+from torch.utils.hooks import RemovableHandle
+
+from lightning_paral.compat.checks import check_instance
+from lightning_paral.compat.torch import fsdp
+from lightning_paral.compat.torch.autograd import gradient_hooks, version_of
+from lightning_paral.compat.torch.dtensor import local_of
+from lightning_paral.compat.torch.fsdp import name_of, owners_of, unsharded_param
+from lightning_paral.compat.torch.optimizers import foreach_copy_
+from lightning_paral.engines.fsdp.hook_access import HookAccess
+from lightning_paral.engines.fsdp.refusals import RegistrationGuard, check_assigned, refuse_hook, shares_memory
+from lightning_paral.errors import ConfigurationError
+
+
+class UserWrites:
+    """Makes what user code writes to parameters of a sharded module change the shards, until `undo` is closed.
+
+    Args:
+        root: the sharded module.
+        groups: the `FSDPParamGroup`s of the module.
+        original: returns the parameter that a module had under a name before it was sharded.
+        named_originals: the names and parameters that user code could access before sharding.
+        in_step: returns whether a step is running.
+        undo: a stack.
+    """
+
+    def __init__(
+        self,
+        root: Module,
+        groups: list[Any],
+        original: Callable[[Module, str], Parameter],
+        named_originals: Iterable[tuple[str, Parameter]],
+        in_step: Callable[[], bool],
+        undo: ExitStack,
+    ) -> None:
+        params = [param for group in groups for param in group.fsdp_params]
+        hooks = _ParameterHooks({param: original(*owners_of(param)[0]) for param in params})
+        hooks.check_lost(named_originals, root)
+        self._units = [UnitReconciliation(group, hooks.attach) for group in groups]
+        for unit in self._units:
+            unit.others = self._units
+        self.access = HookAccess(
+            lambda: ((name_of(param), param.sharded_param) for param in params), in_step, hooks.register
+        )
+        undo.callback(self.access.remove)
+        undo.callback(RegistrationGuard(root, params).remove)
+
+    def check(self) -> None:
+        """Raise a `ConfigurationError` if a step has written to parameters that were less precise than the shards."""
+        for unit in self._units:
+            unit.check()
+
+
+class _ParameterHooks:
+    """Keeps hooks on the original parameters, and calls them when the unsharded parameters get their gradients.
+
+    A hook gets the full gradient of this rank's batch, as under DDP. Hooks registered before the run are therefore
+    called during it, hooks registered during the run stay after it, and their handles can remove them at any time.
+
+    Args:
+        originals: the parameter that each `FSDPParam` was created from.
+    """
+
+    def __init__(self, originals: dict[Any, Parameter]) -> None:
+        self._originals = originals
+        self._attached: set[Any] = set()
+
+    def check_lost(self, named: Iterable[tuple[str, Parameter]], root: Module) -> None:
+        """Raise a `ConfigurationError` if one of the parameters has hooks and has been replaced since."""
+        present = {*self._originals.values(), *root.parameters()}
+        for name, parameter in named:
+            if parameter not in present and gradient_hooks(parameter):
+                refuse_hook(name, "register_hook (while the parameter had no values yet)")
+
+    def register(self, shard: Any, hook: Any) -> RemovableHandle:
+        """Register a hook on a sharded parameter, as `torch.Tensor.register_hook` does on a tensor."""
+        param = next(param for param in self._originals if param.sharded_param is shard)
+        original = self._originals[param]
+        if isinstance(original, DTensor):  # sharded by the user
+            refuse_hook(name_of(param), "register_hook")
+        original.requires_grad_(shard.requires_grad)  # torch refuses hooks on frozen parameters
+        handle: RemovableHandle = original.register_hook(hook)  # type: ignore[no-untyped-call]
+        if unsharded_param(param) is not None:
+            self.attach(param)
+        return handle
+
+    def attach(self, param: Any) -> None:
+        """Attach the hooks of `param`, if any, to its unsharded parameter."""
+        unsharded, original = unsharded_param(param), self._originals[param]
+        if unsharded is None or param in self._attached or not gradient_hooks(original):
+            return
+        if isinstance(unsharded, DTensor) or isinstance(original, DTensor) or unsharded.is_inference():
+            refuse_hook(name_of(param), "register_hook")
+        self._attached.add(param)
+        trained = unsharded.requires_grad
+        unsharded.requires_grad_(True)
+        unsharded.register_hook(partial(_call_hooks, original))  # type: ignore[no-untyped-call]
+        unsharded.requires_grad_(trained)
+
+
+def _call_hooks(original: Parameter, gradient: Tensor) -> Tensor | None:
+    hooks = gradient_hooks(original)
+    seen = gradient.to(original.dtype)  # parameters unsharded in 16 bits get 16-bit gradients
+    changed = False
+    for hook in tuple(hooks.values()):
+        result = hook(seen)
+        if result is not None:
+            seen, changed = result, True
+    return seen.to(gradient.dtype) if changed else None
+
+
+class _Unsharded(NamedTuple):
+    param: Any
+    """The `FSDPParam`."""
+
+    parameter: Any
+    """The unsharded parameter, which is the same object each time."""
+
+    values: Tensor
+    """The memory into which FSDP2 gathers."""
+
+    @property
+    def shard(self) -> Tensor:
+        return local_of(self.param.sharded_param)
+
+    @property
+    def own_part(self) -> Tensor:
+        """The part of the values that this rank's shard has, which is not empty."""
+        return fsdp.local_shard_view(self.param, self.values)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether what is written to the values can be copied to the shard."""
+        return self.param.param_dtype is None and self.shard.device == self.values.device
+
+    @property
+    def is_assigned(self) -> bool:
+        """Whether user code has assigned other memory to `data`."""
+        return not isinstance(self.parameter, DTensor) and self.parameter.data_ptr() != self.values.data_ptr()
+
+
+class UnitReconciliation:
+    """Compares this rank's part of the unsharded parameters of a unit with its shards, whenever the unit is resharded.
+
+    What differs is copied to the shards, unless user code or an optimizer has written to these meanwhile. If the
+    unsharded parameters are less precise, or the shards in host memory, writing to them is an error, which `check`
+    raises: reading the comparison at once would make the host wait for the device.
+
+    Args:
+        group: the `FSDPParamGroup` of the unit.
+        after_unshard: is called with each `FSDPParam` after it has been unsharded for the first time.
+    """
+
+    def __init__(self, group: Any, after_unshard: Callable[[Any], None]) -> None:
+        self._group = group
+        self._first_unshard = after_unshard
+        self._unsharded: list[_Unsharded] | None = None
+        self._exact: list[_Unsharded] = []
+        self._inexact: list[_Unsharded] = []
+        self._versions: list[int] = []
+        self._handed_out: Tensor | None = None
+        """The parts of the parameters that must not be written to, one after the other, as they were unsharded."""
+        self._changed: Tensor | None = None
+        """The first position in them that a step has changed, or -1."""
+        self.others: Iterable[UnitReconciliation] = ()
+        """The same of all units."""
+        for part in (group, *group.fsdp_params[:1]):
+            check_instance("torch", part)
+        fsdp.watch(group, self._after_unshard, self._before_reshard)
+
+    def check(self) -> None:
+        """Raise a `ConfigurationError` if a step has written to parameters that must not be written to."""
+        position = -1 if self._changed is None else int(self._changed)
+        if position >= 0:
+            ends = accumulate(each.shard.numel() for each in self._inexact)
+            number = next(number for number, end in enumerate(ends) if position < end)
+            raise ConfigurationError(_explain_lost_write(self._inexact[number].param))
+
+    def _after_unshard(self) -> None:
+        if self._unsharded is None:  # FSDP2 creates the unsharded parameters only once
+            self._unsharded = []
+            for param in self._group.fsdp_params:
+                parameter = fsdp.unsharded_param(param)
+                assert parameter is not None
+                if not parameter.is_inference():
+                    values = local_of(parameter) if isinstance(parameter, DTensor) else parameter.detach()
+                    self._unsharded.append(_Unsharded(param, parameter, values))
+                self._first_unshard(param)
+            with_part = [each for each in self._unsharded if each.shard.numel()]
+            self._exact = [each for each in with_part if each.is_exact]
+            self._inexact = [each for each in with_part if not each.is_exact]
+        self._versions = [version_of(each.shard) for each in self._exact]
+        self._handed_out = self._parts_to_compare()
+
+    @torch.no_grad()
+    def _before_reshard(self) -> None:
+        assert self._unsharded is not None
+        for each in self._unsharded:
+            if each.is_assigned:
+                self._take_assigned(each)
+        shards, parts = [], []
+        for each, version in zip(self._exact, self._versions, strict=True):
+            if version_of(shard := each.shard) == version:
+                shards.append(shard)
+                parts.append(each.own_part)
+        if shards:
+            foreach_copy_(shards, parts)
+            fsdp.await_writes(self._group)
+        now = self._parts_to_compare()
+        if now is not None and self._handed_out is not None:
+            differs = (now != self._handed_out) & (now == now)  # not where values are NaN
+            first = torch.where(differs.any(), differs.int().argmax(), -1)
+            self._changed = first if self._changed is None else torch.maximum(self._changed, first)
+        self._handed_out = None
+
+    def _take_assigned(self, unsharded: _Unsharded) -> None:
+        param, parameter, values = unsharded
+        name, assigned = str(fsdp.name_of(param)), parameter.detach()
+        parameter.data = values
+        check_assigned(name, parameter, assigned)
+        address = assigned.untyped_storage().data_ptr()
+        of_others = (each.values for other in self.others for each in other._unsharded or ())
+        if any(each.untyped_storage().data_ptr() == address for each in of_others):
+            raise ConfigurationError(shares_memory(name))
+        values.copy_(assigned)
+
+    def _parts_to_compare(self) -> Tensor | None:
+        parts = [each.own_part.reshape(-1) for each in self._inexact]
+        return torch.cat(parts) if parts else None
+
+
+def _explain_lost_write(param: Any) -> str:
+    shard = local_of(param.sharded_param)
+    dtype = str(param.param_dtype or shard.dtype).removeprefix("torch.")
+    return (
+        f"{fsdp.name_of(param)} was changed while it was unsharded, in a step or in a method of its unit. An "
+        f"unsharded parameter is a copy in {dtype} on the device of the step, of a shard in "
+        f"{str(shard.dtype).removeprefix('torch.')} on {shard.device.type}. Change it in a hook such as "
+        "on_train_batch_end or on_before_zero_grad, where parameters are sharded, or train with precision='32-true' or "
+        "'bf16-true' and without offload."
+    )
