@@ -129,7 +129,8 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
             self.setup_optimizers(trainer)
             if self._shards is not None:
                 shards = self._shards
-                check_optimizers(self.optimizers, module, shards.original_parameters(), shards.writes.access.flush)
+                flush = shards.writes.access.flush
+                check_optimizers(self.optimizers, module, shards.original_parameters(), flush, shards.undo)
             self._attach_averages(self._sharded_state.weight_shards)
         self.setup_precision_plugin()
         self.barrier()

@@ -2,13 +2,18 @@
 
 from abc import abstractmethod
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
+import torch.optim.optimizer as hooks_of_all
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_paral.compat.private_name import Names, named
+from lightning_paral.compat.torch.patches import replace_attributes
 
 NAMES: Names = {
     "torch": {
@@ -22,6 +27,10 @@ NAMES: Names = {
     "torch.optim.Optimizer": {
         "._optimizer_step_pre_hooks": "run the hooks of the user's optimizer when another steps in its place",
         "._optimizer_step_post_hooks": "run the hooks of the user's optimizer when another steps in its place",
+    },
+    "torch.optim.optimizer": {
+        "_global_optimizer_pre_hooks": "run the hooks of all optimizers around a step on local tensors",
+        "_global_optimizer_post_hooks": "run the hooks of all optimizers around a step on local tensors",
     },
     "torch.optim.lr_scheduler.LRScheduler": {
         "._opt_called": "keep schedulers from warning that the optimizer has not stepped",
@@ -63,6 +72,41 @@ def run_post_hooks(optimizer: Optimizer) -> None:
     """Run the step post-hooks of `optimizer`."""
     for hook in getattr(optimizer, _POST, {}).values():
         hook(optimizer, (), {})
+
+
+_GLOBAL_PRE, _GLOBAL_POST = "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"
+
+
+def step_with_hooks(optimizer: Optimizer, step: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Return `step(optimizer, *args, **kwargs)`, with the hooks of `optimizer` and of all optimizers around it.
+
+    Raises:
+        RuntimeError: a pre-hook returned something else than `None` or a pair of new arguments.
+    """
+    given: Any = (optimizer, *args)
+    for hook in chain(getattr(hooks_of_all, _GLOBAL_PRE).values(), getattr(optimizer, _PRE).values()):
+        changed = hook(optimizer, given, kwargs)
+        if changed is not None:
+            if not isinstance(changed, tuple) or len(changed) != 2:
+                raise RuntimeError(f"A step pre-hook must return None or (new_args, new_kwargs), but got {changed}.")
+            given, kwargs = changed
+    result = step(*given, **kwargs)
+    for hook in chain(getattr(optimizer, _POST).values(), getattr(hooks_of_all, _GLOBAL_POST).values()):
+        hook(optimizer, given, kwargs)
+    return result
+
+
+@contextmanager
+def without_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Run no step hooks of `optimizer`, nor those of all optimizers, inside the block."""
+    own = {name: getattr(optimizer, name) for name in no_hooks()}
+    undo = replace_attributes(hooks_of_all, {_GLOBAL_PRE: OrderedDict(), _GLOBAL_POST: OrderedDict()})
+    vars(optimizer).update(no_hooks())
+    try:
+        yield
+    finally:
+        vars(optimizer).update(own)
+        undo()
 
 
 def mark_stepped(optimizer: Optimizer) -> None:

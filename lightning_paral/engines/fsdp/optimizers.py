@@ -2,20 +2,21 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import LBFGS, Optimizer
 
 from lightning_paral.checkpoint.dtensor_chunks import dtensor_like
 from lightning_paral.compat.torch.dtensor import local_of
-from lightning_paral.compat.torch.optimizers import no_hooks, run_post_hooks, run_pre_hooks
+from lightning_paral.compat.torch.optimizers import step_with_hooks, without_hooks
 from lightning_paral.errors import ConfigurationError
 
 _ELEMENTWISE = (
@@ -29,6 +30,7 @@ def check_optimizers(
     module: Module,
     originals: Iterable[tuple[str, Parameter]],
     flush: Callable[[], None],
+    undo: ExitStack,
 ) -> None:
     """Let those `optimizers` that update each element by itself step on local tensors; others step on DTensors.
 
@@ -39,6 +41,7 @@ def check_optimizers(
         module: the sharded module.
         originals: the names and parameters from before sharding.
         flush: writes what hooks have written to views to the shards.
+        undo: a stack; closing it restores the steps of `optimizers`.
 
     Raises:
         ConfigurationError: an optimizer has states from before `module` was sharded, or is LBFGS.
@@ -60,7 +63,7 @@ def check_optimizers(
                 "rank. Train with paral_ddp, or with another optimizer."
             )
         if _name_in_torch(optimizer) in _ELEMENTWISE:
-            _step_on_local_tensors(optimizer, flush)
+            _step_on_local_tensors(optimizer, flush, undo)
 
 
 def _name_in_torch(optimizer: Optimizer) -> str:
@@ -69,40 +72,51 @@ def _name_in_torch(optimizer: Optimizer) -> str:
     return "" if base is None or base.step is not type(optimizer).step else str(base.__name__)
 
 
-def _step_on_local_tensors(optimizer: Optimizer, flush: Callable[[], None]) -> None:
-    step = optimizer.step
+def _step_on_local_tensors(optimizer: Optimizer, flush: Callable[[], None], undo: ExitStack) -> None:
+    step, own = optimizer.step, vars(optimizer).get("step")
 
-    @wraps(step)
-    def on_local_tensors(_: Optimizer, closure: Callable[..., Any] | None = None) -> Any:
-        run_pre_hooks(optimizer)
+    def update(_: Optimizer, closure: Callable[..., Any] | None = None) -> Any:
         with torch.enable_grad():
             result = None if closure is None else closure()
         flush()
-        with _local_tensors(optimizer):
+        with without_hooks(optimizer), _local_tensors(optimizer) as shards:
             step()
-        run_post_hooks(optimizer)
+            increment_version(shards)  # fused optimizers do not, and what a step wrote to a unit would replace theirs
         return result
 
-    optimizer.step = MethodType(on_local_tensors, optimizer)  # type: ignore[method-assign]
+    @wraps(step)
+    def on_local_tensors(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return step_with_hooks(optimizer, update, args, kwargs)
+
+    replaced = MethodType(on_local_tensors, optimizer)
+
+    def restore() -> None:
+        if vars(optimizer).get("step") is replaced:  # and not replaced again, as by a scheduler
+            del vars(optimizer)["step"]
+            vars(optimizer).update({} if own is None else {"step": own})
+
+    vars(optimizer)["step"] = replaced
+    undo.callback(restore)
 
 
 @contextmanager
-def _local_tensors(optimizer: Any) -> Iterator[None]:
-    """Let `optimizer` have the local tensors of its parameters, gradients and states inside the block, without hooks.
+def _local_tensors(optimizer: Any) -> Iterator[list[Tensor]]:
+    """Let `optimizer` have the local tensors of its parameters, gradients and states inside the block; yield the first.
 
     A step on 400 small DTensors takes several times as long as on their local tensors. User code sees only DTensors.
     """
-    states, hooks = optimizer.state, {name: getattr(optimizer, name) for name in no_hooks()}
+    states = optimizer.state
     params_of_groups = [group["params"] for group in optimizer.param_groups]
     local = {param: _local_parameter(param) for params in params_of_groups for param in params}
     optimizer.state = defaultdict(dict)
-    for param, state in states.items():
-        optimizer.state[local[param]] = {key: _local(value) for key, value in state.items()}
+    for param, state in states.items():  # also of parameters that it no longer has, and of the user's keys
+        if param in local:
+            state = {key: _local(value) for key, value in state.items()}
+        optimizer.state[local.get(param, param)] = state
     for group, params in zip(optimizer.param_groups, params_of_groups, strict=True):
         group["params"] = [local[param] for param in params]
-    vars(optimizer).update(no_hooks())
     try:
-        yield
+        yield [_local(param) for param in local]
     finally:
         for param, own in local.items():
             for key, value in optimizer.state.get(own, {}).items():
@@ -112,7 +126,6 @@ def _local_tensors(optimizer: Any) -> Iterator[None]:
         for group, params in zip(optimizer.param_groups, params_of_groups, strict=True):
             group["params"] = params
         optimizer.state = states
-        vars(optimizer).update(hooks)
 
 
 def _local_parameter(param: Any) -> Any:

@@ -60,7 +60,8 @@ class StepShards:
         self._snapshots: dict[Module, ModuleSnapshot] = {}
         self._sharded: list[Any] = []
         self._groups: list[Any] = []
-        self._undo = ExitStack()
+        self.undo = ExitStack()
+        """Undoes what `finish` has changed, and what else is put on it."""
         self.writes: UserWrites
         """Lets user code change the shards; set by `finish`."""
         self.replicated: list[Parameter] = []
@@ -127,7 +128,7 @@ class StepShards:
             lambda module, name: self._snapshots[module].original(module, name),
             self._originals,
             lambda: self.is_unsharded,
-            self._undo,
+            self.undo,
         )
         for group in self._groups:
             keep_unsharded(group, lambda: self.is_unsharded)
@@ -211,7 +212,7 @@ class StepShards:
         Returns:
             dict[Parameter, Parameter]: the modules' own parameters by sharded parameter; empty if they stay sharded.
         """
-        self._undo.close()
+        self.undo.close()
         originals: dict[Parameter, Parameter] = {}
         if obstacle is not None:
             vars(self._root)[LEFT_SHARDED] = obstacle

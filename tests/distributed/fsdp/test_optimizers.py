@@ -10,8 +10,10 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
+from lightning_paral.compat.torch.dtensor import local_of
 from tests.running import quiet_trainer
 
 
@@ -78,6 +80,66 @@ def fit(num_ranks: int, strategy: str) -> list[Tensor]:
 def test_optimizers_update_shards_as_full_parameters(on_ranks) -> None:
     expected = fit(1, "auto")
     for found in on_ranks(2, fit, 2, "paral_fsdp"):
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+class Hooked(Shapes):
+    """Changes shards and arguments in step hooks, and has states that fit no parameter."""
+
+    version = 0
+
+    def configure_optimizers(self) -> optim.Optimizer:
+        groups = [{"params": self.hidden.parameters()}, {"params": [*self.out.parameters(), self.scale]}]
+        optimizer = optim.Adam(groups, lr=0.05, fused=True)
+        optimizer.state["own"] = {"steps": torch.tensor(0)}  # type: ignore[index]
+        self.handles = [
+            register_optimizer_step_pre_hook(self.limit),
+            optimizer.register_step_pre_hook(self.call_by_position),
+            optimizer.register_step_post_hook(self.count),
+            register_optimizer_step_post_hook(self.limit),
+        ]
+        return optimizer
+
+    def limit(self, optimizer: optim.Optimizer, *_: Any) -> None:
+        weight = optimizer.param_groups[0]["params"][0]
+        weight.data.mul_(1 - 0.1 * weight.detach().norm())
+
+    def call_by_position(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        assert args == (optimizer,)
+        return (optimizer, kwargs.pop("closure")), kwargs
+
+    def count(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+        assert len(args) == 2
+        assert not kwargs
+        optimizer.state["own"]["steps"] += 1  # type: ignore[index]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        optimizer = self.trainer.optimizers[0]
+        if self.trainer.global_step == 3:
+            optimizer.param_groups.pop()
+        elif isinstance(self.out.weight, DTensor) and self.trainer.global_step < 3:
+            version, self.version = self.version, local_of(self.out.weight)._version
+            assert self.version > version, "the fused optimizer raised no version"
+
+
+def fit_hooked(num_ranks: int, strategy: str) -> list[Any]:
+    torch.manual_seed(0)
+    module = Hooked(optim.Adam)
+    data = DataLoader(torch.randn(40, 4, generator=torch.Generator().manual_seed(1)), 8 // num_ranks)  # type: ignore[arg-type]
+    trainer = quiet_trainer(max_epochs=1, strategy=strategy, devices=num_ranks)
+    trainer.fit(module, data)
+    for handle in module.handles:
+        handle.remove()
+    (optimizer,) = trainer.optimizers
+    steps = optimizer.state["own"]["steps"]  # type: ignore[index]
+    assert steps == 5
+    assert "on_local_tensors" not in optimizer.step.__qualname__, "the optimizer refers to the run"
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def test_step_hooks_and_unknown_states_are_those_of_one_process(on_ranks) -> None:
+    expected = fit_hooked(1, "auto")
+    for found in on_ranks(2, fit_hooked, 2, "paral_fsdp"):
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
