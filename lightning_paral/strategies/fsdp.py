@@ -171,8 +171,23 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
 
     def on_train_end(self) -> None:
         """Raise a `ConfigurationError` if a step has written to weights that were unsharded in 16 bits."""
-        self._engine.sharded.writes.check()
+        self._engine.check_writes()
         super().on_train_end()
+
+    def on_validation_end(self) -> None:
+        """Raise a `ConfigurationError` if a step has written to weights that were unsharded in 16 bits."""
+        self._engine.check_writes()
+        super().on_validation_end()
+
+    def on_test_end(self) -> None:
+        """Raise a `ConfigurationError` if a step has written to weights that were unsharded in 16 bits."""
+        self._engine.check_writes()
+        super().on_test_end()
+
+    def on_predict_end(self) -> None:
+        """Raise a `ConfigurationError` if a step has written to weights that were unsharded in 16 bits."""
+        self._engine.check_writes()
+        super().on_predict_end()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the training step with the root's parameters unsharded. *Collective* over the world."""
@@ -201,8 +216,8 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Run `closure`, the hooks, and the optimizer, which updates this rank's shards."""
-        with self._engine.optimizer_step():
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        step = super().optimizer_step
+        return self._engine.optimizer_step(lambda own: step(optimizer, own, model, **kwargs), closure)
 
     # Sampler injection: `ParalStrategy`.
 

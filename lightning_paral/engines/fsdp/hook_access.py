@@ -47,6 +47,10 @@ _WRONG_ON_SHARDS = {
     aten.binary_cross_entropy_with_logits, aten.soft_margin_loss,
 }  # fmt: skip
 """Operations with results of one rank, or means of uneven shards, in torch 2.13."""
+_MEAN_IN_BACKWARD = {
+    aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.binary_cross_entropy, aten.soft_margin_loss,
+}  # fmt: skip
+"""Losses whose backward pass on shards divides by the number of elements of the shard, in torch 2.13."""
 _TO_PYTHON = {"numpy", "tolist", "__array__", "__format__"}
 """Methods that convert a tensor to Python or NumPy, below the dispatcher."""
 _VIEWS = {Tensor.data, Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.real, Tensor.imag}
@@ -186,6 +190,7 @@ class HookAccess:
         if name.startswith("new_"):  # reads no values
             is_like = torch.Size(args[1]) == args[0].shape
             return operation(args[0] if is_like else local_of(args[0]), *args[1:], **kwargs)
+        _check_mean(operation, args, kwargs, tensors)
         if self._acts_on_shards(operation, args, tensors):
             return operation(*args, **kwargs)
         if self._in_step() and self._is_left_to_torch(operation, args, tensors):
@@ -220,8 +225,7 @@ class HookAccess:
             return False
         if any(each.dim() for each in tensors if not isinstance(each, DTensor)):
             return True
-        differentiates = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
-        return differentiates and packet_of(operation) not in _WRONG_ON_SHARDS
+        return _differentiates(tensors) and packet_of(operation) not in _WRONG_ON_SHARDS
 
     def _are_alike(self, tensors: Iterable[Tensor]) -> bool:
         """Return whether `tensors` are DTensors that are sharded alike, without views, or plain numbers."""
@@ -304,6 +308,23 @@ def _is_elementwise(operation: Any) -> bool:
         return any(_is_elementwise(getattr(single, name)) for name in (["default"] if "default" in names else names))
     is_pointwise = torch.Tag.pointwise in operation.tags and torch.Tag.nondeterministic_seeded not in operation.tags
     return packet in _ELEMENTWISE or (is_pointwise and packet is not aten.equal)  # which returns one number
+
+
+def _differentiates(tensors: Iterable[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+
+
+def _check_mean(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
+    """Raise a `ConfigurationError` if the gradient of a mean loss of sharded tensors would be wrong."""
+    packet = packet_of(operation)
+    if packet in _MEAN_IN_BACKWARD and _differentiates(tensors):
+        arguments = [argument.name for argument in schema_of(operation).arguments]
+        reduction = (dict(zip(arguments, args, strict=False)) | kwargs).get("reduction", 1)
+        if reduction == 1:  # "mean"
+            raise ConfigurationError(
+                f"F.{packet.__name__} of a sharded parameter would have gradients that are too large (torch 2.13). "
+                "Call it with reduction='sum', and divide by the number of elements."
+            )
 
 
 def _can_be_joined(tensor: Tensor, order: float = 2) -> bool:

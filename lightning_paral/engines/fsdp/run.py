@@ -101,6 +101,7 @@ class FSDPRun:
         self.sharded = ShardedModule(self.units, sharding, deferred)
         self._trained: TrainedShards | None = None
         self._accumulates = False
+        self._num_evaluated = 0
         self._undo = ExitStack()
 
     @property
@@ -175,7 +176,19 @@ class FSDPRun:
     def evaluation_step(self, step: Step, args: Any, kwargs: Any) -> Any:
         """Return `step(*args, **kwargs)`, run with the root's parameters unsharded. *Collective* over the world."""
         with self._explain_errors(in_step=True):
-            return self.sharded.root_unshard.evaluation_step(step, args, kwargs)
+            output = self.sharded.root_unshard.evaluation_step(step, args, kwargs)
+        self._num_evaluated += 1
+        if self._num_evaluated <= 2:
+            self.sharded.writes.check()
+        return output
+
+    def check_writes(self) -> None:
+        """Raise a `ConfigurationError` if a step has written to weights that were unsharded in 16 bits."""
+        if not self.is_fit:  # with reshard_after_forward=False, an evaluation leaves units unsharded
+            for part in self.module.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
+        self.sharded.writes.check()
 
     def backward(self, backward: Callable[..., Tensor], loss: Tensor, args: Any, kwargs: Any) -> Tensor:
         """Return `backward(loss, *args, **kwargs)`, which computes the gradients of the shards. *Collective*."""
@@ -209,12 +222,14 @@ class FSDPRun:
         reduce = not self._accumulates or self._options.accumulate == "sharded"
         self.sharded.set_gradient_sync(reduce=reduce, all_reduce=not self._accumulates)
 
-    @contextmanager
-    def optimizer_step(self) -> Iterator[None]:
-        """Run an optimizer's step inside the block. In manual optimization, unshard the root again afterwards."""
-        self.sharded.root_unshard.before_optimizer()
-        yield
-        self.sharded.root_unshard.after_optimizer()
+    def optimizer_step(self, step: Callable[..., Any], closure: Callable[[], Any]) -> Any:
+        """Return `step(closure)`, an optimizer's step. In manual optimization, unshard the root again afterwards."""
+        root = self.sharded.root_unshard
+        root.before_optimizer()
+        with root.optimizer_step():
+            result = step(root.optimizer_step(runs=False)(closure))
+        root.after_optimizer()
+        return result
 
     # Errors, and the end of the run
 

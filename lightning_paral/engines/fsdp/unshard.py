@@ -1,7 +1,8 @@
 """Unshard the parameters of a unit around the outermost call of its methods, and those of the root around each step."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -127,6 +128,7 @@ class RootUnshard:
         self._hooks = ForwardHooks(root)
         self._depth = 0
         self._in_manual_step = False
+        self._in_optimizer = False
         self._shown: list[tuple[Any, Tensor]] = []
         for module in (self._root, *(child for child in self._root.children() if child not in inner)):
             module.register_forward_pre_hook(self._before_call, prepend=True)
@@ -136,8 +138,8 @@ class RootUnshard:
 
     @property
     def is_running(self) -> bool:
-        """Whether a step or a call of the module is running."""
-        return self._depth > 0
+        """Whether a step or a call of the module is running, and in it no optimizer."""
+        return self._depth > 0 and not self._in_optimizer
 
     def training_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a training step of automatic optimization, whose backward pass follows it."""
@@ -213,6 +215,15 @@ class RootUnshard:
             self._root.reshard()
 
     after_optimizer = after_backward
+
+    @contextmanager
+    def optimizer_step(self, runs: bool = True) -> Iterator[None]:
+        """Let an optimizer step inside the block as in a hook; with `runs=False`, its closure, as in the step."""
+        before, self._in_optimizer = self._in_optimizer, runs
+        try:
+            yield
+        finally:
+            self._in_optimizer = before
 
     def _unshard_after(self, toggle: Callable[..., None]) -> Callable[..., None]:
         """Give unsharded parameters the `requires_grad` that `toggle` sets on the shards, which the optimizers hold."""

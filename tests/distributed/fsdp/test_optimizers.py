@@ -143,6 +143,60 @@ def test_step_hooks_and_unknown_states_are_those_of_one_process(on_ranks) -> Non
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
+class Manual(Shapes):
+    """Steps on matrices by all of their elements, and on vectors with an optimizer of its own, beside penalties."""
+
+    def __init__(self, optimizer: Callable[..., optim.Optimizer]) -> None:
+        super().__init__(optimizer)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+
+            def closure(optimizer: Any = optimizer) -> Tensor:
+                loss = Shapes.training_step(self, batch, batch_idx)
+                weight = self.out.weight
+                loss = loss + nn.functional.mse_loss(weight, torch.zeros_like(weight), reduction="sum") / 15
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                return loss.detach()
+
+            optimizer.step(closure)
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        matrices = [p for p in parameters if p.dim() == 2]
+        return optim.Muon(matrices, lr=0.05), Scaled([p for p in parameters if p.dim() != 2], lr=0.05)
+
+
+class Scaled(optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                found = [p for p in group["params"] if p.grad is not None]
+                longest = [p for p in found if p.dim()]
+                torch._foreach_div_([p.grad for p in longest], torch._foreach_norm([p.grad for p in longest]))
+                for p in found:
+                    p.sub_(p.grad.sign() * p.detach().abs().max() * group["lr"] + torch.ones(p.shape) * 0.01)
+        return loss
+
+
+def fit_manually(num_ranks: int, strategy: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    module = Manual(optim.SGD)
+    data = DataLoader(torch.randn(40, 4, generator=torch.Generator().manual_seed(1)), 8 // num_ranks)  # type: ignore[arg-type]
+    quiet_trainer(max_epochs=1, strategy=strategy, devices=num_ranks).fit(module, data)
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def test_optimizers_of_manual_optimization_step_as_in_hooks(on_ranks) -> None:
+    expected = fit_manually(1, "auto")
+    for found in on_ranks(2, fit_manually, 2, "paral_fsdp"):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
 class Two(LightningModule):
     def __init__(self) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import nn
@@ -25,6 +26,31 @@ class MadeEarly(Tied):
 class Wrapped(Tied):
     def configure_model(self) -> None:
         self.embedding = FullyShardedDataParallel(self.embedding, device_id=torch.device("cpu"))
+
+
+class MeanPenalty(Tied):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weight = self.blocks[0].up.weight
+        return super().training_step(batch, batch_idx) + nn.functional.mse_loss(weight, torch.zeros_like(weight))
+
+
+class MeanInHook(Tied):
+    def on_after_backward(self) -> None:
+        weight = self.blocks[0].up.weight
+        nn.functional.huber_loss(weight, torch.zeros_like(weight)).backward()
+
+
+class Writes(Tied):
+    """Changes a weight in a test step."""
+
+    def __init__(self, batch_idx: int) -> None:
+        super().__init__()
+        self.batch_idx = batch_idx
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch_idx:
+            self.embedding.weight.mul_(0.5)
+        self(batch[0])
 
 
 class TwoDtypes(Tied):
@@ -69,6 +95,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], list[str]]] = {
     "reduce_dtype": (Tied, {"reduce_dtype": "fp8"}, {}, ["'fp8'", "'bf16'"]),
     "two choices": (Tied, {"units": ["Block"], "min_params": 5}, {}, ["min_params=5", "Give one of"]),
     "early optimizer": (MadeEarly, {}, {}, ["Adagrad", "before MadeEarly was sharded", "configure_optimizers"]),
+    "mean in a step": (MeanPenalty, {}, {}, ["F.mse_loss", "reduction='sum'"]),
+    "mean in a hook": (MeanInHook, {}, {}, ["F.huber_loss", "reduction='sum'"]),
     "FSDP1": (Wrapped, {}, {}, ["'embedding'", "FSDP1"]),
     "two dtypes": (TwoDtypes, {}, {}, ["blocks.1", "blocks.1.norm.weight (bfloat16)", "(float32)"]),
     "SyncBatchNorm": (Normalised, {}, {"sync_batchnorm": True}, ["sync_batchnorm", "CUDA"]),
@@ -98,3 +126,19 @@ def test_invalid_options_are_named_with_the_remedy(on_ranks) -> None:
         for label, message in messages.items():
             for part in REFUSED[label][3]:
                 assert part in message, (label, part, message)
+
+
+def evaluate(batch_idx: int, reshard_after_forward: bool | None) -> str:
+    strategy = ParalFSDPStrategy(reshard_after_forward=reshard_after_forward)
+    try:
+        trainer = quiet_trainer(devices=2, strategy=strategy, precision="bf16-mixed")
+        trainer.test(Writes(batch_idx), token_loader(4, 2), verbose=False)
+    except ConfigurationError as error:
+        return str(error)
+    return "evaluated"
+
+
+@pytest.mark.parametrize(("batch_idx", "reshard_after_forward"), [(0, None), (3, False)])
+def test_writes_of_evaluation_steps_that_would_be_lost_are_refused(on_ranks, batch_idx, reshard_after_forward) -> None:
+    for message in on_ranks(2, evaluate, batch_idx, reshard_after_forward):
+        assert "embedding.weight was changed while it was unsharded" in message
