@@ -147,6 +147,9 @@ class HookAccess:
                 return self._assign(function, *args)
             if name in _TO_PYTHON:
                 return _to_python(function, *args, **kwargs)
+            if name in ("sum", "mean") and not self._in_step() and _can_be_derived(args):
+                self._write_views()
+                return _reduced(name, *args, **kwargs)
             known = set(self._views)
             with self._mode:
                 result = function(*args, **kwargs)
@@ -199,7 +202,8 @@ class HookAccess:
             self._write_views()
             return operation(*args, **kwargs).full_tensor()
         if packet is aten._foreach_norm:
-            return [self.run(aten.linalg_vector_norm.default, (each, *args[1:]), kwargs) for each in args[0]]
+            norm, dtype = aten.linalg_vector_norm.default, {"dtype": args[2]} if len(args) > 2 else kwargs
+            return [self.run(norm, (each, *args[1:2]), dtype) for each in args[0]]
         if name.startswith(FOREACH) and len(args[0]) > 1:  # so that few full tensors exist at a time
             each = [self.run(operation, _at(args, number), kwargs) for number in range(len(args[0]))]
             return [one for [one] in each] if each[0] is not None else None
@@ -305,9 +309,24 @@ def _is_elementwise(operation: Any) -> bool:
     if packet.__name__.startswith(FOREACH):
         single = getattr(aten, packet.__name__.removeprefix(FOREACH), None)
         names = [] if single is None else single.overloads()
-        return any(_is_elementwise(getattr(single, name)) for name in (["default"] if "default" in names else names))
+        # The default of `add` and `sub` is one for compilers, without tags.
+        known = [name for name in ("Tensor", "Scalar", "default") if name in names][:1] or names
+        return any(_is_elementwise(getattr(single, name)) for name in known)
     is_pointwise = torch.Tag.pointwise in operation.tags and torch.Tag.nondeterministic_seeded not in operation.tags
     return packet in _ELEMENTWISE or (is_pointwise and packet is not aten.equal)  # which returns one number
+
+
+def _can_be_derived(args: tuple[Any, ...]) -> bool:
+    """Return whether the sum of a tensor has to have a derivative, and follows from the sums of its shards."""
+    tensor = args[0] if args else None
+    return isinstance(tensor, DTensor) and _differentiates([tensor]) and tensor.numel() > 0 and _is_precise(tensor)
+
+
+def _reduced(name: str, tensor: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Return the full sum or mean of a DTensor, whose derivative has the layout of the DTensor. *Collective*."""
+    total: Tensor = torch.sum(tensor, *args, **kwargs).full_tensor()
+    # torch's mean of uneven shards is the mean of their means.
+    return total if name == "sum" else total * (total.numel() / tensor.numel())
 
 
 def _differentiates(tensors: Iterable[Tensor]) -> bool:
@@ -329,14 +348,22 @@ def _check_mean(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], t
 
 def _can_be_joined(tensor: Tensor, order: float = 2) -> bool:
     """Return whether the norm of a tensor follows from the norms of its shards, up to rounding in fp32."""
-    return 0 < order < math.inf and torch.finfo(tensor.dtype).bits > 16
+    return 0 < order < math.inf and _is_precise(tensor)
+
+
+def _is_precise(tensor: Tensor) -> bool:
+    return torch.finfo(tensor.dtype).bits > 16
 
 
 def _at(args: tuple[Any, ...], number: int) -> tuple[Any, ...]:
     """Return the arguments of a `_foreach_` operation for the tensor of this number alone."""
-    return tuple(
-        [each[number]] if isinstance(each, list | tuple) and len(each) == len(args[0]) else each for each in args
-    )
+
+    def at(arg: Any) -> Any:
+        if isinstance(arg, Tensor) and arg.dim() == 1:  # a tensor of a number for each
+            return arg[number : number + 1]
+        return [arg[number]] if isinstance(arg, list | tuple) and len(arg) == len(args[0]) else arg
+
+    return tuple(map(at, args))
 
 
 def _to_python(function: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:

@@ -24,13 +24,16 @@ _SMALL_PART = 16
 def leave_small_to_root(units: Units) -> Units:
     """Leave units to the root that are less than a 16th of the module, unless together they have more than 25 MiB.
 
+    They stay units as well if the root would then have trained parameters of several dtypes, which is an error.
+
     The root is unsharded throughout a step. A unit of a few kilobytes saves less memory than its all-gathers cost time.
     """
     num_bytes = sum(unit.num_bytes for unit in units.bottom_up)
     small = {unit.module for unit in units.inner if _is_small(unit, num_bytes)}
     if sum(unit.num_bytes for unit in units.inner if unit.module in small) > SMALL_BYTES:
         return units
-    return partition(units.root.module, {unit.module for unit in units.inner} - small)
+    fewer = partition(units.root.module, {unit.module for unit in units.inner} - small)
+    return units if len(_trained_dtypes(fewer.root)) > 1 else fewer
 
 
 def _is_small(unit: Unit, num_bytes: int) -> bool:
@@ -96,13 +99,19 @@ def move_or_allocate(device: torch.device, tensors: Iterable[Tensor], *, is_sour
 
 def check_dtypes(unit: Unit, names: dict[Any, str]) -> None:
     """Raise a `ConfigurationError` if the trained parameters of `unit`, which have `names`, have different dtypes."""
-    trained: dict[torch.dtype, str] = {}
-    for parameter in unit.parameters:
-        if parameter.requires_grad and parameter.dim() > 0 and parameter.numel() > 0:
-            trained.setdefault(parameter.dtype, names[parameter])
+    trained = _trained_dtypes(unit)
     if len(trained) > 1:
-        found = ", ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for dtype, name in trained.items())
+        found = ", ".join(f"{names[one]} ({str(dtype).removeprefix('torch.')})" for dtype, one in trained.items())
         raise ConfigurationError(
             f"Trained parameters of one unit must have the same dtype, but in {unit.name or 'the root'} there are "
             f"{found}. Convert them, or choose units=[...] so that they are in different units."
         )
+
+
+def _trained_dtypes(unit: Unit) -> dict[torch.dtype, Parameter]:
+    """Return the dtypes of the trained parameters of `unit` that can be sharded, each with the first parameter."""
+    trained: dict[torch.dtype, Parameter] = {}
+    for parameter in unit.parameters:
+        if parameter.requires_grad and parameter.dim() > 0 and parameter.numel() > 0:
+            trained.setdefault(parameter.dtype, parameter)
+    return trained

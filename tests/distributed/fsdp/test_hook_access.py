@@ -90,12 +90,27 @@ def foreach(p: Any, q: Any) -> Any:
     number = torch.tensor(3.0)
     torch._foreach_mul_([p.data, number], torch.tensor(0.5))
     norms = [nn.utils.get_total_norm([p, number]), nn.utils.get_total_norm([p, q])]
-    return number, norms, [each.item() for each in torch._foreach_max([p, q])]
+    each = torch._foreach_norm([p, q], 2, dtype=torch.float64)
+    torch._foreach_addcmul_([p.data, q.data], [q.data, p.data], [p.data, p.data], torch.tensor([0.5, 2.0]))
+    return number, norms, each, [each.item() for each in torch._foreach_max([p, q])]
+
+
+def foreach_of_shards(p: Any, q: Any) -> Any:
+    found = [*torch._foreach_add([p, q], [q, p]), *torch._foreach_sub([p, q], 0.5), *torch._foreach_div([p, q], [q, q])]
+    assert all(isinstance(each, DTensor) == isinstance(p, DTensor) for each in found), "shards were gathered"
+    return found
+
+
+def penalties(p: Any, q: Any) -> Any:
+    with torch.enable_grad():
+        found = p.pow(2).sum() + q.abs().mean() + (p * q).sum(1).mean() + p.mean(0).pow(2).sum() + p.norm() * 3.0
+        found.backward()
+    return found, p.grad, q.grad
 
 
 ACTS = (
     clamp, write_rows_and_columns, average_into_plain, read, limit_norms, mask, draw, write_full, through_vector,
-    through_views, write_shard_beside_view, order, foreach,
+    through_views, write_shard_beside_view, order, foreach, foreach_of_shards, penalties,
 )  # fmt: skip
 
 

@@ -100,6 +100,9 @@ class Hooked(Shapes):
         ]
         return optimizer
 
+    def on_after_backward(self) -> None:
+        (0.1 * sum(p.pow(2).sum() + p.abs().mean() for p in self.parameters())).backward()  # type: ignore[union-attr]
+
     def limit(self, optimizer: optim.Optimizer, *_: Any) -> None:
         weight = optimizer.param_groups[0]["params"][0]
         weight.data.mul_(1 - 0.1 * weight.detach().norm())

@@ -140,3 +140,10 @@ def test_small_blocks_stay_in_the_root_under_fsdp(num_blocks: int, width: int, k
     assert (num_blocks * width * (width + 1) * 4 > SMALL_BYTES) == (width == 600)
 
     assert len(leave_small_to_root(choose_units(blocks)).inner) == kept
+
+
+def test_small_blocks_of_another_dtype_stay_units_under_fsdp() -> None:
+    blocks = nn.Sequential(*(nn.Linear(4, 4) for _ in range(40)))
+    blocks.append(nn.Linear(4, 4).bfloat16())
+
+    assert names(leave_small_to_root(choose_units(blocks, ["Linear"]))) == [str(number) for number in range(41)]
