@@ -37,7 +37,6 @@ NAMES: Names = {
         "_to_unsharded": "call a function after parameters are unsharded",
         "_to_sharded": "copy writes back to the shards before they are resharded",
         "_to_sharded_post_forward": "copy writes back to the shards before they are resharded",
-        "_wait_all_gather_streams_on_event(event)": "make the next all-gather wait for writes to shards",
         "._sharded_state": "distinguish unsharded parameters from those resharded over fewer ranks",
         ".fsdp_params": "find the parameters of a unit",
         ".device_handle": "find the parameters of a unit",
@@ -45,7 +44,7 @@ NAMES: Names = {
         "._all_gather_result": "reshard parameters that a failed iteration has left unsharded",
         "._post_reduce_event": "reshard parameters that a failed iteration has left unsharded",
         "._all_reduce_state": "reshard parameters that a failed iteration has left unsharded",
-        "._reshard_after_forward_event": "reshard parameters that a failed iteration has left unsharded",
+        "._reshard_after_forward_event": "make the next all-gather of a unit wait for writes to its shards",
         "._wait_all_gather_streams_on_event": "reshard parameters that a failed iteration has left unsharded",
         "._partial_reduce_output": "reshard parameters that a failed iteration has left unsharded",
         "._post_forward_indices": "reshard parameters that a failed iteration has left unsharded",
@@ -200,7 +199,8 @@ def await_writes(group: Any) -> None:
     """Make the next all-gather of `group` wait for writes to the shards that are queued on the current stream."""
     event = group.device_handle.Event()
     event.record()
-    group._wait_all_gather_streams_on_event(event)
+    # `unshard` waits for this event. To wait now would delay the all-gather of the next unit as well.
+    group._reshard_after_forward_event = event
 
 
 # FSDP2's state of a sharded module, and the hooks that it runs around `forward`
