@@ -51,6 +51,7 @@ _MEAN_IN_BACKWARD = {
     aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.binary_cross_entropy, aten.soft_margin_loss,
 }  # fmt: skip
 """Losses whose backward pass on shards divides by the number of elements of the shard, in torch 2.13."""
+_MEANS = {each.__name__ for each in _MEAN_IN_BACKWARD}
 _TO_PYTHON = {"numpy", "tolist", "__array__", "__format__"}
 """Methods that convert a tensor to Python or NumPy, below the dispatcher."""
 _VIEWS = {Tensor.data, Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.real, Tensor.imag}
@@ -140,6 +141,9 @@ class HookAccess:
     def _call(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs, name = kwargs or {}, function.__name__
         attribute = getattr(function, "__self__", None)
+        if name in _MEANS and len(args) == 2 and _is_mean(kwargs) and _differentiates(args):
+            total = self._call(function, types, args, kwargs | {"reduction": "sum"})
+            return total / torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
         with DisableTorchFunctionSubclass():
             if name == "__get__" and attribute not in _VIEWS:
                 return function(*args, **kwargs)
@@ -333,6 +337,12 @@ def _differentiates(tensors: Iterable[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
 
 
+def _is_mean(kwargs: dict[str, Any]) -> bool:
+    """Return whether a loss with these keyword arguments is the mean over all elements, without weights."""
+    given = {name for name, value in kwargs.items() if value is not None}
+    return kwargs.get("reduction") == "mean" and given <= {"reduction", "beta", "delta"}
+
+
 def _check_mean(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
     """Raise a `ConfigurationError` if the gradient of a mean loss of sharded tensors would be wrong."""
     packet = packet_of(operation)
@@ -342,7 +352,8 @@ def _check_mean(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], t
         if reduction == 1:  # "mean"
             raise ConfigurationError(
                 f"F.{packet.__name__} of a sharded parameter would have gradients that are too large (torch 2.13). "
-                "Call it with reduction='sum', and divide by the number of elements."
+                f"Call it as F.{packet.__name__}(input, target), or with reduction='sum' and divide by the number of "
+                "elements."
             )
 
 

@@ -104,6 +104,12 @@ def foreach_of_shards(p: Any, q: Any) -> Any:
 def penalties(p: Any, q: Any) -> Any:
     with torch.enable_grad():
         found = p.pow(2).sum() + q.abs().mean() + (p * q).sum(1).mean() + p.mean(0).pow(2).sum() + p.norm() * 3.0
+        zeros = torch.zeros_like(p)
+        found = found + nn.functional.mse_loss(p, zeros) + nn.functional.huber_loss(q, zeros, delta=0.5)
+        found = (
+            found + nn.functional.smooth_l1_loss(p, q, beta=0.3, reduction="mean") + nn.SoftMarginLoss()(p, zeros + 1)
+        )
+        found = found + nn.functional.binary_cross_entropy(p.sigmoid(), zeros)
         found.backward()
     return found, p.grad, q.grad
 

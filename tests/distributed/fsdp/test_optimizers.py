@@ -159,7 +159,7 @@ class Manual(Shapes):
             def closure(optimizer: Any = optimizer) -> Tensor:
                 loss = Shapes.training_step(self, batch, batch_idx)
                 weight = self.out.weight
-                loss = loss + nn.functional.mse_loss(weight, torch.zeros_like(weight), reduction="sum") / 15
+                loss = loss + nn.functional.mse_loss(weight, torch.zeros_like(weight))
                 optimizer.zero_grad()
                 self.manual_backward(loss)
                 return loss.detach()
