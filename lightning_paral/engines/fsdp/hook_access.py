@@ -143,7 +143,7 @@ class HookAccess:
         attribute = getattr(function, "__self__", None)
         if name in _MEANS and len(args) == 2 and _is_mean(kwargs) and _differentiates(args):
             total = self._call(function, types, args, kwargs | {"reduction": "sum"})
-            return total / torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+            return total / torch.broadcast_shapes(*(each.shape for each in args)).numel()  # type: ignore[no-untyped-call]
         with DisableTorchFunctionSubclass():
             if name == "__get__" and attribute not in _VIEWS:
                 return function(*args, **kwargs)
@@ -328,8 +328,8 @@ def _can_be_derived(args: tuple[Any, ...]) -> bool:
 
 def _reduced(name: str, tensor: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Return the full sum or mean of a DTensor, whose derivative has the layout of the DTensor. *Collective*."""
-    total: Tensor = torch.sum(tensor, *args, **kwargs).full_tensor()
-    # torch's mean of uneven shards is the mean of their means.
+    partial_sum: Any = torch.sum(tensor, *args, **kwargs)
+    total: Tensor = partial_sum.full_tensor()
     return total if name == "sum" else total * (total.numel() / tensor.numel())
 
 
