@@ -136,7 +136,7 @@ def fit_hooked(num_ranks: int, strategy: str) -> list[Any]:
     (optimizer,) = trainer.optimizers
     steps = optimizer.state["own"]["steps"]  # type: ignore[index]
     assert steps == 5
-    assert "on_local_tensors" not in optimizer.step.__qualname__, "the optimizer refers to the run"
+    assert "step" not in vars(optimizer), "the optimizer refers to the run"
     return [p.detach().clone() for p in module.parameters()]
 
 
