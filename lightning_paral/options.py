@@ -38,7 +38,8 @@ class ActivationCheckpointing:
     """Instead of `units`: the smallest submodules with at least this number of parameters."""
 
     offload_to_cpu: bool = False
-    """Keep the inputs of units in host memory (pinned on CUDA) until the backward pass needs them."""
+    """Keep inputs of units that are on a GPU in pinned host memory until the backward pass needs them. Copies do not
+    overlap computation."""
 
     def __post_init__(self) -> None:
         check_unit_choice(self.units, self.min_params)

@@ -1,19 +1,24 @@
 """Activation checkpointing: free a unit's activations after its forward, recompute them in the backward pass."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu
 from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
+from lightning_paral.compat.torch.autograd import version_of
+from lightning_paral.compat.torch.modules import own_buffers
+from lightning_paral.compat.torch.tensors import tree_leaves
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.offloaded_inputs import OffloadedInputs
-from lightning_paral.model.recomputed_buffers import RecomputedBuffers
 from lightning_paral.model.units import Unit, choose_units
 from lightning_paral.options import ActivationCheckpointing
+
+_LARGE_NUMEL = 2**20
 
 
 def checkpoint_units(root: Module, options: ActivationCheckpointing) -> Callable[[], None]:
@@ -32,9 +37,8 @@ def checkpoint_units(root: Module, options: ActivationCheckpointing) -> Callable
         ConfigurationError: no unit is found, or one contains another.
     """
     units = checkpointed_units(root, options)
-    offloaded = OffloadedInputs() if options.offload_to_cpu else None
     for unit in units:
-        _checkpoint(unit.module, offloaded)
+        _checkpoint(unit.module, options.offload_to_cpu)
 
     def undo() -> None:
         for unit in units:
@@ -86,7 +90,7 @@ def _without_cache(module: Module, value: Any) -> Any:
     return None
 
 
-def _checkpoint(module: Module, offloaded: OffloadedInputs | None) -> None:
+def _checkpoint(module: Module, offload_to_cpu: bool) -> None:
     forward = module.forward
 
     @wraps(forward)
@@ -95,8 +99,12 @@ def _checkpoint(module: Module, offloaded: OffloadedInputs | None) -> None:
             return forward(*args, **kwargs)
         args = tuple(_without_cache(module, each) for each in args)
         kwargs = {name: _without_cache(module, each) for name, each in kwargs.items()}
-        # These hooks see only the unit's inputs: `checkpoint` has its own hooks for tensors saved inside the unit.
-        with nullcontext() if offloaded is None else offloaded.saving_inputs():
+        # `save_on_cpu` keeps CPU tensors themselves, and would hide a change in place from autograd. It sees only the
+        # unit's inputs: `checkpoint` has its own hooks for tensors saved inside the unit.
+        offloads = offload_to_cpu and any(
+            isinstance(each, Tensor) and each.is_cuda for each in tree_leaves((args, kwargs))
+        )
+        with save_on_cpu(pin_memory=True) if offloads else nullcontext():
             # torch.compile does not trace a `context_fn`, and updates buffers once by itself.
             if torch.compiler.is_compiling() or next(module.buffers(), None) is None:
                 return checkpoint(forward, *args, use_reentrant=False, **kwargs)
@@ -104,3 +112,66 @@ def _checkpoint(module: Module, offloaded: OffloadedInputs | None) -> None:
             return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
 
     module.forward = recomputed
+
+
+class RecomputedBuffers:
+    """Restores the buffers of a unit after its forward pass has run again, so that they are updated once per step.
+
+    `contexts` is the `context_fn` of `torch.utils.checkpoint.checkpoint`. Buffers with more than 2**20 elements are
+    copied only if the first forward pass replaced them or changed them in place.
+
+    Args:
+        unit: the module that is recomputed.
+    """
+
+    def __init__(self, unit: Module) -> None:
+        self._unit = unit
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return the context of a forward pass, and that of its recomputations."""
+        changed: set[tuple[Module, str]] = set()
+        return self._find_changed(changed), _RestoredBuffers(self._unit, changed)
+
+    @contextmanager
+    def _find_changed(self, changed: set[tuple[Module, str]]) -> Iterator[None]:
+        before = [
+            (part, name, buffer, version_of(buffer)) for part, name, buffer in _buffers(self._unit) if _is_large(buffer)
+        ]
+        yield
+        for part, name, buffer, version in before:
+            if own_buffers(part).get(name) is not buffer or version_of(buffer) != version:
+                changed.add((part, name))
+
+
+class _RestoredBuffers(AbstractContextManager[None]):
+    """A context that restores buffers at its end. It can be entered several times, one after the other."""
+
+    def __init__(self, unit: Module, changed: set[tuple[Module, str]]) -> None:
+        self._unit = unit
+        self._changed = changed
+        self._saved: list[tuple[Module, str, Tensor, Tensor]] = []
+
+    def __enter__(self) -> None:
+        self._saved = [
+            (part, name, buffer, buffer.detach().clone())
+            for part, name, buffer in _buffers(self._unit)
+            if not _is_large(buffer) or (part, name) in self._changed
+        ]
+
+    def __exit__(self, *_: Any) -> None:
+        with torch.no_grad():
+            for part, name, buffer, value in self._saved:
+                own_buffers(part)[name] = buffer
+                buffer.data.copy_(value)  # `data`: the backward pass may have saved the buffer itself
+        self._saved = []
+
+
+def _buffers(unit: Module) -> Iterator[tuple[Module, str, Tensor]]:
+    for part in unit.modules():
+        for name, buffer in own_buffers(part).items():
+            if buffer is not None and not buffer.is_inference():
+                yield part, name, buffer
+
+
+def _is_large(buffer: Tensor) -> bool:
+    return buffer.numel() > _LARGE_NUMEL

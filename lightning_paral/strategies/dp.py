@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_paral.compat.checks import check_names
 from lightning_paral.compat.lightning.strategies import layer_sync_of
@@ -48,7 +47,7 @@ class ParalDPStrategy(CheckpointMixin, ParallelStrategy):
 
     The module itself is replica 0. Changes that a step makes to its buffers and attributes persist; changes to those of
     the other replicas are lost. Values that the replicas log with `self.log` are merged, and metrics see every sample
-    once. Manual optimization works if all replicas make the same calls in the same order.
+    once. Manual optimization is refused on several devices: use `paral_ddp`.
 
     For Lightning there is one process: `trainer.world_size` is 1, no sampler is injected, and the loader's batch size
     counts the samples of all devices together.
@@ -161,8 +160,8 @@ class ParalDPStrategy(CheckpointMixin, ParallelStrategy):
         module = self.lightning_module
         assert module is not None
         if len(self._own_devices) > 1:
-            check_replicable(module)
-            if trainer.state.fn == TrainerFn.FITTING:
+            check_replicable(module, is_fit=self._is_fit)
+            if self._is_fit:
                 check_embeddings(module, len(self._own_devices))
         super().setup(trainer)
         if self._is_fit:

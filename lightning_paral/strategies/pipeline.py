@@ -19,13 +19,13 @@ from lightning_paral.engines.fsdp.step_shards import StepShards
 from lightning_paral.engines.pipeline.checks import (
     check_before_fit,
     refusing_several_optimizers,
+    warn_of_own_optimizer,
     warn_of_repeated_predictions,
 )
 from lightning_paral.engines.pipeline.division import chain_of
 from lightning_paral.engines.pipeline.elsewhere import is_elsewhere
 from lightning_paral.engines.pipeline.gradients import StageGradients
 from lightning_paral.engines.pipeline.optimizer_state import watch_state
-from lightning_paral.engines.pipeline.optimizers import check_separable
 from lightning_paral.engines.pipeline.options import PipelineOptions
 from lightning_paral.engines.pipeline.parameters import without_elsewhere
 from lightning_paral.engines.pipeline.precision import StageClipping, stage_precision
@@ -149,14 +149,14 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
         """Create the optimizer and its schedulers. *Collective* over the world.
 
         Raises:
-            ConfigurationError: there are several optimizers, or the optimizer combines parameters.
+            ConfigurationError: there are several optimizers.
         """
         assert self.lightning_module is not None
         with refusing_several_optimizers(self.lightning_module):
             super().setup_optimizers(trainer)
         if self.dims.pipeline > 1:
             for optimizer in self.optimizers:
-                check_separable(optimizer)
+                warn_of_own_optimizer(optimizer)
                 self._engine.undo_at_end(watch_state(optimizer))
 
     def _set_clipped(self, gradients: StageGradients | None) -> None:

@@ -114,7 +114,7 @@ def test_no_step_waits_for_the_device(on_ranks, label: str) -> None:
 
 
 def test_no_step_of_paral_dp_waits_for_the_devices() -> None:
-    for kind in ("automatic", "manual", "bf16"):
+    for kind in ("automatic", "bf16"):
         assert not syncs_of("paral_dp", kind, {"devices": 2})[0], kind
 
 

@@ -18,8 +18,13 @@ from lightning_paral.errors import ConfigurationError
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-def check_replicable(module: LightningModule) -> None:
-    """Raise a `ConfigurationError` if copies of `module` would not behave like `module`."""
+def check_replicable(module: LightningModule, *, is_fit: bool) -> None:
+    """Raise a `ConfigurationError` if copies of `module` would not behave like `module` in a fit or another run."""
+    if is_fit and not module.automatic_optimization:
+        raise ConfigurationError(
+            f"{type(module).__name__} uses manual optimization. Under paral_dp a step runs in replicas, each of "
+            "them with the same optimizers. Use automatic optimization, or paral_ddp."
+        )
     for name, part in module.named_modules():
         kind = _unreplicable_type(part)
         if kind is not None:

@@ -10,6 +10,7 @@ _DEEPCOPY = ("FSDP does not support deepcopy", "copy_() on an invalid python sto
 _FORWARD_MODE = ("returning a view (or an input as-is) but the jvp", "must implement the jvp function")
 _TRANSFORM = "Cannot access storage of TensorWrapper"
 _TWICE = "storage of size 0"
+_NOT_IN_GRAPH = "appears to not have been used in the graph"
 
 
 def explanation(error: BaseException, *, units: Units, in_step: bool) -> str | None:
@@ -48,6 +49,13 @@ def explanation(error: BaseException, *, units: Units, in_step: bool) -> str | N
             "A weight was used after it had been resharded. FSDP unshards the weights of a unit for its forward pass "
             "and for one backward pass, but a gradient penalty with torch.autograd.grad(create_graph=True) needs a "
             "second backward pass. Train with paral_ddp or paral_zero2."
+        )
+    if _NOT_IN_GRAPH in message:
+        return (
+            "A gradient was computed, as by torch.autograd.grad, by a tensor that is not in the graph. The weight of a "
+            f"unit is not, because it is sharded, and the step computes with the unsharded weight (units: {listed}). "
+            "Compute gradients by inputs or by weights outside of units, read others after the backward pass, with "
+            "trainer.strategy.full_gradient(parameter), or train with paral_ddp."
         )
     if any(pattern in message for pattern in _FORWARD_MODE):
         return (

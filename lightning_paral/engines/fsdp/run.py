@@ -21,7 +21,6 @@ from lightning_paral.engines.fsdp.explain_errors import explanation
 from lightning_paral.engines.fsdp.guards import check_pruning, check_user_hooks
 from lightning_paral.engines.fsdp.optimizers import check_optimizers
 from lightning_paral.engines.fsdp.options import FSDPOptions
-from lightning_paral.engines.fsdp.own_gradients import refuse_gradients_by_shards
 from lightning_paral.engines.fsdp.precision import DTYPES, sharding_policy
 from lightning_paral.engines.fsdp.requires_grad import TrainedShards
 from lightning_paral.engines.fsdp.shard import ShardedModule, Sharding
@@ -116,7 +115,6 @@ class FSDPRun:
             ConfigurationError: the trained parameters of a unit have different dtypes.
         """
         generate_together(self.module, self._undo)
-        self._undo.callback(refuse_gradients_by_shards(self.module))
         self.sharded.shard()
         name, num_bytes = type(self.module).__name__, self.sharded.num_bytes
         log.info("module sharded: %s, %d units, %d bytes unsharded", name, self._num_units, num_bytes)

@@ -8,12 +8,27 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from lightning_paral.compat.torch.modules import BatchNorm
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.pipeline.guards import hook_on_parameter
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.embeddings import check_embeddings
+
+
+def warn_of_own_optimizer(optimizer: Optimizer) -> None:
+    """Warn if `optimizer` is not known to update each parameter on its own: a stage has the gradients of some of them.
+
+    Optimizers of torch do, or fail on parameters of other stages.
+    """
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return
+    rank_zero_warn(
+        f"{type(optimizer).__module__}.{type(optimizer).__qualname__} is not an optimizer of torch. In a pipeline, its "
+        "steps have the gradients of one stage. If it combines parameters, such as in a norm over all of them, it "
+        "would train differently than in one process: use paral_fsdp."
+    )
 
 
 def check_before_fit(module: LightningModule, dims: ParallelDims, *, has_sync_batchnorm: bool) -> None:

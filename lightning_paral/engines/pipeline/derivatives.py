@@ -1,16 +1,16 @@
 """Refuse gradients that the code of a step computes itself, if they would have to pass through other stages."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from lightning_paral.compat.torch.autograd import check_backward_passes
 from lightning_paral.compat.torch.tensors import tree_leaves
 from lightning_paral.engines.pipeline.elsewhere import is_elsewhere
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.gradient_graph import node_of, nodes_of
 from lightning_paral.model.units import Unit
 
 THROUGH_STAGES = (
@@ -38,11 +38,11 @@ class EarlierStages:
 
     def enter(self, values: Any) -> None:
         """Note what the code of this stage gives to a unit of an earlier stage, or to a module of `first_stage`."""
-        self._into |= {node_of(tensor) for tensor in _tensors_with_gradients(values)}
+        self._into |= {_node_of(tensor) for tensor in _tensors_with_gradients(values)}
 
     def leave(self, values: Any) -> None:
         """Note what this stage has received from the stage before."""
-        self._out_of |= {node_of(tensor) for tensor in _tensors_with_gradients(values)}
+        self._out_of |= {_node_of(tensor) for tensor in _tensors_with_gradients(values)}
 
     def clear(self) -> None:
         """Forget the pass."""
@@ -58,15 +58,15 @@ class EarlierStages:
             outputs: tensors or `GradientEdge`s.
             inputs: tensors or `GradientEdge`s.
         """
-        if not inputs or not self._out_of & nodes_of(outputs):
+        if not inputs or not self._out_of & _nodes_of(outputs):
             return False
-        before = nodes_of(self._into)
+        before = _nodes_of(self._into)
         held = {id(parameter) for unit in self._units for parameter in unit.module.parameters()}
         for each in inputs:
             if isinstance(each, Tensor) and is_elsewhere(each):
                 return True
-            is_used_before = not isinstance(each, Parameter) or id(each) in held or node_of(each) in before
-            if is_used_before and not self._out_of & nodes_of([each]):
+            is_used_before = not isinstance(each, Parameter) or id(each) in held or _node_of(each) in before
+            if is_used_before and not self._out_of & _nodes_of([each]):
                 return True
         return False
 
@@ -93,3 +93,30 @@ def _tensors_with_gradients(values: Any, depth: int = _DEPTH) -> Iterator[Tensor
                 yield leaf
         elif depth and hasattr(leaf, "__dict__"):  # such as a dataclass
             yield from _tensors_with_gradients(list(vars(leaf).values()), depth - 1)
+
+
+def _node_of(value: Any) -> Any:
+    """Return the node of `value`: a tensor that requires gradients, a `GradientEdge`, or a node.
+
+    Inside a transform of `torch.func`, a leaf from outside of it has none: return `None`.
+    """
+    if not isinstance(value, Tensor):
+        return getattr(value, "node", value)
+    if value.grad_fn is not None:
+        return value.grad_fn
+    try:
+        return get_gradient_edge(value).node
+    except AttributeError:
+        return None
+
+
+def _nodes_of(values: Iterable[Any]) -> set[Any]:
+    """Return all nodes of the graphs of `values`, down to the leaves."""
+    found: set[Any] = set()
+    remaining = [_node_of(each) for each in values]
+    while remaining:
+        node = remaining.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            remaining += [following for following, _ in node.next_functions]
+    return found

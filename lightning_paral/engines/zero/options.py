@@ -30,8 +30,8 @@ class ZeROOptions(RankOptions):
             hyper-parameters. `"cpu"` is short for `Offload("cpu")`; `"nvme"` is short for an `Offload` to the folder in
             the environment variable PARAL_NVME_PATH.
         offload_parameters: at stage 3, keep parameters in host memory or on NVMe while they are not in use.
-        trust_optimizer: accept an optimizer even if a trial step shows that it is not elementwise, or cannot tell. ZeRO
-            passes flattened shards of the parameters to the optimizer.
+        trust_optimizer: accept an optimizer that is not one of the elementwise ones of `torch.optim`. ZeRO passes
+            flattened shards of the parameters to the optimizer, which must update each element by itself.
         find_unused_parameters: in every step, let the ranks agree on the parameters that have no gradient, as in
             `DistributedDataParallel`; these keep their values. Otherwise the first step determines which parameters
             never have one, and gradients that later arrive in a different order are an error, because ranks reduce them

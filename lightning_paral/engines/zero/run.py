@@ -41,14 +41,8 @@ from lightning_paral.engines.zero.training.users_optimizer import (
     make_engine_optimizer,
 )
 from lightning_paral.model.buffers import buffers_to_broadcast
-from lightning_paral.model.forward_mode import refusing_forward_mode
 from lightning_paral.model.generation import generate_together
 from lightning_paral.model.host_memory_check import host_memory_shortage
-
-_FORWARD_MODE = (
-    "Under ZeRO stage 3, DeepSpeed gathers weights by functions of its own, which have no forward-mode derivative. Use "
-    "torch.autograd.grad, or train with paral_zero2."
-)
 
 
 class ZeroRun(ZeroState):
@@ -142,7 +136,6 @@ class ZeroRun(ZeroState):
     def _begin_stage3(self) -> None:
         if self._settings.options.stage == 3:
             generate_together(self.module, self._undo)
-            self._undo.enter_context(refusing_forward_mode(_FORWARD_MODE))
 
     def saving_views(self) -> AbstractContextManager[None]:
         """Return a context in which autograd does not keep gathered parameters in memory; see `SavedWeights`."""

@@ -39,6 +39,7 @@ class Column:
     """Whether the page has the column. Strategies of other packages are not on it: their cells must be allowed."""
 
 
+MANUAL = r"\w+ uses manual optimization"
 NAMES = {"zero3_partitioned": "paral_zero3", "paral_zero3": "paral_zero3_whole"}
 """Label of a case -> label of its column. The column `paral_zero3` partitions even the smallest parameters."""
 
@@ -52,6 +53,7 @@ def column_of(case: StrategyCase) -> Column:
         always=themes != "named",
         themes=themes if isinstance(themes, tuple) else (),
         tolerance=case.tolerance,
+        names=MANUAL if case.label == "paral_dp" else "",
         documented=case in OWN_CASES,
     )
 
@@ -77,7 +79,7 @@ _columns.append(
         "paral_pp",
         partial(ParalPipelineStrategy, micro_batches=2),
         ranks_per_sample=2,
-        names=r"blocks\.\d|layers\.\d|embedding\.|\w+ uses manual optimization|\w+\.training_step"
+        names=rf"blocks\.\d|layers\.\d|embedding\.|{MANUAL}|\w+\.training_step"
         r"|module cannot be copied|No repeated blocks were found in \w+|is a BatchNorm",
     )
 )

@@ -91,7 +91,7 @@ class Dual(Skipping):
         return nn.functional.mse_loss(outputs, targets) + 0.1 * slopes.pow(2).mean()
 
 
-@row("derivatives of each sample, by torch.func", since="2.13", names="autograd.grad|torch.func")
+@row("derivatives of each sample, by torch.func", since="2.13", names="autograd.grad|torch.func|outside of its unit")
 class PerSample(Supervised):
     """vmap(grad(loss of functional_call)) over samples; the mean of their squared norms is logged."""
 

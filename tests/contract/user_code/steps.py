@@ -138,7 +138,7 @@ class NeedsClosure(torch.optim.SGD):
         return loss
 
 
-@row("optimizer_step, an argument of step")
+@row("optimizer_step, an argument of step", names="may not be elementwise")
 class WithArgument(Supervised):
     """optimizer.step(closure, factor=...) of an optimizer that requires a closure."""
 
@@ -173,7 +173,7 @@ class ClosureTwice(torch.optim.SGD):
         return closure()
 
 
-@row("optimizer that evaluates its closure twice", names="evaluates its closure")
+@row("optimizer that evaluates its closure twice", names="evaluates its closure|may not be elementwise")
 class WithClosureTwice(Supervised):
     """An optimizer whose step calls the closure before and after the update."""
 

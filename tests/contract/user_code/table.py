@@ -54,6 +54,7 @@ two micro-batches.
 CLEAR = (
     "\ntorch: ",  # explained by this package
     r"of stage \d+, a tensor of which this rank holds only a shard",  # in an error of load_state_dict
+    "to use it with forward mode AD",  # from torch, about DeepSpeed's functions
     "The Finetuning callback does not support running with the DeepSpeed strategy",  # from Lightning
 )
 TABLE = Table(

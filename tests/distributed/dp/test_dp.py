@@ -198,33 +198,6 @@ def test_error_in_a_replica_keeps_its_type_and_traceback_and_says_where() -> Non
     dp_trainer().fit(Scores(), samples())
 
 
-class Manual(Scores):
-    """In manual optimization, a replica fails, or only one runs the backward pass."""
-
-    def __init__(self, fails: bool) -> None:
-        super().__init__()
-        self.automatic_optimization, self.fails = False, fails
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        is_second = bool(batch[0][0, 0] == samples().dataset[1][0][0])
-        if is_second and self.fails:
-            raise ZeroDivisionError("the reason")
-        if not is_second:
-            self.manual_backward(super().training_step(batch, batch_idx))
-
-
-@pytest.mark.parametrize(
-    ("fails", "error", "message"),
-    [
-        (True, ZeroDivisionError, "the reason"),
-        (False, ConfigurationError, r"replica 0 was at self\.manual_backward, replica 1 was at the end"),
-    ],
-)
-def test_replicas_that_differ_or_fail_do_not_deadlock(fails: bool, error: Any, message: str) -> None:
-    with pytest.raises(error, match=message):
-        dp_trainer().fit(Manual(fails), samples())
-
-
 def with_hidden(change: Any) -> Scores:
     module = Scores()
     module.hidden = change(module.hidden)
@@ -241,6 +214,18 @@ class FromIterator(Scores):
         raise AssertionError
 
 
+class Manual(Scores):
+    automatic_optimization = False
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("mean", self(batch[0]).mean())
+
+
+def test_module_with_manual_optimization_is_evaluated_and_trains_on_one_device() -> None:
+    dp_trainer().test(Manual(), samples())
+    dp_trainer(devices=1).fit(Manual(), samples())
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -249,6 +234,7 @@ class FromIterator(Scores):
         (lambda: with_hidden(torch.jit.script), "hidden is a ScriptModule.*paral_ddp"),
         (lambda: with_hidden(lambda _: nn.LazyLinear(6)), "hidden.weight has no shape yet.*Run a batch"),
         (FromIterator, "training_step takes `dataloader_iter`"),
+        (Manual, "Manual uses manual optimization.*paral_ddp"),
     ],
 )
 def test_module_that_cannot_be_replicated_is_refused_before_training(make: Any, message: str) -> None:

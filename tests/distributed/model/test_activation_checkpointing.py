@@ -126,3 +126,21 @@ def test_buffers_are_updated_once_although_units_are_recomputed() -> None:
         assert torch.equal(root.get_buffer(name), buffer), name
     for name, parameter in plain.named_parameters():
         assert torch.equal(root.get_parameter(name).grad, parameter.grad), name
+
+
+def test_a_change_of_a_unit_input_in_place_is_an_error_on_the_cpu() -> None:
+    class Changing(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x += 1.0
+            return self.linear(x)
+
+    root = torch.nn.Sequential(torch.nn.Linear(4, 4), Changing())
+    undo = checkpoint_units(root, ActivationCheckpointing(units=["Changing"], offload_to_cpu=True))
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        root(torch.ones(3, 4)).sum().backward()
+    undo()

@@ -133,7 +133,7 @@ def build_engines(
         sized_config: a function that returns DeepSpeed's configuration for a module, with sizes that depend on it.
         device: the device of this rank.
         offload: whether optimizers run on the CPU.
-        trust: whether to skip the check that optimizers are elementwise.
+        trust: whether to accept optimizers that are not known to be elementwise.
 
     Returns:
         tuple: the module or engine that runs the steps, and the engine of each optimizer.

@@ -20,9 +20,11 @@ from lightning_paral.compat.deepspeed.runtime import cache_cpu_info
 from lightning_paral.compat.lightning.strategies import is_mock_optimizer
 from lightning_paral.compat.torch import optimizers
 from lightning_paral.engines.zero.runtime.operators import load_operator
-from lightning_paral.engines.zero.training.elementwise import check_elementwise
 from lightning_paral.engines.zero.training.step_in_pieces import can_step_in_pieces, step_in_pieces
 from lightning_paral.errors import ConfigurationError, ParalError
+
+_ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+"""The optimizers of `torch.optim` that update each element of a parameter by its own gradient and state."""
 
 
 def make_twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
@@ -161,7 +163,7 @@ def make_engine_optimizer(users: UsersOptimizer, *, offload: bool, trust: bool) 
     Args:
         users: the user's optimizer.
         offload: whether the twin runs on the CPU. `DeepSpeedCPUAdam` then replaces torch's Adam and AdamW.
-        trust: whether to skip the check that the optimizer is elementwise.
+        trust: whether to accept optimizers that are not known to be elementwise.
 
     Raises:
         ConfigurationError: ZeRO or its offload does not support the optimizer or one of its options, or the optimizer
@@ -181,11 +183,23 @@ def make_engine_optimizer(users: UsersOptimizer, *, offload: bool, trust: bool) 
     if offload:
         return _make_cpu_adam(optimizer, users.trained_groups())
     if not trust:
-        check_elementwise(optimizer)
+        _check_elementwise(optimizer)
     twin = make_twin(optimizer, users.trained_groups())
     if can_step_in_pieces(optimizer) and next(iter(users.groups[0]["params"])).device.type == "cpu":
         step_in_pieces(twin)
     return twin
+
+
+def _check_elementwise(optimizer: Optimizer) -> None:
+    if type(optimizer) in (getattr(torch.optim, name) for name in _ELEMENTWISE):
+        return
+    class_name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    raise ConfigurationError(
+        f"{class_name} may not be elementwise. ZeRO gives an optimizer flat tensors that are cut at any element, so it "
+        "must update each element by its own gradient and state alone. If it does, as Lion, set "
+        "ParalZeROStrategy(trust_optimizer=True). If it computes norms, means or products over parameters, as LAMB and "
+        f"Adafactor, train with paral_fsdp or paral_ddp. Known to be elementwise: {', '.join(_ELEMENTWISE)}."
+    )
 
 
 def _make_cpu_adam(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
