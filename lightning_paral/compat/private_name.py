@@ -3,11 +3,13 @@
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
+from platform import python_version
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -137,7 +139,8 @@ def _parameters_of(function: Any) -> tuple[str, ...] | None:
 
 @cache
 def _installed(library: str) -> list[int]:
-    return _numbers(version(library))
+    in_python = library in sys.stdlib_module_names
+    return _numbers(python_version() if in_python else version(library))
 
 
 def _numbers(text: str) -> list[int]:

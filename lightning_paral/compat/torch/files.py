@@ -17,6 +17,7 @@ PythonUnpickler: Any = pickle._Unpickler
 """Python's unpickler, written in Python: its `dispatch` has the opcodes. The one in C has no limits."""
 
 NAMES: Names = {
+    "pickle": {"_Unpickler": "read pickles with few opcodes, and limits for time and memory"},
     "torch._utils": {
         "IMPORT_MAPPING": "accept exactly the names in a checkpoint that torch.load accepts",
         "NAME_MAPPING": "accept exactly the names in a checkpoint that torch.load accepts",

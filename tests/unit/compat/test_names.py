@@ -4,6 +4,7 @@ import ast
 import importlib
 import logging
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def import_deepspeed() -> None:
 
 def wrong_with(entry: PrivateName) -> str:
     """Return what is wrong with an entry, or an empty text."""
-    explained = entry.purpose and entry.name.partition(".")[0] in TESTED
+    explained = entry.purpose and entry.name.partition(".")[0] in (*TESTED, *sys.stdlib_module_names)
     try:
         if entry.is_used:
             entry.resolve()
