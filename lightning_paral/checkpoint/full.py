@@ -4,24 +4,23 @@ import io
 import os
 import pickle
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.serialization import config
 
 from lightning_paral.checkpoint.checksums import ChecksummedWriter, FileRecord, checksum_of_block, reader_of
 from lightning_paral.checkpoint.fqn_keys import by_int
-from lightning_paral.checkpoint.layout import Chunk
+from lightning_paral.checkpoint.layout import Chunk, flat_range_of
 from lightning_paral.checkpoint.manifest import Manifest, embed
 from lightning_paral.checkpoint.saved_tensors import Kind, SavedTensor, check_shards
 from lightning_paral.checkpoint.shards import bytes_of, flat
 from lightning_paral.checkpoint.tree import TreePath, replace_at
 from lightning_paral.compat.torch.tensors import fake_tensors, identity_of, untyped
 from lightning_paral.distributed.exchange import RankGroup
-from lightning_paral.errors import CheckpointError
 
 
 def write_full(
@@ -69,17 +68,21 @@ def write_full(
         return [at[key] for key in storages if key in at]
 
     order = ranks.run_on_rank_0(what, lay_out)
-    by_path = {path: tensor for tensor in tensors for path in tensor.paths}
-    values = _Gathered([by_path.get(path) for path in order], ranks)
+    shards = {path: tensor for tensor in tensors for path in tensor.paths}
+    local = [shards.get(path) for path in order]
+    parts = ranks.gather([Part(tensor.kind, tensor.shard.chunks) if tensor else None for tensor in local])
+    ranks.run_on_rank_0(what, lambda: _check(order, parts))
+    values = _Gathered(local, parts, ranks)
     error: Exception | None = None
     nbytes = 0
     try:
         if ranks.is_rank_0:
-            data = (values.next() if key in at else _tensor_over(storage) for key, storage in storages.items())
+            data = (values.next() if key in at else [_tensor_over(storage)] for key, storage in storages.items())
             nbytes = _write(path, skeleton, data, about)
     except Exception as raised:
         error = raised
-    values.skip()
+    while values.left:
+        values.next()
 
     ranks.run_on_all(what, lambda: _raise(values.error))
     ranks.run_on_all(what, lambda: _raise(error))
@@ -91,79 +94,113 @@ def _raise(error: Exception | None) -> None:
         raise error
 
 
-class _Gathered:
-    """Gathers tensors on rank 0 one by one. All ranks call `next` equally often. The constructor is *collective*.
-
-    A rank that cannot read its values sends nothing and keeps the error, so that the others do not wait for it.
-
-    Args:
-        tensors: the tensors, each with what this rank writes of it; `None` for a tensor that this rank does not have.
-        ranks: the ranks.
-    """
-
-    def __init__(self, tensors: Sequence[SavedTensor | None], ranks: RankGroup) -> None:
-        has_part = ranks.gather([tensor is not None and bool(tensor.shard.chunks) for tensor in tensors])[1:]
-        remote = [any(of_rank[number] for of_rank in has_part) for number in range(len(tensors))]
-        self._left = list(zip(tensors, remote, strict=True))[::-1]
-        self._ranks = ranks
-        self.error: Exception | None = None
-
-    def next(self) -> Tensor:
-        """Return the next tensor, in host memory, on rank 0; send this rank's part of it on other ranks.
-
-        Raises:
-            CheckpointError: on rank 0, the parts of the ranks do not fit together.
-        """
-        tensor, is_remote = self._left.pop()
-        own = self._read(tensor)
-        others = self._ranks.gather_on_rank_0(None if self._ranks.is_rank_0 else own) if is_remote else []
-        if not self._ranks.is_rank_0:
-            return torch.empty(0)
-        assert tensor is not None, "rank 0 lists all tensors"
-        parts = [part for part in (own, *others) if part is not None]
-        chunks = [chunk for part in parts for chunk in part.chunks]
-        check_shards(tensor.name, [part.kind for part in parts] or [tensor.kind], chunks)
-        if not is_remote:
-            return parts[0].tensor()
-        full = torch.empty(tensor.shape, dtype=tensor.dtype)
-        for part in parts:
-            values, start = part.tensor(), 0
-            for chunk in part.chunks:
-                full[chunk.index] = values[start : start + chunk.numel].view(chunk.sizes)
-                start += chunk.numel
-        return full
-
-    def _read(self, tensor: SavedTensor | None) -> "_Part | None":
-        if tensor is None or not tensor.shard.chunks:
-            return None
-        try:
-            values = flat(tensor.shard.values().to("cpu", tensor.dtype))
-            return _Part(tensor.kind, tensor.shard.chunks, values.view(torch.uint8).numpy())
-        except Exception as error:
-            self.error = self.error or error
-            return None
-
-    def skip(self) -> None:
-        """Gather what is left, and drop it."""
-        while self._left:
-            with suppress(CheckpointError):
-                self.next()
-
-
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """What one rank writes of a tensor."""
 
     kind: Kind
     chunks: Sequence[Chunk]
-    data: Any
-    """The bytes of its elements, as an array of numpy: under `skip_data`, tensors would be unpickled without values."""
-
-    def tensor(self) -> Tensor:
-        """Return the elements, flat."""
-        return torch.from_numpy(self.data).view(self.kind[1])
 
 
-def _write(path: Path, skeleton: Any, data: Iterator[Tensor], about: dict[str, Any]) -> int:
+Parts = Sequence[Sequence[Part | None]]
+"""For each rank, what it writes of each tensor; `None` for a tensor that it does not have."""
+
+
+def _check(order: Sequence[TreePath], parts: Parts) -> None:
+    for number, path in enumerate(order):
+        found = [part for of_rank in parts if (part := of_rank[number]) is not None and part.chunks]
+        kinds = [part.kind for part in found] or [part.kind for part in [parts[0][number]] if part is not None]
+        check_shards(".".join(map(str, path)), kinds, [chunk for part in found for chunk in part.chunks])
+
+
+class _Gathered:
+    """Sends tensors to rank 0 one by one. All ranks call `next` equally often.
+
+    Rank 0 receives a tensor while it writes the one before. A rank that cannot read its values sends zeros and keeps
+    the error, so that the others do not wait for it.
+
+    Args:
+        local: the tensors, each with what this rank writes of it; `None` for a tensor that it does not have.
+        parts: what each rank writes.
+        ranks: the ranks.
+    """
+
+    def __init__(self, local: Sequence[SavedTensor | None], parts: Parts, ranks: RankGroup) -> None:
+        self._local, self._parts, self._ranks = local, parts, ranks
+        self._number = 0
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._received = self._receive(0)
+        self.error: Exception | None = None
+
+    @property
+    def left(self) -> int:
+        """How many tensors have not been sent."""
+        return len(self._local) - self._number
+
+    def next(self) -> list[Tensor]:
+        """Return the next tensor on rank 0, in contiguous pieces on the host; send this rank's part on other ranks.
+
+        The pieces are valid until the second call from here.
+        """
+        number, received = self._number, self._received
+        self._number += 1
+        own = self._read(self._local[number])
+        if not self._ranks.is_rank_0:
+            if own.numel():
+                dist.send(own.view(torch.uint8), group=self._ranks.group, group_dst=0)
+            return []
+        self._received = self._receive(number + 1)
+        found: list[tuple[Chunk, Tensor]] = []
+        for rank, part in enumerate(of_rank[number] for of_rank in self._parts):
+            work, values = received.get(rank, (None, own))
+            if work is not None:
+                work.wait()
+            for chunk in part.chunks if part is not None else ():
+                found.append((chunk, values[: chunk.numel]))
+                values = values[chunk.numel :]
+        tensor = self._local[number]
+        assert tensor is not None, "rank 0 lists all tensors"
+        return _in_order(tensor, found)
+
+    def _receive(self, number: int) -> dict[int, tuple[Any, Tensor]]:
+        """Start to receive the parts of other ranks. Return, by rank, what to wait for and the values."""
+        if not self._ranks.is_rank_0 or number >= len(self._local):
+            return {}
+        parts = {rank: part for rank, of_rank in enumerate(self._parts) if rank and (part := of_rank[number])}
+        sizes = {rank: sum(chunk.numel for chunk in part.chunks) for rank, part in parts.items()}
+        nbytes = sum(size * parts[rank].kind[1].itemsize for rank, size in sizes.items())
+        if self._buffers[number % 2].numel() < nbytes:
+            self._buffers[number % 2] = torch.empty(nbytes, dtype=torch.uint8)
+        received, start = {}, 0
+        for rank, size in sizes.items():
+            dtype = parts[rank].kind[1]
+            data = self._buffers[number % 2][start : start + size * dtype.itemsize]
+            start += len(data)
+            if size:
+                received[rank] = dist.irecv(data, group=self._ranks.group, group_src=rank), data.view(dtype)
+        return received
+
+    def _read(self, tensor: SavedTensor | None) -> Tensor:
+        if tensor is None or not tensor.shard.chunks:
+            return torch.empty(0)
+        try:
+            return flat(tensor.shard.values().to("cpu", tensor.dtype))
+        except Exception as error:
+            self.error = self.error or error
+            return torch.zeros(sum(chunk.numel for chunk in tensor.shard.chunks), dtype=tensor.dtype)
+
+
+def _in_order(tensor: SavedTensor, found: list[tuple[Chunk, Tensor]]) -> list[Tensor]:
+    """Return the values of all chunks of a tensor in row-major order; copied if a chunk is no flat range."""
+    ranges = [(flat_range_of(tensor.shape, chunk), values) for chunk, values in found]
+    if all(at is not None for at, _ in ranges):
+        return [values for _, values in sorted(ranges, key=lambda pair: pair[0] or (0, 0))]
+    full = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for chunk, values in found:
+        full[chunk.index] = values.view(chunk.sizes)
+    return [full]
+
+
+def _write(path: Path, skeleton: Any, data: Iterator[list[Tensor]], about: dict[str, Any]) -> int:
     """Write the file with the next of `data` as each of its storages, and the manifest. Return its size in bytes."""
     without_crc = config.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]
     with ChecksummedWriter(open(path, "wb", buffering=2**20), on_disk=True) as file:
@@ -180,7 +217,7 @@ def _write(path: Path, skeleton: Any, data: Iterator[Tensor], about: dict[str, A
 class _FilledFile:
     """A file for `torch.save` under `skip_data`: where torch seeks past the data of a storage, this writes the data."""
 
-    def __init__(self, file: ChecksummedWriter, data: Iterator[Tensor]) -> None:
+    def __init__(self, file: ChecksummedWriter, data: Iterator[list[Tensor]]) -> None:
         self._file, self._data = file, data
         self.write, self.flush = file.write, file.flush
         self.error: BaseException | None = None
@@ -188,9 +225,11 @@ class _FilledFile:
     def seek(self, nbytes: int, whence: int) -> None:
         """Write the next storage."""
         try:
-            values = bytes_of(next(self._data))
-            assert (whence, nbytes) == (os.SEEK_CUR, len(values)), "torch.save writes storages in another order"
-            self._file.write(values)
+            pieces = [bytes_of(piece) for piece in next(self._data)]
+            sizes = (os.SEEK_CUR, sum(map(len, pieces)))
+            assert (whence, nbytes) == sizes, "torch.save writes storages in another order"
+            for piece in pieces:
+                self._file.write(piece)
         except BaseException as error:
             self.error = error
             raise

@@ -96,14 +96,6 @@ class RankGroup:
         """Return the value of each rank, ordered by rank. Values must be picklable. *Collective*."""
         return [value] if self.world_size == 1 else gather_objects(value, self.group)
 
-    def gather_on_rank_0(self, value: T) -> list[T]:
-        """Return the value of each rank on rank 0, ordered by rank, and no values on others. *Collective*."""
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] | None = [None] * self.world_size if self.is_rank_0 else None
-        dist.gather_object(value, values, group_dst=0, group=self.group)
-        return values or []
-
     def broadcast(self, value: T, source: int) -> T:
         """Return the `value` that rank `source` of this group passes. It must be picklable. *Collective*."""
         if self.world_size == 1:
