@@ -191,7 +191,7 @@ def _serve(connection: Connection) -> None:
         try:
             connection.send_bytes(b"ready")
             rank, world_size, store, backend, of_group, timeout, function, args = connection.recv()
-        except (EOFError, BrokenPipeError):
+        except (EOFError, ConnectionError):
             return
         timer = threading.Timer(timeout, give_up)
         timer.daemon = True
