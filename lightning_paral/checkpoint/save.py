@@ -1,4 +1,4 @@
-"""Save a checkpoint: plan what each rank writes, write next to the target, agree on success, commit by a rename.
+"""Save a checkpoint: list what each rank writes, write next to the target, agree on success, commit by a rename.
 
 The steps of a save, with the files to read:
 
