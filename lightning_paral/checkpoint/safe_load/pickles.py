@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning_paral.compat.torch.files import PythonUnpickler
 
+_COPIES = 4  # elements that calls may copy per byte of the pickle
 _BYTES_PER_CONTAINER = 4
 _FREE = 1000
 """What a pickle of any size may have: containers, and steps of a traversal."""
@@ -61,6 +62,7 @@ class PickleReader(PythonUnpickler):  # type: ignore[misc]
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
         self._left = _FREE + len(data) // _BYTES_PER_CONTAINER
+        self._copied_left = _FREE + _COPIES * len(data)
         self._hashes: dict[int, tuple[Any, Counter[int]]] = {}  # of large dicts, which are kept so that ids stay unique
 
     def read_all(self) -> Any:
@@ -116,14 +118,22 @@ class PickleReader(PythonUnpickler):  # type: ignore[misc]
         args, callee = self.stack.pop(), self.stack.pop()
         if type(args) is not tuple or type(callee) is not Named:
             raise PickleError(f"its pickle calls a {type(callee).__name__}, which is not a function")
+        self._count_copied(args)
         self.append(self.call(callee.name, args))
 
     def _load_build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
         if type(target) is not Made or target.state is not None:
             raise PickleError(f"its pickle sets attributes of a {type(target).__name__}, which is not allowed")
+        self._count_copied(state if type(state) is tuple else (state,))
         self.check_state(target, state)
         target.state = state
+
+    def _count_copied(self, parts: tuple[Any, ...]) -> None:
+        """Count what a call or a state may copy, because a small pickle can name one large value many times."""
+        self._copied_left -= sum(len(part) for part in parts if type(part) in _SIZED)
+        if self._copied_left < 0:
+            raise PickleError("its pickle copies the same values too often")
 
     def _load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -148,6 +158,7 @@ def count_hash(key: Any, hashes: Counter[int]) -> None:
         raise PickleError(f"its pickle has more than {_MAX_EQUAL_HASHES} keys with the same hash, such as {short(key)}")
 
 
+_SIZED = (str, bytes, list, tuple, dict, set, frozenset)
 _KEYS = (str, int, bytes, float, bool, type(None), Named)
 _Opcode = Callable[[Any], None]
 

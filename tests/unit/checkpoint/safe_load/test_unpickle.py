@@ -1,5 +1,6 @@
 """Loading restores data exactly, and changes no state of the process."""
 
+import codecs
 import io
 import os
 import pickle
@@ -208,3 +209,20 @@ def test_links_to_a_checkpoint_and_inside_it_are_followed(folder: Path, tmp_path
     for name in ("last.ckpt", "link.ckpt"):
         assert load(tmp_path / name, RankGroup())["global_step"] == 1
         assert verify(tmp_path / name) == []
+
+
+class Copies:
+    """Is pickled as a call that copies `value`."""
+
+    def __init__(self, make: Any, *args: Any) -> None:
+        self.reduced = make, args
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+@pytest.mark.parametrize("call", [(codecs.encode, "x" * 100_000, "latin1"), (set, list(range(100_000)))])
+def test_value_that_many_calls_copy_is_refused(tmp_path: Path, call: Any) -> None:
+    torch.save([Copies(*call) for _ in range(100)], tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="copies the same values too often"):
+        load_safely(tmp_path / "x.pt")
