@@ -79,11 +79,6 @@ def checksum(data: bytes | memoryview) -> int:
     return xxh3_64_intdigest(data)
 
 
-def blocks_of(nbytes: int) -> list[Block]:
-    """Return the offset and length of each block of a file of `nbytes` bytes."""
-    return [(offset, min(BLOCK_BYTES, nbytes - offset)) for offset in range(0, nbytes, BLOCK_BYTES)]
-
-
 def checksum_of_block(read: ReadInto, offset: int, length: int) -> int:
     """Return the checksum of the `length` bytes of a file that begin at `offset`."""
     total, buffer = xxh3_64(), memoryview(bytearray(min(_STEP_BYTES, length)))

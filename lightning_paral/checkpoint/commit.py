@@ -63,7 +63,7 @@ def inspect(fs: Any, path: str) -> tuple[list[str], list[str]]:
         return [], [name] if fs.exists(path) else []  # a FIFO, a socket or a device
     entries = {entry["name"].strip("/"): entry["type"] for entry in fs.ls(path, detail=True)}
     entries.pop(path.strip("/"), None)  # object stores may list the folder itself
-    files = sorted(_last(entry) for entry, kind in entries.items() if kind != "directory")
+    files = sorted(_last(entry) for entry, kind in entries.items() if kind == "file")
     if any(map(_IDENTIFYING.fullmatch, files)):
         own = [name for name in files if _OF_CHECKPOINT.fullmatch(name) or _OF_SYSTEM.fullmatch(name)]
         manifest = "manifest.json"
@@ -185,14 +185,14 @@ class AtomicPath:
         """
         check_replaceable(self.target, folder=self._is_folder)
         if self._is_folder:
-            _sync_folder(self.path)
+            sync_folder(self.path)
         replaces_folder = self.target.is_dir() and not self.target.is_symlink()
         # A rename cannot replace a folder that has files, nor a file by a folder.
         if not replaces_folder and not (self._is_folder and os.path.lexists(self.target)):
             os.replace(self.path, self.target)
         elif not exchange(self.path, self.target):
             self._replace_in_steps()
-        _sync_folder(self.target.parent)
+        sync_folder(self.target.parent)
         self.discard()
 
     def _replace_in_steps(self) -> None:
@@ -225,7 +225,8 @@ def exchange(first: Path, second: Path) -> bool:
     return False
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in `folder` are on disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_paral.checkpoint.commit import AtomicPath
+from lightning_paral.checkpoint.commit import AtomicPath, sync_folder
 from lightning_paral.checkpoint.consolidate import write_file
 from lightning_paral.checkpoint.find import read_current, read_manifest
 from lightning_paral.checkpoint.hugging_face import KEY, build_model, fill, without_wrappers
@@ -123,6 +123,9 @@ def _check_options(
         f"--hugging-face writes a folder, but {out} is the name of a file.": hugging_face and is_file,
         f"{out} exists. Write to a new folder.": hugging_face and os.path.lexists(out),
         f"{out} ends in neither .ckpt nor .safetensors. A folder needs --hugging-face.": not (hugging_face or is_file),
+        f"{out} is a folder. Write to a file: {out}/NAME{out.suffix}, or remove the folder first.": (
+            is_file and os.path.isdir(out)  # Path.is_dir raises PermissionError where this returns False
+        ),
         "--config needs --hugging-face.": config is not None and not hugging_face,
         "--max-shard-size needs --hugging-face: other outputs are one file.": (
             max_shard_bytes is not None and not hugging_face
@@ -174,9 +177,11 @@ def _write_safetensors(
         ) from error
     with AtomicPath(out.with_name(f"{out.name}.parts"), folder=True) as draft:
         mapped = _mapped(weights, draft.path, about, dtype)
-        save_torch_state_dict(mapped, draft.path, max_shard_size=sys.maxsize)
-        (name,) = _flush(draft.path)
-        os.replace(draft.path / name, out)
+        name = "model{suffix}.safetensors"
+        save_torch_state_dict(mapped, draft.path, filename_pattern=name, max_shard_size=sys.maxsize)
+        _flush(draft.path)
+        os.replace(draft.path / name.format(suffix=""), out)
+        sync_folder(out.parent)
     return [out]
 
 
@@ -212,7 +217,7 @@ def _mapped(
 
 def _flush(folder: Path) -> list[str]:
     """Wait until the files in `folder` are on disk, and return their names, sorted."""
-    names = sorted(os.listdir(folder))
+    names = sorted(name for name in os.listdir(folder) if not name.startswith(".nfs"))  # unlinked, but still mapped
     for name in names:
         with open(folder / name, "rb") as file:
             os.fsync(file.fileno())

@@ -1,5 +1,6 @@
 """Read `.metadata` of a Distributed Checkpoint: what is in it, and where. Nothing in the file is run."""
 
+from collections import Counter
 from dataclasses import dataclass
 from math import prod
 from reprlib import repr as short
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_paral.checkpoint.layout import Chunk
-from lightning_paral.checkpoint.safe_load.pickles import Made, Named, PickleError, PickleReader, opcodes
+from lightning_paral.checkpoint.safe_load.pickles import Made, Named, PickleError, PickleReader, count_hash, opcodes
 from lightning_paral.checkpoint.tree import TreePath
 from lightning_paral.errors import CheckpointError
 
@@ -19,7 +20,7 @@ META = "meta.pt"
 
 _MODULE = "torch.distributed.checkpoint."
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-_MAX_NUMBER = 2**63
+_MAX_NUMBER = 2**61 - 1  # the hashes of larger numbers can collide
 _BYTES_PER_CHUNK = 8  # no pickle of a chunk is smaller
 _MAX_DIMENSIONS = 64
 _MAX_PATH = 64
@@ -79,11 +80,13 @@ def _entries(root: Any, nbytes: int) -> list[Entry]:
     fields = _state(root, "metadata.Metadata")
     paths = fields.get("planner_data")
     paths = paths if type(paths) is dict else {}  # a custom planner may have written other data
-    locations = {}
+    locations, hashes = {}, Counter[int]()
     for index, info in (fields.get("storage_data") or {}).items():
         found = _state(index, "metadata.MetadataIndex")
         offsets = found.get("offset")
-        locations[found["fqn"], None if offsets is None else _numbers(offsets)] = _location(info)
+        at = _checked(found["fqn"], str), None if offsets is None else _numbers(offsets)
+        count_hash(at, hashes)
+        locations[at] = _location(info)
 
     def locate(key: str, offsets: tuple[int, ...] | None = None) -> Location:
         if (key, offsets) not in locations:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_paral.checkpoint.host_memory import host_copy
 from lightning_paral.checkpoint.optimizer_state import OTHER_ENTRIES_KEY, other_entries, to_fqn_keys, to_int_keys
 from lightning_paral.checkpoint.saved_tensors import SavedTensor
-from lightning_paral.checkpoint.tree import WEIGHT_KEYS, TreePath, is_state_key, replace_at
+from lightning_paral.checkpoint.tree import WEIGHT_KEYS, TreePath, insert, is_state_key, replace_at, tensors_in
 from lightning_paral.checkpoint.weights import PACKAGE_STATE_KEY
 from lightning_paral.compat.torch.modules import set_versions, versions_in
 from lightning_paral.distributed.exchange import RankGroup
@@ -77,7 +77,7 @@ def merge_stages(
             stand_in = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             absent |= dict.fromkeys(tensor.paths, stand_in)
         frozen = tree.get(PACKAGE_STATE_KEY, {}).get("frozen", [])
-        return list(absent), frozen, None if ranks.is_rank_0 else host_copy(replace_at(state, absent))
+        return absent, frozen, None if ranks.is_rank_0 else host_copy(replace_at(state, absent))
 
     described = ranks.gather_results(what, describe)
     earlier = {path for found in described[: stages.index(stages[ranks.rank])] if found for path in found[0]}
@@ -86,8 +86,12 @@ def merge_stages(
         tree = replace_at(tree, {})
         for found in described[1:]:
             if found is not None:
-                _, frozen, state = found
+                absent, frozen, state = found
                 _add_frozen(tree, frozen)
+                present = {path for path, _ in tensors_in(tree)}
+                for path in absent.keys() - present:
+                    if not is_state_key(str(path[0])):  # a shard in the state of a callback
+                        insert(tree, path, absent[path], [len(absent)])
                 for key, value in state.items():
                     _merge(key, tree.setdefault(key, value), value)
     return tree, [tensor for tensor in left if tensor.paths]

@@ -1,4 +1,4 @@
-"""The full format: one ordinary Lightning file. Rank 0 receives each tensor in turn, and writes it before the next."""
+"""The full format: one ordinary Lightning file. Rank 0 receives the tensors one by one, and writes each in its turn."""
 
 import io
 import os
@@ -35,7 +35,7 @@ def write_full(
 ) -> int:
     """Write the file `path`: what `torch.save` would write, and a manifest. *Collective* over `ranks`.
 
-    Only rank 0 accesses the file. It never holds more than one tensor of other ranks.
+    Only rank 0 accesses the file. It never holds more than a few tensors of other ranks.
 
     Args:
         tree: the checkpoint. Only rank 0's is used, and not for `tensors`.
@@ -70,9 +70,8 @@ def write_full(
     order = ranks.run_on_rank_0(what, lay_out)
     shards = {path: tensor for tensor in tensors for path in tensor.paths}
     local = [shards.get(path) for path in order]
-    parts = ranks.gather([Part(tensor.kind, tensor.shard.chunks) if tensor else None for tensor in local])
-    ranks.run_on_rank_0(what, lambda: _check(order, parts))
-    values = _Gathered(local, parts, ranks)
+    parts = ranks.gather([_Part(tensor.kind, tensor.shard.chunks) if tensor else None for tensor in local])
+    values = ranks.run_on_all(what, lambda: _Gathered(local, parts, ranks))
     error: Exception | None = None
     nbytes = 0
     try:
@@ -81,9 +80,11 @@ def write_full(
             nbytes = _write(path, skeleton, data, about)
     except Exception as raised:
         error = raised
-    while values.left:
-        values.next()
-
+    try:
+        while values.left:
+            values.exchange()
+    except Exception as raised:  # of the process group
+        error = error or raised
     ranks.run_on_all(what, lambda: _raise(values.error))
     ranks.run_on_all(what, lambda: _raise(error))
     return nbytes
@@ -94,42 +95,48 @@ def _raise(error: Exception | None) -> None:
         raise error
 
 
-class Part(NamedTuple):
+class _Part(NamedTuple):
     """What one rank writes of a tensor."""
 
     kind: Kind
     chunks: Sequence[Chunk]
 
-
-Parts = Sequence[Sequence[Part | None]]
-"""For each rank, what it writes of each tensor; `None` for a tensor that it does not have."""
-
-
-def _check(order: Sequence[TreePath], parts: Parts) -> None:
-    for number, path in enumerate(order):
-        found = [part for of_rank in parts if (part := of_rank[number]) is not None and part.chunks]
-        kinds = [part.kind for part in found] or [part.kind for part in [parts[0][number]] if part is not None]
-        check_shards(".".join(map(str, path)), kinds, [chunk for part in found for chunk in part.chunks])
+    @property
+    def numel(self) -> int:
+        return sum(chunk.numel for chunk in self.chunks)
 
 
 class _Gathered:
-    """Sends tensors to rank 0 one by one. All ranks call `next` equally often.
+    """Sends tensors to rank 0 one by one. All ranks call `exchange` or `next` equally often.
 
-    Rank 0 receives a tensor while it writes the one before. A rank that cannot read its values sends zeros and keeps
-    the error, so that the others do not wait for it.
+    Rank 0 receives a tensor while it writes the one before, so it has two buffers. A rank that cannot read its values
+    sends zeros and keeps the error, so that the others do not wait for it.
 
     Args:
         local: the tensors, each with what this rank writes of it; `None` for a tensor that it does not have.
-        parts: what each rank writes.
+        parts: for each rank, what it writes of each tensor.
         ranks: the ranks.
+
+    Raises:
+        CheckpointError: on rank 0, the parts of the ranks do not fit together.
     """
 
-    def __init__(self, local: Sequence[SavedTensor | None], parts: Parts, ranks: RankGroup) -> None:
-        self._local, self._parts, self._ranks = local, parts, ranks
+    def __init__(
+        self, local: Sequence[SavedTensor | None], parts: Sequence[Sequence[_Part | None]], ranks: RankGroup
+    ) -> None:
+        self._local, self._parts, self._ranks = local, list(zip(*parts, strict=True)), ranks
         self._number = 0
-        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
-        self._received = self._receive(0)
+        self._received: dict[int, tuple[Any, Tensor]] | None = None
         self.error: Exception | None = None
+        if not ranks.is_rank_0:
+            return
+        for tensor, of_ranks in zip(local, self._parts, strict=True):
+            assert tensor is not None, "rank 0 lists all tensors"
+            found = [part for part in of_ranks if part is not None and part.chunks]
+            kinds = [tensor.kind, *(part.kind for part in found)]
+            check_shards(tensor.name, kinds, [chunk for part in found for chunk in part.chunks])
+        remote = [sum(part.numel * part.kind[1].itemsize for part in of[1:] if part) for of in self._parts]
+        self._buffers = [torch.empty(max(remote, default=0), dtype=torch.uint8) for _ in range(2)]
 
     @property
     def left(self) -> int:
@@ -137,45 +144,43 @@ class _Gathered:
         return len(self._local) - self._number
 
     def next(self) -> list[Tensor]:
-        """Return the next tensor on rank 0, in contiguous pieces on the host; send this rank's part on other ranks.
+        """Return the next tensor, on rank 0, in contiguous pieces that are valid until the second call from here."""
+        tensor = self._local[self._number]
+        assert tensor is not None, "rank 0 lists all tensors"
+        return _in_order(tensor, self.exchange())
 
-        The pieces are valid until the second call from here.
-        """
-        number, received = self._number, self._received
-        self._number += 1
+    def exchange(self) -> list[tuple[Chunk, Tensor]]:
+        """Return the chunks of the next tensor on rank 0; send this rank's part of it on other ranks."""
+        number = self._number
         own = self._read(self._local[number])
+        received = self._receive(number) if self._received is None else self._received
+        self._number += 1
         if not self._ranks.is_rank_0:
             if own.numel():
                 dist.send(own.view(torch.uint8), group=self._ranks.group, group_dst=0)
             return []
         self._received = self._receive(number + 1)
         found: list[tuple[Chunk, Tensor]] = []
-        for rank, part in enumerate(of_rank[number] for of_rank in self._parts):
+        for rank, part in enumerate(self._parts[number]):
             work, values = received.get(rank, (None, own))
             if work is not None:
                 work.wait()
             for chunk in part.chunks if part is not None else ():
                 found.append((chunk, values[: chunk.numel]))
                 values = values[chunk.numel :]
-        tensor = self._local[number]
-        assert tensor is not None, "rank 0 lists all tensors"
-        return _in_order(tensor, found)
+        return found
 
     def _receive(self, number: int) -> dict[int, tuple[Any, Tensor]]:
         """Start to receive the parts of other ranks. Return, by rank, what to wait for and the values."""
+        received: dict[int, tuple[Any, Tensor]] = {}
         if not self._ranks.is_rank_0 or number >= len(self._local):
-            return {}
-        parts = {rank: part for rank, of_rank in enumerate(self._parts) if rank and (part := of_rank[number])}
-        sizes = {rank: sum(chunk.numel for chunk in part.chunks) for rank, part in parts.items()}
-        nbytes = sum(size * parts[rank].kind[1].itemsize for rank, size in sizes.items())
-        if self._buffers[number % 2].numel() < nbytes:
-            self._buffers[number % 2] = torch.empty(nbytes, dtype=torch.uint8)
-        received, start = {}, 0
-        for rank, size in sizes.items():
-            dtype = parts[rank].kind[1]
-            data = self._buffers[number % 2][start : start + size * dtype.itemsize]
-            start += len(data)
-            if size:
+            return received
+        start = 0
+        for rank, part in enumerate(self._parts[number]):
+            if rank and part is not None and part.chunks:
+                dtype = part.kind[1]
+                data = self._buffers[number % 2][start : start + part.numel * dtype.itemsize]
+                start += len(data)
                 received[rank] = dist.irecv(data, group=self._ranks.group, group_src=rank), data.view(dtype)
         return received
 
@@ -203,10 +208,11 @@ def _in_order(tensor: SavedTensor, found: list[tuple[Chunk, Tensor]]) -> list[Te
 def _write(path: Path, skeleton: Any, data: Iterator[list[Tensor]], about: dict[str, Any]) -> int:
     """Write the file with the next of `data` as each of its storages, and the manifest. Return its size in bytes."""
     without_crc = config.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]
+    skipping = torch.serialization.skip_data(materialize_fake_tensors=True)
     with ChecksummedWriter(open(path, "wb", buffering=2**20), on_disk=True) as file:
-        filled = _FilledFile(file, data)
+        filled = _FilledFile(file, data, skipping)
         try:
-            with without_crc, torch.serialization.skip_data(materialize_fake_tensors=True):
+            with without_crc, skipping:
                 torch.save(skeleton, cast("IO[bytes]", filled))
         except RuntimeError as error:  # torch hides what went wrong
             raise filled.error or file.error or error from None
@@ -217,15 +223,19 @@ def _write(path: Path, skeleton: Any, data: Iterator[list[Tensor]], about: dict[
 class _FilledFile:
     """A file for `torch.save` under `skip_data`: where torch seeks past the data of a storage, this writes the data."""
 
-    def __init__(self, file: ChecksummedWriter, data: Iterator[list[Tensor]]) -> None:
-        self._file, self._data = file, data
+    def __init__(self, file: ChecksummedWriter, data: Iterator[list[Tensor]], skipping: Any) -> None:
+        self._file, self._data, self._skipping = file, data, skipping
         self.write, self.flush = file.write, file.flush
         self.error: BaseException | None = None
 
     def seek(self, nbytes: int, whence: int) -> None:
         """Write the next storage."""
         try:
-            pieces = [bytes_of(piece) for piece in next(self._data)]
+            self._skipping.__exit__(None, None, None)  # reading a tensor may load it, and would skip its data as well
+            try:
+                pieces = [bytes_of(piece) for piece in next(self._data)]
+            finally:
+                self._skipping.__enter__()
             sizes = (os.SEEK_CUR, sum(map(len, pieces)))
             assert (whence, nbytes) == sizes, "torch.save writes storages in another order"
             for piece in pieces:

@@ -1,5 +1,6 @@
 """Open a checkpoint: one file, or a sharded folder, whose tensors are read when they are used."""
 
+import os
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
@@ -175,11 +176,15 @@ def read_tree(folder: Folder, name: str, *, contiguous: bool, weights_only: bool
         return LazyTensor(about.shape, about.dtype, chunks)
 
     entries = load_metadata(bytes(folder.read(name, 0, size_of(name))), folder.name(name))
+    objects = [checked(about.location) for about in entries if about.location is not None]
+    files = {os.path.normpath(place.file) for place in objects}
+    if sum(place.length for place in objects) > sum(map(size_of, files)):
+        raise CheckpointError(f"{folder.name(name)} is damaged or hostile: its objects overlap.")
     tree: dict[str, Any] = {}
     gaps_left = [_GAPS_PER_KEY * len(entries) + _FREE_GAPS]
     for about in entries:
         place = about.location
-        value = lazy_tensor(about) if place is None else read_object(about.key, checked(place))
+        value = lazy_tensor(about) if place is None else read_object(about.key, place)
         try:
             insert(tree, about.path, value, gaps_left)
         except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Save a checkpoint: plan what each rank writes, write next to the target, agree on success, commit by a rename.
+"""Save a checkpoint: list what each rank writes, write next to the target, agree on success, commit by a rename.
 
 The steps of a save, with the files to read:
 
@@ -55,9 +55,11 @@ class SaveJob:
     form: Form
     """`"full"` for one file, `"sharded"` for a folder."""
     tensors: list[SavedTensor]
-    """The tensors of this rank, each with the shard that this rank writes; on rank 0, those of all ranks."""
+    """The tensors of this rank, each with the shard that this rank writes; for a full checkpoint, rank 0's are all."""
     about: dict[str, Any]
     """The fields of the manifest that do not concern its files."""
+    is_first_of_stage: bool
+    """Whether this rank is the lowest of its pipeline stage."""
     tree: dict[str, Any] = field(default_factory=dict)
     """For a full checkpoint, on rank 0: all entries."""
     keyed_by_fqn: bool = False
@@ -99,17 +101,18 @@ class SaveJob:
         stages = [0] * ranks.world_size if stages is None else stages
         has_stages = len(set(stages)) > 1
         by_name = form == "sharded" or has_stages  # stages number their parameters independently
-        tree = by_fqn(checkpoint) if by_name else dict(checkpoint)
-        writes_full = stages.index(stages[ranks.rank]) == ranks.rank
+        is_first = stages.index(stages[ranks.rank]) == ranks.rank
+        tree: dict[str, Any] = {}
 
         def list_tensors() -> list[SavedTensor]:
-            return tensors_to_save(_without_objects(tree) if form == "sharded" else tree, writes_full=writes_full)
+            tree.update(by_fqn(checkpoint) if by_name else checkpoint)
+            return tensors_to_save(_without_objects(tree) if form == "sharded" else tree, writes_full=is_first)
 
         tensors = ranks.run_on_all(what, list_tensors)
         if has_stages:
             tree, tensors = merge_stages(tree, tensors, ranks, stages, what)
             if form == "full" and ranks.is_rank_0:
-                tensors = tensors_to_save(tree, writes_full=True)
+                tensors = tensors_to_save(tree, writes_full=True, is_merged=True)
         about = {
             "form": form,
             "strategy": strategy,
@@ -117,7 +120,7 @@ class SaveJob:
             "epoch": int(checkpoint.get("epoch", 0)),
             "global_step": int(checkpoint.get("global_step", 0)),
         }
-        job = SaveJob(str(path), form, tensors, about)
+        job = SaveJob(str(path), form, tensors, about, is_first)
         if ranks.is_rank_0 and form == "full":
             job.tree, job.keyed_by_fqn = tree, has_stages
         elif form == "sharded":
@@ -221,7 +224,8 @@ class SaveJob:
                     "this rank does not see the folder that rank 0 created. A sharded checkpoint requires a file "
                     "system that all nodes share; checkpoint='full' does not."
                 )
-            return write_rank_file(folder, f"__{ranks.rank}_0{save_id}.distcp", self.tensors, objects)
+            name = f"__{ranks.rank}_0{save_id}.distcp"
+            return write_rank_file(folder, name, self.tensors, objects, lists_all=self.is_first_of_stage)
 
         written = ranks.gather_results(what, write_local_shards)
 
@@ -269,7 +273,7 @@ def _serialized(tree: Mapping[str, Any]) -> dict[TreePath, bytes]:
     for key in set(WEIGHT_KEYS) & state.keys():
         values |= {(key, name): value for name, value in state[key].items() if _is_object(value)}
     rest = {key: value for key, value in tree.items() if not is_state_key(key)}
-    sharded = (path for path, tensor in tensors_in(rest) if is_sharded(tensor))
+    sharded = (path for path, tensor in tensors_in(rest) if is_sharded(tensor) or tensor.is_meta)
     return serialize_values(values | {(): replace_at(rest, dict.fromkeys(sharded))})
 
 

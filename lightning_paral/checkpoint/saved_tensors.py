@@ -14,6 +14,11 @@ from lightning_paral.compat.torch.tensors import tree_leaves
 from lightning_paral.errors import CheckpointError
 
 
+def name_of(path: TreePath) -> str:
+    """Return the name of the value at `path`, which is its key in a Distributed Checkpoint."""
+    return ".".join(map(str, path))
+
+
 @dataclass
 class SavedTensor:
     """A tensor of a checkpoint, and the part of it that this rank writes."""
@@ -29,7 +34,7 @@ class SavedTensor:
     @property
     def name(self) -> str:
         """Its first position, for messages."""
-        return ".".join(map(str, self.paths[0]))
+        return name_of(self.paths[0])
 
     @property
     def kind(self) -> "Kind":
@@ -42,7 +47,7 @@ class SavedTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def tensors_to_save(tree: Mapping[str, Any], *, writes_full: bool) -> list[SavedTensor]:
+def tensors_to_save(tree: Mapping[str, Any], *, writes_full: bool, is_merged: bool = False) -> list[SavedTensor]:
     """Return the weights, the optimizer states and all sharded tensors of a checkpoint. Tied tensors occur once.
 
     A rank writes its shards of sharded tensors; of several replicas of a shard, the lowest rank writes it. Not a
@@ -51,14 +56,17 @@ def tensors_to_save(tree: Mapping[str, Any], *, writes_full: bool) -> list[Saved
     Args:
         tree: the checkpoint of this rank: nested dicts and lists.
         writes_full: whether this rank writes the tensors that each rank has in full: whether it is the lowest of those.
+        is_merged: whether tensors on the meta device stand for those that only other pipeline stages have.
 
     Raises:
-        CheckpointError: a sharded tensor is in a container other than dicts and lists.
+        CheckpointError: a sharded tensor is in a container other than dicts and lists, or a tensor has no values.
     """
     found: dict[Any, tuple[list[TreePath], Tensor]] = {}
     for key, value in tree.items():
         for path, tensor in tensors_in(value, (key,)):
-            if is_state_key(key) or is_sharded(tensor):
+            if tensor.is_meta and is_state_key(key) and not is_merged:
+                raise CheckpointError(f"{name_of(path)} has no values to save: it is on the meta device.")
+            if is_state_key(key) or is_sharded(tensor) or (tensor.is_meta and is_merged):
                 found.setdefault(view_key(tensor), ([], tensor))[0].append(path)
     if any(is_sharded(leaf) and id(leaf) not in found for leaf in tree_leaves(tree)):
         raise CheckpointError(

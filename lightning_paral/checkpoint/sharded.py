@@ -30,7 +30,7 @@ from torch.utils.serialization import config
 
 from lightning_paral.checkpoint.checksums import FileRecord
 from lightning_paral.checkpoint.layout import Chunk
-from lightning_paral.checkpoint.saved_tensors import Kind, SavedTensor, check_shards
+from lightning_paral.checkpoint.saved_tensors import Kind, SavedTensor, check_shards, name_of
 from lightning_paral.checkpoint.shards import alone, flat
 from lightning_paral.checkpoint.storage import Folder
 from lightning_paral.checkpoint.tree import TreePath
@@ -61,9 +61,17 @@ class WrittenFile:
 
 
 def write_rank_file(
-    folder: Folder, name: str, tensors: Sequence[SavedTensor], objects: Mapping[TreePath, bytes]
+    folder: Folder,
+    name: str,
+    tensors: Sequence[SavedTensor],
+    objects: Mapping[TreePath, bytes],
+    *,
+    lists_all: bool,
 ) -> WrittenFile:
-    """Write a file with this rank's shards of `tensors`, and with `objects`: serialized values that are not tensors."""
+    """Write a file with this rank's shards of `tensors`, and with `objects`: serialized values that are not tensors.
+
+    With `lists_all`, the result has also the tensors of which this rank writes nothing, so that none is forgotten.
+    """
     written, locations = [], {}
     with folder.create(name) as file:
         for tensor in tensors:
@@ -74,7 +82,7 @@ def write_rank_file(
                 with config.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]
                     torch.save(values, cast("IO[bytes]", file))
                 chunks.append((chunk, offset, file.position - offset))
-            if chunks or not tensor.nbytes:
+            if chunks or lists_all:
                 written.append(WrittenTensor(tensor.paths, tensor.kind, chunks))
         for path, data in objects.items():
             locations[path] = (file.position, len(data))
@@ -126,13 +134,13 @@ def make_metadata(written: Sequence[WrittenFile]) -> bytes:
     paths: dict[str, TreePath] = {}
     for file in written:
         for path, (offset, length) in file.objects.items():
-            key = _key(path)
+            key = name_of(path)
             paths[key], state[key] = path, BytesStorageMetadata()
             storage[MetadataIndex(key)] = StorageInfo(file.name, offset, length)
         for tensor in file.tensors:
             shape, dtype = tensor.kind
             for path in tensor.paths:
-                key = _key(path)
+                key = name_of(path)
                 paths[key] = path
                 kinds.setdefault(key, []).append(tensor.kind)
                 about = state.setdefault(key, TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), []))
@@ -150,7 +158,3 @@ def make_metadata(written: Sequence[WrittenFile]) -> bytes:
         version=filesystem.CURRENT_DCP_VERSION,
     )
     return pickle.dumps(metadata)
-
-
-def _key(path: TreePath) -> str:
-    return ".".join(map(str, path))

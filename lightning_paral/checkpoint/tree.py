@@ -20,7 +20,7 @@ WEIGHT_KEYS = ("state_dict", CURRENT_KEY)
 
 
 def is_state_key(key: str) -> bool:
-    """Return whether a checkpoint has weights or optimizer states under `key`. Save plans include all their tensors."""
+    """Return whether a checkpoint has weights or optimizer states under `key`: all their tensors are saved apart."""
     return key in (*WEIGHT_KEYS, "optimizer_states") or re.fullmatch(r"optimizer_\d+", key) is not None
 
 

@@ -96,14 +96,6 @@ class RankGroup:
         """Return the value of each rank, ordered by rank. Values must be picklable. *Collective*."""
         return [value] if self.world_size == 1 else gather_objects(value, self.group)
 
-    def broadcast(self, value: T, source: int) -> T:
-        """Return the `value` that rank `source` of this group passes. It must be picklable. *Collective*."""
-        if self.world_size == 1:
-            return value
-        values = [value if self.rank == source else None]
-        dist.broadcast_object_list(values, group_src=source, group=self.group)
-        return values[0]  # type: ignore[return-value]
-
     def gather_results(self, what: str, action: Callable[[], T]) -> list[T]:
         """Run `action` on all ranks and return the results, ordered by rank. *Collective*.
 

@@ -7,6 +7,7 @@ These rules are applied to the pickle before torch reads it.
 
 import re
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import date, datetime, time, timedelta, timezone
@@ -78,14 +79,23 @@ class TorchPickle(PickleReader):
                 raise RefusedError(args[1].name)
             self.call(args[0].name, args[2])
         elif check is _items:
-            self.check_keys(args[0] if args else ())
+            self.check_keys(args[0] if args else (), Counter())
         if check is _encoded:
             return args[0].encode("latin1")
+        if name == "builtins.bytes":
+            return b""
         return Made(name, () if check is _tensor else args)
 
-    def may_be_key(self, made: Made) -> bool:
-        """Return whether nobody can choose many objects like `made` with the same hash."""
-        return made.by in _HASHED or (made.by.endswith(".scalar") and _code(made.args[0])[0] != "c")
+    def as_key(self, made: Made) -> Any:
+        """Return an object whose hash is as easy to choose as that of the result; `None` if `made` may not be a key."""
+        if made.by in _HASHED:
+            return _HASHED[made.by](*(self.as_key(arg) if type(arg) is Made else arg for arg in made.args))
+        if made.by.endswith(".scalar") and _code(made.args[0])[0] in "biuf":
+            dtype, data = made.args
+            order: Any = dtype.state[1] if dtype.state else "="
+            return numpy.frombuffer(data, numpy.dtype(_code(dtype)).newbyteorder(order))[0]
+        is_text = made.by in _PATHS or (made.by.endswith(".scalar") and _code(made.args[0])[0] in "SU")
+        return made if is_text else None  # hashes of text are random
 
     def check_state(self, target: Made, state: Any) -> None:
         """Raise a `PickleError` for a state that `torch.save` does not write."""
@@ -230,7 +240,7 @@ _CONSTANTS = {f"torch.{name}" for name, value in vars(torch).items() if isinstan
 _CONSTANTS |= {*_TENSORS, "numpy.ndarray"}
 _NUMBERS = ("builtins.complex", "builtins.range", "builtins.slice", "decimal.Decimal")
 _VALUES = {"torch.device", "torch.serialization._get_layout", *_NUMBERS, *_PATHS, *_TIMES}
-_HASHED = {"torch.device", *_PATHS, *_TIMES}
+_HASHED: dict[str, Any] = {"torch.device": torch.device, **_TIMES}
 _REBUILD = "torch._utils._rebuild_"
 _CALLS: dict[str, Callable[..., bool]] = {
     **dict.fromkeys(_VALUES, _values),

@@ -6,6 +6,7 @@ memory are bounded by the size of the pickle.
 
 import io
 import pickle
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from reprlib import repr as short
@@ -13,12 +14,14 @@ from typing import Any
 
 from lightning_paral.compat.torch.files import PythonUnpickler
 
+_COPIES = 4  # elements that calls may copy per byte of the pickle
 _BYTES_PER_CONTAINER = 4
 _FREE = 1000
 """What a pickle of any size may have: containers, and steps of a traversal."""
 _MAX_DEPTH = 100
 _EXPANSION = 64  # steps that a traversal may take per byte of the pickle
 _LARGE_INT = 2**61 - 1  # the hashes of larger integers can collide, so that a dict of them takes quadratic time
+_MAX_EQUAL_HASHES = 100  # of keys in a dict or set
 
 
 class PickleError(Exception):
@@ -59,6 +62,8 @@ class PickleReader(PythonUnpickler):  # type: ignore[misc]
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
         self._left = _FREE + len(data) // _BYTES_PER_CONTAINER
+        self._copied_left = _FREE + _COPIES * len(data)
+        self._hashes: dict[int, tuple[Any, Counter[int]]] = {}  # of large dicts, which are kept so that ids stay unique
 
     def read_all(self) -> Any:
         """Return the object in the pickle: plain data, and stand-ins.
@@ -84,9 +89,9 @@ class PickleReader(PythonUnpickler):  # type: ignore[misc]
     def check_state(self, target: Made, state: Any) -> None:
         """Raise a `PickleError` for a state that `target` cannot have."""
 
-    def may_be_key(self, made: Made) -> bool:
-        """Return whether `made` may be a key of a dict or in a set."""
-        return True
+    def as_key(self, made: Made) -> Any:
+        """Return an object whose hash is as easy to choose as that of the result; `None` if `made` may not be a key."""
+        return made
 
     def count(self, number: int = 1) -> None:
         """Take `number` new containers from those that a pickle of this size may have."""
@@ -94,15 +99,18 @@ class PickleReader(PythonUnpickler):  # type: ignore[misc]
         if self._left < 0:
             raise PickleError("its pickle has too many containers for its size")
 
-    def check_keys(self, keys: Sequence[Any]) -> None:
+    def check_keys(self, keys: Sequence[Any], hashes: Counter[int]) -> None:
         """Raise a `PickleError` for keys that are not plain values, are slow to hash, or may be chosen to collide."""
         for key in keys:
+            known = []
             if type(key) is tuple:
                 self.count(len(key))  # a tuple is hashed anew each time
             for part in key if type(key) is tuple else (key,):
-                fits = type(part) in _KEYS or (type(part) is Made and self.may_be_key(part))
+                known.append(self.as_key(part) if type(part) is Made else part)
+                fits = type(part) in _KEYS or (type(part) is Made and known[-1] is not None)
                 if not fits or (type(part) is int and not -_LARGE_INT < part < _LARGE_INT):
                     raise PickleError(f"its pickle has the key {short(part)}, which is too large or of another type")
+            count_hash(tuple(known), hashes)
 
     # Opcodes
 
@@ -110,14 +118,22 @@ class PickleReader(PythonUnpickler):  # type: ignore[misc]
         args, callee = self.stack.pop(), self.stack.pop()
         if type(args) is not tuple or type(callee) is not Named:
             raise PickleError(f"its pickle calls a {type(callee).__name__}, which is not a function")
+        self._count_copied(args)
         self.append(self.call(callee.name, args))
 
     def _load_build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
         if type(target) is not Made or target.state is not None:
             raise PickleError(f"its pickle sets attributes of a {type(target).__name__}, which is not allowed")
+        self._count_copied(state if type(state) is tuple else (state,))
         self.check_state(target, state)
         target.state = state
+
+    def _count_copied(self, parts: tuple[Any, ...]) -> None:
+        """Count what a call or a state may copy, because a small pickle can name one large value many times."""
+        self._copied_left -= sum(len(part) for part in parts if type(part) in _SIZED)
+        if self._copied_left < 0:
+            raise PickleError("its pickle copies the same values too often")
 
     def _load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -129,10 +145,20 @@ class PickleReader(PythonUnpickler):  # type: ignore[misc]
             target = target.items
         if type(target) is not dict:
             raise PickleError(f"its pickle sets items of a {type(target).__name__}")
-        self.check_keys(items[::2])
+        is_large = len(target) + len(items) // 2 > _MAX_EQUAL_HASHES
+        hashes = self._hashes.setdefault(id(target), (target, Counter()))[1] if is_large else Counter()
+        self.check_keys(items[::2], hashes)
         target.update(zip(items[::2], items[1::2], strict=True))
 
 
+def count_hash(key: Any, hashes: Counter[int]) -> None:
+    """Count a key of a dict or set. Raise a `PickleError` if many have the same hash: they take quadratic time."""
+    hashes[hash(key)] += 1
+    if hashes[hash(key)] > _MAX_EQUAL_HASHES:
+        raise PickleError(f"its pickle has more than {_MAX_EQUAL_HASHES} keys with the same hash, such as {short(key)}")
+
+
+_SIZED = (str, bytes, list, tuple, dict, set, frozenset)
 _KEYS = (str, int, bytes, float, bool, type(None), Named)
 _Opcode = Callable[[Any], None]
 
@@ -174,6 +200,8 @@ def check_expansion(root: Any, nbytes: int) -> None:
     def measure(value: Any, level: int) -> tuple[int, int]:
         """Return the number of steps and the depth of `value`."""
         if id(value) not in known:
+            if level > _MAX_DEPTH:
+                raise PickleError(f"its pickle is nested more than {_MAX_DEPTH} deep, or contains itself")
             known[id(value)] = (limit, 0)  # which a value that contains itself exceeds
             children = value.values() if type(value) is dict else value
             if type(value) is Made:
@@ -181,7 +209,7 @@ def check_expansion(root: Any, nbytes: int) -> None:
             found = [measure(child, level + 1) for child in children if type(child) in (dict, list, tuple, Made)]
             steps = 1 + len(children) + sum(number for number, _ in found)
             depth = 1 + max((depth for _, depth in found), default=0)
-            if steps > limit or max(depth, level) > _MAX_DEPTH:
+            if steps > limit or depth > _MAX_DEPTH:
                 raise PickleError("its pickle contains itself, is nested too deeply, or repeats references too often")
             known[id(value)] = (steps, depth)
         return known[id(value)]

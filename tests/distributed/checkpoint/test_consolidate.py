@@ -1,5 +1,7 @@
 """`paral consolidate` writes safetensors that other tools read, in the given dtype, and no partial files."""
 
+import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -85,10 +87,35 @@ def test_square_weight_and_its_transpose_stay_separate(tmp_path: Path, consolida
 @pytest.mark.parametrize("name", ["x.ckpt", "x.safetensors"])
 def test_folders_are_not_replaced(saved: Path, tmp_path: Path, consolidate: Any, name: str) -> None:
     out = tmp_path / name
-    out.mkdir()
-    (out / "precious").touch()
-    assert str(out) in consolidate(saved, out)
-    assert [path.name for path in out.iterdir()] == ["precious"]
+    shutil.copytree(saved, out)
+    message = consolidate(saved, out)
+    assert message.startswith(f"paral: {out} is a folder. Write to a file: {out}/NAME{out.suffix}, or remove")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert {path.name for path in out.iterdir()} == {path.name for path in saved.iterdir()}
+
+
+def test_safetensors_are_on_disk_although_nfs_keeps_the_mapped_file(
+    saved: Path, tmp_path: Path, consolidate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink, fsync = Path.unlink, os.fsync
+    synced = []
+
+    def unlink_on_nfs(path: Path, **options: Any) -> None:
+        if path.name == "weights":
+            path.rename(path.with_name(".nfs00c0ffee"))
+        else:
+            unlink(path, **options)
+
+    def record(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(Path, "unlink", unlink_on_nfs)
+    monkeypatch.setattr(os, "fsync", record)
+    (out,) = consolidate(saved, tmp_path / "model.safetensors")
+    check_weights(load_file(out), saved)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    assert synced[-2:] == [out.stat().st_ino, tmp_path.stat().st_ino]
 
 
 @pytest.mark.parametrize("size", ["0", "1.2.3MB", "5 light-years", "-1GB"])

@@ -70,6 +70,12 @@ def runs(path: Path) -> None:
     save(path / "b.ckpt", "full")
 
 
+def checkpoint_with_fifo(path: Path) -> None:
+    save(path)
+    (path / "manifest.json").unlink()
+    os.mkfifo(path / "manifest.json")
+
+
 def link_to_thesis(path: Path) -> None:
     thesis(path.with_name("elsewhere"))
     path.symlink_to("elsewhere")
@@ -88,6 +94,7 @@ KEPT = {
     "of DeepSpeed": written(dict.fromkeys(OF_DEEPSPEED, "states") | {"latest": "checkpoint"}),
     "runs": runs,
     "fifo": os.mkfifo,
+    "checkpoint with a fifo": checkpoint_with_fifo,
     **{name: checkpoint_with(name) for name in ("README.md", "logs/events", "__0_0.distcp.bak", "results")},
 }
 

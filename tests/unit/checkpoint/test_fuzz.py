@@ -16,6 +16,7 @@ import time
 import traceback
 import zipfile
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,44 @@ def column_chunks(found: dcp.metadata.Metadata) -> None:
         found.storage_data[dcp.metadata.MetadataIndex(KEY, (0, column))] = place
 
 
+def pairs_of_equal_hash(number: int) -> Iterator[tuple[int, int]]:
+    """Invert the last step of Python's hash of a tuple, which is xxHash64 without a random seed."""
+    prime1, prime2, prime5, size = 11400714785074694791, 14029467366897019727, 2870177450012600261, 2**64
+    for first in range(9 * number):  # every eighth is small enough
+        start = (prime5 + first * prime2) % size
+        start = ((start << 31) % size | start >> 33) * prime1
+        second = (1 - start) * pow(prime2, -1, size) % size
+        if second < 2**61 - 1:
+            yield first, second
+
+
+SAME_HASH = list(pairs_of_equal_hash(20_000))
+
+
+def large_keys(found: dcp.metadata.Metadata, make: Callable[[int], tuple[Any, Any]]) -> None:
+    """Add locations whose keys have equal hashes."""
+    (place, *_) = found.storage_data.values()
+    for number in range(20_000):
+        index = dcp.metadata.MetadataIndex(f"{number}")
+        found.storage_data[index] = place
+        vars(index).update(zip(("fqn", "offset"), make(number), strict=True))
+
+
+def shared_object(path: Path) -> None:
+    """Let many values be read from one long list."""
+    data = io.BytesIO()
+    torch.save([1] * 90_000, data)
+    (path / "list").write_bytes(data.getvalue())
+    names = [f"state_dict.x.{number}" for number in range(700)]
+    with (path / ".metadata").open("rb") as file:
+        found = pickle.load(file)
+    for number, name in enumerate(names):
+        place = dcp.filesystem._StorageInfo("./" * (number % 9) + "list", 0, len(data.getvalue()))
+        found.state_dict_metadata[name] = dcp.metadata.BytesStorageMetadata()
+        found.storage_data[dcp.metadata.MetadataIndex(name)] = place
+    (path / ".metadata").write_bytes(pickle.dumps(found))
+
+
 OUTSIDE = ["../outside", "/etc/passwd", "a/../../outside", "", ".", "..", "\0", "x" * 5000, "__0_0.distcp/x"]
 METADATA_CHANGES: list[Callable[[dcp.metadata.Metadata], Any]] = [
     *(lambda m, name=name: places(m, relative_path=name) for name in OUTSIDE),  # type: ignore[misc]
@@ -212,6 +251,9 @@ METADATA_CHANGES: list[Callable[[dcp.metadata.Metadata], Any]] = [
     many_chunks,
     column_chunks,
     nested,
+    lambda m: large_keys(m, lambda number: (number * (2**61 - 1), None)),
+    lambda m: large_keys(m, lambda number: ("a", tuple((number >> bit & 3) * (2**61 - 1) for bit in range(0, 16, 2)))),
+    lambda m: large_keys(m, lambda number: ("a", SAME_HASH[number])),
     lambda m: m.state_dict_metadata.update(dict.fromkeys(range(3), dcp.metadata.BytesStorageMetadata())),
     lambda m: m.state_dict_metadata.update({"optimizer_x": dcp.metadata.BytesStorageMetadata()}),
     lambda m: m.state_dict_metadata.clear(),
@@ -271,6 +313,7 @@ LAUGHS = b"]q\x00" + b"".join(b"h%ch%c\x86q%c" % (n - 1, n - 1, n) for n in rang
 STORAGE = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\x01tQ"
 WIDE = b"(" + b"K\x01" * 50_000 + b"tq\x00"
 COLLIDING = (call("decimal.Decimal", text(str(k * (2**61 - 1)))) + b"N" for k in range(20_000))
+SAME_KEYS = [b"(" + b"".join(key) + b"t" for key in product((b"J\xff\xff\xff\xff", b"J\xfe\xff\xff\xff"), repeat=14)]
 PICKLES = [
     PROTO + b"}r\xff\xff\xff\xff.",
     b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x7f}.",
@@ -307,6 +350,9 @@ PICKLES = [
     + b"}("
     + b"".join(b"\x8a\x0a" + (k * (2**61 - 1)).to_bytes(10, "little") + b"N" for k in range(20_000))
     + b"u.",
+    PROTO + b"}(" + b"".join(key + b"N" for key in SAME_KEYS) + b"u.",
+    PROTO + b"}" + b"".join(key + b"Ns" for key in SAME_KEYS) + b".",
+    PROTO + call("builtins.set", b"](" + b"".join(SAME_KEYS) + b"e") + b".",
     *(PROTO + hostile + b"." for hostile in HOSTILE.values()),
 ]
 
@@ -415,6 +461,7 @@ def hostile() -> Iterator[Input]:
         yield "sharded", seal(about)
     for text_ in (b"[" * 200_000, b'{"a":' * 100_000, b"", b"null", b"[]", b"9" * 10_000, b"\xff" * 100, b"[1," * 99):
         yield "sharded", raw_manifest(text_)
+    yield "dcp", shared_object
     yield "full", bomb
     yield "lightning.ckpt", deflated
     yield "lightning.ckpt", nested_records

@@ -1,5 +1,6 @@
 """Loading restores data exactly, and changes no state of the process."""
 
+import codecs
 import io
 import os
 import pickle
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from datetime import UTC, date, datetime, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
+from itertools import product
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -25,7 +27,7 @@ from lightning_paral import CheckpointError
 from lightning_paral.checkpoint.dcp_metadata import Entry, Location, load_metadata
 from lightning_paral.checkpoint.layout import Chunk
 from lightning_paral.checkpoint.load import load
-from lightning_paral.checkpoint.safe_load.unpickle import load_safely
+from lightning_paral.checkpoint.safe_load.unpickle import load_safely, warn_about_refused_types
 from lightning_paral.checkpoint.save import SaveJob
 from lightning_paral.checkpoint.verify import verify
 from lightning_paral.distributed.exchange import RankGroup
@@ -39,7 +41,8 @@ def tagged() -> nn.Parameter:
 
 VALUES = [
     *(numpy.arange(3), numpy.zeros((2, 3), order="F"), numpy.array(["ä"]), numpy.array([b"ab"])),
-    *(numpy.arange(3, dtype="i4"), numpy.bool_(True)),
+    *(numpy.arange(3, dtype="i4"), numpy.bool_(True), numpy.ones((0, 3)), {b"": 1}),
+    *(dict.fromkeys(numpy.arange(300)), dict.fromkeys(product(range(-20, 0), repeat=2)), {(timedelta(1), Path()): 2}),
     *(numpy.float64(1.5), numpy.random.default_rng(1).bit_generator.state),
     *(Namespace(a=1, path=Path("x/y")), Path("/x/y"), Path(), Decimal("1.20")),
     *(datetime(2026, 1, 2, tzinfo=UTC), date(2026, 1, 2), timedelta(3), timezone(timedelta(hours=1), "a")),
@@ -87,6 +90,9 @@ REFUSED = {
     "found index 9": torch.sparse_coo_tensor([[9]], [1.0], (3,), check_invariants=False),
     "key <decimal.Decimal>": {Decimal(1): 1},
     "key 2305843009213693952": {(2**61, "a"): 1},
+    r"same hash, such as \(-": dict.fromkeys(product((-1, -2), repeat=7)),
+    r"same hash, such as \(.*timedelta": set(product((timedelta(-1), timedelta(-2)), repeat=7)),
+    r"same hash, such as .*0000": {1 + k * numpy.finfo("g").eps for k in range(200)},
 }
 
 
@@ -94,6 +100,16 @@ REFUSED = {
 def test_other_data_are_refused(said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
         load_safely(saved(REFUSED[said]))
+
+
+def test_deeply_nested_data_are_saved_with_a_warning() -> None:
+    value: Any = 3
+    for _ in range(900):
+        value = (value,)
+    file = io.BytesIO()
+    torch.save(value, file)
+    with pytest.warns(UserWarning, match="Loading will refuse the checkpoint. its pickle is nested"):
+        warn_about_refused_types(file)
 
 
 # Metadata
@@ -193,3 +209,20 @@ def test_links_to_a_checkpoint_and_inside_it_are_followed(folder: Path, tmp_path
     for name in ("last.ckpt", "link.ckpt"):
         assert load(tmp_path / name, RankGroup())["global_step"] == 1
         assert verify(tmp_path / name) == []
+
+
+class Copies:
+    """Is pickled as a call that copies `value`."""
+
+    def __init__(self, make: Any, *args: Any) -> None:
+        self.reduced = make, args
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+@pytest.mark.parametrize("call", [(codecs.encode, "x" * 100_000, "latin1"), (set, list(range(100_000)))])
+def test_value_that_many_calls_copy_is_refused(tmp_path: Path, call: Any) -> None:
+    torch.save([Copies(*call) for _ in range(100)], tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="copies the same values too often"):
+        load_safely(tmp_path / "x.pt")
