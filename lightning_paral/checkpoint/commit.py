@@ -1,6 +1,7 @@
 """Commit a checkpoint by one rename, and never replace or remove files that do not belong to a checkpoint.
 
-A save writes its draft next to the target and renames it to the target. Until then, the old checkpoint stays in place.
+A save writes its draft next to the target and renames it to the target, or swaps it with an old folder there. Until
+then, the old checkpoint stays in place.
 """
 
 import ctypes
@@ -206,7 +207,7 @@ class AtomicPath:
         os.rename(self._replaced, self.path)
 
     def discard(self) -> None:
-        """Remove `path` and the lock; `target` is unchanged."""
+        """Remove `path`, which after a swap is the old checkpoint, and the lock; `target` is unchanged."""
         with suppress(OSError):  # NFS keeps files that are still open; a later save removes them
             delete(self.path)
         self._lock.close()

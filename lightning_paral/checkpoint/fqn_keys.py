@@ -1,4 +1,4 @@
-"""A checkpoint keyed by FQN, in which the states of several pipeline stages come together."""
+"""Optimizer states keyed by FQN instead of numbers, and in them the states of several pipeline stages together."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,11 +11,12 @@ from torch import Tensor
 
 from lightning_paral.checkpoint.host_memory import host_copy
 from lightning_paral.checkpoint.optimizer_state import OTHER_ENTRIES_KEY, other_entries, to_fqn_keys, to_int_keys
-from lightning_paral.checkpoint.saved_tensors import SavedTensor
+from lightning_paral.checkpoint.saved_tensors import SavedTensor, name_of
 from lightning_paral.checkpoint.tree import WEIGHT_KEYS, TreePath, insert, is_state_key, replace_at, tensors_in
 from lightning_paral.checkpoint.weights import PACKAGE_STATE_KEY
 from lightning_paral.compat.torch.modules import set_versions, versions_in
 from lightning_paral.distributed.exchange import RankGroup
+from lightning_paral.errors import CheckpointError
 
 _OPTIMIZER_KEY = re.compile(r"optimizer_(\d+)")
 
@@ -51,7 +52,8 @@ def merge_stages(
 ) -> tuple[dict[str, Any], list[SavedTensor]]:
     """Return rank 0's `tree` with what only other stages have, and the tensors that no earlier stage has. *Collective*.
 
-    Groups of parameters are merged by index. Where several stages have an entry, that of the first stage is used.
+    Groups of parameters are merged by index. Where several stages have an entry, that of the first stage is used. Of
+    other entries, only the shards that callbacks keep are added.
 
     Args:
         tree: the checkpoint of this rank, keyed by FQN.
@@ -65,7 +67,7 @@ def merge_stages(
             other stages have them, and on other ranks an unspecified tree; and what is left of `tensors`.
 
     Raises:
-        CheckpointError: the state of a stage cannot be copied. Raised on all ranks.
+        CheckpointError: the state of a stage cannot be copied or merged. Raised on all ranks.
     """
 
     def describe() -> Any:
@@ -82,19 +84,32 @@ def merge_stages(
     described = ranks.gather_results(what, describe)
     earlier = {path for found in described[: stages.index(stages[ranks.rank])] if found for path in found[0]}
     left = [replace(tensor, paths=tuple(path for path in tensor.paths if path not in earlier)) for tensor in tensors]
-    if ranks.is_rank_0:
-        tree = replace_at(tree, {})
+
+    def merge() -> dict[str, Any]:
+        merged: dict[str, Any] = replace_at(tree, {})
         for found in described[1:]:
             if found is not None:
                 absent, frozen, state = found
-                _add_frozen(tree, frozen)
-                present = {path for path, _ in tensors_in(tree)}
-                for path in absent.keys() - present:
+                _add_frozen(merged, frozen)
+                present = {path for path, _ in tensors_in(merged)}
+                for path in sorted(absent.keys() - present, key=str):
                     if not is_state_key(str(path[0])):  # a shard in the state of a callback
-                        insert(tree, path, absent[path], [len(absent)])
+                        _check_names(path)
+                        insert(merged, path, absent[path], [0])
                 for key, value in state.items():
-                    _merge(key, tree.setdefault(key, value), value)
+                    _merge(key, merged.setdefault(key, value), value)
+        return merged
+
+    tree = ranks.run_on_all(what, lambda: merge() if ranks.is_rank_0 else tree)
     return tree, [tensor for tensor in left if tensor.paths]
+
+
+def _check_names(path: TreePath) -> None:
+    if not all(isinstance(step, str) for step in path):
+        raise CheckpointError(
+            f"{name_of(path)} is a shard that only a later stage of the pipeline keeps, in a list or under a number. A "
+            "callback must keep such shards in dicts, by names."
+        )
 
 
 def _add_frozen(merged: dict[str, Any], names: list[str]) -> None:

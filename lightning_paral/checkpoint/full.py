@@ -35,7 +35,7 @@ def write_full(
 ) -> int:
     """Write the file `path`: what `torch.save` would write, and a manifest. *Collective* over `ranks`.
 
-    Only rank 0 accesses the file. It never holds more than a few tensors of other ranks.
+    Only rank 0 accesses the file. It receives them into two buffers, of the size of the largest part of other ranks.
 
     Args:
         tree: the checkpoint. Only rank 0's is used, and not for `tensors`.
@@ -144,7 +144,7 @@ class _Gathered:
         return len(self._local) - self._number
 
     def next(self) -> list[Tensor]:
-        """Return the next tensor, on rank 0, in contiguous pieces that are valid until the second call from here."""
+        """Return the next tensor, on rank 0, in contiguous pieces that are valid until the next call."""
         tensor = self._local[self._number]
         assert tensor is not None, "rank 0 lists all tensors"
         return _in_order(tensor, self.exchange())

@@ -2,11 +2,13 @@
 
 The steps of a save, with the files to read:
 
-1. `weights.py`, `sharded_state.py`: the strategy collects this rank's shards before it calls this module.
+1. `sharded_state.py`, `weights.py`: Lightning collects this rank's shards before it calls the strategy.
 2. `saved_tensors.py`, `shards.py`: list the tensors, and the elements of them that this rank writes.
 3. `sharded.py` or `full.py`: write them, into a new folder or file next to the target.
 4. `manifest.py`: rank 0 writes the manifest after all ranks have succeeded.
 5. `commit.py`: rename the new folder or file to the target.
+
+After each step, the ranks agree in `distributed/exchange.py` whether all of them succeeded.
 """
 
 import io
@@ -55,7 +57,8 @@ class SaveJob:
     form: Form
     """`"full"` for one file, `"sharded"` for a folder."""
     tensors: list[SavedTensor]
-    """The tensors of this rank, each with the shard that this rank writes; for a full checkpoint, rank 0's are all."""
+    """The tensors of this rank, each with the shard that this rank writes. For a full checkpoint, rank 0 lists those of
+    all ranks."""
     about: dict[str, Any]
     """The fields of the manifest that do not concern its files."""
     is_first_of_stage: bool
@@ -111,8 +114,12 @@ class SaveJob:
         tensors = ranks.run_on_all(what, list_tensors)
         if has_stages:
             tree, tensors = merge_stages(tree, tensors, ranks, stages, what)
-            if form == "full" and ranks.is_rank_0:
-                tensors = tensors_to_save(tree, writes_full=True, is_merged=True)
+            if form == "full":
+                merged, own = tree, tensors
+                tensors = ranks.run_on_all(
+                    what,
+                    lambda: tensors_to_save(merged, writes_full=True, is_merged=True) if ranks.is_rank_0 else own,
+                )
         about = {
             "form": form,
             "strategy": strategy,
@@ -124,7 +131,7 @@ class SaveJob:
         if ranks.is_rank_0 and form == "full":
             job.tree, job.keyed_by_fqn = tree, has_stages
         elif form == "sharded":
-            job.objects = ranks.run_on_all(what, lambda: _serialized(tree) if ranks.is_rank_0 else {})
+            job.objects = ranks.run_on_all(what, lambda: _serialized(tree, has_stages) if ranks.is_rank_0 else {})
         return job
 
     def stage(self, staging: Staging) -> None:
@@ -266,14 +273,14 @@ def _without_objects(tree: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _serialized(tree: Mapping[str, Any]) -> dict[TreePath, bytes]:
-    """Return the field `objects` of a `SaveJob` for a sharded checkpoint."""
+def _serialized(tree: Mapping[str, Any], is_merged: bool) -> dict[TreePath, bytes]:
+    """Return the field `objects` of a `SaveJob` for a sharded checkpoint. For `is_merged` see `tensors_to_save`."""
     state = {key: value for key, value in tree.items() if is_state_key(key)}
     values = {path: value for path, value in leaves(_without_objects(state)) if not isinstance(value, Tensor)}
     for key in set(WEIGHT_KEYS) & state.keys():
         values |= {(key, name): value for name, value in state[key].items() if _is_object(value)}
     rest = {key: value for key, value in tree.items() if not is_state_key(key)}
-    sharded = (path for path, tensor in tensors_in(rest) if is_sharded(tensor) or tensor.is_meta)
+    sharded = (path for path, tensor in tensors_in(rest) if is_sharded(tensor) or (is_merged and tensor.is_meta))
     return serialize_values(values | {(): replace_at(rest, dict.fromkeys(sharded))})
 
 

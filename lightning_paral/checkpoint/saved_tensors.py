@@ -55,7 +55,8 @@ def tensors_to_save(tree: Mapping[str, Any], *, writes_full: bool, is_merged: bo
 
     Args:
         tree: the checkpoint of this rank: nested dicts and lists.
-        writes_full: whether this rank writes the tensors that each rank has in full: whether it is the lowest of those.
+        writes_full: whether this rank writes the tensors that each rank has in full: whether it is the lowest rank of
+            its pipeline stage.
         is_merged: whether tensors on the meta device stand for those that only other pipeline stages have.
 
     Raises:

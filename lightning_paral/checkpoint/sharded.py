@@ -3,8 +3,8 @@
 Keys and file names are those of Lightning's `ModelParallelStrategy`. That strategy, `torch.distributed.checkpoint` and
 `dcp_to_torch_save` can read the folder. Tensors have their full shapes and are stored in chunks.
 
-`torch.distributed.checkpoint.save` would write the same, but takes 1.5 times as long: it computes a CRC of each record,
-and starts to flush a file only when all of it has been written.
+`torch.distributed.checkpoint.save` would write the same. It takes up to 1.6 times as long, because it computes a CRC of
+each record and flushes a file only at its end, and in torch 2.13 it keeps all tensors that it copies for a file.
 """
 
 import io

@@ -100,7 +100,7 @@ def load_weights(
     left_out: Collection[str],
     into: ShardedState,
 ) -> None:
-    """Call `module.load_state_dict(state_dict, strict=strict)`, in which each rank reads only its shards.
+    """Call `module.load_state_dict(state_dict, strict=strict)`, in which each rank reads what it holds.
 
     It is called twice, with its hooks and overrides: the first time, names and shapes are compared, the second time,
     values are loaded. After the hooks of each submodule, one of ours takes out what `load_state_dict` itself

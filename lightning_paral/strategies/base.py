@@ -498,7 +498,7 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights, of which each rank reads only its shards, and the callbacks' averages of weights."""
+        """Load the weights, of which each rank reads what it holds, and the callbacks' averages of weights."""
         super().load_model_state_dict(checkpoint, strict)
         if self._averages is not None:
             self._averages.load(checkpoint, strict, self.load_model_state_dict)

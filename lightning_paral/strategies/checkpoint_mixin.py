@@ -340,7 +340,7 @@ class CheckpointMixin(ParallelStrategy):
         return self._sharded_state.is_sharded or any(map(is_left_partitioned, self.lightning_module.parameters()))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights into the module. Each rank reads only its shards."""
+        """Load the weights into the module. Of parameters that are sharded, each rank reads only its shards."""
         assert self.lightning_module is not None
         left_out = self._own_state.get("frozen", ())
         state = self._sharded_state

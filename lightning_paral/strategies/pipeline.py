@@ -224,7 +224,8 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
         return super().lightning_module_state_dict()
 
     def _without_others(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        return checkpoint if self._pipeline is None else without_elsewhere(checkpoint)
+        kept: dict[str, Any] = without_elsewhere(checkpoint)
+        return kept
 
     def on_exception(self, exception: BaseException) -> None:
         """Add an explanation to torch's errors about DTensors."""

@@ -20,7 +20,7 @@ _FREE = 1000
 """What a pickle of any size may have: containers, and steps of a traversal."""
 _MAX_DEPTH = 100
 _EXPANSION = 64  # steps that a traversal may take per byte of the pickle
-_LARGE_INT = 2**61 - 1  # the hashes of larger integers can collide, so that a dict of them takes quadratic time
+_LARGE_INT = 2**64
 _MAX_EQUAL_HASHES = 100  # of keys in a dict or set
 
 
@@ -63,6 +63,7 @@ class PickleReader(PythonUnpickler):  # type: ignore[misc]
         super().__init__(io.BytesIO(data))
         self._left = _FREE + len(data) // _BYTES_PER_CONTAINER
         self._copied_left = _FREE + _COPIES * len(data)
+        self._hashed_left = _FREE + len(data)
         self._hashes: dict[int, tuple[Any, Counter[int]]] = {}  # of large dicts, which are kept so that ids stay unique
 
     def read_all(self) -> Any:
@@ -104,13 +105,15 @@ class PickleReader(PythonUnpickler):  # type: ignore[misc]
         for key in keys:
             known = []
             if type(key) is tuple:
-                self.count(len(key))  # a tuple is hashed anew each time
+                self._hashed_left -= len(key)  # a tuple is hashed anew each time
             for part in key if type(key) is tuple else (key,):
                 known.append(self.as_key(part) if type(part) is Made else part)
                 fits = type(part) in _KEYS or (type(part) is Made and known[-1] is not None)
                 if not fits or (type(part) is int and not -_LARGE_INT < part < _LARGE_INT):
                     raise PickleError(f"its pickle has the key {short(part)}, which is too large or of another type")
             count_hash(tuple(known), hashes)
+        if self._hashed_left < 0:
+            raise PickleError("its pickle has too many parts of keys for its size")
 
     # Opcodes
 

@@ -12,10 +12,12 @@ from lightning.pytorch import Callback
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import Tensor, nn
 
-from lightning_paral import ConfigurationError
+from lightning_paral import CheckpointError, ConfigurationError
 from lightning_paral.checkpoint.load import load
+from lightning_paral.checkpoint.save import SaveJob
+from lightning_paral.checkpoint.shards import FlatShard, identity
 from lightning_paral.checkpoint.verify import verify
-from lightning_paral.distributed.exchange import RankGroup
+from lightning_paral.distributed.exchange import RankGroup, all_ranks
 from tests.models.resumable import NUM_BATCHES, Resumable, SaveOnce, losses, refusal
 from tests.running import quiet_trainer
 
@@ -250,3 +252,32 @@ def test_checkpoint_from_before_the_first_step_resumes(on_ranks, tmp_path: Path,
 def test_checkpoint_io_is_refused_if_parameters_are_sharded(strategy: str) -> None:
     with pytest.raises(ConfigurationError, match=r"AsyncCheckpointIO saves the state of one rank.*async_save=True"):
         quiet_trainer(strategy=strategy, plugins=[AsyncCheckpointIO()], devices=1)
+
+
+# Callbacks that keep shards on a later stage of a pipeline
+
+
+def save_of_second_stage(path: Path, form: str, key: str | int) -> str:
+    """Save a shard that a callback keeps on rank 1 only, under `key`. Return the error."""
+    ranks = all_ranks()
+    checkpoint: dict[str, Any] = {"state_dict": {f"layer{ranks.rank}": torch.full((2,), float(ranks.rank))}}
+    if ranks.rank == 1:
+        values = torch.arange(6.0)
+        checkpoint["callbacks"] = {"keeps": {key: FlatShard((2, 3), torch.float32, 0, 6, partial(identity, values))}}
+    try:
+        SaveJob.prepare(checkpoint, path, form, ranks, strategy="Test", stages=[0, 1]).write(ranks)  # type: ignore[arg-type]
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_shard_of_a_later_stage_is_saved_by_name_only(on_ranks, tmp_path: Path, form: str) -> None:
+    assert on_ranks(2, save_of_second_stage, tmp_path / "x.ckpt", form, "average") == ["", ""]
+    saved = load(tmp_path / "x.ckpt", RankGroup())
+    assert torch.equal(saved["callbacks"]["keeps"]["average"], torch.arange(6.0).view(2, 3))
+    assert [float(saved["state_dict"][f"layer{rank}"].sum()) for rank in (0, 1)] == [0.0, 2.0]
+
+    refused = on_ranks(2, save_of_second_stage, tmp_path / "y.ckpt", form, 0)
+    assert all("callbacks.keeps.0 is a shard that only a later stage" in message for message in refused)
+    assert not (tmp_path / "y.ckpt").exists()

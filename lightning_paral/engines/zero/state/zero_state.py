@@ -15,6 +15,7 @@ from lightning_paral.checkpoint.sharded_state import ShardedState, WeightShards
 from lightning_paral.checkpoint.shards import FlatShard, identity
 from lightning_paral.engines.zero.parameters.partition import (
     full_shape,
+    is_partitioned,
     is_stage3_parameter,
     local_flat_range,
     local_shard,
@@ -237,6 +238,11 @@ class ZeroWeightShards(WeightShards):
             borrowed: whether the values are averages for an evaluation, after which the weights are restored.
         """
         self._state.gather_weights()
+        # Small parameters of stage 3 stay unsharded, and are gathered again, as DeepSpeed does after a step.
+        kept_full = [p for p in self._parameters if is_stage3_parameter(p) and not is_partitioned(p)]
+        if kept_full:
+            kept_full[0].partition(kept_full)
+            kept_full[0].all_gather(kept_full)
         # User code may write to borrowed weights. These values must not reach the master copies.
         self._writes.set_write_back(write_partitions if borrowed else self._state.write_full_values)
         self._writes.mark_unwritten()
