@@ -1,17 +1,22 @@
-"""Declarations of the private names that `compat` uses, which are checked by tests and at the start of a run."""
+"""Declare the private names of libraries that `compat` uses, and check at the start of a run that they exist.
+
+Otherwise, after a library has renamed an attribute, code that reads it would fail in the middle of a run, and code that
+sets it would silently have no effect.
+"""
 
 import importlib
 import inspect
+import pkgutil
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
-from platform import python_version
-from types import CodeType, FunctionType
+from pathlib import Path
 from typing import Any
+
+from packaging.specifiers import SpecifierSet
 
 from lightning_paral.errors import PrivateNameError
 
@@ -20,7 +25,8 @@ Names = Mapping[str, Mapping[str, str]]
 
 A name is written `name`, or `name(a, b)` if callers or replacements rely on its parameters `a` and `b`, or `.name` if
 only instances of the owner have it: a class sets it on its instances, or a function on its argument. `>=2.12` or
-`<2.12` after it means that it is used with these versions of the library only.
+`<2.12` after it means that it is used with these versions of the library only. `; ` separates names that serve the same
+purpose.
 """
 
 TESTED = {
@@ -31,7 +37,10 @@ TESTED = {
 }
 """The versions in which tests have found the names."""
 
-_ENTRY = re.compile(r"(?P<dot>\.?)(?P<last>\w+)(?:\((?P<parameters>.*)\))?(?: >=(?P<since>\S+))?(?: <(?P<before>\S+))?")
+_ENTRY = re.compile(r"(?P<dot>\.?)(?P<last>\w+)(?:\((?P<parameters>.*)\))?(?: (?P<versions>\S+))?")
+# Slow to import, and not needed by every run. It imports its private names directly, so that a missing one raises an
+# ImportError at once.
+_NOT_CHECKED = "lightning_paral.compat.torch.distributed_checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +51,16 @@ class PrivateName:
     """The dotted path, beginning with the library: `torch.nn.Module._parameters`."""
     purpose: str
     """What the name is used for: "read a tensor's version counter"."""
-    parameters: tuple[str, ...] | None = None
+    parameters: tuple[str, ...] = ()
     on_instances: bool = False
-    since: str = ""
-    before: str = ""
+    versions: str = ""
+    """A version specifier of the library, such as `<2.12`; empty for all versions."""
 
     @property
     def is_used(self) -> bool:
         """Whether the name is used with the installed version of the library."""
-        installed = _installed(self.name.partition(".")[0])
-        return _numbers(self.since or "0") <= installed and (not self.before or installed < _numbers(self.before))
+        library = self.name.partition(".")[0]
+        return not self.versions or SpecifierSet(self.versions).contains(version(library), prereleases=True)
 
     def resolve(self) -> Any:
         """Return the object that has this name; for an attribute of instances, return their class.
@@ -61,16 +70,16 @@ class PrivateName:
         """
         path, _, last = self.name.rpartition(".")
         try:
-            owner = _find(path)
-            found = owner if self.on_instances else getattr(owner, last)
+            found = pkgutil.resolve_name(path if self.on_instances else self.name)
         except (ImportError, AttributeError) as error:
             raise self.error("there is no such name") from error
-        if self.on_instances and not is_named_by(owner, last):
+        if self.on_instances and not _is_in_source(found, last):
             raise self.error(f"{path} has no attribute of that name")
-        if self.parameters is not None:
-            names = _parameters_of(found)
-            if names is not None and not set(self.parameters) <= set(names):
-                raise self.error(f"it takes ({', '.join(names)}), not {self.parameters}")
+        if self.parameters:
+            kinds = {parameter.name: parameter.kind for parameter in inspect.signature(found).parameters.values()}
+            takes_any = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= set(kinds.values())
+            if not takes_any and not set(self.parameters) <= set(kinds):
+                raise self.error(f"it takes ({', '.join(kinds)}), not {self.parameters}")
         return found
 
     def error(self, difference: str) -> PrivateNameError:
@@ -86,29 +95,40 @@ class PrivateName:
         )
 
 
-def entries(names: Names) -> tuple[PrivateName, ...]:
-    """Return the entries of a table."""
-    return tuple(
-        _entry(owner, key, purpose) for owner, attributes in names.items() for key, purpose in attributes.items()
-    )
-
-
-def _entry(owner: str, key: str, purpose: str) -> PrivateName:
-    found = _ENTRY.fullmatch(key)
-    assert found is not None, key
-    return PrivateName(
-        name=f"{owner}.{found['last']}",
-        purpose=purpose,
-        parameters=None if found["parameters"] is None else tuple(found["parameters"].split(", ")),
-        on_instances=bool(found["dot"]),
-        since=found["since"] or "",
-        before=found["before"] or "",
-    )
+def entries(names: Names) -> Iterator[PrivateName]:
+    """Yield the entries of a table."""
+    for owner, attributes in names.items():
+        for keys, purpose in attributes.items():
+            for found in map(_ENTRY.fullmatch, keys.split("; ")):
+                assert found is not None, keys
+                yield PrivateName(
+                    name=f"{owner}.{found['last']}",
+                    purpose=purpose,
+                    parameters=tuple((found["parameters"] or "").split(", ")) if found["parameters"] else (),
+                    on_instances=bool(found["dot"]),
+                    versions=found["versions"] or "",
+                )
 
 
 def named(names: Names, last: str) -> PrivateName:
     """Return the entry of a table whose path ends with `last`."""
     return next(entry for entry in entries(names) if entry.name.endswith(f".{last}"))
+
+
+@cache
+def check_names(*libraries: str) -> None:
+    """Raise a `PrivateNameError` if a library lacks a name that is used. A check that has passed is not repeated.
+
+    Args:
+        libraries: `"torch"`, `"lightning"` or `"deepspeed"`. The function imports them.
+    """
+    for library in libraries:
+        package = importlib.import_module(f"lightning_paral.compat.{library}")
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            if module.name != _NOT_CHECKED:
+                for entry in entries(getattr(importlib.import_module(module.name), "NAMES", {})):
+                    if entry.is_used:
+                        entry.resolve()
 
 
 def replace(instance: object, name: str, value: Any) -> None:
@@ -126,87 +146,14 @@ def replace(instance: object, name: str, value: Any) -> None:
     setattr(instance, name, value)
 
 
-def _parameters_of(function: Any) -> tuple[str, ...] | None:
-    """Return the names of the parameters; `None` for a wrapper that takes any, or a function without a signature."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return None
-    kinds = {parameter.kind for parameter in parameters.values()}
-    takes_any = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
-    return None if takes_any else tuple(parameters)
+def _is_in_source(owner: Any, attribute: str) -> bool:
+    """Return whether `attribute` is in a module that defines a function, or a class or one of its bases."""
+    written = attribute.removeprefix(f"_{owner.__name__}") if "__" in attribute else attribute  # Python mangles names
+    modules = {inspect.unwrap(base).__module__ for base in getattr(owner, "__mro__", (owner,))}
+    return any(written in _source_of(module) for module in modules)
 
 
 @cache
-def _installed(library: str) -> list[int]:
-    in_python = library in sys.stdlib_module_names
-    return _numbers(python_version() if in_python else version(library))
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", text.partition("+")[0])[:2]]
-
-
-def _find(path: str) -> Any:
-    """Return the module, class or function at a dotted path."""
-    parts = path.split(".")
-    for length in range(len(parts), 0, -1):
-        try:
-            found = importlib.import_module(".".join(parts[:length]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[length:]:
-            found = getattr(found, part)
-        return found
-    raise ImportError(path)
-
-
-def is_named_by(owner: Any, attribute: str) -> bool:
-    """Return whether the code of a class, of one of its bases, or of a function contains the name `attribute`."""
-    return any(
-        attribute in vars(base) or attribute in vars(base).get("__annotations__", {}) or attribute in _names_in(base)
-        for base in getattr(owner, "__mro__", (owner,))
-    )
-
-
-@cache
-def _names_in(owner: Any) -> frozenset[str]:
-    """Return the names and strings in the code of a function, or of a class without its bases.
-
-    The names of parameters are not included.
-    """
-    # Reading the source would take a hundred times longer, and would also find names in comments and parameters.
-    codes = [
-        code for member in (vars(owner).values() if isinstance(owner, type) else (owner,)) for code in _codes(member)
-    ]
-    names: set[str] = set()
-    while codes:
-        code = codes.pop()
-        names.update(code.co_names)
-        for constant in code.co_consts:
-            if isinstance(constant, CodeType):
-                codes.append(constant)
-                names.add(constant.co_name)
-            elif isinstance(constant, str):
-                names.add(constant)
-    return frozenset(names)
-
-
-def _codes(member: Any) -> Iterator[CodeType]:
-    """Yield the code of a function and of the functions that it wraps, with or without `functools.wraps`."""
-    waiting, seen = [member], set()
-    while waiting:
-        each = waiting.pop()
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        waiting.append(getattr(each, "__dict__", {}).get("__wrapped__"))
-        if isinstance(each, classmethod | staticmethod):
-            waiting.append(each.__func__)
-        elif isinstance(each, property):
-            waiting += [each.fget, each.fset]
-        elif isinstance(each, FunctionType):
-            yield each.__code__
-            for cell in each.__closure__ or ():
-                with suppress(ValueError):  # the cell is empty
-                    waiting.append(cell.cell_contents)
+def _source_of(module: str) -> str:
+    path = getattr(sys.modules.get(module), "__file__", None) or ""
+    return Path(path).read_text() if path.endswith(".py") else ""

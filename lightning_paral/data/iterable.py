@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain, count, islice, repeat
@@ -12,7 +13,6 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
 
-from lightning_paral.compat.private_name import is_named_by
 from lightning_paral.compat.torch.loaders import copy_without_workers, set_worker_info
 from lightning_paral.data.loaders import Batches, Collate, Loader, Marked, with_iteration
 from lightning_paral.data.sampler import MAYBE_PADDED, PADDING, BatchSource, OrderRNG, Seed, ShardSpec
@@ -155,7 +155,7 @@ class ShardedIterable(BatchSource, IterableDataset[Any]):
         return self.global_batch_size // self.shard.data_size
 
     def __len__(self) -> int:
-        divides_itself = self.num_workers > 1 and is_named_by(type(self.dataset), "get_worker_info")
+        divides_itself = self.num_workers > 1 and _asks_for_worker(type(self.dataset))
         if divides_itself and self.shard.split == "batch" and self.shard.data_size > 1:
             raise TypeError("The ranks divide the part of each worker, and may take more steps than for the whole.")
         length = len(self.dataset)
@@ -321,3 +321,9 @@ def _in_lockstep(batches: Iterator[Any], remainder: str, group: dist.ProcessGrou
         if remainder == "pad":
             last, batch = (last, Marked(last, PADDING)) if batch is _END else (batch, Marked(batch, MAYBE_PADDED))
         yield batch
+
+
+def _asks_for_worker(cls: type) -> bool:
+    """Return whether a method of a dataset's class calls `torch.utils.data.get_worker_info`."""
+    methods = [value for base in cls.__mro__ for value in vars(base).values() if inspect.isfunction(value)]
+    return any("get_worker_info" in inspect.unwrap(method).__code__.co_names for method in methods)

@@ -7,8 +7,8 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 
-from lightning_paral.compat.checks import check_names
 from lightning_paral.compat.lightning.strategies import layer_sync_of
+from lightning_paral.compat.private_name import check_names
 from lightning_paral.distributed.process_group import owned_group, release_process_group
 from lightning_paral.engines.dp.checks import check_draws_all, check_one_process, check_replicable
 from lightning_paral.engines.dp.run import DPRun

@@ -11,8 +11,8 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
-from lightning_paral.compat.checks import check_names
 from lightning_paral.compat.lightning.strategies import LightningSubprocessLauncher
+from lightning_paral.compat.private_name import check_names
 from lightning_paral.distributed.launcher import LaunchedRun, ScriptLauncher
 from lightning_paral.distributed.process_group import backend_for, check_device
 from lightning_paral.errors import ConfigurationError

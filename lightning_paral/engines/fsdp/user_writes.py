@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
-from lightning_paral.compat.checks import check_instance
 from lightning_paral.compat.torch import fsdp
 from lightning_paral.compat.torch.autograd import gradient_hooks, version_of
 from lightning_paral.compat.torch.dtensor import local_of
@@ -175,8 +174,6 @@ class UnitReconciliation:
         """The first position in them that a step has changed, or -1."""
         self.others: Iterable[UnitReconciliation] = ()
         """The same of all units."""
-        for part in (group, *group.fsdp_params[:1]):
-            check_instance("torch", part)
         fsdp.watch(group, self._after_unshard, self._before_reshard)
 
     def check(self) -> None:

@@ -5,7 +5,7 @@ import importlib
 import logging
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,8 +13,8 @@ import torch
 from lightning.pytorch import Trainer
 
 import lightning_paral.compat
-from lightning_paral.compat import checks
-from lightning_paral.compat.private_name import TESTED, PrivateName, entries, is_named_by
+from lightning_paral.compat import private_name
+from lightning_paral.compat.private_name import TESTED, PrivateName, entries
 from lightning_paral.engines.zero.runtime.deepspeed import choose_accelerator, quiet_deepspeed
 from lightning_paral.errors import PrivateNameError
 from tests.source import PACKAGE, trees
@@ -75,7 +75,7 @@ def test_modules_declare_the_names_they_use() -> None:
     assert not undeclared, "\n".join(["private names without an entry in NAMES:", *undeclared])
 
 
-def entry(name: str, parameters: tuple[str, ...] | None = None) -> PrivateName:
+def entry(name: str, parameters: tuple[str, ...] = ()) -> PrivateName:
     return PrivateName(name=name, purpose="show this", parameters=parameters)
 
 
@@ -83,6 +83,10 @@ def entry(name: str, parameters: tuple[str, ...] | None = None) -> PrivateName:
     ("wrong", "message"),
     [
         (entry("torch.nn.Module._gone"), "torch.nn.Module._gone to show this, but in torch .* no such name"),
+        (
+            PrivateName(name="torch.nn.Module._gone", purpose="show this", on_instances=True),
+            "torch.nn.Module._gone to show this, but in torch .* torch.nn.Module has no attribute of that name",
+        ),
         (
             entry("torch.nn.Module.register_buffer", ("name", "colour")),
             r"takes \(self, name, tensor, persistent\), not \('name', 'colour'\)",
@@ -96,8 +100,8 @@ def test_missing_name_and_changed_parameters_raise(wrong: PrivateName, message: 
 
 @pytest.mark.parametrize("strategy", ["paral_dp", "paral_ddp", "paral_fsdp", "paral_zero2"])
 def test_missing_name_raises_before_training(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    checks.check_names.cache_clear()
-    monkeypatch.setattr(checks, "_entries", lambda library: (entry("torch.nn.Module._gone"),))
+    private_name.check_names.cache_clear()
+    monkeypatch.setattr(private_name, "entries", lambda names: (entry("torch.nn.Module._gone"),))
 
     with pytest.raises(PrivateNameError, match=r"torch\.nn\.Module\._gone to show this"):
         Trainer(strategy=strategy, devices=1, accelerator="cpu", logger=False, barebones=True)
@@ -108,18 +112,3 @@ def test_wrappers_that_take_any_argument_are_accepted(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.nn.Module, "_load_from_state_dict", lambda *args, **kwargs: plain(*args, **kwargs))
 
     entry("torch.nn.Module._load_from_state_dict", ("self", "state_dict")).resolve()
-
-
-def test_attributes_are_found_in_methods_that_other_code_has_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Theirs:
-        def __init__(self, given: int = 1) -> None:
-            self.kept = given
-
-    def wrapping(plain: Callable[..., None]) -> Callable[..., None]:
-        return lambda self: plain(self)
-
-    monkeypatch.setattr(Theirs, "__init__", wrapping(vars(Theirs)["__init__"]))
-
-    assert Theirs().kept == 1
-    assert is_named_by(Theirs, "kept")
-    assert not is_named_by(Theirs, "given"), "a parameter is no attribute"

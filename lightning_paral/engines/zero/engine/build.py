@@ -13,10 +13,8 @@ import torch
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.compat.checks import check_instance
 from lightning_paral.compat.deepspeed.engine import keep_given_dtype, overlaps, reduce_skipped_by_hooks
 from lightning_paral.compat.deepspeed.optimizer import link_round_robin_masters, relink_masters, share_masters
-from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.engines.zero.engine.checks import check_first_dtype, check_parameters
 from lightning_paral.engines.zero.engine.hooks import allow_any_output
 from lightning_paral.engines.zero.parameters.partition import make_contiguous, view_scalars_as_bytes
@@ -97,8 +95,6 @@ def _initialize(
             optimizer=optimizer,
             dist_init_required=False,
         )
-    for part in (engine, engine.optimizer, own_parameters(module)):
-        check_instance("deepspeed", part)
     if config["zero_optimization"]["stage"] == 3:
         allow_any_output(module)
     for change in (Module.train, Module.eval):  # DeepSpeed 0.19.8 sets `training` of the module only

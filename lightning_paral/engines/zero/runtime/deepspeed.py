@@ -12,7 +12,6 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from packaging.version import Version
 
-from lightning_paral.compat.checks import check_instance, check_names
 from lightning_paral.compat.deepspeed.runtime import (
     check_shared_memory_disabled,
     current_backend,
@@ -26,6 +25,7 @@ from lightning_paral.compat.deepspeed.runtime import (
     use_new_names,
 )
 from lightning_paral.compat.deepspeed.stage3 import forget_forwards, read_counters, restore_linear, set_counters
+from lightning_paral.compat.private_name import check_names
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.tested_versions import TESTED_VERSIONS, oldest_tested
 
@@ -151,7 +151,6 @@ def join_deepspeed(level: int, device: torch.device) -> None:
     else:
         deepspeed.comm.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)
     check_shared_memory_disabled(current_backend())
-    check_instance("deepspeed", current_backend())
     use_new_names(current_backend())
     _agree_on_counters()
 
