@@ -15,26 +15,28 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.lightning.results import ResultCollection, check_overridden
-from lightning_paral.compat.private_name import Names, named, replace
+from lightning_paral.compat.private_name import Names, replace
 from lightning_paral.compat.torch.tensors import tree_unflatten
 
 __all__ = ["EvaluationLoop", "IndexBatchSampler", "PredictionLoop"]
 
+_STEP = "(batch, batch_idx, dataloader_idx, dataloader_iter)"
+_LOOP = {
+    "._combined_loader": "know how the loop combines several loaders",
+    "._data_source": "read the first batch before the run sets up its loaders",
+    "_build_kwargs(batch, batch_idx, dataloader_idx); _build_step_args_from_hook_kwargs(hook_kwargs, step_hook_name)": (
+        "call a step as the loop does"
+    ),
+}
+
 NAMES: Names = {
     "lightning.pytorch.loops._EvaluationLoop": {
-        "_evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)": "skip padding batches",
+        **_LOOP,
+        f"_evaluation_step{_STEP}": "skip padding batches",
         "_store_dataloader_outputs": "reduce logged values before Lightning computes results",
         "._results": "log to a collection that counts each sample once",
-        "._combined_loader": "know how the loop combines several loaders",
-        "_build_kwargs(batch, batch_idx, dataloader_idx)": "call a step as the loop does",
-        "_build_step_args_from_hook_kwargs(hook_kwargs, step_hook_name)": "call a step as the loop does",
     },
-    "lightning.pytorch.loops._PredictionLoop": {
-        "_predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)": "skip padding batches",
-        "._combined_loader": "know how the loop combines several loaders",
-        "_build_kwargs(batch, batch_idx, dataloader_idx)": "call a step as the loop does",
-        "_build_step_args_from_hook_kwargs(hook_kwargs, step_hook_name)": "call a step as the loop does",
-    },
+    "lightning.pytorch.loops._PredictionLoop": {**_LOOP, f"_predict_step{_STEP}": "skip padding batches"},
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop": {
         "._results": "check that all ranks log the same keys",
     },
@@ -49,12 +51,6 @@ NAMES: Names = {
     },
     "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector": {
         "._current_fx": "restore logging after a padding batch",
-    },
-    "lightning.pytorch.loops.evaluation_loop._EvaluationLoop": {
-        "._data_source": "read the first batch before the run sets up its loaders",
-    },
-    "lightning.pytorch.loops.prediction_loop._PredictionLoop": {
-        "._data_source": "read the first batch before the run sets up its loaders",
     },
     "lightning.pytorch.utilities.combined_loader.CombinedLoader": {
         "._mode": "know when a combination of loaders ends",
@@ -99,13 +95,11 @@ def combined_loader_of(loop: EvaluationLoop | PredictionLoop) -> CombinedLoader:
 def replace_step(loop: EvaluationLoop | PredictionLoop, run: Callable[..., None], undo: ExitStack) -> None:
     """Make `loop` call `run` instead of its own step, which is the first argument, until `undo` is closed."""
     name = "_predict_step" if isinstance(loop, PredictionLoop) else "_evaluation_step"
-    named(NAMES, name).resolve()
     shadow_method(loop, name, partial(run, getattr(loop, name)), undo)
 
 
 def call_at_end_of_loader(loop: EvaluationLoop, trainer: Trainer, join: Callable[[], None], undo: ExitStack) -> None:
     """Call `join` at the end of each loader of `loop`, before results are computed, until `undo` is closed."""
-    named(NAMES, "_store_dataloader_outputs").resolve()
     store_outputs = loop._store_dataloader_outputs
 
     def store() -> None:
@@ -193,7 +187,6 @@ Preparation = Callable[[object, bool, RunningStage], object]
 
 def replace_preparation(trainer: Trainer, prepare: Preparation, undo: ExitStack) -> Preparation:
     """Replace Lightning's preparation of loaders with `prepare` until `undo` is closed; return Lightning's method."""
-    named(NAMES, "_prepare_dataloader").resolve()
     connector = trainer._data_connector
     plain: Preparation = connector._prepare_dataloader
     shadow_method(connector, "_prepare_dataloader", prepare, undo)

@@ -22,22 +22,23 @@ __all__ = [
     "InstanceNorm",
 ]
 
+FORWARD = ("_forward_pre_hooks", "_forward_hooks")
+"""Dictionaries of the hooks that run around forward."""
+ALL = (*FORWARD, "_backward_pre_hooks", "_backward_hooks")
+"""Dictionaries of all hooks that run in a step."""
+FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+"""Dictionaries of flags, by hook id, that specify how forward hooks are called."""
+STATE_DICT = (
+    *("_state_dict_pre_hooks", "_state_dict_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+"""Dictionaries of the hooks that run in `state_dict` and `load_state_dict`."""
+_TABLES = (*ALL, *FLAGS, *STATE_DICT)
+
 NAMES: Names = {
     "torch.nn.Module": {
-        "._parameters": "replace a module's parameters without calling its methods",
-        "._buffers": "replace a module's buffers without calling its methods",
-        "._modules": "give a copy of a module copies of its submodules",
-        "._forward_pre_hooks": "remove or replace hooks on the user's modules",
-        "._forward_hooks": "remove or replace hooks on the user's modules",
-        "._backward_pre_hooks": "remove or replace hooks on the user's modules",
-        "._backward_hooks": "remove or replace hooks on the user's modules",
-        "._forward_pre_hooks_with_kwargs": "remove or replace hooks on the user's modules",
-        "._forward_hooks_with_kwargs": "remove or replace hooks on the user's modules",
-        "._forward_hooks_always_called": "remove or replace hooks on the user's modules",
-        "._state_dict_pre_hooks": "remove or replace hooks on the user's modules",
-        "._state_dict_hooks": "remove or replace hooks on the user's modules",
-        "._load_state_dict_pre_hooks": "remove or replace hooks on the user's modules",
-        "._load_state_dict_post_hooks": "remove or replace hooks on the user's modules",
+        "._parameters; ._buffers; ._modules": "replace what a module has without calling its methods",
+        "; ".join(f".{name}" for name in _TABLES): "remove or replace hooks on the user's modules",
         "_replicate_for_data_parallel": "copy a module without its parameters",
         "_compiled_call_impl": "recognize modules compiled by module.compile()",
         "_save_to_state_dict(destination, prefix, keep_vars)": "save shards in place of parameters",
@@ -97,18 +98,6 @@ def show_parameters(module: Module, shown: Mapping[str, Parameter | None]) -> It
 
 # The dictionaries in which a module keeps its hooks
 
-FORWARD = ("_forward_pre_hooks", "_forward_hooks")
-"""Dictionaries of the hooks that run around forward."""
-ALL = (*FORWARD, "_backward_pre_hooks", "_backward_hooks")
-"""Dictionaries of all hooks that run in a step."""
-FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-"""Dictionaries of flags, by hook id, that specify how forward hooks are called."""
-STATE_DICT = (
-    *("_state_dict_pre_hooks", "_state_dict_hooks"),
-    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
-)
-"""Dictionaries of the hooks that run in `state_dict` and `load_state_dict`."""
-
 
 def hooks_in(module: Module, name: str) -> dict[int, Any]:
     """Return the dictionary `name` of hooks or flags of `module`."""
@@ -145,7 +134,7 @@ def without_fsdp_loading(module: Module) -> Iterator[None]:
 
 def hook_tables(module: Module) -> dict[str, dict[int, Any]]:
     """Return all dictionaries of hooks and flags of `module`, by attribute name."""
-    return {name: hooks_in(module, name) for name in (*ALL, *FLAGS, *STATE_DICT)}
+    return {name: hooks_in(module, name) for name in _TABLES}
 
 
 # Classes for single modules: subclasses with the name of the user's class, created for every kind of class
