@@ -1,20 +1,20 @@
 """Check that the ranks of a run do not differ: settings, parameters, optimizers, steps, and values of replicas."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
-from lightning_paral.compat.lightning.callbacks import change_monitored, restore_monitored
+from lightning_paral.compat.lightning.callbacks import change_monitored
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.torch.ddp import ignored_by_ddp
 from lightning_paral.distributed.divergence import EpochAgreement, ReplicaCheck
@@ -113,8 +113,9 @@ class RankAgreement:
         strategy = self._strategy
         if watcher is None:
             return
-        share_monitored(trainer.checkpoint_callbacks, strategy.broadcast, strategy.root_device)
-        undo.callback(restore_monitors, trainer.checkpoint_callbacks)
+        share = partial(_values_of_rank_0, broadcast=strategy.broadcast, device=strategy.root_device)
+        for callback in filter(_uses_values, trainer.checkpoint_callbacks):
+            change_monitored(callback, share, undo)
         if trainer.state.fn != TrainerFn.FITTING:
             return
         batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
@@ -219,13 +220,9 @@ def _facts_of_optimizers(optimizers: Sequence[Any], schedulers: Sequence[Any], m
 
 
 def _plain(value: Any) -> str | None:
-    """Return a hyper-parameter as text; `None` if it is an object, which may have a repr with its address."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    if isinstance(value, tuple | list):
-        parts = [_plain(each) for each in value]
-        return None if None in parts else f"[{', '.join(map(str, parts))}]"
-    return repr(value) if isinstance(value, bool | int | float | str | None) else None
+    """Return a hyper-parameter as text; `None` if it is or contains an object, whose text may be its address."""
+    text = repr(value.item() if isinstance(value, Tensor) and value.numel() == 1 else value)
+    return None if "<" in text or (isinstance(value, Tensor) and value.numel() != 1) else text
 
 
 def _name_of(value: Any) -> str:
@@ -235,33 +232,13 @@ def _name_of(value: Any) -> str:
 # Values that callbacks monitor, which may be logged without `sync_dist`
 
 
-def share_monitored(callbacks: Iterable[Callback], broadcast: Callable[[Any], Any], device: torch.device) -> None:
-    """Let those `callbacks` that monitor a value use the values of rank 0.
-
-    When such a callback considers a checkpoint, it calls `broadcast` once, which is collective.
-
-    Args:
-        callbacks: the callbacks. Only `ModelCheckpoint` and its subclasses change.
-        broadcast: returns the object that rank 0 passes.
-        device: where the values of rank 0 are needed.
-    """
-    for callback in callbacks:
-        if isinstance(callback, ModelCheckpoint) and _uses_values(callback):
-            change_monitored(callback, partial(_values_of_rank_0, broadcast=broadcast, device=device))
-
-
-def restore_monitors(callbacks: Iterable[Callback]) -> None:
-    """Undo `share_monitored`."""
-    for callback in callbacks:
-        if isinstance(callback, ModelCheckpoint):
-            restore_monitored(callback)
-
-
-def _uses_values(callback: ModelCheckpoint) -> bool:
-    """Return whether the checkpoints of `callback`, or the names of their files, depend on logged values."""
+def _uses_values(callback: Any) -> bool:
+    """Return whether the checkpoints of a callback, or the names of their files, depend on logged values."""
+    if not isinstance(callback, ModelCheckpoint):
+        return False
     return callback.monitor is not None or "{" in f"{callback.filename}{callback.CHECKPOINT_NAME_LAST}"
 
 
 def _values_of_rank_0(values: dict[str, Any], broadcast: Callable[[Any], Any], device: torch.device) -> dict[str, Any]:
-    shared: dict[str, Any] = broadcast(move_data_to_device(values, "cpu"))
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in shared.items()}
+    """Return the values that rank 0 monitors, so that all ranks choose the same checkpoint. *Collective*."""
+    return cast("dict[str, Any]", move_data_to_device(broadcast(move_data_to_device(values, "cpu")), device))

@@ -1,7 +1,7 @@
 """Callbacks of Lightning: averages of weights, and the values by which checkpoints are chosen."""
 
 from collections.abc import Callable
-from types import MethodType
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -62,25 +62,9 @@ def replace_schedulers_late(callback: StochasticWeightAveraging, trainer: Traine
 # The values by which `ModelCheckpoint` chooses the best checkpoints and names files
 
 
-def change_monitored(callback: ModelCheckpoint, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Let `callback` use what `change` returns for its values, until `restore_monitored`."""
-    shadow_method(callback, "_monitor_candidates", _ChangedValues(callback, change))
-
-
-def restore_monitored(callback: ModelCheckpoint) -> None:
-    """Undo `change_monitored`."""
-    vars(callback).pop("_monitor_candidates", None)
-
-
-class _ChangedValues:
-    """Replaces the method `_monitor_candidates` of one callback. A copy of it has the method of its class."""
-
-    def __init__(self, callback: ModelCheckpoint, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        self._callback = callback
-        self._change = change
-
-    def __call__(self, trainer: Trainer) -> dict[str, Any]:
-        return self._change(type(self._callback)._monitor_candidates(self._callback, trainer))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return MethodType, (type(self._callback)._monitor_candidates, self._callback)
+def change_monitored(
+    callback: ModelCheckpoint, change: Callable[[dict[str, Any]], dict[str, Any]], undo: ExitStack
+) -> None:
+    """Let `callback` use what `change` returns for its values, until `undo` is closed."""
+    monitored = callback._monitor_candidates
+    shadow_method(callback, "_monitor_candidates", lambda trainer: change(monitored(trainer)), undo)
