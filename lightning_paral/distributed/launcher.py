@@ -60,8 +60,6 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     Args:
         cluster_environment, num_processes, num_nodes: as in Lightning's launcher.
-        check: a function called with the Trainer before any process is started. It raises an error if the run would
-            fail in every process.
         run: learns of errors, and of processes that have ended.
     """
 
@@ -70,11 +68,9 @@ class ScriptLauncher(SubprocessScriptLauncher):
         cluster_environment: ClusterEnvironment,
         num_processes: int,
         num_nodes: int,
-        check: Callable[[Trainer], None] | None = None,
         run: LaunchedRun | None = None,
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
-        self._check = check
         self._run = run
 
     @property
@@ -86,15 +82,13 @@ class ScriptLauncher(SubprocessScriptLauncher):
         """Start the other local ranks, then call `function` in this one.
 
         Raises:
-            ConfigurationError: MASTER_PORT is in use on the node of rank 0, or options do not fit the module.
+            ConfigurationError: MASTER_PORT is in use on the node of rank 0.
             RankFailedError: another rank failed.
         """
         environment = self.cluster_environment
-        if not environment.creates_processes_externally and environment.node_rank() == 0:
-            if not serves_store(environment.main_port):
-                check_port_is_free(environment)
-            if trainer is not None and self._check is not None:
-                self._check(trainer)
+        is_first_node = not environment.creates_processes_externally and environment.node_rank() == 0
+        if is_first_node and not serves_store(environment.main_port):
+            check_port_is_free(environment)
         _follow_launcher()
         _calls.begin(None if self.num_processes == 1 else self._run)  # if alone, other processes may end meanwhile
         try:

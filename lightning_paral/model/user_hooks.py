@@ -16,24 +16,12 @@ def trainer_of(module: LightningModule | None) -> Trainer | None:
         return None
 
 
-def has_hook(module: LightningModule, hooks: Iterable[str], trainer: Trainer | None = None) -> bool:
-    """Return whether `module` or a callback of its Trainer overrides one of `hooks`; ignore Lightning's callbacks.
-
-    Args:
-        module: the module.
-        hooks: names of hooks.
-        trainer: the Trainer, if `module` is not attached to it yet.
-    """
-    trainer = module.trainer if trainer is None else trainer
-    callbacks = [callback for callback in vars(trainer)["callbacks"] if _is_user_class(type(callback))]
+def has_hook(module: LightningModule, hooks: Iterable[str]) -> bool:
+    """Return whether `module` or a callback of its Trainer overrides one of `hooks`; ignore Lightning's callbacks."""
+    callbacks = [callback for callback in vars(module.trainer)["callbacks"] if _is_user_class(type(callback))]
     owners: list[tuple[object, type]] = [(module, LightningModule), *((callback, Callback) for callback in callbacks)]
     return any(is_overridden(hook, owner, base) for owner, base in owners for hook in hooks if hasattr(base, hook))
 
 
 def _is_user_class(cls: type) -> bool:
     return cls.__module__.partition(".")[0] not in _LIGHTNING
-
-
-def is_built_later(module: LightningModule, trainer: Trainer) -> bool:
-    """Return whether hooks may build a part of `module` after the processes have started."""
-    return has_hook(module, ("configure_model", "configure_sharded_model", "setup"), trainer)

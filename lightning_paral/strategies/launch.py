@@ -3,22 +3,19 @@
 import os
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment, TorchCheckpointIO
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_paral.compat.lightning.strategies import LightningSubprocessLauncher
 from lightning_paral.compat.private_name import check_names
-from lightning_paral.distributed.launcher import LaunchedRun, ScriptLauncher
+from lightning_paral.distributed.launcher import ScriptLauncher
 from lightning_paral.distributed.process_group import backend_for, check_device
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.activation_checkpointing import checkpointed_units
-from lightning_paral.model.units import choose_units
-from lightning_paral.model.user_hooks import is_built_later, trainer_of
+from lightning_paral.model.user_hooks import trainer_of
 from lightning_paral.options import StartMethod
 from lightning_paral.strategies.process_launcher import ProcessLauncher
 
@@ -31,7 +28,6 @@ _SIZES = {
     "WORLD_SIZE": "a launcher",
 }
 """Environment variables with the number of processes that a launcher started, and the launcher."""
-_OTHERWISE = ", or pass a ClusterEnvironment in Trainer(plugins=...)."
 _PYTEST = "a run of pytest"
 _TEST_RUNNERS = ("pytest", "py.test", "_jb_pytest_runner.py")
 
@@ -93,27 +89,12 @@ class CheckedLaunch:
         if method == "popen" and type(theirs) is not LightningSubprocessLauncher and not is_missing:
             return theirs
         if self._replaced != (theirs, method):
-            check, run = self._check_module, cast(LaunchedRun, strategy)
             self._replaced = theirs, method
             if method == "popen":
-                self._own_launcher = ScriptLauncher(environment, strategy.num_processes, strategy.num_nodes, check, run)
+                self._own_launcher = ScriptLauncher(environment, strategy.num_processes, strategy.num_nodes, strategy)
             else:
-                self._own_launcher = ProcessLauncher(strategy, check)
+                self._own_launcher = ProcessLauncher(strategy)
         return self._own_launcher
-
-    def _check_module(self, trainer: Trainer) -> None:
-        """Raise a `ConfigurationError` if the module lacks units that the options name, in one process.
-
-        A module that is built in `configure_model` or `setup` is checked after that, on every rank.
-        """
-        module, options = self._strategy.lightning_module, self._strategy._options
-        if trainer.state.fn != TrainerFn.FITTING or is_built_later(module, trainer):
-            return
-        if options.activation_checkpointing is not None:
-            checkpointed_units(module, options.activation_checkpointing)
-        units, min_params = getattr(options, "units", "auto"), getattr(options, "min_params", None)
-        if units != "auto" or min_params is not None:
-            choose_units(module, units, min_params, children=not module.automatic_optimization)
 
     def leaves_save_to_ranks(self, launcher: Any, checkpoint: dict[str, Any], filepath: Any) -> bool:
         """Return whether ranks that this process has started, and that have the state of the run, have saved it.
@@ -186,31 +167,19 @@ def check_environment(environment: ClusterEnvironment) -> None:
     if not environment.creates_processes_externally:
         _check_alone(environment)
         return
-    for name in ("world_size", "global_rank", "local_rank", "node_rank"):
-        _read(environment, name)
-    for name in ("main_address", "main_port"):
-        _read(environment, name)
-
-
-def _read(environment: ClusterEnvironment, name: str) -> None:
-    who = type(environment).__name__
-    try:
-        value = getattr(environment, name)
-        if callable(value):
-            value()
-    except KeyError as error:
-        raise ConfigurationError(
-            f"{who} reads {name} from the environment variable {error.args[0]}, which is not set. Start the script "
-            f"with the launcher that sets it, or set it for every process{_OTHERWISE}"
-        ) from error
-    except (ValueError, TypeError) as error:
-        raise ConfigurationError(f"{who} cannot tell {name} of this process: {error}{_given(str(error))}") from error
-
-
-def _given(message: str) -> str:
-    """Return which environment variables have the value that `message` quotes."""
-    names = [f"{name}={value!r}" for name, value in sorted(os.environ.items()) if repr(value) in message]
-    return f" ({', '.join(names)} in the environment)." if names else ""
+    for name in ("world_size", "global_rank", "local_rank", "node_rank", "main_address", "main_port"):
+        try:
+            value = getattr(environment, name)
+            if callable(value):
+                value()
+        except (KeyError, ValueError, TypeError) as error:
+            missing = isinstance(error, KeyError)
+            reason = f"the environment variable {error.args[0]} is not set" if missing else str(error)
+            raise ConfigurationError(
+                f"{type(environment).__name__} cannot tell {name} of this process: {reason}. Start the script with the "
+                "launcher that sets the environment variables, or set them for every process, or pass a "
+                "ClusterEnvironment in Trainer(plugins=...)."
+            ) from error
 
 
 def _check_alone(environment: ClusterEnvironment) -> None:

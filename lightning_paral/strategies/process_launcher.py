@@ -3,18 +3,14 @@
 import ctypes
 import gc
 import io
-import multiprocessing.connection
 import os
 import pickle
 import signal
 import sys
-import time
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,7 +19,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, ProcessRaisedException
 
 from lightning_paral.compat.lightning.strategies import MultiProcessingLauncher, call_and_handle_interrupt
 from lightning_paral.compat.torch.dtensor import forget_meshes
@@ -37,8 +33,8 @@ from lightning_paral.distributed.process_group import (
 from lightning_paral.errors import ConfigurationError, RankFailedError
 from lightning_paral.model.engine_attributes import is_left_partitioned
 
-_RAISED_SECONDS, _DIED_SECONDS = 10.0, 3.0
-"""How long the other ranks may take to end, and to save, after one has raised an error, and after one has died."""
+_GRACE_SECONDS = 10.0
+"""How long the other ranks may take to end, and to save, after one has ended with an error."""
 _CONSEQUENCE = f"{RankFailedError.__module__}.{RankFailedError.__name__}: "
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -51,15 +47,10 @@ class ProcessLauncher(MultiProcessingLauncher):
 
     Args:
         strategy: the strategy of the run.
-        check: a function called with the Trainer before any process is started. It raises an error if the run would
-            fail in every process.
     """
 
-    is_interactive_compatible = True
-
-    def __init__(self, strategy: Any, check: Callable[[Trainer], None]) -> None:
+    def __init__(self, strategy: Any) -> None:
         super().__init__(strategy)
-        self._check = check
         self.has_fit = False
         """Whether ranks, which have ended together with their optimizers, have fitted the module."""
 
@@ -67,29 +58,17 @@ class ProcessLauncher(MultiProcessingLauncher):
         """Call `function` in all local ranks, and return what local rank 0 returned.
 
         Raises:
-            ConfigurationError: CUDA is initialized, MASTER_PORT is in use, options do not fit the module, or the
-                Trainer has fitted before.
+            ConfigurationError: CUDA is initialized, MASTER_PORT is in use, or the Trainer has fitted before.
             ProcessRaisedException: a rank raised an error, whose traceback is in the message.
             RankFailedError: a process died without an error.
         """
         assert trainer is not None
         strategy, environment = self.strategy, self.strategy.cluster_environment
         is_fit = trainer.state.fn == TrainerFn.FITTING
-        self._prepare()
         environment.validate_settings(num_devices=strategy.num_processes, num_nodes=strategy.num_nodes)
-        if is_fit and self.has_fit:
-            raise ConfigurationError(
-                "This Trainer has fitted in ranks that have ended, and its counters of steps and epochs with them. To "
-                "fit again, create a new Trainer; to continue, pass fit(ckpt_path=...) with a checkpoint of the fit."
-            )
-        self._first_rank = environment.node_rank() * strategy.num_processes
-        if environment.node_rank() == 0:
-            check_port_is_free(environment)  # which chooses the port, for all ranks
-            self._check(trainer)
+        self._prepare(is_fit)
         try:
-            with TemporaryDirectory(prefix="lightning_paral-") as self._returned:
-                run_in_rank = partial(_run_in_rank, trainer, function, self._returned)
-                output = self._run(run_in_rank, args, kwargs, trainer)
+            output = self._run(partial(_run_in_rank, trainer, function), args, kwargs, trainer)
         finally:
             strategy.lightning_module.trainer = trainer  # Lightning's teardown needs it after an error
         result, names = torch.load(io.BytesIO(output.trainer_results), weights_only=False)
@@ -99,83 +78,66 @@ class ProcessLauncher(MultiProcessingLauncher):
         self.restore(output, trainer)
         return result
 
-    def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], trainer: Trainer) -> Any:
-        """Call `function` in all local ranks, and return the output of local rank 0."""
-        with warnings.catch_warnings():
-            # Python 3.12 warns about threads, which ranks do not use.
-            warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
-            ranks, queue = self.start(function, args, kwargs, trainer)
-        processes, output = ranks.processes, None
-        try:
-            while running := [each.sentinel for each in processes if each.exitcode is None]:
-                if any(each.exitcode for each in processes) or self._exited_early(processes) is not None:
-                    break
-                multiprocessing.connection.wait(running, timeout=0.1)
-                if not queue.empty():
-                    output = queue.get()
-            if output is None and not queue.empty():
-                output = queue.get()
-            early = self._exited_early(processes)
-            if early is not None:
-                raise RankFailedError(f"Rank {self._first_rank + early} died without an error: {describe_status(0)}.")
-            has_raised = any(map(os.path.exists, ranks.error_files))
-            while not ranks.join(grace_period=_RAISED_SECONDS if has_raised else _DIED_SECONDS):
-                pass
-        except KeyboardInterrupt:
-            self.kill(signal.SIGINT)
-            deadline = time.monotonic() + _DIED_SECONDS
-            for each in processes:
-                each.join(max(0.0, deadline - time.monotonic()))
-            raise
-        except (ProcessRaisedException, ProcessExitedException) as error:
-            raise self._first_cause(ranks, error) from None
-        finally:
-            for each in processes:
-                each.kill()
-                each.join()
-        if output is None:
-            raise RankFailedError("The ranks ended without a result: rank 0 called sys.exit or os._exit.")
-        return output
-
-    def _exited_early(self, processes: Any) -> int | None:
-        """Return the local rank of a process that ended with status 0 before its function returned."""
-        ended = [number for number, each in enumerate(processes) if each.exitcode == 0]
-        return next((number for number in ended if not os.path.exists(f"{self._returned}/{number}")), None)
-
-    def _first_cause(self, ranks: Any, first: Any) -> BaseException:
-        """Return the error to raise after ranks have ended, of which `first` is the one that was noticed first."""
-        traces = {}
-        for number, file in enumerate(map(Path, ranks.error_files)):
-            if file.exists():
-                traces[number] = pickle.loads(file.read_bytes())
-                file.unlink()
-        statuses = {process.exitcode for process in ranks.processes}
-        if not traces and len(statuses) == 1 and min(statuses) > 0:
-            return SystemExit(statuses.pop())  # all ranks have agreed on it, as after a preemption
-        causes = [number for number, trace in traces.items() if _CONSEQUENCE not in trace]
-        local_rank = causes[0] if causes else first.error_index
-        process, rank = ranks.processes[local_rank], self._first_rank + local_rank
-        if local_rank in traces:
-            message = f"Rank {rank} raised an error:\n\n{traces[local_rank]}"
-            return ProcessRaisedException(message, local_rank, process.pid)
-        return RankFailedError(f"Rank {rank} died without an error: {describe_status(process.exitcode)}.")
-
-    def _prepare(self) -> None:
+    def _prepare(self, is_fit: bool) -> None:
         """Release a process group of an earlier run, and check that processes can be started."""
-        if owned_group() is not None:
-            release_process_group()  # of one rank: a forked process could neither use nor destroy it
+        environment = self.strategy.cluster_environment
         if self.strategy.root_device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             raise ConfigurationError(
                 "CUDA was initialized in this process before the run, so forked ranks cannot use it. Restart the "
-                "kernel or the interpreter. Then, before the first run, do not move anything to a GPU, and call "
-                "nothing of torch.cuda but device_count and is_available. Otherwise, put the code into a script, or "
-                "set devices=1."
+                "kernel, and call nothing of torch.cuda but device_count and is_available before the first run. "
+                "Otherwise, put the code into a script, or set devices=1."
             )
+        if is_fit and self.has_fit:
+            raise ConfigurationError(
+                "This Trainer has fitted in ranks that have ended, and its counters of steps and epochs with them. To "
+                "fit again, create a new Trainer; to continue, pass fit(ckpt_path=...) with a checkpoint of the fit."
+            )
+        if owned_group() is not None:
+            release_process_group()  # of one rank: a forked process could neither use nor destroy it
         forget_meshes()  # their process groups: a forked process that destroys one waits for threads that it lacks
         gc.collect()
+        if environment.node_rank() == 0:
+            check_port_is_free(environment)  # which chooses the port, for all ranks
+
+    def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], trainer: Trainer) -> Any:
+        """Call `function` in all local ranks, and return the output of local rank 0."""
+        ranks, queue = self.start(function, args, kwargs, trainer)
+        output = None
+        try:
+            while not ranks.join(timeout=0.1, grace_period=_GRACE_SECONDS):
+                output = output if queue.empty() else queue.get()  # a rank waits until a long output is read
+        except KeyboardInterrupt:
+            self.kill(signal.SIGINT)
+            for each in ranks.processes:
+                each.join(timeout=_GRACE_SECONDS)
+            raise
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            raise self._first_cause(ranks, error.error_index) from None
+        finally:
+            for each in ranks.processes:
+                each.kill()
+                each.join()
+        if output is None and queue.empty():
+            raise RankFailedError("The ranks ended without a result: rank 0 called sys.exit or os._exit.")
+        return queue.get() if output is None else output
+
+    def _first_cause(self, ranks: ProcessContext, noticed: int) -> BaseException:
+        """Return the error to raise after ranks have ended, of which `noticed` is the one that was noticed first."""
+        files = {number: Path(file) for number, file in enumerate(ranks.error_files) if os.path.exists(file)}
+        traces = {number: pickle.loads(file.read_bytes()) for number, file in files.items()}
+        statuses = {process.exitcode for process in ranks.processes}
+        if not traces and len(statuses) == 1 and (status := statuses.pop() or 0) > 0:
+            return SystemExit(status)  # all ranks have agreed on it, as after a preemption
+        causes = [number for number, trace in traces.items() if _CONSEQUENCE not in trace]
+        number = (causes or [noticed])[0]
+        process = ranks.processes[number]
+        rank = self.strategy.cluster_environment.node_rank() * self.strategy.num_processes + number
+        if number in traces:
+            return ProcessRaisedException(f"Rank {rank} raised an error:\n\n{traces[number]}", number, process.pid)
+        return RankFailedError(f"Rank {rank} died without an error: {describe_status(process.exitcode)}.")
 
 
-def _run_in_rank(trainer: Trainer, function: Callable[..., Any], returned: str, *args: Any, **kwargs: Any) -> bytes:
+def _run_in_rank(trainer: Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
     """Call `function` in the process of a rank; return what it returned, and the names in the module's state.
 
     Raises:
@@ -200,7 +162,6 @@ def _run_in_rank(trainer: Trainer, function: Callable[..., Any], returned: str, 
         release_at_exit()  # forked processes do not call functions of `atexit`
     buffer = io.BytesIO()
     torch.save((move_data_to_device(result, "cpu"), list(module.state_dict())), buffer)
-    Path(returned, str(strategy.local_rank)).touch()
     return buffer.getvalue()
 
 
@@ -210,7 +171,7 @@ def _add_layers(module: LightningModule, names: list[str]) -> None:
     Raises:
         ConfigurationError: the module still has other names.
     """
-    if set(names) != set(module.state_dict()) and is_overridden("configure_model", module):
+    if is_overridden("configure_model", module):
         module.configure_model()
     different = sorted(set(names) ^ set(module.state_dict()))
     if different:

@@ -26,10 +26,8 @@ from lightning_paral import (
     ParalFSDPStrategy,
     ParalZeROStrategy,
 )
-from lightning_paral.distributed.launcher import ScriptLauncher
 from lightning_paral.error_report import install_brief_excepthook
 from lightning_paral.errors import CheckpointError
-from tests.models.regression import Regression, regression_data
 from tests.running import quiet_trainer
 
 NAMES = [
@@ -179,18 +177,6 @@ def test_wrong_trainer_argument_is_refused(strategy: Any, options: dict[str, Any
     with pytest.raises(ConfigurationError) as caught:
         quiet_trainer(strategy=strategy() if callable(strategy) else strategy, devices=2, **options)
     assert message in str(caught.value)
-
-
-def test_units_are_found_before_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ScriptLauncher, "_call_children_scripts", lambda self: pytest.fail("launched"))
-    wrong = {"units": ["Blok"]}
-    for strategy in (
-        ParalFSDPStrategy(**wrong),
-        ParalDDPStrategy(activation_checkpointing=ActivationCheckpointing(**wrong)),
-        ParalFSDPStrategy(min_params=10**9, activation_checkpointing=ActivationCheckpointing(min_params=10**9)),
-    ):
-        with pytest.raises(ConfigurationError, match=r"units names 'Blok'|finds no repeated blocks|min_params"):
-            quiet_trainer(strategy=strategy, devices=2).fit(Regression(), regression_data(2, 2))
 
 
 def test_fabric_is_refused() -> None:
