@@ -86,6 +86,7 @@ class DDPRun:
         if dims.data_size > 1 and (is_manual or has_hook(self._module, _HOOKS_THAT_MAY_RUN_BACKWARD)):
             self._guard = UnreducedBackwardGuard(is_manual=is_manual)
             self._guard.watch(self._reduced.values())
+            self._guard.expect(strategy.precision_plugin, undo)
             undo.callback(self._guard.end)
 
     @property
@@ -244,8 +245,8 @@ class DDPRun:
             explained = explain_unused(str(error), list(self._reduced), self._strategy.global_rank)
             raise UnusedParametersError(explained) from error
 
-    def before_backward(self, loss: Tensor) -> None:
-        """Prepare for the backward pass of `loss`.
+    def before_backward(self) -> None:
+        """Check that DDP averages all gradients of the backward pass that begins.
 
         Raises:
             ConfigurationError: parameters were unfrozen inside the step. Their gradients would not be averaged.
@@ -259,8 +260,6 @@ class DDPRun:
                     f"it averages in this step: {first_names(late)}. Unfreeze or add them before the step: in "
                     "on_train_epoch_start or on_train_batch_start."
                 )
-        if self._guard is not None and loss.requires_grad:
-            self._guard.expect(loss)
 
     def optimizer_step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Return a context manager for the step of `optimizer`.
