@@ -53,7 +53,9 @@ def start_line(trainer: Trainer, strategy: Any, loaders: list[Any]) -> str:
         parts.append(f'split="{strategy.sampling.split}"')
     sizes = [_global_batch_size(loader, dims.data_size) for loader in loaders]
     if sizes and None not in sizes:
-        parts.append(f"global batch size {_batch_sizes(sizes, trainer.accumulate_grad_batches)}")
+        accumulated = trainer.accumulate_grad_batches
+        parts.append(f"global batch size {' and '.join(map(str, sizes))}")
+        parts += [f"{accumulated} batches accumulated"] * (accumulated > 1)
     each = "rank" if dims.num_ranks > 1 else "device"
     parts.append(f"{format_bytes(_held_bytes(strategy))} of parameters per {each}")
     return f"{getattr(strategy, 'strategy_name', type(strategy).__name__)}: {', '.join(map(str, parts))}"
@@ -79,15 +81,6 @@ def _held_bytes(strategy: Any) -> int:
             numel = parameter.numel()
         held += numel * parameter.element_size()
     return held
-
-
-def _batch_sizes(sizes: list[int | None], num_accumulated: int) -> str:
-    each = " and ".join(str(size) for size in sizes)
-    if num_accumulated == 1:
-        return each
-    if len(sizes) == 1:
-        return f"{(sizes[0] or 0) * num_accumulated} ({num_accumulated} batches of {each} accumulated)"
-    return f"{each}, {num_accumulated} batches accumulated"
 
 
 def _global_batch_size(loader: Any, data_size: int) -> int | None:

@@ -1,6 +1,5 @@
 """One fit under DDP: wrap the module, and replace its reducer when the set of trained parameters changes."""
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
@@ -30,10 +28,7 @@ from lightning_paral.errors import ConfigurationError, UnusedParametersError
 from lightning_paral.model.requires_grad import TrainedParameters, TrainingAgreement, first_names
 from lightning_paral.model.user_hooks import has_hook
 
-log = logging.getLogger(__name__)
-
 _requires_grad = attrgetter("requires_grad")
-_MANY_REBUILDS = 10
 _UNUSED_PARAMETERS = "Expected to have finished reduction in the prior iteration"
 _HOOKS_THAT_MAY_RUN_BACKWARD = (
     *("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_before_backward"),
@@ -74,7 +69,6 @@ class DDPRun:
         self._wrap = wrap
         self._undo = undo
         self._is_static_graph_known = False
-        self._num_rebuilds = 0
         self._wrap_and_register()
         self._trained = TrainedParameters(self._module, undo)
         self._reduced = self._needed = self._trained.by_name
@@ -190,13 +184,6 @@ class DDPRun:
             self._guard.watch(p for p in self._reduced.values() if p.requires_grad)
         self.model.require_forward_param_sync = old.require_forward_param_sync
         forget_static_graph(self._strategy)
-        log.info("DDP now reduces the gradients of %d parameters.", len(self._reduced))
-        self._num_rebuilds += 1
-        if self._num_rebuilds == _MANY_REBUILDS:
-            rank_zero_warn(
-                f"The set of trained parameters has changed {_MANY_REBUILDS} times, and DDP's reducer was rebuilt "
-                "each time. If parameters are frozen for some steps only, find_unused_parameters=True avoids this."
-            )
 
     # A step
 

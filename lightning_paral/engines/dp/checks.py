@@ -4,9 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.jit import ScriptModule
-from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
@@ -14,8 +12,6 @@ from lightning_paral.compat.torch.modules import is_compiled
 from lightning_paral.data.loaders import samplers
 from lightning_paral.distributed.process_group import check_device
 from lightning_paral.errors import ConfigurationError
-
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def check_replicable(module: LightningModule, *, is_fit: bool) -> None:
@@ -26,7 +22,7 @@ def check_replicable(module: LightningModule, *, is_fit: bool) -> None:
             "them with the same optimizers. Use automatic optimization, or paral_ddp."
         )
     for name, part in module.named_modules():
-        kind = _unreplicable_type(part)
+        kind = "compiled" if is_compiled(part) else "a ScriptModule" if isinstance(part, ScriptModule) else None
         if kind is not None:
             raise ConfigurationError(
                 f"{name or type(module).__name__} is {kind}, which cannot be replicated within one process. "
@@ -37,12 +33,6 @@ def check_replicable(module: LightningModule, *, is_fit: bool) -> None:
             raise ConfigurationError(
                 f"{name} has no shape yet. Run a batch through the module before training, so that lazy modules are "
                 "initialized, or use paral_ddp."
-            )
-    for step in _STEPS:
-        if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
-            raise ConfigurationError(
-                f"{step} takes `dataloader_iter`, so there is no batch for paral_dp to divide. Take `batch`, or "
-                "use paral_ddp."
             )
 
 
@@ -56,14 +46,6 @@ def check_draws_all(loader: object) -> None:
                 "data, but paral_dp runs in one process, and nothing would draw the others. Leave out the sampler, or "
                 "create it with **self.trainer.distributed_sampler_kwargs."
             )
-
-
-def _unreplicable_type(module: Module) -> str | None:
-    if is_compiled(module):
-        return "compiled"
-    if isinstance(module, ScriptModule):
-        return "a ScriptModule"
-    return None
 
 
 def check_one_process(

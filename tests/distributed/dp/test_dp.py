@@ -209,11 +209,6 @@ def compiled_in_place(module: nn.Module) -> nn.Module:
     return module
 
 
-class FromIterator(Scores):
-    def training_step(self, dataloader_iter: Any) -> None:
-        raise AssertionError
-
-
 class Manual(Scores):
     automatic_optimization = False
 
@@ -233,7 +228,6 @@ def test_module_with_manual_optimization_is_evaluated_and_trains_on_one_device()
         (lambda: with_hidden(compiled_in_place), "hidden is compiled.*paral_ddp"),
         (lambda: with_hidden(torch.jit.script), "hidden is a ScriptModule.*paral_ddp"),
         (lambda: with_hidden(lambda _: nn.LazyLinear(6)), "hidden.weight has no shape yet.*Run a batch"),
-        (FromIterator, "training_step takes `dataloader_iter`"),
         (Manual, "Manual uses manual optimization.*paral_ddp"),
     ],
 )

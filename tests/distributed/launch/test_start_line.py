@@ -65,8 +65,7 @@ def test_start_line_describes_the_run(on_ranks) -> None:
         "ddp": {f'paral_ddp: {replicas}, 32-true, split="batch", global batch size 8, {full}'},
         "global": {f'paral_ddp: {replicas}, 32-true, split="global", global batch size 4, {full}'},
         "fsdp": {
-            f'paral_fsdp: {shards}, bf16-mixed, split="batch", global batch size 16 (2 batches of 8 accumulated), '
-            f"{half}"
+            f'paral_fsdp: {shards}, bf16-mixed, split="batch", global batch size 8, 2 batches accumulated, {half}'
         },
         "zero": {f'paral_zero1: {shards}, 32-true, split="batch", {full}'},
         "several": {
