@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_paral.compat.lightning.strategies import set_device_everywhere, set_module
+from lightning_paral.compat.lightning.strategies import set_device_everywhere
 from lightning_paral.compat.torch.modules import own_buffers, own_parameters
 from lightning_paral.compat.torch.tensors import fake_tensor_mode
 from lightning_paral.errors import ConfigurationError
@@ -162,7 +162,7 @@ def call_step(step: Callable[..., Any], batch: Any, loader: int | None = None) -
 def _attach(module: LightningModule, trainer: Trainer, datamodule: LightningDataModule | None) -> None:
     """Give `module` the trainer, and replace its methods that need a running fit."""
     module.trainer = trainer
-    set_module(trainer.strategy, module)
+    trainer.strategy.connect(module)
     if datamodule is not None:
         vars(trainer)["datamodule"] = datamodule
     trainer.loggers = [DummyLogger()]  # accepts any call, also of its `experiment`

@@ -62,15 +62,33 @@ class CheckedLaunch:
             strategy.num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", strategy.num_nodes))
 
     def check_ranks(self) -> None:
-        """Raise a `ConfigurationError` if the ranks, which have been set, do not fit the Trainer."""
-        strategy = self._strategy
-        if strategy.cluster_environment is not None:
-            check_ranks(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+        """Check that the ranks, which have been set, fit together and fit the Trainer.
+
+        Raises:
+            ConfigurationError: the rank is not below the world size, or that differs from the Trainer's.
+        """
+        environment, num_devices = self._strategy.cluster_environment, self._strategy.num_processes
+        if environment is None or type(environment).validate_settings is not ClusterEnvironment.validate_settings:
+            return  # Lightning compares them before it launches
+        name, rank, world_size = type(environment).__name__, environment.global_rank(), environment.world_size()
+        if world_size != num_devices * self._strategy.num_nodes:
+            raise ConfigurationError(
+                f"{name} has {world_size} processes, but Trainer(devices={num_devices}, "
+                f"num_nodes={self._strategy.num_nodes}) needs {num_devices * self._strategy.num_nodes}. Start as many "
+                "processes as devices, or change devices or num_nodes."
+            )
+        if not 0 <= rank < world_size:
+            raise ConfigurationError(f"{name} has {world_size} processes, but says that this one is rank {rank}.")
 
     def check_settings(self) -> None:
         """Raise a `ConfigurationError` if no strategy supports the Trainer's settings."""
         strategy = self._strategy
-        check_local_rank(strategy.local_rank, strategy.num_processes)
+        if strategy.local_rank >= strategy.num_processes:
+            raise ConfigurationError(
+                f"This process was started as local rank {strategy.local_rank}, but Trainer(devices=...) gives this "
+                f"node {strategy.num_processes} device(s). Start as many processes per node as devices, or set "
+                f"devices={strategy.local_rank + 1} or more."
+            )
         check_device(strategy.root_device)
         backend_for(strategy.root_device, strategy.process_group_backend)
         _ = self._start_method_now
@@ -196,31 +214,3 @@ def _check_alone(environment: ClusterEnvironment) -> None:
                 "SLURMEnvironment(), which is the default unless SLURM_JOB_NAME is bash or interactive, "
                 "LSFEnvironment(), or KubeflowEnvironment() for pods with one process each."
             )
-
-
-def check_ranks(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> None:
-    """Check that the ranks fit together and fit the Trainer, after they were set.
-
-    Raises:
-        ConfigurationError: the rank is not below the world size, or the world size differs from that of the Trainer.
-    """
-    name, rank, world_size = type(environment).__name__, environment.global_rank(), environment.world_size()
-    if type(environment).validate_settings is not ClusterEnvironment.validate_settings:
-        return  # Lightning compares them before it launches
-    if world_size != num_devices * num_nodes:
-        raise ConfigurationError(
-            f"{name} has {world_size} processes, but Trainer(devices={num_devices}, num_nodes={num_nodes}) needs "
-            f"{num_devices * num_nodes}. Start as many processes as devices, or change devices or num_nodes."
-        )
-    if not 0 <= rank < world_size:
-        raise ConfigurationError(f"{name} has {world_size} processes, but says that this one is rank {rank}.")
-
-
-def check_local_rank(local_rank: int, num_devices: int) -> None:
-    """Raise a `ConfigurationError` if this node runs more processes than the Trainer has devices."""
-    if local_rank >= num_devices:
-        raise ConfigurationError(
-            f"This process was started as local rank {local_rank}, but Trainer(devices=...) gives this node "
-            f"{num_devices} device(s). Start as many processes per node as devices, or set devices={local_rank + 1} or "
-            "more."
-        )

@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_paral.compat.lightning.methods import shadow_method
-from lightning_paral.compat.lightning.results import ResultCollection, check_overridden
+from lightning_paral.compat.lightning.results import ResultCollection
 from lightning_paral.compat.private_name import Names, replace
 from lightning_paral.compat.torch.tensors import tree_unflatten
 
@@ -82,7 +82,6 @@ def set_results(loop: EvaluationLoop, results: ResultCollection) -> None:
 
 def set_results_of_fit(trainer: Trainer, results: ResultCollection) -> None:
     """Make hooks log to `results` during training."""
-    check_overridden()
     replace(trainer.fit_loop.epoch_loop, "_results", results)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_paral.compat.lightning.methods import replace_methods, shadow_method
-from lightning_paral.compat.private_name import Names, named, replace
+from lightning_paral.compat.private_name import Names, replace
 
 __all__ = ["Metadata", "ResultCollection", "ResultMetric"]
 
@@ -41,12 +41,6 @@ NAMES: Names = {
 
 
 # The collection behind `self.log`, and the metrics that hold its values
-
-
-def check_overridden() -> None:
-    """Raise a `PrivateNameError` if Lightning lacks a method that subclasses of `ResultCollection` override."""
-    for name in ("log", "update_metrics", "metrics"):
-        named(NAMES, f"_ResultCollection.{name}").resolve()
 
 
 def make_sync(reduce: Any, *, should: bool) -> Sync:

@@ -22,7 +22,7 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn import Module
 
 from lightning_paral.compat.lightning.methods import shadow_method
-from lightning_paral.compat.private_name import Names, named, replace
+from lightning_paral.compat.private_name import Names, replace
 
 __all__ = [
     "ForwardRedirection",
@@ -35,7 +35,6 @@ __all__ = [
 
 NAMES: Names = {
     "lightning.pytorch.strategies.Strategy": {
-        "._lightning_module": "give a module that is planned a Trainer with a strategy that knows it",
         "._forward_redirection": "run steps through DeepSpeed's engine",
     },
     "lightning.pytorch.strategies.ParallelStrategy": {
@@ -129,11 +128,6 @@ def forget_static_graph(strategy: DDPStrategy) -> None:
     replace(strategy, "_pl_static_graph_delay_done", False)
 
 
-def set_module(strategy: Strategy, module: LightningModule) -> None:
-    """Make `strategy.lightning_module` return `module`."""
-    replace(strategy, "_lightning_module", module)
-
-
 # Replace the strategy of a Trainer while a run begins
 
 
@@ -214,7 +208,6 @@ def after_closure(plugin: Precision, module: LightningModule, optimizer: Any) ->
 
 def replace_check(callback: GradientAccumulationScheduler, check: Callable[..., None]) -> None:
     """Replace the callback's own check with `check(callback, trainer, module)`."""
-    named(NAMES, "on_train_start").resolve()
     replacement: Any = partial(check, callback)
     shadow_method(callback, "on_train_start", replacement)
 

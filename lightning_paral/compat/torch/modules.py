@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _WrappedHook
 
-from lightning_paral.compat.private_name import Names, named
+from lightning_paral.compat.private_name import Names
 
 __all__ = [
     "BatchNorm",
@@ -261,7 +261,6 @@ def save_own(part: Module, destination: dict[str, Any], prefix: str) -> None:
 def save_submodules_by(module: Module, method: Callable[..., None]) -> Iterator[None]:
     """Save each submodule with `method(part, own, destination, prefix, keep_vars)`, where `own` is its own method."""
     name = "_save_to_state_dict"
-    named(NAMES, name).resolve()
     parts = list(module.modules())
     before = [vars(part).get(name) for part in parts]
     try:
