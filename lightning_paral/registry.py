@@ -8,8 +8,6 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-from lightning_paral.compat.lightning.strategy_lookup import check_before_lookup
-from lightning_paral.errors import ConfigurationError
 from lightning_paral.suggestions import did_you_mean, nearest_names
 
 
@@ -77,35 +75,11 @@ def register_strategies() -> None:
     for entry in STRATEGIES:
         arguments = dict(entry.arguments)
         StrategyRegistry.register(entry.name, entry.create, entry.description, override=True, **arguments)
-    check_before_lookup(_check)
-
-
-def _check(strategy: Any) -> None:
-    """Raise a `ConfigurationError` if `strategy` is a class or resembles a name of ours; say what to write."""
-    if isinstance(strategy, type) and issubclass(strategy, Strategy):
-        raise ConfigurationError(
-            f"Trainer(strategy={strategy.__name__}): this is the class itself. Pass an instance: "
-            f"strategy={strategy.__name__}()."
-        )
-    if isinstance(strategy, str):
-        name = strategy.lower()  # as Lightning looks it up
-        is_known = name == "auto" or name in StrategyRegistry  # Lightning's own choice is not in the registry
-        if not is_known and (name.startswith("paral") or _nearest(name, 0.85)):
-            raise ConfigurationError(explain_unknown_name(strategy))
-
-
-def _nearest(name: str, cutoff: float) -> list[str]:
-    full_name = f"paral_{name.lower().replace('-', '_').removeprefix('paral_')}"
-    return nearest_names(full_name, [entry.name for entry in STRATEGIES], cutoff=cutoff)
 
 
 def explain_unknown_name(name: str) -> str:
     """Return a message that `name` is unknown, with the most similar names."""
-    classes = [entry.class_name for entry in STRATEGIES if entry.class_name.lower() == name.lower()]
-    if classes:
-        path = f"lightning_paral.{classes[0]}"
-        hint = f"It is a class: write strategy={path}() in Python, or class_path: {path} in YAML."
-    else:
-        names = f"The names are {', '.join(entry.name for entry in STRATEGIES)}."
-        hint = f"{did_you_mean(_nearest(name, 0.7), quoted=True) or names} `paral strategies` explains them."
-    return f"There is no strategy named {name!r}. {hint}"
+    names = [entry.name for entry in STRATEGIES]
+    full_name = f"paral_{name.lower().replace('-', '_').removeprefix('paral_')}"
+    hint = did_you_mean(nearest_names(full_name, names), quoted=True) or f"The names are {', '.join(names)}."
+    return f"There is no strategy named {name!r}. {hint} `paral strategies` explains them."

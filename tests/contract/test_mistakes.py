@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch import Trainer
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
@@ -29,25 +28,6 @@ from lightning_paral import (
 from lightning_paral.error_report import install_brief_excepthook
 from lightning_paral.errors import CheckpointError
 from tests.running import quiet_trainer
-
-NAMES = [
-    ("paral_zero4", "'paral_zero4'. Did you mean 'paral_zero3'"),
-    ("paral-ddp", "'paral-ddp'. Did you mean 'paral_ddp'"),
-    ("paral_fsdp2", "'paral_fsdp2'. Did you mean 'paral_fsdp'"),
-    ("zero2", "'zero2'. Did you mean 'paral_zero2'"),
-    ("ddp_ring", "Did you mean 'paral_ddp_ring'"),
-    ("parallel", "There is no strategy named 'parallel'. The names are paral_auto, paral_dp,"),
-    ("ParalDDPStrategy", "strategy=lightning_paral.ParalDDPStrategy()"),
-    (ParalDDPStrategy, "Trainer(strategy=ParalDDPStrategy): this is the class itself"),
-]
-
-
-@pytest.mark.parametrize(("name", "message"), NAMES, ids=lambda value: str(value)[:40])
-def test_wrong_name_is_refused_with_a_suggestion(name: Any, message: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        Trainer(strategy=name, accelerator="cpu", devices=2, logger=False)
-    assert message in str(caught.value)
-
 
 OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     # Names
