@@ -9,13 +9,13 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_paral.callbacks.auto_resume import AutoResume
 from lightning_paral.checkpoint.find import is_checkpoint
 from lightning_paral.cli.parser import TrainerParser
 from lightning_paral.errors import ConfigurationError, MissingCheckpointError, ParalError
-from lightning_paral.registry import STRATEGIES
+from lightning_paral.registry import STRATEGIES, explain_unknown_name
 
 
 class StrategyFirstTrainer(Trainer):
@@ -24,6 +24,8 @@ class StrategyFirstTrainer(Trainer):
     # jsonargparse tries the members of a union in order. With Lightning's annotation, `str | Strategy`, it would parse
     # every `--trainer.strategy package.Class` as a name.
     def __init__(self, *args: Any, strategy: Strategy | str = "auto", **kwargs: Any) -> None:
+        if isinstance(strategy, str) and strategy.startswith("paral") and strategy not in StrategyRegistry:
+            raise ConfigurationError(explain_unknown_name(strategy))
         super().__init__(*args, strategy=strategy, **kwargs)
 
 

@@ -199,11 +199,12 @@ def test_libraries_that_import_the_old_name_of_lightning_train_with_the_document
 
 
 def test_uncaught_error_shows_only_lines_of_the_user(tmp_path: Path) -> None:
-    text = "import lightning_paral\nfrom lightning.pytorch import Trainer\nTrainer(strategy='paral_zero4')\n"
+    call = "Trainer(strategy='paral_dp', accelerator='cpu', num_nodes=2)"
+    text = f"import lightning_paral\nfrom lightning.pytorch import Trainer\n{call}\n"
     printed = run_script(tmp_path, text).stderr.splitlines()
     printed = printed[printed.index("Traceback (most recent call last):") :]  # imports may have warned
     assert printed[1].endswith('script.py", line 3, in <module>')
-    assert printed[-1].startswith("lightning_paral.errors.ConfigurationError: There is no strategy named 'paral_zero4'")
+    assert printed[-1].startswith("lightning_paral.errors.ConfigurationError: paral_dp is one process on one node")
     assert len(printed) <= 5
 
 
