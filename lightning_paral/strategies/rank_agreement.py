@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -232,7 +232,7 @@ def _name_of(value: Any) -> str:
 # Values that callbacks monitor, which may be logged without `sync_dist`
 
 
-def _uses_values(callback: Any) -> bool:
+def _uses_values(callback: Any) -> TypeGuard[ModelCheckpoint]:
     """Return whether the checkpoints of a callback, or the names of their files, depend on logged values."""
     if not isinstance(callback, ModelCheckpoint):
         return False
