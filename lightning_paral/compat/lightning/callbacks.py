@@ -13,16 +13,12 @@ from lightning_paral.compat.private_name import Names, replace
 NAMES: Names = {
     "lightning.pytorch.callbacks.WeightAveraging": {
         "._average_model": "average shards instead of a full copy of the module",
-        "_swap_models(pl_module)": "exchange averages and weights shard by shard",
-        "_copy_average_to_current(pl_module)": "exchange averages and weights shard by shard",
-        "._device": "average shards with the options given to the callback",
-        "._use_buffers": "average shards with the options given to the callback",
-        "._kwargs": "average shards with the options given to the callback",
+        "_swap_models(pl_module); _copy_average_to_current(pl_module)": "exchange averages and weights shard by shard",
+        "._device; ._use_buffers; ._kwargs": "average shards with the options given to the callback",
     },
     "lightning.pytorch.callbacks.StochasticWeightAveraging": {
         "._average_model": "average shards instead of a full copy of the module",
-        "._model_contains_batch_norm": "remove the schedulers that a loaded checkpoint replaces",
-        "._scheduler_state": "remove the schedulers that a loaded checkpoint replaces",
+        "._model_contains_batch_norm; ._scheduler_state": "know whether a loaded checkpoint replaces schedulers",
         "_clear_schedulers(trainer)": "remove the schedulers that a loaded checkpoint replaces",
     },
     "lightning.pytorch.callbacks.ModelCheckpoint": {

@@ -9,17 +9,14 @@ from lightning.pytorch import Trainer
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.private_name import Names, replace
 
+_INFERENCE = {".inference_mode": "evaluate without inference mode, whose tensors can never be trained"}
+
 NAMES: Names = {
-    "lightning.pytorch.loops._EvaluationLoop": {
-        ".inference_mode": "evaluate without inference mode, whose tensors can never be trained",
-    },
-    "lightning.pytorch.loops._PredictionLoop": {
-        ".inference_mode": "evaluate without inference mode, whose tensors can never be trained",
-    },
+    "lightning.pytorch.loops._EvaluationLoop": _INFERENCE,
+    "lightning.pytorch.loops._PredictionLoop": _INFERENCE,
     "lightning.pytorch.loops._FitLoop": {
         "_should_accumulate": "know whether a backward pass is the last one before an optimizer step",
-        "._combined_loader": "restart the training data at the position of a checkpoint",
-        "._data_fetcher": "restart the training data at the position of a checkpoint",
+        "._combined_loader; ._data_fetcher": "restart the training data at the position of a checkpoint",
         "advance": "leave an epoch that is not finished without its end hooks",
         "on_run_end": "leave a fit that is not finished without on_train_end",
     },

@@ -16,8 +16,7 @@ NAMES: Names = {
     "torch.distributed": {"_broadcast_coalesced": "broadcast tensors of dtypes that gloo or NCCL do not support"},
     "torch.nn.parallel.DistributedDataParallel": {
         "._ddp_params_and_buffers_to_ignore": "ignore what a module tells DDP to ignore",
-        "_check_reducer_finalized": "check that the last backward pass produced all gradients",
-        "_remove_autograd_hooks": "remove the reducer's hooks from the parameters after a run",
+        "_check_reducer_finalized; _remove_autograd_hooks": "replace the reducer after a complete backward pass",
     },
 }
 

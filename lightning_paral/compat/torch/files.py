@@ -19,7 +19,6 @@ PythonUnpickler: Any = pickle._Unpickler
 NAMES: Names = {
     "pickle": {"_Unpickler": "read pickles with few opcodes, and limits for time and memory"},
     "torch._utils": {
-        "IMPORT_MAPPING": "accept exactly the names in a checkpoint that torch.load accepts",
-        "NAME_MAPPING": "accept exactly the names in a checkpoint that torch.load accepts",
+        "IMPORT_MAPPING; NAME_MAPPING": "accept exactly the names in a checkpoint that torch.load accepts",
     },
 }
