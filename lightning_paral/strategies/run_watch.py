@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 
@@ -58,27 +58,38 @@ class RunWatch:
     """After an error of this rank's own, the number of optimizer steps; otherwise empty."""
     _reached: tuple[RankGroup | None] | None = None
     """After a failure, the ranks that raised together, or `None`, once they are known."""
-    _is_guarded: bool = False
-    """After a failure, whether the hooks that are called then are guarded."""
+    _undo_run: ExitStack | None = None
+    """During a run, what undoes what holds for its duration only."""
+    _undo_guard: ExitStack | None = None
+    """After a failure, what removes the guard of the hooks that are called then."""
 
     def __init__(self, strategy: ParallelStrategy, timeout: timedelta, form: Form) -> None:
         self._strategy, self.timeout, self._default_form = strategy, timeout, form
-        self._timeout_option = f"{type(strategy).__name__}(timeout=...)"
-        self._undo = ExitStack()
-        """Undoes what holds during the run only."""
 
     @property
-    def _trainer(self) -> Trainer | None:
-        return trainer_of(self._strategy.lightning_module)
+    def lightning_module(self) -> LightningModule | None:
+        """The module of the run."""
+        return self._strategy.lightning_module
 
     @property
-    def _is_interrupted(self) -> bool:
-        return self._trainer is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._strategy.world_size
+
+    @property
+    def global_rank(self) -> int:
+        """This rank."""
+        return self._strategy.global_rank
 
     @property
     def is_failing(self) -> bool:
         """Whether an exception ended the run, and the teardown is not finished."""
-        return bool(self.name) and self._is_interrupted
+        trainer = trainer_of(self.lightning_module)
+        return trainer is not None and bool(self.name) and trainer.state.status == TrainerStatus.INTERRUPTED
+
+    @property
+    def _timeout_option(self) -> str:
+        return f"{type(self._strategy).__name__}(timeout=...)"
 
     def forget_last(self) -> None:
         """Forget how the last run ended."""
@@ -86,12 +97,13 @@ class RunWatch:
 
     def begin(self) -> None:
         """Agree on a name for the run, by which ranks find each other after an exception. *Collective*."""
-        self._reached, self._step, self._is_guarded = None, "", False
-        self._undo.close()
-        self._undo.callback(use_default_timeout(self.timeout))
+        self._reached, self._step = None, ""
+        if self._undo_run is None:
+            self._undo_run = ExitStack()
+            self._undo_run.callback(use_default_timeout(self.timeout))
         self._end_watching()
         self.name = uuid.uuid4().hex
-        if self._strategy.world_size == 1:
+        if self.world_size == 1:
             return
         self.name = self._strategy.broadcast(self.name)
         self.watcher = RankWatcher(self.name, self.timeout.total_seconds() + 5.0)
@@ -108,8 +120,12 @@ class RunWatch:
         try:
             self._end_watching()
         finally:
-            self._undo.close()
-            if self._is_interrupted and self._strategy.world_size > 1:
+            for undo in (self._undo_guard, self._undo_run):
+                if undo is not None:
+                    undo.close()
+            self._undo_guard = self._undo_run = None
+            trainer = trainer_of(self.lightning_module)
+            if trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED and self.world_size > 1:
                 release_process_group(after_failure=True)
             self.name, self._reached = "", None
 
@@ -142,7 +158,7 @@ class RunWatch:
     def _end_after_mismatch(self) -> None:
         """End the run on all ranks, wherever they wait, with an error that says where. Called in a thread of gloo."""
         atexit.register(end_with_error)  # otherwise Python would wait for gloo's thread when it exits
-        hangs, failures, trainer = self._hangs, self._failures, self._trainer
+        hangs, failures, trainer = self._hangs, self._failures, trainer_of(self.lightning_module)
         if hangs is not None and failures is not None and trainer is not None:
             where = hangs.where_all_are("A rank sent more to another one than its collective takes.")
             error = ProcessGroupError(where if DIFFERENT in where else f"{where} {DIFFERENT}")
@@ -156,15 +172,10 @@ class RunWatch:
         Call this while `error` is being handled, before anything else. Outside of a run, it only names the failure of
         another rank that interrupted the teardown of the last run. `sys.exit(0)` exits with status 1.
         """
-        trainer = self._trainer
+        trainer = trainer_of(self.lightning_module)
         if trainer is None or not self.name:
-            if (
-                isinstance(error, SystemExit)
-                and not error.code
-                and self._strategy.world_size > 1
-                and agreed_status() is None
-            ):
-                sys.stderr.write(describe_exit(error, self._strategy.global_rank, "code outside of a run"))
+            if isinstance(error, SystemExit) and not error.code and self.world_size > 1 and agreed_status() is None:
+                sys.stderr.write(describe_exit(error, self.global_rank, "code outside of a run"))
             return as_consequence(error, self._why_interrupted)
         reported = as_consequence(error, self._why_interrupted)
         if self._failures is not None:
@@ -174,15 +185,13 @@ class RunWatch:
                 self.watcher.leave(error)
                 self._hangs.leave(error)
                 if timed_out:
-                    error.add_note(
-                        self._hangs.where_all_are(f"A collective of rank {self._strategy.global_rank} timed out.")
-                    )
+                    error.add_note(self._hangs.where_all_are(f"A collective of rank {self.global_rank} timed out."))
             is_agreed = isinstance(error, SystemExit) and agreed_status() is not None
             reported = self._failures.report(error, describe_position(trainer, error), is_agreed=is_agreed)
         self._step = str(trainer.global_step) if reported is error else ""
-        if not self._is_guarded:
-            self._is_guarded = True
-            self._guard_hooks(trainer)
+        if self._undo_guard is None:
+            self._undo_guard = ExitStack()
+            self._guard_hooks(trainer, self._undo_guard)
         return reported
 
     def report_death(self, rank: int, how: str) -> None:
@@ -202,22 +211,20 @@ class RunWatch:
 
     # While Lightning calls the hooks for exceptions
 
-    def _guard_hooks(self, trainer: Trainer) -> None:
+    def _guard_hooks(self, trainer: Trainer, undo: ExitStack) -> None:
         """Let no hook that is called after an exception hide the exception, or leave the run without a teardown."""
-        shadow_method(
-            trainer, "save_checkpoint", partial(self._save_after_failure, trainer.save_checkpoint), self._undo
-        )
+        shadow_method(trainer, "save_checkpoint", partial(self._save_after_failure, trainer.save_checkpoint), undo)
         owners = [(each, "on_exception") for each in (*vars(trainer)["callbacks"], vars(trainer).get("datamodule"))]
         for owner, name in (*owners, *((logger, "finalize") for logger in trainer.loggers)):
             if owner is not None:
-                shadow_method(owner, name, partial(self._call_hook, getattr(owner, name)), self._undo)
+                shadow_method(owner, name, partial(self._call_hook, getattr(owner, name)), undo)
 
     def _call_hook(self, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Call a hook. If it cannot save, warn; after another error, end the run, because Lightning does not."""
         try:
             hook(*args, **kwargs)
         except CheckpointError as error:
-            if self._strategy.global_rank == int(self._has_rank_0_died):
+            if self.global_rank == int(self._has_rank_0_died):
                 warnings.warn(str(error), stacklevel=2)
         except BaseException as error:
             if self._failures is not None:
@@ -259,7 +266,7 @@ class RunWatch:
         raise CheckpointError(f"{filepath} was not saved after the failure: {reason} {self._newest_checkpoint()}")
 
     def _newest_checkpoint(self) -> str:
-        trainer = self._trainer
+        trainer = trainer_of(self.lightning_module)
         callbacks = [] if trainer is None else trainer.checkpoint_callbacks
         paths = [str(getattr(each, name, "")) for each in callbacks for name in ("last_model_path", "best_model_path")]
         newest = max(filter(os.path.exists, paths), key=os.path.getmtime, default=None)
@@ -270,7 +277,7 @@ class RunWatch:
 
         The first call after a failure is *collective*, but returns if some rank does not call it.
         """
-        if not dist.is_initialized() or dist.get_world_size() != self._strategy.world_size:
+        if not dist.is_initialized() or dist.get_world_size() != self.world_size:
             return None
         if not self.is_failing or self._failures is None:
             return all_ranks()
@@ -278,7 +285,7 @@ class RunWatch:
             self._reached = (None,)
             if self._default_form == "sharded" and self._failures.first.agree("step", self._step):
                 with suppress(dist.DistError, RuntimeError):  # a rank has died since
-                    name, ranks = f"after the failure of {self.name}", range(self._strategy.world_size)
+                    name, ranks = f"after the failure of {self.name}", range(self.world_size)
                     # not an older group, in which collectives may be pending
                     group = new_named_group(name, ranks, timeout=self.timeout, backend="gloo")
                     self._reached = (all_ranks(group),)
@@ -287,7 +294,7 @@ class RunWatch:
     def saving_ranks(self) -> RankGroup | None:
         """Return the ranks that save after a failure; `None` if this rank is not one of them."""
         if self._default_form == "full":
-            return RankGroup() if self._strategy.global_rank == 0 else None
+            return RankGroup() if self.global_rank == 0 else None
         return self.reachable()
 
 
