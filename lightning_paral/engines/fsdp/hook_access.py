@@ -1,23 +1,27 @@
 """Let the code of hooks use sharded tensors (DTensors) as if they were full.
 
 One rule: an operation that acts on each element by itself, on tensors that are sharded alike, runs on the shards. Every
-other one runs on full tensors, as in one process, and each rank keeps its chunk of what it writes.
+other one runs on full tensors, as in one process, and each rank keeps its chunk of what it writes, and of gradients.
 """
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from lightning_paral.checkpoint.dtensor_chunks import chunk_of_dtensor, dtensor_like, is_chunked
 from lightning_paral.checkpoint.layout import Chunk
 from lightning_paral.checkpoint.shards import refuse_export
-from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
+from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass, is_in_transform, version_of
 from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.patches import replace_attributes
 from lightning_paral.compat.torch.tensors import (
@@ -42,16 +46,6 @@ _ELEMENTWISE = {
     aten.zeros_like, aten.ones_like, aten.empty_like, aten.full_like, aten.detach_,
 }  # fmt: skip
 """Operations on each element that torch does not tag as pointwise."""
-_WRONG_ON_SHARDS = {
-    aten._local_scalar_dense, aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.binary_cross_entropy,
-    aten.binary_cross_entropy_with_logits, aten.soft_margin_loss,
-}  # fmt: skip
-"""Operations with results of one rank, or means of uneven shards, in torch 2.13."""
-_MEAN_IN_BACKWARD = {
-    aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.binary_cross_entropy, aten.soft_margin_loss,
-}  # fmt: skip
-"""Losses whose backward pass on shards divides by the number of elements of the shard, in torch 2.13."""
-_MEANS = {each.__name__ for each in _MEAN_IN_BACKWARD}
 _TO_PYTHON = {"numpy", "tolist", "__array__", "__format__"}
 """Methods that convert a tensor to Python or NumPy, below the dispatcher."""
 _VIEWS = {Tensor.data, Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.real, Tensor.imag}
@@ -141,9 +135,6 @@ class HookAccess:
     def _call(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs, name = kwargs or {}, function.__name__
         attribute = getattr(function, "__self__", None)
-        if name in _MEANS and len(args) == 2 and _is_mean(kwargs) and _differentiates(args):
-            total = self._call(function, types, args, kwargs | {"reduction": "sum"})
-            return total / torch.broadcast_shapes(*(each.shape for each in args)).numel()  # type: ignore[no-untyped-call]
         with DisableTorchFunctionSubclass():
             if name == "__get__" and attribute not in _VIEWS:
                 return function(*args, **kwargs)
@@ -151,22 +142,51 @@ class HookAccess:
                 return self._assign(function, *args)
             if name in _TO_PYTHON:
                 return _to_python(function, *args, **kwargs)
-            if name in ("sum", "mean") and not self._in_step() and _can_be_derived(args):
-                self._write_views()
-                return _reduced(name, *args, **kwargs)
             known = set(self._views)
-            with self._mode:
-                result = function(*args, **kwargs)
-            if len(self._views) > len(known):
-                del args, kwargs
-                self._drop_unused(known)
-            return result
+            with suppress(_NeedsGradientError):
+                with self._mode:
+                    result = function(*args, **kwargs)
+                if len(self._views) > len(known):
+                    del args, kwargs
+                    self._drop_unused(known)
+                return result
+        return self._differentiate(function, args, kwargs)
+
+    def _differentiate(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a function on full tensors, which are gathered again when a backward pass needs them."""
+        fulls: dict[int, tuple[Any, Tensor]] = {}
+
+        def full_of(tensor: Any) -> Tensor:
+            if id(tensor) not in fulls:
+                fulls[id(tensor)] = tensor, _Gather.apply(tensor)  # type: ignore[no-untyped-call]
+            return fulls[id(tensor)][1]
+
+        def shard_of(saved: Tensor) -> Tensor:
+            same = (tensor for tensor, full in fulls.values() if _layout(saved) == _layout(full))
+            return next(same, saved).detach()
+
+        args, kwargs = tree_map_only(DTensor, full_of, (args, kwargs))
+        versions = [version_of(full) for _, full in fulls.values()]
+        with saved_tensors_hooks(shard_of, lambda saved: as_full(saved) if isinstance(saved, DTensor) else saved):
+            result = function(*args, **kwargs)
+        if versions != [version_of(full) for _, full in fulls.values()]:
+            raise ConfigurationError(
+                f"{function.__name__} writes to a sharded tensor (DTensor) that is differentiated. Use an operation "
+                "that returns a new tensor, or torch.no_grad()."
+            )
+        return result
 
     def _drop_unused(self, known: set[Any]) -> None:
         """Drop copies of which nobody has views: those that a call made for itself, and older ones if they are many."""
         is_large = sum(view.full.nbytes for view in self._views.values()) > _KEPT_BYTES
-        for key in [key for key in self._views if is_large or key not in known]:
-            if use_count(self._views[key].full) == 2:  # the copy itself, and the storage object that is asked
+        keys = [key for key in self._views if is_large or key not in known]
+        counts = torch.tensor([use_count(self._views[key].full) for key in keys])
+        if is_large:  # user code of one rank alone may have kept a view
+            counts = counts.to(self._views[keys[0]].full.device)
+            for group in self._views[keys[0]].tensor.device_mesh.get_all_groups():
+                dist.all_reduce(counts, dist.ReduceOp.MAX, group)
+        for key, count in zip(keys, counts.tolist(), strict=True):
+            if count == 2:  # the copy itself, and the storage object that is asked
                 view = self._views.pop(key)
                 _keep_chunk(view.tensor, view.full)
 
@@ -180,7 +200,7 @@ class HookAccess:
             if isinstance(value, DTensor) and any(_key(value) == _key(param) for param in others):
                 raise ConfigurationError(shares_memory(name))
             with self._mode:
-                target.copy_(value)
+                target.copy_(value.clone(memory_format=torch.contiguous_format))  # which may be a view of the target
         elif isinstance(value, DTensor) or value.shape != target.shape:
             assign(target, value)
         else:
@@ -197,11 +217,14 @@ class HookAccess:
         if name.startswith("new_"):  # reads no values
             is_like = torch.Size(args[1]) == args[0].shape
             return operation(args[0] if is_like else local_of(args[0]), *args[1:], **kwargs)
-        _check_mean(operation, args, kwargs, tensors)
+        if self._needs_gradient(operation, args, tensors):
+            raise _NeedsGradientError
         if self._acts_on_shards(operation, args, tensors):
             return operation(*args, **kwargs)
-        if self._in_step() and self._is_left_to_torch(operation, args, tensors):
-            return operation(*args, **kwargs)
+        may_differ = any(each.dim() for each in tensors if not isinstance(each, DTensor))
+        is_error = may_differ or _differentiates(tensors)
+        if is_error and self._in_step() and not (packet is aten.copy_ and isinstance(args[0], DTensor)):
+            return operation(*args, **kwargs)  # which is torch's error
         if packet is aten.linalg_vector_norm and _can_be_joined(*args[:2]):
             self._write_views()
             return operation(*args, **kwargs).full_tensor()
@@ -213,6 +236,14 @@ class HookAccess:
             return [one for [one] in each] if each[0] is not None else None
         return self._run_on_full(operation, args, kwargs)
 
+    def _needs_gradient(self, operation: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> bool:
+        """Return whether an operation is differentiated whose gradients would not be sharded as the tensors are."""
+        is_write = any(_is_write(each) for each in schema_of(operation).arguments)
+        if is_write or not _differentiates(tensors) or is_in_transform():
+            return False
+        has_plain = any(each.requires_grad for each in tensors if not isinstance(each, DTensor))
+        return has_plain or not self._acts_on_shards(operation, args, tensors)
+
     def _acts_on_shards(self, operation: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> bool:
         if not _is_elementwise(operation):
             return False
@@ -223,17 +254,6 @@ class HookAccess:
             return False
         common = [each for each in args if isinstance(each, Tensor)]
         return all(self._are_alike([*each, *common]) for each in zip(*lists, strict=False))
-
-    def _is_left_to_torch(self, operation: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> bool:
-        """Return whether torch runs an operation of a step on DTensors, or raises an error.
-
-        Plain tensors may differ between the ranks there, and gradients of shards have to be shards.
-        """
-        if packet_of(operation) is aten.copy_ and isinstance(args[0], DTensor):
-            return False
-        if any(each.dim() for each in tensors if not isinstance(each, DTensor)):
-            return True
-        return _differentiates(tensors) and packet_of(operation) not in _WRONG_ON_SHARDS
 
     def _are_alike(self, tensors: Iterable[Tensor]) -> bool:
         """Return whether `tensors` are DTensors that are sharded alike, without views, or plain numbers."""
@@ -253,7 +273,7 @@ class HookAccess:
         schema = schema_of(operation)
         names = [argument.name for argument in schema.arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
-        writes = {each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write}
+        writes = {each.name for each in schema.arguments if _is_write(each)}
         viewed = {each.name for each in schema.arguments if each.alias_info is not None} - writes
         is_like = packet_of(operation).__name__.endswith("_like")  # reads no values
         fulls: dict[int, Tensor] = {}
@@ -271,7 +291,7 @@ class HookAccess:
         for each in written:
             if isinstance(each, DTensor):
                 _keep_chunk(each, fulls[id(each)])
-        if schema.returns and all(each.alias_info is not None and each.alias_info.is_write for each in schema.returns):
+        if schema.returns and all(map(_is_write, schema.returns)):
             return written[0] if len(schema.returns) == 1 else tuple(written)
         return result
 
@@ -306,6 +326,30 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._access.run(operation, args, kwargs or {})
 
 
+class _NeedsGradientError(Exception):
+    """An operation on shards has to be differentiated that does not act on each element by itself."""
+
+
+class _Gather(torch.autograd.Function):
+    """Gathers a DTensor, whose gradient is averaged over the ranks, as their losses are. *Collective*."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Tensor:
+        ctx.tensor = tensor.detach()
+        return as_full(ctx.tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        mesh = ctx.tensor.device_mesh
+        gradient = (gradient / mesh.size()).contiguous()
+        for group in mesh.get_all_groups():
+            dist.all_reduce(gradient, group=group)
+        if gradient.device.type != "cpu":
+            torch.accelerator.synchronize()  # FSDP2 may be reducing another gradient of the parameter
+        return shard_like(ctx.tensor, gradient)
+
+
 @cache
 def _is_elementwise(operation: Any) -> bool:
     """Return whether an operation, or a `_foreach_` operation, acts on each element by itself."""
@@ -320,41 +364,16 @@ def _is_elementwise(operation: Any) -> bool:
     return packet in _ELEMENTWISE or (is_pointwise and packet is not aten.equal)  # which returns one number
 
 
-def _can_be_derived(args: tuple[Any, ...]) -> bool:
-    """Return whether the sum of a tensor has to have a derivative, and follows from the sums of its shards."""
-    tensor = args[0] if args else None
-    return isinstance(tensor, DTensor) and _differentiates([tensor]) and tensor.numel() > 0 and _is_precise(tensor)
-
-
-def _reduced(name: str, tensor: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Return the full sum or mean of a DTensor, whose derivative has the layout of the DTensor. *Collective*."""
-    partial_sum: Any = torch.sum(tensor, *args, **kwargs)
-    total: Tensor = partial_sum.full_tensor()
-    return total if name == "sum" else total * (total.numel() / tensor.numel())
+def _is_write(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _differentiates(tensors: Iterable[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
 
 
-def _is_mean(kwargs: dict[str, Any]) -> bool:
-    """Return whether a loss with these keyword arguments is the mean over all elements, without weights."""
-    given = {name for name, value in kwargs.items() if value is not None}
-    return kwargs.get("reduction") == "mean" and given <= {"reduction", "beta", "delta"}
-
-
-def _check_mean(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
-    """Raise a `ConfigurationError` if the gradient of a mean loss of sharded tensors would be wrong."""
-    packet = packet_of(operation)
-    if packet in _MEAN_IN_BACKWARD and _differentiates(tensors):
-        arguments = [argument.name for argument in schema_of(operation).arguments]
-        reduction = (dict(zip(arguments, args, strict=False)) | kwargs).get("reduction", 1)
-        if reduction == 1:  # "mean"
-            raise ConfigurationError(
-                f"F.{packet.__name__} of a sharded parameter would have gradients that are too large (torch 2.13). "
-                f"Call it as F.{packet.__name__}(input, target), or with reduction='sum' and divide by the number of "
-                "elements."
-            )
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _can_be_joined(tensor: Tensor, order: float = 2) -> bool:

@@ -171,6 +171,10 @@ _CAUSES: dict[str, str] = {
         "A unit ran inside a transform of torch.func (units: {units}), where FSDP of older versions of torch cannot "
         "unshard weights. Update torch to 2.13, use torch.autograd.grad, or train with paral_ddp."
     ),
+    "Inplace update to inference tensor|Inference tensors do not track version": (
+        "A hook called the module in torch.inference_mode, where FSDP has created memory that it cannot reuse in "
+        "training. Use torch.no_grad."
+    ),
     r"FSDP does not support deepcopy|copy_\(\) on an invalid python storage": (
         "A module that is sharded was copied with copy.deepcopy (units: {units}). Copy it before it is sharded, in "
         "__init__ or configure_model, and update the copy with load_state_dict."

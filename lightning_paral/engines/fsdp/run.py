@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.compat.torch.fsdp import groups_of, unsharded_param
+from lightning_paral.compat.torch.fsdp import groups_of, name_of, unsharded_param
+from lightning_paral.compat.torch.tensors import identity_of, tree_leaves
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.fsdp.optimizers import check_optimizers
 from lightning_paral.engines.fsdp.options import FSDPOptions
@@ -169,18 +170,38 @@ class FSDPRun:
         run = root.training_step if self.module.automatic_optimization else root.manual_step
         self._trained.before_step()
         with self._explain_errors(in_step=True):
-            output = run(step, args, kwargs)
+            output = run(self._checking_output(step), args, kwargs)
         self._trained.copy_to_shards()
         return output
 
     def evaluation_step(self, step: Step, args: Any, kwargs: Any) -> Any:
         """Return `step(*args, **kwargs)`, run with the root's parameters unsharded. *Collective* over the world."""
         with self._explain_errors(in_step=True):
-            output = self.sharded.root_unshard.evaluation_step(step, args, kwargs)
+            output = self.sharded.root_unshard.evaluation_step(self._checking_output(step), args, kwargs)
         self._num_evaluated += 1
         if self._num_evaluated <= 2:
             self.sharded.writes.check()
         return output
+
+    def _checking_output(self, step: Step) -> Step:
+        """Return `step`, which refuses to return memory of the root's parameters: FSDP2 frees it after the step."""
+
+        def storage_of(tensor: Any) -> int | None:
+            is_plain = isinstance(tensor, Tensor) and tensor.layout is torch.strided and not isinstance(tensor, DTensor)
+            return identity_of(tensor.untyped_storage()) if is_plain else None
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            output = step(*args, **kwargs)
+            names = {storage_of(unsharded_param(param)): name_of(param) for param in _sharded_params(self.module)}
+            for each in tree_leaves(output):
+                if (storage := storage_of(each)) is not None and storage in names:
+                    raise ConfigurationError(
+                        f"A step returned {names[storage]}, or a view of it, whose memory is freed after the step. "
+                        "Return a copy: parameter.clone()."
+                    )
+            return output
+
+        return run
 
     def check_writes(self) -> None:
         """Raise a `ConfigurationError` if a step has written to weights that were unsharded in 16 bits."""
@@ -258,8 +279,9 @@ def _zero_gradients_of_shards(
 
     def zero_grad(set_to_none: bool = True) -> None:
         zero_unsharded(set_to_none)
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none)
+        for optimizer in optimizers:  # not its own method: users may count or change its calls
+            Optimizer.zero_grad(optimizer, set_to_none)
+        root.hide_gradients()
 
     vars(module)["zero_grad"] = zero_grad
     for changed in (module, *optimizers):

@@ -143,6 +143,13 @@ class ShardedModule:
             keep_dtype(param)
         self.root_unshard = RootUnshard(self._sharded[-1], calls, inner, flush)
 
+        def before_call(module: Module, args: object) -> None:
+            if not all(group.is_unsharded for group in groups_of(self.root)):
+                before_unshard(self.root)
+
+        for module in (self.root, *(child for child in self.root.children() if child not in inner)):
+            module.register_forward_pre_hook(before_call, prepend=True)
+
     def original_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield the names and parameters from before sharding. They are empty while the module is sharded."""
         yield from self._originals

@@ -89,9 +89,9 @@ def check_not_replaced(module: Any) -> None:
         for owner, name in owners_of(param):
             if not is_param_of(own_parameters(owner).get(name), param):
                 raise ConfigurationError(
-                    f"{name_of(param)} was replaced while it is sharded, as by torch.func.functional_call. The unit "
-                    "would compute with its own weight, without gradients of torch.func. Choose units=[...] that "
-                    "leave the module to the root, or train with paral_ddp."
+                    f"{name_of(param)} was replaced while it is sharded, as by torch.func.functional_call. FSDP would "
+                    "compute with its own weight. Call the module in a step, in which the root's modules are unsharded "
+                    "(choose units=[...] that leave it to the root), or train with paral_ddp."
                 )
 
 

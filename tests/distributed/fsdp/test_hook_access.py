@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from lightning_paral import ConfigurationError
 from lightning_paral.engines.fsdp.hook_access import HookAccess
 
 ROWS = (5, 1, 4)
@@ -109,14 +110,32 @@ def penalties(p: Any, q: Any) -> Any:
         found = (
             found + nn.functional.smooth_l1_loss(p, q, beta=0.3, reduction="mean") + nn.SoftMarginLoss()(p, zeros + 1)
         )
-        found = found + nn.functional.binary_cross_entropy(p.sigmoid(), zeros)
+        found = found + nn.functional.binary_cross_entropy(p.sigmoid(), zeros) + (p * p.detach()[0]).sum() + q.max()
+        found = found + p.bfloat16().pow(2).mean() + p[-1].sum() + torch.ops.aten.huber_loss(p, zeros)
         found.backward()
     return found, p.grad, q.grad
+
+
+def loss_of_a_step(p: Any, q: Any) -> Any:
+    """The gradients are averaged over the ranks, whose inputs are 1 and 2."""
+    inputs = torch.full((3,), 1.0 + torch.distributed.get_rank() if isinstance(p, DTensor) else 1.5)
+    with torch.enable_grad():
+        ((p @ inputs).sum() * q.norm() + p.pow(2).sum()).backward()
+    return p.grad, q.grad
+
+
+def refused(p: Any, q: Any) -> None:
+    with torch.enable_grad():
+        doubled = p * 2
+        if isinstance(p, DTensor):
+            with pytest.raises(ConfigurationError, match="__setitem__ writes to a sharded tensor"):
+                doubled[0] = 0
 
 
 ACTS = (
     clamp, write_rows_and_columns, average_into_plain, read, limit_norms, mask, draw, write_full, through_vector,
     through_views, write_shard_beside_view, order, foreach, foreach_of_shards, penalties,
+    loss_of_a_step, refused,
 )  # fmt: skip
 
 
@@ -140,7 +159,8 @@ def act(name: str, num_rows: int) -> tuple[Any, Any]:
 
     mesh = init_device_mesh("cpu", (2,))
     expected = results(lambda tensor: tensor)
-    access = HookAccess(lambda: (), lambda: False, lambda parameter, hook: None)
+    sharded = [("p", distribute_tensor(p, mesh, [Shard(0)]))]
+    access = HookAccess(lambda: sharded, lambda: name == "loss_of_a_step", lambda parameter, hook: None)
     try:
         return expected, results(lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)]))
     finally:

@@ -28,16 +28,15 @@ class Wrapped(Tied):
         self.embedding = FullyShardedDataParallel(self.embedding, device_id=torch.device("cpu"))
 
 
-class MeanPenalty(Tied):
+class CallsFunctionally(Tied):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        halved = {name: parameter.detach() * 0.5 for name, parameter in self.named_parameters()}
+        torch.func.functional_call(self, halved, batch[0])
+
+
+class ReturnsWeight(Tied):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        weight = self.blocks[0].up.weight
-        return super().training_step(batch, batch_idx) + nn.functional.mse_loss(weight, torch.zeros_like(weight), True)
-
-
-class MeanInHook(Tied):
-    def on_after_backward(self) -> None:
-        weight = self.blocks[0].up.weight
-        torch.ops.aten.huber_loss(weight, torch.zeros_like(weight)).backward()
+        return {"loss": super().training_step(batch, batch_idx), "row": self.embedding.weight.detach()[0]}
 
 
 class Writes(Tied):
@@ -95,8 +94,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], list[str]]] = {
     "reduce_dtype": (Tied, {"reduce_dtype": "fp8"}, {}, ["'fp8'", "'bf16'"]),
     "two choices": (Tied, {"units": ["Block"], "min_params": 5}, {}, ["min_params=5", "Give one of"]),
     "early optimizer": (MadeEarly, {}, {}, ["Adagrad", "before MadeEarly was sharded", "configure_optimizers"]),
-    "mean in a step": (MeanPenalty, {}, {}, ["F.mse_loss", "reduction='sum'"]),
-    "mean in a hook": (MeanInHook, {}, {}, ["F.huber_loss", "reduction='sum'"]),
+    "functional_call in a hook": (CallsFunctionally, {}, {}, ["was replaced while it is sharded", "in a step"]),
+    "a weight returned": (ReturnsWeight, {"units": ["Block"]}, {}, ["embedding.weight", "freed", "clone()"]),
     "FSDP1": (Wrapped, {}, {}, ["'embedding'", "FSDP1"]),
     "two dtypes": (TwoDtypes, {}, {}, ["blocks.1", "blocks.1.norm.weight (bfloat16)", "(float32)"]),
     "SyncBatchNorm": (Normalised, {}, {"sync_batchnorm": True}, ["sync_batchnorm", "CUDA"]),
