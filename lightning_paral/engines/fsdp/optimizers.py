@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from inspect import unwrap
 from types import MethodType
 from typing import Any
 
@@ -17,12 +18,16 @@ from torch.optim import LBFGS, Optimizer
 from lightning_paral.checkpoint.dtensor_chunks import dtensor_like
 from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.optimizers import step_with_hooks, without_hooks
+from lightning_paral.compat.torch.patches import replace_attributes
+from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.errors import ConfigurationError
 
 _ELEMENTWISE = (
     *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop"),
 )
 """The optimizers of torch that update each element by itself."""
+
+_NOT_IN_STEP = {"zero_grad", "state_dict", "load_state_dict", "add_param_group"}
 
 
 def check_optimizers(
@@ -66,10 +71,27 @@ def check_optimizers(
             _step_on_local_tensors(optimizer, flush, undo)
 
 
+def give_shards_to_optimizers(shard_of: Callable[[Any], Any]) -> Callable[[], None]:
+    """Let `add_param_group` of every optimizer exchange parameters by `shard_of`, and return a function to undo it."""
+    add = Optimizer.add_param_group
+
+    def add_param_group(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
+        params = param_group["params"]
+        if not isinstance(params, set):  # an error of torch
+            given = [params] if isinstance(params, Tensor) else list(params)
+            param_group = param_group | {"params": tree_map_only(Tensor, shard_of, given)}
+        add(optimizer, param_group)
+
+    return replace_attributes(Optimizer, {"add_param_group": add_param_group})
+
+
 def _name_in_torch(optimizer: Optimizer) -> str:
-    """Return the name of the optimizer of torch whose `step` it has; otherwise an empty string."""
-    base: Any = next((cls for cls in type(optimizer).__mro__ if f"{cls.__module__}.".startswith("torch.optim.")), None)
-    return "" if base is None or base.step is not type(optimizer).step else str(base.__name__)
+    """Return the name of the optimizer of torch that it is, up to overrides that no step uses; otherwise `""`."""
+    own: Any = type(optimizer)
+    base: Any = next((cls for cls in own.__mro__ if f"{cls.__module__}.".startswith("torch.optim.")), Optimizer)
+    changed = {name for name in dir(base) if unwrap(getattr(own, name)) is not unwrap(getattr(base, name))}
+    used = {name for name in changed if not name.startswith("__")} - _NOT_IN_STEP
+    return "" if used else str(base.__name__)
 
 
 def _step_on_local_tensors(optimizer: Optimizer, flush: Callable[[], None], undo: ExitStack) -> None:

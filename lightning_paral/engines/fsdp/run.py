@@ -17,10 +17,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lightning_paral.compat.torch.autograd import check_backward_passes
 from lightning_paral.compat.torch.fsdp import groups_of, unsharded_param
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.engines.fsdp.optimizers import check_optimizers
+from lightning_paral.engines.fsdp.optimizers import check_optimizers, give_shards_to_optimizers
 from lightning_paral.engines.fsdp.options import FSDPOptions
 from lightning_paral.engines.fsdp.precision import DTYPES, sharding_policy
 from lightning_paral.engines.fsdp.refusals import check_pruning, check_user_hooks, explanation
@@ -133,6 +135,11 @@ class FSDPRun:
     def start_fit(self, timeout: timedelta) -> None:
         """Start watching which parameters are trained. `timeout` limits how long checks wait for other ranks."""
         self._trained = TrainedShards(self.module, self.dims, timeout, self._undo)
+        root = self.sharded.root_unshard
+        self._undo.callback(check_backward_passes(lambda *_: root.hide_gradients()))
+        self._undo.callback(register_optimizer_step_pre_hook(root.before_optimizer).remove)
+        self._undo.callback(register_optimizer_step_post_hook(root.after_optimizer).remove)
+        self._undo.callback(give_shards_to_optimizers(self.sharded.writes.shard_of))
 
     def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Check `optimizers`, and make `module.zero_grad()` zero the gradients of their shards as well.
@@ -184,10 +191,7 @@ class FSDPRun:
 
     def check_writes(self) -> None:
         """Raise a `ConfigurationError` if a step has written to weights that were unsharded in 16 bits."""
-        if not self.is_fit:  # with reshard_after_forward=False, an evaluation leaves units unsharded
-            for part in self.module.modules():
-                if isinstance(part, FSDPModule):
-                    part.reshard()
+        self.sharded.writes.reshard()  # with reshard_after_forward=False, an evaluation leaves units unsharded
         self.sharded.writes.check()
 
     def backward(self, backward: Callable[..., Tensor], loss: Tensor, args: Any, kwargs: Any) -> Tensor:
@@ -221,15 +225,6 @@ class FSDPRun:
     def _set_gradient_sync(self) -> None:
         reduce = not self._accumulates or self._options.accumulate == "sharded"
         self.sharded.set_gradient_sync(reduce=reduce, all_reduce=not self._accumulates)
-
-    def optimizer_step(self, step: Callable[..., Any], closure: Callable[[], Any]) -> Any:
-        """Return `step(closure)`, an optimizer's step. In manual optimization, unshard the root again afterwards."""
-        root = self.sharded.root_unshard
-        root.before_optimizer()
-        with root.optimizer_step():
-            result = step(root.optimizer_step(runs=False)(closure))
-        root.after_optimizer()
-        return result
 
     # Errors, and the end of the run
 

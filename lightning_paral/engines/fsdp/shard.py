@@ -118,7 +118,6 @@ class ShardedModule:
         _move_metrics(self.root, sharding.device)
         self._install_communication()
         self._unshard_around_calls()
-        self._watch_writes()
 
     def _unshard_around_calls(self) -> None:
         inner = {unit.module for unit in self.units.inner}
@@ -141,7 +140,8 @@ class ShardedModule:
         initialize(self.root)
         for param in [param for module in self._sharded for group in groups_of(module) for param in group.fsdp_params]:
             keep_dtype(param)
-        self.root_unshard = RootUnshard(self._sharded[-1], calls, inner, flush)
+        self._watch_writes()
+        self.root_unshard = RootUnshard(self._sharded[-1], calls, inner, self.writes)
 
     def original_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield the names and parameters from before sharding. They are empty while the module is sharded."""

@@ -18,7 +18,8 @@ from lightning_paral.compat.torch.autograd import gradient_hooks, version_of
 from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.fsdp import name_of, owners_of, unsharded_param
 from lightning_paral.compat.torch.optimizers import foreach_copy_
-from lightning_paral.engines.fsdp.hook_access import HookAccess
+from lightning_paral.compat.torch.tensors import identity_of
+from lightning_paral.engines.fsdp.hook_access import HookAccess, UnshardedValues, as_full, shard_like
 from lightning_paral.engines.fsdp.refusals import RegistrationGuard, check_assigned, refuse_hook, shares_memory
 from lightning_paral.errors import ConfigurationError
 
@@ -47,11 +48,14 @@ class UserWrites:
         params = [param for group in groups for param in group.fsdp_params]
         hooks = _ParameterHooks({param: original(*owners_of(param)[0]) for param in params})
         hooks.check_lost(named_originals, root)
-        self._units = [UnitReconciliation(group, hooks.attach) for group in groups]
-        for unit in self._units:
-            unit.others = self._units
+        self._params = params
+        self._unsharded = _UnshardedUnits()
+        self._units = [UnitReconciliation(group, hooks.attach, self._unsharded) for group in groups]
         self.access = HookAccess(
-            lambda: ((name_of(param), param.sharded_param) for param in params), in_step, hooks.register
+            lambda: ((name_of(param), param.sharded_param) for param in params),
+            in_step,
+            hooks.register,
+            self._unsharded,
         )
         undo.callback(self.access.remove)
         undo.callback(RegistrationGuard(root, params).remove)
@@ -60,6 +64,20 @@ class UserWrites:
         """Raise a `ConfigurationError` if a step has written to parameters that were less precise than the shards."""
         for unit in self._units:
             unit.check()
+
+    def reshard(self) -> None:
+        """Reshard the units that are unsharded, whatever FSDP2 does at the moment."""
+        for unit in tuple(self._unsharded.units):
+            fsdp.reshard(unit.group)
+
+    @property
+    def unsharded_params(self) -> list[Any]:
+        """The `FSDPParam`s that are unsharded."""
+        return [param for unit in self._unsharded.units for param in unit.group.fsdp_params]
+
+    def shard_of(self, parameter: Any) -> Any:
+        """Return the shard of an unsharded parameter, and other parameters themselves."""
+        return next((each.sharded_param for each in self._params if unsharded_param(each) is parameter), parameter)
 
 
 class _ParameterHooks:
@@ -147,7 +165,42 @@ class _Unsharded(NamedTuple):
     @property
     def is_assigned(self) -> bool:
         """Whether user code has assigned other memory to `data`."""
-        return not isinstance(self.parameter, DTensor) and self.parameter.data_ptr() != self.values.data_ptr()
+        return not isinstance(self.parameter, DTensor) and not self.parameter.is_set_to(self.values)
+
+
+class _UnshardedUnits(UnshardedValues):
+    """Finds the values of the shards whose units are unsharded."""
+
+    def __init__(self) -> None:
+        self.all: list[UnitReconciliation] = []
+        self.units: dict[UnitReconciliation, None] = {}
+        """Those that are unsharded."""
+
+    def of(self, tensor: Any) -> Any:
+        found = self._find(tensor)
+        return found.parameter.data if found is not None and found.is_exact else None
+
+    def copy_to_shards(self) -> None:
+        for unit in self.units:
+            unit.copy_to_shards()
+
+    @torch.no_grad()
+    def copy_from_shard(self, tensor: Any) -> None:
+        found = self._find(tensor)
+        if found is not None and not found.is_exact:
+            unit = next(unit for unit in self.units if found in unit.by_storage.values())
+            unit.note_changes()
+            full, values = as_full(tensor), found.parameter.data
+            if isinstance(values, DTensor):
+                full, values = shard_like(values, full), local_of(values)
+            values.copy_(local_of(full) if isinstance(full, DTensor) else full)
+            unit.hand_out()
+
+    def _find(self, tensor: Any) -> _Unsharded | None:
+        if not self.units:
+            return None
+        storage = identity_of(local_of(tensor).untyped_storage())
+        return next((unit.by_storage[storage] for unit in self.units if storage in unit.by_storage), None)
 
 
 class UnitReconciliation:
@@ -160,11 +213,15 @@ class UnitReconciliation:
     Args:
         group: the `FSDPParamGroup` of the unit.
         after_unshard: is called with each `FSDPParam` after it has been unsharded for the first time.
+        units: gets to know when the unit is unsharded.
     """
 
-    def __init__(self, group: Any, after_unshard: Callable[[Any], None]) -> None:
-        self._group = group
+    def __init__(self, group: Any, after_unshard: Callable[[Any], None], units: _UnshardedUnits) -> None:
+        self.group = group
         self._first_unshard = after_unshard
+        self._units = units
+        self._by_storage: dict[int, _Unsharded] | None = None
+        units.all.append(self)
         self._unsharded: list[_Unsharded] | None = None
         self._exact: list[_Unsharded] = []
         self._inexact: list[_Unsharded] = []
@@ -173,8 +230,6 @@ class UnitReconciliation:
         """The parts of the parameters that must not be written to, one after the other, as they were unsharded."""
         self._changed: Tensor | None = None
         """The first position in them that a step has changed, or -1."""
-        self.others: Iterable[UnitReconciliation] = ()
-        """The same of all units."""
         for part in (group, *group.fsdp_params[:1]):
             check_instance("torch", part)
         fsdp.watch(group, self._after_unshard, self._before_reshard)
@@ -190,7 +245,7 @@ class UnitReconciliation:
     def _after_unshard(self) -> None:
         if self._unsharded is None:  # FSDP2 creates the unsharded parameters only once
             self._unsharded = []
-            for param in self._group.fsdp_params:
+            for param in self.group.fsdp_params:
                 parameter = fsdp.unsharded_param(param)
                 assert parameter is not None
                 if not parameter.is_inference():
@@ -201,10 +256,27 @@ class UnitReconciliation:
             self._exact = [each for each in with_part if each.is_exact]
             self._inexact = [each for each in with_part if not each.is_exact]
         self._versions = [version_of(each.shard) for each in self._exact]
-        self._handed_out = self._parts_to_compare()
+        self._by_storage = None
+        self._units.units[self] = None
+        self.hand_out()
+
+    @property
+    def by_storage(self) -> dict[int, _Unsharded]:
+        """The unsharded parameters by the memory of their shards."""
+        if self._by_storage is None:
+            found = self._unsharded or ()
+            self._by_storage = {identity_of(each.shard.untyped_storage()): each for each in found}
+        return self._by_storage
+
+    def _before_reshard(self) -> None:
+        self.copy_to_shards()
+        self.note_changes()
+        self._handed_out = None
+        self._units.units.pop(self, None)
 
     @torch.no_grad()
-    def _before_reshard(self) -> None:
+    def copy_to_shards(self) -> None:
+        """Copy this rank's part of the unsharded parameters to the shards that nothing else has written to."""
         assert self._unsharded is not None
         for each in self._unsharded:
             if each.is_assigned:
@@ -212,26 +284,33 @@ class UnitReconciliation:
         shards, parts = [], []
         for each, version in zip(self._exact, self._versions, strict=True):
             if version_of(shard := each.shard) == version:
-                shards.append(shard)
+                shards.append(shard.data)  # which keeps the version of the shard
                 parts.append(each.own_part)
         if shards:
             foreach_copy_(shards, parts)
-            fsdp.await_writes(self._group)
+            fsdp.await_writes(self.group)
+
+    @torch.no_grad()
+    def note_changes(self) -> None:
+        """Note whether a step has written to parameters that must not be written to, since they were handed out."""
         now = self._parts_to_compare()
         if now is not None and self._handed_out is not None:
             differs = (now != self._handed_out) & (now == now)  # not where values are NaN
             first = torch.where(differs.any(), differs.int().argmax(), -1)
             self._changed = first if self._changed is None else torch.maximum(self._changed, first)
-        self._handed_out = None
+
+    def hand_out(self) -> None:
+        """Remember the values of parameters that must not be written to."""
+        self._handed_out = self._parts_to_compare()
 
     def _take_assigned(self, unsharded: _Unsharded) -> None:
         param, parameter, values = unsharded
-        name, assigned = str(fsdp.name_of(param)), parameter.detach()
+        name, assigned = str(fsdp.name_of(param)), parameter.detach().clone()
+        address = parameter.untyped_storage().data_ptr()
         parameter.data = values
         check_assigned(name, parameter, assigned)
-        address = assigned.untyped_storage().data_ptr()
-        of_others = (each.values for other in self.others for each in other._unsharded or ())
-        if any(each.untyped_storage().data_ptr() == address for each in of_others):
+        of_others = (each.values for other in self._units.all for each in other._unsharded or ())
+        if any(each.untyped_storage().data_ptr() == address for each in of_others if each is not values):
             raise ConfigurationError(shares_memory(name))
         values.copy_(assigned)
 
