@@ -76,8 +76,11 @@ class UnshardedValues:
     def copy_to_shards(self) -> None:
         """Copy to the shards what was written to their unsharded values."""
 
-    def copy_from_shard(self, tensor: Any) -> None:
-        """Copy a shard that was written to, to its unsharded values if these are less precise. *Collective*."""
+    def copy_from_shard(self, tensor: Any, full: Tensor | None = None) -> None:
+        """Copy a shard that was written to, or `full`, to its unsharded values if these are less precise.
+
+        *Collective* without `full`.
+        """
 
 
 class HookAccess:
@@ -147,7 +150,7 @@ class HookAccess:
     def _write_views(self) -> None:
         self._unsharded.copy_to_shards()
         for view in self._views.values():
-            self._write(view.tensor, view.full)
+            self._write(view.tensor, view.full, is_complete=True)
 
     def _then(self, before: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -188,7 +191,7 @@ class HookAccess:
         for key in [key for key in self._views if is_large or key not in known]:
             if use_count(self._views[key].full) == 2:  # the copy itself, and the storage object that is asked
                 view = self._views.pop(key)
-                self._write(view.tensor, view.full)
+                self._write(view.tensor, view.full, is_complete=True)
 
     @torch.no_grad()
     def _assign(self, assign: Callable[..., None], target: Any, value: Tensor) -> None:
@@ -297,7 +300,7 @@ class HookAccess:
         written = _written(operation, args, kwargs)
         for each in written:
             if isinstance(each, DTensor):
-                self._write(each, fulls[id(each)])
+                self._write(each, fulls[id(each)], is_complete=False)
         if schema.returns and all(each.alias_info is not None and each.alias_info.is_write for each in schema.returns):
             return written[0] if len(schema.returns) == 1 else tuple(written)
         return result
@@ -315,11 +318,11 @@ class HookAccess:
             self._views[key] = _View(tensor.detach(), full)
         return full
 
-    def _write(self, tensor: Any, full: Tensor) -> None:
+    def _write(self, tensor: Any, full: Tensor, is_complete: bool) -> None:
         unsharded = self._unsharded.of(tensor)
         if unsharded is None or isinstance(unsharded, DTensor):
             _keep_chunk(tensor if unsharded is None else unsharded, full)
-            self._unsharded.copy_from_shard(tensor)
+            self._unsharded.copy_from_shard(tensor, full if is_complete else None)
 
     # Hooks on gradients
 

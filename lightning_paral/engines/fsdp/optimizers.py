@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import LBFGS, Optimizer
@@ -34,7 +33,7 @@ def check_optimizers(
     optimizers: Iterable[Optimizer],
     module: Module,
     originals: Iterable[tuple[str, Parameter]],
-    flush: Callable[[], None],
+    reshard: Callable[[], None],
     undo: ExitStack,
 ) -> None:
     """Let those `optimizers` that update each element by itself step on local tensors; others step on DTensors.
@@ -45,7 +44,7 @@ def check_optimizers(
         optimizers: the optimizers of the fit.
         module: the sharded module.
         originals: the names and parameters from before sharding.
-        flush: writes what hooks have written to views to the shards.
+        reshard: makes the shards have what code has written, and reshards all units.
         undo: a stack; closing it restores the steps of `optimizers`.
 
     Raises:
@@ -68,7 +67,7 @@ def check_optimizers(
                 "rank. Train with paral_ddp, or with another optimizer."
             )
         if _name_in_torch(optimizer) in _ELEMENTWISE:
-            _step_on_local_tensors(optimizer, flush, undo)
+            _step_on_local_tensors(optimizer, reshard, undo)
 
 
 def give_shards_to_optimizers(shard_of: Callable[[Any], Any]) -> Callable[[], None]:
@@ -94,16 +93,15 @@ def _name_in_torch(optimizer: Optimizer) -> str:
     return "" if used else str(base.__name__)
 
 
-def _step_on_local_tensors(optimizer: Optimizer, flush: Callable[[], None], undo: ExitStack) -> None:
+def _step_on_local_tensors(optimizer: Optimizer, reshard: Callable[[], None], undo: ExitStack) -> None:
     step, own = optimizer.step, vars(optimizer).get("step")
 
     def update(_: Optimizer, closure: Callable[..., Any] | None = None) -> Any:
         with torch.enable_grad():
             result = None if closure is None else closure()
-        flush()
-        with without_hooks(optimizer), _local_tensors(optimizer) as shards:
+        reshard()
+        with without_hooks(optimizer), _local_tensors(optimizer):
             step()
-            increment_version(shards)  # fused optimizers do not, and what a step wrote to a unit would replace theirs
         return result
 
     @wraps(step)
@@ -122,8 +120,8 @@ def _step_on_local_tensors(optimizer: Optimizer, flush: Callable[[], None], undo
 
 
 @contextmanager
-def _local_tensors(optimizer: Any) -> Iterator[list[Tensor]]:
-    """Let `optimizer` have the local tensors of its parameters, gradients and states inside the block; yield the first.
+def _local_tensors(optimizer: Any) -> Iterator[None]:
+    """Let `optimizer` have the local tensors of its parameters, gradients and states inside the block.
 
     A step on 400 small DTensors takes several times as long as on their local tensors. User code sees only DTensors.
     """
@@ -138,7 +136,7 @@ def _local_tensors(optimizer: Any) -> Iterator[list[Tensor]]:
     for group, params in zip(optimizer.param_groups, params_of_groups, strict=True):
         group["params"] = [local[param] for param in params]
     try:
-        yield [_local(param) for param in local]
+        yield
     finally:
         for param, own in local.items():
             for key, value in optimizer.state.get(own, {}).items():

@@ -147,8 +147,8 @@ class FSDPRun:
         Raises:
             ConfigurationError: an optimizer cannot update shards, or has parameters whose gradients are not averaged.
         """
-        flush = self.sharded.writes.access.flush
-        check_optimizers(optimizers, self.module, self.sharded.original_parameters(), flush, self._undo)
+        reshard = self.sharded.writes.reshard
+        check_optimizers(optimizers, self.module, self.sharded.original_parameters(), reshard, self._undo)
         if self.dims.data_size > 1:
             check_optimizer_parameters(optimizers, self.module)
         _zero_gradients_of_shards(self.module, optimizers, self.sharded.root_unshard, self._undo)

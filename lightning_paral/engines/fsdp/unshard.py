@@ -232,7 +232,6 @@ class RootUnshard:
     def _set_in_optimizer(self, in_optimizer: bool) -> None:
         self._in_optimizer = in_optimizer
         if in_optimizer:
-            self._flush()
             self.hide_gradients()
             self._writes.reshard()
         elif self._depth:

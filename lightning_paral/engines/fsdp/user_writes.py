@@ -66,7 +66,8 @@ class UserWrites:
             unit.check()
 
     def reshard(self) -> None:
-        """Reshard the units that are unsharded, whatever FSDP2 does at the moment."""
+        """Write what code has written to views to the shards, and reshard all units, whatever FSDP2 does with them."""
+        self.access.flush()
         for unit in tuple(self._unsharded.units):
             fsdp.reshard(unit.group)
 
@@ -185,15 +186,15 @@ class _UnshardedUnits(UnshardedValues):
             unit.copy_to_shards()
 
     @torch.no_grad()
-    def copy_from_shard(self, tensor: Any) -> None:
+    def copy_from_shard(self, tensor: Any, full: Tensor | None = None) -> None:
         found = self._find(tensor)
         if found is not None and not found.is_exact:
             unit = next(unit for unit in self.units if found in unit.by_storage.values())
             unit.note_changes()
-            full, values = as_full(tensor), found.parameter.data
+            full, values = as_full(tensor) if full is None else full, found.parameter.data
             if isinstance(values, DTensor):
-                full, values = shard_like(values, full), local_of(values)
-            values.copy_(local_of(full) if isinstance(full, DTensor) else full)
+                full, values = local_of(shard_like(values, full)), local_of(values)
+            values.copy_(full)
             unit.hand_out()
 
     def _find(self, tensor: Any) -> _Unsharded | None:
