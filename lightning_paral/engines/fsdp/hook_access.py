@@ -226,8 +226,8 @@ class HookAccess:
             if self._acts_on_shards(operation, args, tensors):
                 self._unsharded.copy_to_shards()
                 result = operation(*args, **kwargs)
-                for each in written:
-                    self._unsharded.copy_from_shard(each)
+                for tensor in written:
+                    self._unsharded.copy_from_shard(tensor)
                 return result
             is_list = name.startswith(FOREACH) and len(args[0]) > 1
             if self._in_step() and not is_list and self._is_left_to_torch(operation, args, tensors):
@@ -306,7 +306,7 @@ class HookAccess:
         return result
 
     def _full(self, tensor: Any, keep: bool, own_chunk_only: bool) -> Tensor:
-        unsharded = self._unsharded.of(tensor)
+        unsharded: Tensor | None = self._unsharded.of(tensor)
         if unsharded is not None and not isinstance(unsharded, DTensor):
             return unsharded
         tensor = tensor if unsharded is None else unsharded

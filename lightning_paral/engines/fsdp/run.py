@@ -13,7 +13,6 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -301,10 +300,8 @@ class TrainedShards:
         """
         if not self._agreement.update(epoch, batch_idx):
             return
-        parts = [part for part in self._root.modules() if isinstance(part, FSDPModule)]
-        # With reshard_after_forward=False, an evaluation leaves parameters unsharded.
-        known = self._known.union(unsharded_param(each) for part in parts for each in _sharded_params(part))
-        new = [name for name, p in self._trained.by_name.items() if p not in known and not isinstance(p, DTensor)]
+        by_name = self._trained.by_name
+        new = [name for name, p in by_name.items() if p not in self._known and not isinstance(p, DTensor)]
         if new:
             raise ConfigurationError(
                 f"These parameters were added to the module after FSDP sharded it: {first_names(new)}. Their gradients "

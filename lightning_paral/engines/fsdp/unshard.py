@@ -178,7 +178,8 @@ class RootUnshard:
         self._show_gradients()
         output = self._hooks.after(step(*args, **kwargs))
         self._depth = 0
-        self._reshard()
+        self.hide_gradients()
+        self._root.reshard()
         return output
 
     def before_backward(self, loss: Tensor) -> None:
@@ -232,8 +233,7 @@ class RootUnshard:
     def _set_in_optimizer(self, in_optimizer: bool) -> None:
         self._in_optimizer = in_optimizer
         if in_optimizer:
-            self.hide_gradients()
-            self._writes.reshard()
+            self._reshard()
         elif self._depth:
             self._flush()
             self._unshard()
@@ -258,7 +258,7 @@ class RootUnshard:
 
     def _reshard(self) -> None:
         self.hide_gradients()
-        self._root.reshard()
+        self._writes.reshard()
 
     def _unshard_after(self, toggle: Callable[..., None]) -> Callable[..., None]:
         """Give unsharded parameters the `requires_grad` that `toggle` sets on the shards, which the optimizers hold."""
