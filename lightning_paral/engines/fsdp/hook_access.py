@@ -143,18 +143,24 @@ class HookAccess:
         if self._views:
             self._release()
 
-    def _release(self) -> None:
-        self._write_views()
+    def _release(self, *read: Tensor) -> None:
+        self._write_views(*read)
         self._views.clear()
 
-    def _write_views(self) -> None:
-        self._unsharded.copy_to_shards()
+    def _write_views(self, *read: Tensor) -> None:
+        """Write what was written to views to the shards, and what was written to the unsharded values of `read`."""
+        if self._are_unsharded(read):
+            self._unsharded.copy_to_shards()
         for view in self._views.values():
             self._write(view.tensor, view.full, is_complete=True)
 
-    def _then(self, before: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
+    def _are_unsharded(self, tensors: Iterable[Tensor]) -> bool:
+        """Return whether the values of some of these DTensors are elsewhere, because their unit is unsharded."""
+        return any(self._unsharded.of(each) is not None for each in tensors)
+
+    def _then(self, before: Callable[..., None], method: Callable[..., Any]) -> Callable[..., Any]:
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            before()
+            before(tensor)
             return method(tensor, *args, **kwargs)
 
         return call
@@ -175,7 +181,7 @@ class HookAccess:
             if name in _TO_PYTHON:
                 return _to_python(function, *args, **kwargs)
             if name in ("sum", "mean") and not self._in_step() and _can_be_derived(args):
-                self._write_views()
+                self._write_views(args[0])
                 return _reduced(name, *args, **kwargs)
             known = set(self._views)
             with self._mode:
@@ -222,19 +228,19 @@ class HookAccess:
             return operation(args[0] if is_like else local_of(args[0]), *args[1:], **kwargs)
         _check_mean(operation, args, kwargs, tensors)
         written = [each for each in _written(operation, args, kwargs) if isinstance(each, DTensor)]
-        if all(self._unsharded.of(each) is None for each in written):
-            if self._acts_on_shards(operation, args, tensors):
+        if not self._are_unsharded(written):
+            if self._are_unsharded(sharded):
                 self._unsharded.copy_to_shards()
+            if self._acts_on_shards(operation, args, tensors):
                 result = operation(*args, **kwargs)
                 for tensor in written:
                     self._unsharded.copy_from_shard(tensor)
                 return result
             is_list = name.startswith(FOREACH) and len(args[0]) > 1
             if self._in_step() and not is_list and self._is_left_to_torch(operation, args, tensors):
-                self._unsharded.copy_to_shards()
                 return operation(*args, **kwargs)
         if packet is aten.linalg_vector_norm and _can_be_joined(*args[:2]):
-            self._write_views()
+            self._write_views(args[0])
             return operation(*args, **kwargs).full_tensor()
         if packet is aten._foreach_norm:
             norm, dtype = aten.linalg_vector_norm.default, {"dtype": args[2]} if len(args) > 2 else kwargs
