@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_paral.compat.torch.autograd import check_backward_passes
-from lightning_paral.compat.torch.fsdp import groups_of, unsharded_param
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.fsdp.optimizers import check_optimizers, give_shards_to_optimizers
 from lightning_paral.engines.fsdp.options import FSDPOptions
@@ -173,11 +172,8 @@ class FSDPRun:
         assert self._trained is not None
         root = self.sharded.root_unshard
         run = root.training_step if self.module.automatic_optimization else root.manual_step
-        self._trained.before_step()
         with self._explain_errors(in_step=True):
-            output = run(step, args, kwargs)
-        self._trained.copy_to_shards()
-        return output
+            return run(step, args, kwargs)
 
     def evaluation_step(self, step: Step, args: Any, kwargs: Any) -> Any:
         """Return `step(*args, **kwargs)`, run with the root's parameters unsharded. *Collective* over the world."""
@@ -196,7 +192,6 @@ class FSDPRun:
     def backward(self, backward: Callable[..., Tensor], loss: Tensor, args: Any, kwargs: Any) -> Tensor:
         """Return `backward(loss, *args, **kwargs)`, which computes the gradients of the shards. *Collective*."""
         assert self._trained is not None
-        self._trained.copy_to_shards()
         self.sharded.root_unshard.before_backward(loss)
         with self._explain_errors(in_step=False):  # hooks also run inside
             result = backward(loss, *args, **kwargs)
@@ -272,10 +267,6 @@ def _then(function: Callable[..., None], afterwards: Callable[[], None]) -> Call
 class TrainedShards:
     """Lets users freeze and unfreeze parameters during a fit, and checks that all ranks do the same.
 
-    FSDP2 copies `requires_grad` from the shard whenever it unshards a parameter. If a training step sets it on the
-    root's parameters, which stay unsharded throughout the step, the new value would be lost. Therefore `copy_to_shards`
-    copies it to the shards.
-
     Args:
         root: the sharded LightningModule; all of its parameters are resharded.
         dims: the arrangement of the ranks.
@@ -286,10 +277,7 @@ class TrainedShards:
     def __init__(self, root: Module, dims: ParallelDims, timeout: timedelta, undo: ExitStack) -> None:
         self._trained = TrainedParameters(root, undo)
         self._agreement = TrainingAgreement(self._trained, dims, timeout)
-        self._root = root
         self._known = set(root.parameters())
-        self._root_params = _sharded_params(root)
-        self._at_start: list[bool] = []
 
     def before_batch(self, epoch: int, batch_idx: int) -> None:
         """Check that all ranks train the same parameters. *Collective* in an epoch's first step, and after changes.
@@ -307,20 +295,3 @@ class TrainedShards:
                 f"These parameters were added to the module after FSDP sharded it: {first_names(new)}. Their gradients "
                 "would not be averaged over the ranks. Create them in __init__ or configure_model, or use paral_ddp."
             )
-
-    def before_step(self) -> None:
-        """Record which of the root's parameters are trained when a step begins."""
-        self._at_start = [each.sharded_param.requires_grad for each in self._root_params]
-
-    def copy_to_shards(self) -> None:
-        """Copy `requires_grad` to the root's shards if the step has changed it on the unsharded parameters."""
-        for number, each in enumerate(self._root_params):
-            now = unsharded_param(each)
-            if now is not None and now.requires_grad != self._at_start[number]:
-                self._at_start[number] = now.requires_grad
-                each.sharded_param.requires_grad_(now.requires_grad)
-
-
-def _sharded_params(module: Any) -> list[Any]:
-    """Return the `FSDPParam`s of the parameters that are unsharded together with `module`."""
-    return [param for group in groups_of(module) for param in group.fsdp_params]

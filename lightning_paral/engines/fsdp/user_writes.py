@@ -218,6 +218,7 @@ class UnitReconciliation:
         self._exact: list[_Unsharded] = []
         self._inexact: list[_Unsharded] = []
         self._versions: list[int] = []
+        self._trained: list[bool] = []
         self._handed_out: Tensor | None = None
         """The parts of the parameters that must not be written to, one after the other, as they were unsharded."""
         self._changed: Tensor | None = None
@@ -248,6 +249,7 @@ class UnitReconciliation:
             self._exact = [each for each in with_part if each.is_exact]
             self._inexact = [each for each in with_part if not each.is_exact]
         self._versions = [version_of(each.shard) for each in self._exact]
+        self._trained = [each.parameter.requires_grad for each in self.params]
         self._by_storage = None
         self._writes.unsharded[self] = None
         self._handed_out = self._parts_to_compare()
@@ -260,6 +262,9 @@ class UnitReconciliation:
         return self._by_storage
 
     def _before_reshard(self) -> None:
+        for each, trained in zip(self.params or (), self._trained, strict=True):
+            if each.parameter.requires_grad != trained:  # FSDP2 copies that of the shard when it unshards again
+                each.param.sharded_param.requires_grad_(not trained)
         self.copy_to_shards()
         self._note_changes()
         self._handed_out = None
