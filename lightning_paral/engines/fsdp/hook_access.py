@@ -91,6 +91,8 @@ class HookAccess:
     - Views such as `p[0]` are views of a full copy. What is written to them is written to the shards when a step or an
       optimizer begins, or `to_local` is called; from then on they no longer belong to it.
     - Assigning a full tensor to `data` or `grad` copies this rank's chunk.
+    - While the unit of a shard is unsharded, what is written to the shard is written to its unsharded values, and read
+      from there.
     - Hooks on sharded parameters are kept by `hooks`, or refused.
     - Writing a DTensor to a file, which would have only this rank's part, is an error.
 
