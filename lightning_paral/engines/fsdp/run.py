@@ -99,7 +99,7 @@ class FSDPRun:
             offload=options.offload,
         )
         self.sharded = ShardedModule(self.units, sharding, deferred)
-        self._trained: TrainedShards | None = None
+        self._trained: TrainedParameters | None = None
         self._accumulates = False
         self._num_evaluated = 0
         self._undo = ExitStack()
@@ -132,7 +132,9 @@ class FSDPRun:
 
     def start_fit(self, timeout: timedelta) -> None:
         """Start watching which parameters are trained. `timeout` limits how long checks wait for other ranks."""
-        self._trained = TrainedShards(self.module, self.dims, timeout, self._undo)
+        self._trained = TrainedParameters(self.module, self._undo)
+        self._agreement = TrainingAgreement(self._trained, self.dims, timeout)
+        self._known = set(self.module.parameters())
         root = self.sharded.root_unshard
         self._undo.callback(check_backward_passes(lambda *_: root.hide_gradients()))
         self._undo.callback(register_optimizer_step_pre_hook(root.before_optimizer).remove)
@@ -163,9 +165,18 @@ class FSDPRun:
             ConfigurationError: the ranks train different parameters, or a parameter is new and not sharded.
         """
         assert self._trained is not None
+        self.sharded.writes.reshard()  # with reshard_after_forward=False, a call in a hook leaves units unsharded
         if batch_idx < 2:  # steps do the same again and again, and reading the result makes the host wait
             self.sharded.writes.check()
-        self._trained.before_batch(self.module.current_epoch, batch_idx)
+        if not self._agreement.update(self.module.current_epoch, batch_idx):
+            return
+        by_name = self._trained.by_name
+        new = [name for name, p in by_name.items() if p not in self._known and not isinstance(p, DTensor)]
+        if new:
+            raise ConfigurationError(
+                f"These parameters were added to the module after FSDP sharded it: {first_names(new)}. Their gradients "
+                "would not be averaged over the ranks. Create them in __init__ or configure_model, or use paral_ddp."
+            )
 
     def training_step(self, step: Step, args: Any, kwargs: Any) -> Any:
         """Return `step(*args, **kwargs)`, run with the root's parameters unsharded. *Collective* over the world."""
@@ -262,36 +273,3 @@ def _then(function: Callable[..., None], afterwards: Callable[[], None]) -> Call
         afterwards()
 
     return both
-
-
-class TrainedShards:
-    """Lets users freeze and unfreeze parameters during a fit, and checks that all ranks do the same.
-
-    Args:
-        root: the sharded LightningModule; all of its parameters are resharded.
-        dims: the arrangement of the ranks.
-        timeout: how long to wait for other ranks.
-        undo: a stack; closing it ends the checks.
-    """
-
-    def __init__(self, root: Module, dims: ParallelDims, timeout: timedelta, undo: ExitStack) -> None:
-        self._trained = TrainedParameters(root, undo)
-        self._agreement = TrainingAgreement(self._trained, dims, timeout)
-        self._known = set(root.parameters())
-
-    def before_batch(self, epoch: int, batch_idx: int) -> None:
-        """Check that all ranks train the same parameters. *Collective* in an epoch's first step, and after changes.
-
-        Raises:
-            ConfigurationError: the ranks train different parameters, or a parameter is new and not sharded. The message
-                names the parameters.
-        """
-        if not self._agreement.update(epoch, batch_idx):
-            return
-        by_name = self._trained.by_name
-        new = [name for name, p in by_name.items() if p not in self._known and not isinstance(p, DTensor)]
-        if new:
-            raise ConfigurationError(
-                f"These parameters were added to the module after FSDP sharded it: {first_names(new)}. Their gradients "
-                "would not be averaged over the ranks. Create them in __init__ or configure_model, or use paral_ddp."
-            )

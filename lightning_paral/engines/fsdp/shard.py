@@ -122,12 +122,9 @@ class ShardedModule:
     def _unshard_around_calls(self) -> None:
         inner = {unit.module for unit in self.units.inner}
 
-        def flush() -> None:
-            self.writes.access.flush()
-
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before_unshard(module: Module, args: object = ()) -> None:
-            flush()
+            self.writes.access.flush()
             # Tensor parallelism itself replaces parameters around calls.
             if self._sharding.split is None or is_in_transform():
                 check_not_replaced(module)

@@ -189,6 +189,9 @@ class StaysUnsharded(Net):
     def on_validation_epoch_end(self) -> None:
         self.change()
 
+    def on_train_epoch_start(self) -> None:
+        self.on_before_optimizer_step(None)
+
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         with torch.no_grad():
             self.seen.append(self(torch.ones(1, 4)))
@@ -204,10 +207,6 @@ class StaysUnshardedManually(StaysUnsharded):
         self.on_before_optimizer_step(optimizer)
         optimizer.step()
         self.on_before_optimizer_step(optimizer)
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        with torch.no_grad():
-            self.seen.append(self(torch.ones(1, 4)))
 
 
 class AddsInStep(Net):
