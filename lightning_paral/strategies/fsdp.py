@@ -7,7 +7,6 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.compat.lightning.loops import evaluate_without_inference_mode
@@ -213,11 +212,6 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward pass, which leaves each rank with its shards of the gradients. *Collective*."""
         return self._engine.backward(super().backward, closure_loss, args, kwargs)
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Run `closure`, the hooks, and the optimizer, which updates this rank's shards."""
-        step = super().optimizer_step
-        return self._engine.optimizer_step(lambda own: step(optimizer, own, model, **kwargs), closure)
 
     # Sampler injection: `ParalStrategy`.
 

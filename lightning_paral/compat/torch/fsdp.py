@@ -186,6 +186,11 @@ def keep_unsharded(group: Any, is_needed: Callable[[], bool]) -> None:
     group._to_sharded = lambda: None if is_needed() else reshard()
 
 
+def reshard(group: Any) -> None:
+    """Reshard the parameters of `group`, even where FSDP2 would keep those of the root."""
+    group._to_sharded()
+
+
 def _with_callback(before_reshard: Callable[[], None], group: Any, reshard: Callable[[], None]) -> Callable[[], None]:
     def to_sharded() -> None:
         if group._sharded_state is ShardedState.UNSHARDED:

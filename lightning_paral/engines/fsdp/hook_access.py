@@ -61,6 +61,22 @@ class _View(NamedTuple):
     full: Tensor
 
 
+class UnshardedValues:
+    """Where the values of shards are while these are unsharded; here, none ever is."""
+
+    def of(self, tensor: Any) -> Any:
+        """Return the unsharded values of a DTensor, to which code writes in its place; otherwise `None`."""
+
+    def copy_to_shards(self) -> None:
+        """Copy to the shards what was written to their unsharded values."""
+
+    def copy_from_shard(self, tensor: Any, full: Tensor | None = None) -> None:
+        """Copy a shard that was written to, or `full`, to its unsharded values if these are less precise.
+
+        *Collective* without `full`.
+        """
+
+
 class HookAccess:
     """Lets code outside of steps use DTensors as full tensors, until `remove` is called. Most uses are *collective*.
 
@@ -69,6 +85,8 @@ class HookAccess:
     - Views such as `p[0]` are views of a full copy. What is written to them is written to the shards when a step or an
       optimizer begins, or `to_local` is called; from then on they no longer belong to it.
     - Assigning a full tensor to `data` or `grad` copies this rank's chunk.
+    - While the unit of a shard is unsharded, what is written to the shard is written to its unsharded values, and read
+      from there.
     - Hooks on sharded parameters are kept by `hooks`, or refused.
     - Writing a DTensor to a file, which would have only this rank's part, is an error.
 
@@ -79,6 +97,7 @@ class HookAccess:
         params: the sharded parameters by name.
         in_step: returns whether a step is running.
         register_hook: registers a hook on a sharded parameter, as `torch.Tensor.register_hook` does on a tensor.
+        unsharded: where the values of shards are while they are unsharded; `None` if they never are.
     """
 
     def __init__(
@@ -86,8 +105,10 @@ class HookAccess:
         params: Callable[[], Iterable[tuple[str, Tensor]]],
         in_step: Callable[[], bool],
         register_hook: Callable[[Any, Any], Any],
+        unsharded: UnshardedValues | None = None,
     ) -> None:
         self._params = params
+        self._unsharded = unsharded or UnshardedValues()
         self._in_step = in_step
         self._register_hook = register_hook
         self._views: dict[Any, _View] = {}
@@ -105,7 +126,7 @@ class HookAccess:
             ),
         }
         own |= {name: self._then(self._write_views, getattr(DTensor, name)) for name in ("full_tensor", "redistribute")}
-        own["to_local"] = self._then(self.flush, DTensor.to_local)  # whose result may be written to
+        own["to_local"] = self._then(self._release, DTensor.to_local)  # whose result may be written to
         self._undo = replace_attributes(DTensor, own)
 
     def remove(self) -> None:
@@ -116,16 +137,26 @@ class HookAccess:
     def flush(self) -> None:
         """Write what was written to views to the shards. From now on, the views no longer belong to them."""
         if self._views:
-            self._write_views()
-            self._views.clear()
+            self._release()
 
-    def _write_views(self) -> None:
+    def _release(self, *read: Tensor) -> None:
+        self._write_views(*read)
+        self._views.clear()
+
+    def _write_views(self, *read: Tensor) -> None:
+        """Write what was written to views to the shards, and what was written to the unsharded values of `read`."""
+        if self._are_unsharded(read):
+            self._unsharded.copy_to_shards()
         for view in self._views.values():
-            _keep_chunk(view.tensor, view.full)
+            self._write(view.tensor, view.full, is_complete=True)
 
-    def _then(self, before: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
+    def _are_unsharded(self, tensors: Iterable[Tensor]) -> bool:
+        """Return whether the values of some of these DTensors are elsewhere, because their unit is unsharded."""
+        return any(self._unsharded.of(each) is not None for each in tensors)
+
+    def _then(self, before: Callable[..., None], method: Callable[..., Any]) -> Callable[..., Any]:
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            before()
+            before(tensor)
             return method(tensor, *args, **kwargs)
 
         return call
@@ -188,7 +219,7 @@ class HookAccess:
         for key, count in zip(keys, counts.tolist(), strict=True):
             if count == 2:  # the copy itself, and the storage object that is asked
                 view = self._views.pop(key)
-                _keep_chunk(view.tensor, view.full)
+                self._write(view.tensor, view.full, is_complete=True)
 
     @torch.no_grad()
     def _assign(self, assign: Callable[..., None], target: Any, value: Tensor) -> None:
@@ -219,14 +250,22 @@ class HookAccess:
             return operation(args[0] if is_like else local_of(args[0]), *args[1:], **kwargs)
         if self._needs_gradient(operation, args, tensors):
             raise _NeedsGradientError
-        if self._acts_on_shards(operation, args, tensors):
-            return operation(*args, **kwargs)
-        may_differ = any(each.dim() for each in tensors if not isinstance(each, DTensor))
-        is_error = may_differ or _differentiates(tensors)
-        if is_error and self._in_step() and not (packet is aten.copy_ and isinstance(args[0], DTensor)):
-            return operation(*args, **kwargs)  # which is torch's error
+        written = [each for each in _written(operation, args, kwargs) if isinstance(each, DTensor)]
+        if not self._are_unsharded(written):
+            if self._are_unsharded(sharded):
+                self._unsharded.copy_to_shards()
+            if self._acts_on_shards(operation, args, tensors):
+                result = operation(*args, **kwargs)
+                for tensor in written:
+                    self._unsharded.copy_from_shard(tensor)
+                return result
+            may_differ = any(each.dim() for each in tensors if not isinstance(each, DTensor))
+            is_list = name.startswith(FOREACH) and len(args[0]) > 1
+            is_error = (may_differ or _differentiates(tensors)) and not is_list
+            if is_error and self._in_step() and not (packet is aten.copy_ and isinstance(args[0], DTensor)):
+                return operation(*args, **kwargs)  # which is torch's error
         if packet is aten.linalg_vector_norm and _can_be_joined(*args[:2]):
-            self._write_views()
+            self._write_views(args[0])
             return operation(*args, **kwargs).full_tensor()
         if packet is aten._foreach_norm:
             norm, dtype = aten.linalg_vector_norm.default, {"dtype": args[2]} if len(args) > 2 else kwargs
@@ -271,9 +310,8 @@ class HookAccess:
 
     def _run_on_full(self, operation: Any, args: Any, kwargs: Any) -> Any:
         schema = schema_of(operation)
-        names = [argument.name for argument in schema.arguments]
+        names, writes = _argument_names(operation), _names_of_written(operation)
         given = dict(zip(names, args, strict=False)) | kwargs
-        writes = {each.name for each in schema.arguments if _is_write(each)}
         viewed = {each.name for each in schema.arguments if each.alias_info is not None} - writes
         is_like = packet_of(operation).__name__.endswith("_like")  # reads no values
         fulls: dict[int, Tensor] = {}
@@ -287,15 +325,19 @@ class HookAccess:
         order = [name for name in names if name in writes] + [name for name in names if name not in writes]
         values = {name: tree_map_only(DTensor, partial(full_of, name), given[name]) for name in order if name in given}
         result = operation(*(values[name] for name in names[: len(args)]), **{name: values[name] for name in kwargs})
-        written = [each for name in names if name in writes for each in tree_leaves(given.get(name))]
+        written = _written(operation, args, kwargs)
         for each in written:
             if isinstance(each, DTensor):
-                _keep_chunk(each, fulls[id(each)])
+                self._write(each, fulls[id(each)], is_complete=False)
         if schema.returns and all(map(_is_write, schema.returns)):
             return written[0] if len(schema.returns) == 1 else tuple(written)
         return result
 
     def _full(self, tensor: Any, keep: bool, own_chunk_only: bool) -> Tensor:
+        unsharded: Tensor | None = self._unsharded.of(tensor)
+        if unsharded is not None and not isinstance(unsharded, DTensor):
+            return unsharded
+        tensor = tensor if unsharded is None else unsharded
         key = _key(tensor)
         if key in self._views:
             return self._views[key].full
@@ -303,6 +345,12 @@ class HookAccess:
         if keep:
             self._views[key] = _View(tensor.detach(), full)
         return full
+
+    def _write(self, tensor: Any, full: Tensor, is_complete: bool) -> None:
+        unsharded = self._unsharded.of(tensor)
+        if unsharded is None or isinstance(unsharded, DTensor):
+            _keep_chunk(tensor if unsharded is None else unsharded, full)
+            self._unsharded.copy_from_shard(tensor, full if is_complete else None)
 
     # Hooks on gradients
 
@@ -315,6 +363,24 @@ class HookAccess:
             return register(tensor, hook) if name is None else for_parameter(name, tensor, hook)
 
         return call
+
+
+def _written(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an operation writes to."""
+    names = _names_of_written(operation)
+    values = [*zip(_argument_names(operation), args, strict=False), *kwargs.items()] if names else []
+    return [each for name, value in values if name in names for each in tree_leaves(value)]
+
+
+@cache
+def _argument_names(operation: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in schema_of(operation).arguments)
+
+
+@cache
+def _names_of_written(operation: Any) -> frozenset[str]:
+    arguments = schema_of(operation).arguments
+    return frozenset(each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write)
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -4,12 +4,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from inspect import unwrap
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import LBFGS, Optimizer
@@ -17,6 +17,8 @@ from torch.optim import LBFGS, Optimizer
 from lightning_paral.checkpoint.dtensor_chunks import dtensor_like
 from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.optimizers import step_with_hooks, without_hooks
+from lightning_paral.compat.torch.patches import replace_attributes
+from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.errors import ConfigurationError
 
 _ELEMENTWISE = (
@@ -24,12 +26,14 @@ _ELEMENTWISE = (
 )
 """The optimizers of torch that update each element by itself."""
 
+_NOT_IN_STEP = {"zero_grad", "state_dict", "load_state_dict", "add_param_group"}
+
 
 def check_optimizers(
     optimizers: Iterable[Optimizer],
     module: Module,
     originals: Iterable[tuple[str, Parameter]],
-    flush: Callable[[], None],
+    reshard: Callable[[], None],
     undo: ExitStack,
 ) -> None:
     """Let those `optimizers` that update each element by itself step on local tensors; others step on DTensors.
@@ -40,7 +44,7 @@ def check_optimizers(
         optimizers: the optimizers of the fit.
         module: the sharded module.
         originals: the names and parameters from before sharding.
-        flush: writes what hooks have written to views to the shards.
+        reshard: makes the shards have what code has written, and reshards all units.
         undo: a stack; closing it restores the steps of `optimizers`.
 
     Raises:
@@ -63,25 +67,41 @@ def check_optimizers(
                 "rank. Train with paral_ddp, or with another optimizer."
             )
         if _name_in_torch(optimizer) in _ELEMENTWISE:
-            _step_on_local_tensors(optimizer, flush, undo)
+            _step_on_local_tensors(optimizer, reshard, undo)
+
+
+def give_shards_to_optimizers(shard_of: Callable[[Any], Any]) -> Callable[[], None]:
+    """Let `add_param_group` of every optimizer exchange parameters by `shard_of`, and return a function to undo it."""
+    add = Optimizer.add_param_group
+
+    def add_param_group(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
+        params = param_group["params"]
+        if not isinstance(params, set):  # an error of torch
+            given = [params] if isinstance(params, Tensor) else list(params)
+            param_group = param_group | {"params": tree_map_only(Tensor, shard_of, given)}
+        add(optimizer, param_group)
+
+    return replace_attributes(Optimizer, {"add_param_group": add_param_group})
 
 
 def _name_in_torch(optimizer: Optimizer) -> str:
-    """Return the name of the optimizer of torch whose `step` it has; otherwise an empty string."""
-    base: Any = next((cls for cls in type(optimizer).__mro__ if f"{cls.__module__}.".startswith("torch.optim.")), None)
-    return "" if base is None or base.step is not type(optimizer).step else str(base.__name__)
+    """Return the name of the optimizer of torch that it is, up to overrides that no step uses; otherwise `""`."""
+    own: Any = type(optimizer)
+    base: Any = next((cls for cls in own.__mro__ if f"{cls.__module__}.".startswith("torch.optim.")), Optimizer)
+    changed = {name for name in dir(base) if unwrap(getattr(own, name)) is not unwrap(getattr(base, name))}
+    used = {name for name in changed if not name.startswith("__")} - _NOT_IN_STEP
+    return "" if used else str(base.__name__)
 
 
-def _step_on_local_tensors(optimizer: Optimizer, flush: Callable[[], None], undo: ExitStack) -> None:
+def _step_on_local_tensors(optimizer: Optimizer, reshard: Callable[[], None], undo: ExitStack) -> None:
     step, own = optimizer.step, vars(optimizer).get("step")
 
     def update(_: Optimizer, closure: Callable[..., Any] | None = None) -> Any:
         with torch.enable_grad():
             result = None if closure is None else closure()
-        flush()
-        with without_hooks(optimizer), _local_tensors(optimizer) as shards:
+        reshard()
+        with without_hooks(optimizer), _local_tensors(optimizer):
             step()
-            increment_version(shards)  # fused optimizers do not, and what a step wrote to a unit would replace theirs
         return result
 
     @wraps(step)
@@ -100,8 +120,8 @@ def _step_on_local_tensors(optimizer: Optimizer, flush: Callable[[], None], undo
 
 
 @contextmanager
-def _local_tensors(optimizer: Any) -> Iterator[list[Tensor]]:
-    """Let `optimizer` have the local tensors of its parameters, gradients and states inside the block; yield the first.
+def _local_tensors(optimizer: Any) -> Iterator[None]:
+    """Let `optimizer` have the local tensors of its parameters, gradients and states inside the block.
 
     A step on 400 small DTensors takes several times as long as on their local tensors. User code sees only DTensors.
     """
@@ -116,7 +136,7 @@ def _local_tensors(optimizer: Any) -> Iterator[list[Tensor]]:
     for group, params in zip(optimizer.param_groups, params_of_groups, strict=True):
         group["params"] = [local[param] for param in params]
     try:
-        yield [_local(param) for param in local]
+        yield
     finally:
         for param, own in local.items():
             for key, value in optimizer.state.get(own, {}).items():

@@ -13,15 +13,16 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_paral.compat.torch.fsdp import groups_of, name_of, unsharded_param
+from lightning_paral.compat.torch.autograd import check_backward_passes
+from lightning_paral.compat.torch.fsdp import name_of, unsharded_param
 from lightning_paral.compat.torch.tensors import identity_of, tree_leaves
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.engines.fsdp.optimizers import check_optimizers
+from lightning_paral.engines.fsdp.optimizers import check_optimizers, give_shards_to_optimizers
 from lightning_paral.engines.fsdp.options import FSDPOptions
 from lightning_paral.engines.fsdp.precision import DTYPES, sharding_policy
 from lightning_paral.engines.fsdp.refusals import check_pruning, check_user_hooks, explanation
@@ -100,7 +101,7 @@ class FSDPRun:
             offload=options.offload,
         )
         self.sharded = ShardedModule(self.units, sharding, deferred)
-        self._trained: TrainedShards | None = None
+        self._trained: TrainedParameters | None = None
         self._accumulates = False
         self._num_evaluated = 0
         self._undo = ExitStack()
@@ -133,7 +134,14 @@ class FSDPRun:
 
     def start_fit(self, timeout: timedelta) -> None:
         """Start watching which parameters are trained. `timeout` limits how long checks wait for other ranks."""
-        self._trained = TrainedShards(self.module, self.dims, timeout, self._undo)
+        self._trained = TrainedParameters(self.module, self._undo)
+        self._agreement = TrainingAgreement(self._trained, self.dims, timeout)
+        self._known = set(self.module.parameters())
+        root = self.sharded.root_unshard
+        self._undo.callback(check_backward_passes(lambda *_: root.hide_gradients()))
+        self._undo.callback(register_optimizer_step_pre_hook(root.before_optimizer).remove)
+        self._undo.callback(register_optimizer_step_post_hook(root.after_optimizer).remove)
+        self._undo.callback(give_shards_to_optimizers(self.sharded.writes.shard_of))
 
     def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Check `optimizers`, and make `module.zero_grad()` zero the gradients of their shards as well.
@@ -141,8 +149,8 @@ class FSDPRun:
         Raises:
             ConfigurationError: an optimizer cannot update shards, or has parameters whose gradients are not averaged.
         """
-        flush = self.sharded.writes.access.flush
-        check_optimizers(optimizers, self.module, self.sharded.original_parameters(), flush, self._undo)
+        reshard = self.sharded.writes.reshard
+        check_optimizers(optimizers, self.module, self.sharded.original_parameters(), reshard, self._undo)
         if self.dims.data_size > 1:
             check_optimizer_parameters(optimizers, self.module)
         _zero_gradients_of_shards(self.module, optimizers, self.sharded.root_unshard, self._undo)
@@ -159,20 +167,26 @@ class FSDPRun:
             ConfigurationError: the ranks train different parameters, or a parameter is new and not sharded.
         """
         assert self._trained is not None
+        self.sharded.writes.reshard()  # with reshard_after_forward=False, a call in a hook leaves units unsharded
         if batch_idx < 2:  # steps do the same again and again, and reading the result makes the host wait
             self.sharded.writes.check()
-        self._trained.before_batch(self.module.current_epoch, batch_idx)
+        if not self._agreement.update(self.module.current_epoch, batch_idx):
+            return
+        by_name = self._trained.by_name
+        new = [name for name, p in by_name.items() if p not in self._known and not isinstance(p, DTensor)]
+        if new:
+            raise ConfigurationError(
+                f"These parameters were added to the module after FSDP sharded it: {first_names(new)}. Their gradients "
+                "would not be averaged over the ranks. Create them in __init__ or configure_model, or use paral_ddp."
+            )
 
     def training_step(self, step: Step, args: Any, kwargs: Any) -> Any:
         """Return `step(*args, **kwargs)`, run with the root's parameters unsharded. *Collective* over the world."""
         assert self._trained is not None
         root = self.sharded.root_unshard
         run = root.training_step if self.module.automatic_optimization else root.manual_step
-        self._trained.before_step()
         with self._explain_errors(in_step=True):
-            output = run(self._checking_output(step), args, kwargs)
-        self._trained.copy_to_shards()
-        return output
+            return run(self._checking_output(step), args, kwargs)
 
     def evaluation_step(self, step: Step, args: Any, kwargs: Any) -> Any:
         """Return `step(*args, **kwargs)`, run with the root's parameters unsharded. *Collective* over the world."""
@@ -186,15 +200,18 @@ class FSDPRun:
     def _checking_output(self, step: Step) -> Step:
         """Return `step`, which refuses to return memory of the root's parameters: FSDP2 frees it after the step."""
 
-        def storage_of(tensor: Any) -> int | None:
-            is_plain = isinstance(tensor, Tensor) and tensor.layout is torch.strided and not isinstance(tensor, DTensor)
-            return identity_of(tensor.untyped_storage()) if is_plain else None
-
         def run(*args: Any, **kwargs: Any) -> Any:
             output = step(*args, **kwargs)
-            names = {storage_of(unsharded_param(param)): name_of(param) for param in _sharded_params(self.module)}
-            for each in tree_leaves(output):
-                if (storage := storage_of(each)) is not None and storage in names:
+            if isinstance(output, Tensor) and output.grad_fn is not None:  # a loss
+                return output
+            others = {**output, "loss": None} if isinstance(output, dict) else output  # the loss is not read later
+            returned = [each for each in tree_leaves(others) if _has_memory(each)]
+            names = {}
+            if returned:
+                unsharded = [(param, unsharded_param(param)) for param in self.sharded.writes.unsharded_params]
+                names = {_storage_of(each): name_of(param) for param, each in unsharded if _has_memory(each)}
+            for each in returned:
+                if (storage := _storage_of(each)) in names:
                     raise ConfigurationError(
                         f"A step returned {names[storage]}, or a view of it, whose memory is freed after the step. "
                         "Return a copy: parameter.clone()."
@@ -205,16 +222,12 @@ class FSDPRun:
 
     def check_writes(self) -> None:
         """Raise a `ConfigurationError` if a step has written to weights that were unsharded in 16 bits."""
-        if not self.is_fit:  # with reshard_after_forward=False, an evaluation leaves units unsharded
-            for part in self.module.modules():
-                if isinstance(part, FSDPModule):
-                    part.reshard()
+        self.sharded.writes.reshard()  # with reshard_after_forward=False, an evaluation leaves units unsharded
         self.sharded.writes.check()
 
     def backward(self, backward: Callable[..., Tensor], loss: Tensor, args: Any, kwargs: Any) -> Tensor:
         """Return `backward(loss, *args, **kwargs)`, which computes the gradients of the shards. *Collective*."""
         assert self._trained is not None
-        self._trained.copy_to_shards()
         self.sharded.root_unshard.before_backward(loss)
         with self._explain_errors(in_step=False):  # hooks also run inside
             result = backward(loss, *args, **kwargs)
@@ -243,15 +256,6 @@ class FSDPRun:
         reduce = not self._accumulates or self._options.accumulate == "sharded"
         self.sharded.set_gradient_sync(reduce=reduce, all_reduce=not self._accumulates)
 
-    def optimizer_step(self, step: Callable[..., Any], closure: Callable[[], Any]) -> Any:
-        """Return `step(closure)`, an optimizer's step. In manual optimization, unshard the root again afterwards."""
-        root = self.sharded.root_unshard
-        root.before_optimizer()
-        with root.optimizer_step():
-            result = step(root.optimizer_step(runs=False)(closure))
-        root.after_optimizer()
-        return result
-
     # Errors, and the end of the run
 
     def explain(self, error: BaseException) -> None:
@@ -264,6 +268,14 @@ class FSDPRun:
     def stop_watching(self) -> None:
         """Undo the changes of the fit to the module and to torch. Call it at the beginning of the teardown."""
         self._undo.close()
+
+
+def _has_memory(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and not isinstance(value, DTensor)
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return identity_of(tensor.untyped_storage())
 
 
 def _zero_gradients_of_shards(
@@ -295,62 +307,3 @@ def _then(function: Callable[..., None], afterwards: Callable[[], None]) -> Call
         afterwards()
 
     return both
-
-
-class TrainedShards:
-    """Lets users freeze and unfreeze parameters during a fit, and checks that all ranks do the same.
-
-    FSDP2 copies `requires_grad` from the shard whenever it unshards a parameter. If a training step sets it on the
-    root's parameters, which stay unsharded throughout the step, the new value would be lost. Therefore `copy_to_shards`
-    copies it to the shards.
-
-    Args:
-        root: the sharded LightningModule; all of its parameters are resharded.
-        dims: the arrangement of the ranks.
-        timeout: how long to wait for other ranks.
-        undo: a stack; closing it ends the checks.
-    """
-
-    def __init__(self, root: Module, dims: ParallelDims, timeout: timedelta, undo: ExitStack) -> None:
-        self._trained = TrainedParameters(root, undo)
-        self._agreement = TrainingAgreement(self._trained, dims, timeout)
-        self._root = root
-        self._known = set(root.parameters())
-        self._root_params = _sharded_params(root)
-        self._at_start: list[bool] = []
-
-    def before_batch(self, epoch: int, batch_idx: int) -> None:
-        """Check that all ranks train the same parameters. *Collective* in an epoch's first step, and after changes.
-
-        Raises:
-            ConfigurationError: the ranks train different parameters, or a parameter is new and not sharded. The message
-                names the parameters.
-        """
-        if not self._agreement.update(epoch, batch_idx):
-            return
-        parts = [part for part in self._root.modules() if isinstance(part, FSDPModule)]
-        # With reshard_after_forward=False, an evaluation leaves parameters unsharded.
-        known = self._known.union(unsharded_param(each) for part in parts for each in _sharded_params(part))
-        new = [name for name, p in self._trained.by_name.items() if p not in known and not isinstance(p, DTensor)]
-        if new:
-            raise ConfigurationError(
-                f"These parameters were added to the module after FSDP sharded it: {first_names(new)}. Their gradients "
-                "would not be averaged over the ranks. Create them in __init__ or configure_model, or use paral_ddp."
-            )
-
-    def before_step(self) -> None:
-        """Record which of the root's parameters are trained when a step begins."""
-        self._at_start = [each.sharded_param.requires_grad for each in self._root_params]
-
-    def copy_to_shards(self) -> None:
-        """Copy `requires_grad` to the root's shards if the step has changed it on the unsharded parameters."""
-        for number, each in enumerate(self._root_params):
-            now = unsharded_param(each)
-            if now is not None and now.requires_grad != self._at_start[number]:
-                self._at_start[number] = now.requires_grad
-                each.sharded_param.requires_grad_(now.requires_grad)
-
-
-def _sharded_params(module: Any) -> list[Any]:
-    """Return the `FSDPParam`s of the parameters that are unsharded together with `module`."""
-    return [param for group in groups_of(module) for param in group.fsdp_params]

@@ -118,17 +118,13 @@ class ShardedModule:
         _move_metrics(self.root, sharding.device)
         self._install_communication()
         self._unshard_around_calls()
-        self._watch_writes()
 
     def _unshard_around_calls(self) -> None:
         inner = {unit.module for unit in self.units.inner}
 
-        def flush() -> None:
-            self.writes.access.flush()
-
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before_unshard(module: Module, args: object = ()) -> None:
-            flush()
+            self.writes.access.flush()
             # Tensor parallelism itself replaces parameters around calls.
             if self._sharding.split is None or is_in_transform():
                 check_not_replaced(module)
@@ -141,7 +137,8 @@ class ShardedModule:
         initialize(self.root)
         for param in [param for module in self._sharded for group in groups_of(module) for param in group.fsdp_params]:
             keep_dtype(param)
-        self.root_unshard = RootUnshard(self._sharded[-1], calls, inner, flush)
+        self._watch_writes()
+        self.root_unshard = RootUnshard(self._sharded[-1], calls, inner, self.writes)
 
         def before_call(module: Module, args: object) -> None:
             if not all(group.is_unsharded for group in groups_of(self.root)):

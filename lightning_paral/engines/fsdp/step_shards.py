@@ -141,11 +141,7 @@ class StepShards:
             for module in self._sharded:
                 module.unshard()
             self.is_unsharded = True
-            before = [_requires_grad(param) for param in self._params()]
             yield
-            for param, at_start in zip(self._params(), before, strict=True):
-                if (now := _requires_grad(param)) != at_start:  # set in the step; FSDP2 copies that of the shard
-                    param.sharded_param.requires_grad_(now)
         finally:
             self.is_unsharded = False
             self._check_nothing_was_loaded()
@@ -223,8 +219,3 @@ class StepShards:
 
     def _params(self) -> list[Any]:
         return [param for group in self._groups for param in group.fsdp_params]
-
-
-def _requires_grad(param: Any) -> bool:
-    unsharded = unsharded_param(param)
-    return bool(param.sharded_param.requires_grad if unsharded is None else unsharded.requires_grad)

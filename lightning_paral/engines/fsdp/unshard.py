@@ -1,14 +1,15 @@
 """Unshard the parameters of a unit around the outermost call of its methods, and those of the root around each step."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from functools import wraps
 from types import FunctionType
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from lightning_paral.compat.torch.fsdp import (
     ForwardHooks,
@@ -21,6 +22,7 @@ from lightning_paral.compat.torch.fsdp import (
 )
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.engines.fsdp.refusals import MIXED
+from lightning_paral.engines.fsdp.user_writes import UserWrites
 from lightning_paral.errors import ConfigurationError
 
 _LIBRARIES = ("torch", "transformers", "lightning", "torchmetrics")
@@ -118,12 +120,13 @@ class RootUnshard:
         root: the sharded LightningModule.
         units: the `UnitUnshard`s of the other units.
         inner: the modules of the other units; all other direct children of the root belong to the root.
-        flush: writes what hooks have written to views to the shards.
+        writes: knows what user code has written.
     """
 
-    def __init__(self, root: Any, units: list[UnitUnshard], inner: set[Module], flush: Callable[[], None]) -> None:
+    def __init__(self, root: Any, units: list[UnitUnshard], inner: set[Module], writes: UserWrites) -> None:
         self._root = root
-        self._flush = flush
+        self._writes = writes
+        self._flush = writes.access.flush
         self._units = units
         self._hooks = ForwardHooks(root)
         self._depth = 0
@@ -145,13 +148,14 @@ class RootUnshard:
         """Run a training step of automatic optimization, whose backward pass follows it."""
         self._enter()
         pre_forward(self._hooks.state, self._root)
+        self._show_gradients()
         output = step(*args, **kwargs)
         if isinstance(output.get("loss") if isinstance(output, Mapping) else output, DTensor):
             raise RuntimeError(MIXED)
         output = self._hooks.after(output)
         self._depth = 0
         if output is None:
-            self._root.reshard()
+            self._reshard()
         else:
             self._show_gradients()
         return output
@@ -160,32 +164,33 @@ class RootUnshard:
         """Run a training step of manual optimization, which calls backward passes and optimizers itself."""
         self._enter()
         self._in_manual_step = True
-        self._root.unshard()
+        self._unshard()
         try:
             return step(*args, **kwargs)
         finally:
             self._depth, self._in_manual_step = 0, False
-            self._root.reshard()
+            self._reshard()
 
     def evaluation_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a step without a backward pass."""
         self._enter()
         pre_forward(self._hooks.state, self._root)
+        self._show_gradients()
         output = self._hooks.after(step(*args, **kwargs))
         self._depth = 0
+        self.hide_gradients()
         self._root.reshard()
         return output
 
     def before_backward(self, loss: Tensor) -> None:
         """In a manual step, make FSDP2 reduce the root's gradients even if no unit computed `loss`."""
         self._flush()
-        self.hide_gradients()
         if self._in_manual_step:
             self._hooks.expect_backward(loss)
 
     def _show_gradients(self) -> None:
-        """Give the unsharded parameters the gradients of the shards, for hooks that read those of earlier steps."""
-        for param in [param for group in groups_of(self._root) for param in group.fsdp_params]:
+        """Give the unsharded parameters the gradients of the shards, for code that reads those of earlier passes."""
+        for param in self._writes.unsharded_params:
             unsharded, gradient = unsharded_param(param), param.sharded_param.grad
             if unsharded is not None and unsharded.grad is None and gradient is not None:
                 unsharded.grad_dtype = gradient.dtype  # fp32 for 16 bits
@@ -193,7 +198,7 @@ class RootUnshard:
                 self._shown.append((param, gradient))
 
     def hide_gradients(self) -> None:
-        """Take them away again, because FSDP2 would reduce them; hooks may have replaced them."""
+        """Take them away again before a backward pass, because FSDP2 would reduce them; code may have replaced them."""
         for param, shown in self._shown:
             unsharded, shard = unsharded_param(param), param.sharded_param
             assert unsharded is not None
@@ -207,37 +212,68 @@ class RootUnshard:
         """In a manual step, unshard the root's parameters again, because the backward pass resharded them."""
         if self._in_manual_step:
             self._flush()
-            self._root.unshard()
+            self._unshard()
 
-    def before_optimizer(self) -> None:
-        """In a manual step, reshard the root's parameters, because the optimizer changes the shards."""
-        if self._in_manual_step:
-            self._root.reshard()
+    def before_optimizer(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Reshard all parameters, because `optimizer` changes the shards; its closure finds them as in the step.
 
-    after_optimizer = after_backward
+        Returns:
+            the arguments of the optimizer's step with another closure, as from a step pre-hook of torch.
+        """
+        if not any(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"]):
+            return None
+        self._set_in_optimizer(True)
+        return (optimizer, *map(self._as_in_step, args[1:])), {name: self._as_in_step(kwargs[name]) for name in kwargs}
 
-    @contextmanager
-    def optimizer_step(self, runs: bool = True) -> Iterator[None]:
-        """Let an optimizer step inside the block as in a hook; with `runs=False`, its closure, as in the step."""
-        before, self._in_optimizer = self._in_optimizer, runs
-        try:
-            yield
-        finally:
-            self._in_optimizer = before
+    def after_optimizer(self, *_: Any) -> None:
+        """In a step, unshard the root's parameters again."""
+        if self._in_optimizer:
+            self._set_in_optimizer(False)
+
+    def _set_in_optimizer(self, in_optimizer: bool) -> None:
+        self._in_optimizer = in_optimizer
+        if in_optimizer:
+            self._reshard()
+        elif self._depth:
+            self._flush()
+            self._unshard()
+
+    def _as_in_step(self, closure: Any) -> Any:
+        if not callable(closure):
+            return closure
+
+        @wraps(closure)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._set_in_optimizer(False)
+            try:
+                return closure(*args, **kwargs)
+            finally:
+                self._set_in_optimizer(True)
+
+        return call
+
+    def _unshard(self) -> None:
+        self._root.unshard()
+        self._show_gradients()
+
+    def _reshard(self) -> None:
+        self.hide_gradients()
+        self._writes.reshard()
 
     def _unshard_after(self, toggle: Callable[..., None]) -> Callable[..., None]:
         """Give unsharded parameters the `requires_grad` that `toggle` sets on the shards, which the optimizers hold."""
 
         def toggle_then_unshard(*args: Any, **kwargs: Any) -> None:
             toggle(*args, **kwargs)
-            self.before_optimizer()
-            self.after_optimizer()
+            if self._in_manual_step:
+                self._reshard()
+                self._unshard()
 
         return toggle_then_unshard
 
     def _enter(self) -> None:
         self._flush()
-        self._depth = 1
+        self._depth, self._in_optimizer = 1, False  # also if an error ended the last step
         for unit in self._units:
             unit.reset()
 

@@ -17,12 +17,13 @@ from lightning_paral.compat.torch.autograd import gradient_hooks, version_of
 from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.fsdp import name_of, owners_of, unsharded_param
 from lightning_paral.compat.torch.optimizers import foreach_copy_
-from lightning_paral.engines.fsdp.hook_access import HookAccess
+from lightning_paral.compat.torch.tensors import identity_of
+from lightning_paral.engines.fsdp.hook_access import HookAccess, UnshardedValues, as_full, shard_like
 from lightning_paral.engines.fsdp.refusals import RegistrationGuard, check_assigned, refuse_hook, shares_memory
 from lightning_paral.errors import ConfigurationError
 
 
-class UserWrites:
+class UserWrites(UnshardedValues):
     """Makes what user code writes to parameters of a sharded module change the shards, until `undo` is closed.
 
     Args:
@@ -46,11 +47,12 @@ class UserWrites:
         params = [param for group in groups for param in group.fsdp_params]
         hooks = _ParameterHooks({param: original(*owners_of(param)[0]) for param in params})
         hooks.check_lost(named_originals, root)
-        self._units = [UnitReconciliation(group, hooks.attach) for group in groups]
-        for unit in self._units:
-            unit.others = self._units
+        self._params = params
+        self.unsharded: dict[UnitReconciliation, None] = {}
+        """The units that are unsharded."""
+        self._units = [UnitReconciliation(group, hooks.attach, self) for group in groups]
         self.access = HookAccess(
-            lambda: ((name_of(param), param.sharded_param) for param in params), in_step, hooks.register
+            lambda: ((name_of(param), param.sharded_param) for param in params), in_step, hooks.register, self
         )
         undo.callback(self.access.remove)
         undo.callback(RegistrationGuard(root, params).remove)
@@ -59,6 +61,49 @@ class UserWrites:
         """Raise a `ConfigurationError` if a step has written to parameters that were less precise than the shards."""
         for unit in self._units:
             unit.check()
+
+    def reshard(self) -> None:
+        """Write what code has written to views to the shards, and reshard all units, whatever FSDP2 does with them."""
+        self.access.flush()
+        for unit in tuple(self.unsharded):
+            fsdp.reshard(unit.group)
+
+    @property
+    def unsharded_params(self) -> list[Any]:
+        """The `FSDPParam`s that are unsharded."""
+        return [param for unit in self.unsharded for param in unit.group.fsdp_params]
+
+    def shard_of(self, parameter: Any) -> Any:
+        """Return the shard of an unsharded parameter, and other parameters themselves."""
+        return next((each.sharded_param for each in self._params if unsharded_param(each) is parameter), parameter)
+
+    def of(self, tensor: Any) -> Any:
+        """Return the unsharded parameter of a shard, if what is written to it can be copied to the shard."""
+        unit, found = self._find(tensor)
+        return None if unit is None or not found.is_exact else found.parameter.data
+
+    def copy_to_shards(self) -> None:
+        """Copy to the shards what was written to their unsharded parameters."""
+        for unit in self.unsharded:
+            unit.copy_to_shards()
+
+    def copy_from_shard(self, tensor: Any, full: Tensor | None = None) -> None:
+        """Copy a shard, or its values `full`, to the unsharded parameter if that is less precise."""
+        unit, found = self._find(tensor)
+        if unit is not None and not found.is_exact:
+            unit.copy_from_shard(found, as_full(tensor) if full is None else full)
+
+    def check_memory(self, parameter: Any, values: Tensor, name: str) -> None:
+        """Raise a `ConfigurationError` if `parameter` has the memory of the values of another unsharded parameter."""
+        address = parameter.untyped_storage().data_ptr()
+        others = [each.values for unit in self._units for each in unit.params or () if each.values is not values]
+        if any(each.untyped_storage().data_ptr() == address for each in others):
+            raise ConfigurationError(shares_memory(name))
+
+    def _find(self, tensor: Any) -> Any:
+        storage = identity_of(local_of(tensor).untyped_storage()) if self.unsharded else None
+        found = ((unit, unit.by_storage[storage]) for unit in self.unsharded if storage in unit.by_storage)
+        return next(found, (None, None))
 
 
 class _ParameterHooks:
@@ -146,7 +191,7 @@ class _Unsharded(NamedTuple):
     @property
     def is_assigned(self) -> bool:
         """Whether user code has assigned other memory to `data`."""
-        return not isinstance(self.parameter, DTensor) and self.parameter.data_ptr() != self.values.data_ptr()
+        return not isinstance(self.parameter, DTensor) and not self.parameter.is_set_to(self.values)
 
 
 class UnitReconciliation:
@@ -159,21 +204,24 @@ class UnitReconciliation:
     Args:
         group: the `FSDPParamGroup` of the unit.
         after_unshard: is called with each `FSDPParam` after it has been unsharded for the first time.
+        writes: knows all units, and which are unsharded.
     """
 
-    def __init__(self, group: Any, after_unshard: Callable[[Any], None]) -> None:
-        self._group = group
+    def __init__(self, group: Any, after_unshard: Callable[[Any], None], writes: UserWrites) -> None:
+        self.group = group
         self._first_unshard = after_unshard
-        self._unsharded: list[_Unsharded] | None = None
+        self._writes = writes
+        self._by_storage: dict[int | None, _Unsharded] | None = None
+        self.params: list[_Unsharded] | None = None
+        """The parameters of the unit, once it has been unsharded."""
         self._exact: list[_Unsharded] = []
         self._inexact: list[_Unsharded] = []
         self._versions: list[int] = []
+        self._trained: list[bool] = []
         self._handed_out: Tensor | None = None
         """The parts of the parameters that must not be written to, one after the other, as they were unsharded."""
         self._changed: Tensor | None = None
         """The first position in them that a step has changed, or -1."""
-        self.others: Iterable[UnitReconciliation] = ()
-        """The same of all units."""
         fsdp.watch(group, self._after_unshard, self._before_reshard)
 
     def check(self) -> None:
@@ -185,52 +233,80 @@ class UnitReconciliation:
             raise ConfigurationError(_explain_lost_write(self._inexact[number].param))
 
     def _after_unshard(self) -> None:
-        if self._unsharded is None:  # FSDP2 creates the unsharded parameters only once
-            self._unsharded = []
-            for param in self._group.fsdp_params:
+        if self.params is None:  # FSDP2 creates the unsharded parameters only once
+            self.params = []
+            for param in self.group.fsdp_params:
                 parameter = fsdp.unsharded_param(param)
                 assert parameter is not None
                 if not parameter.is_inference():
                     values = local_of(parameter) if isinstance(parameter, DTensor) else parameter.detach()
-                    self._unsharded.append(_Unsharded(param, parameter, values))
+                    self.params.append(_Unsharded(param, parameter, values))
                 self._first_unshard(param)
-            with_part = [each for each in self._unsharded if each.shard.numel()]
+            with_part = [each for each in self.params if each.shard.numel()]
             self._exact = [each for each in with_part if each.is_exact]
             self._inexact = [each for each in with_part if not each.is_exact]
         self._versions = [version_of(each.shard) for each in self._exact]
+        self._trained = [each.parameter.requires_grad for each in self.params]
+        self._by_storage = None
+        self._writes.unsharded[self] = None
         self._handed_out = self._parts_to_compare()
 
-    @torch.no_grad()
+    @property
+    def by_storage(self) -> dict[int | None, _Unsharded]:
+        """The unsharded parameters by the memory of their shards."""
+        if self._by_storage is None:
+            self._by_storage = {identity_of(each.shard.untyped_storage()): each for each in self.params or ()}
+        return self._by_storage
+
     def _before_reshard(self) -> None:
-        assert self._unsharded is not None
-        for each in self._unsharded:
+        for each, trained in zip(self.params or (), self._trained, strict=True):
+            if each.parameter.requires_grad != trained:  # FSDP2 copies that of the shard when it unshards again
+                each.param.sharded_param.requires_grad_(not trained)
+        self.copy_to_shards()
+        self._note_changes()
+        self._handed_out = None
+        self._writes.unsharded.pop(self, None)
+
+    @torch.no_grad()
+    def copy_to_shards(self) -> None:
+        """Copy this rank's part of the unsharded parameters to the shards that nothing else has written to."""
+        assert self.params is not None
+        for each in self.params:
             if each.is_assigned:
                 self._take_assigned(each)
         shards, parts = [], []
         for each, version in zip(self._exact, self._versions, strict=True):
             if version_of(shard := each.shard) == version:
-                shards.append(shard)
+                shards.append(shard.data)  # which keeps the version of the shard
                 parts.append(each.own_part)
         if shards:
             foreach_copy_(shards, parts)
-            fsdp.await_writes(self._group)
+            fsdp.await_writes(self.group)
+
+    @torch.no_grad()
+    def copy_from_shard(self, unsharded: _Unsharded, full: Tensor) -> None:
+        """Copy what was written to a shard, `full`, to its unsharded parameter, which is less precise."""
+        self._note_changes()
+        values = unsharded.parameter.data
+        part = local_of(shard_like(values, full)) if isinstance(values, DTensor) else full
+        (local_of(values) if isinstance(values, DTensor) else values).copy_(part)
+        self._handed_out = self._parts_to_compare()
+
+    def _note_changes(self) -> None:
+        """Note whether a step has written to parameters that must not be written to, since they were handed out."""
         now = self._parts_to_compare()
         if now is not None and self._handed_out is not None:
             differs = (now != self._handed_out) & (now == now)  # not where values are NaN
             first = torch.where(differs.any(), differs.int().argmax(), -1)
             self._changed = first if self._changed is None else torch.maximum(self._changed, first)
-        self._handed_out = None
 
     def _take_assigned(self, unsharded: _Unsharded) -> None:
         param, parameter, values = unsharded
         name, assigned = str(fsdp.name_of(param)), parameter.detach()
         parameter.data = values
         check_assigned(name, parameter, assigned)
-        address = assigned.untyped_storage().data_ptr()
-        of_others = (each.values for other in self.others for each in other._unsharded or ())
-        if any(each.untyped_storage().data_ptr() == address for each in of_others):
-            raise ConfigurationError(shares_memory(name))
-        values.copy_(assigned)
+        self._writes.check_memory(assigned, values, name)
+        values.copy_(assigned.clone())  # it may be a view of the values
 
     def _parts_to_compare(self) -> Tensor | None:
         parts = [each.own_part.reshape(-1) for each in self._inexact]
