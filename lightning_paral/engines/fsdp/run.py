@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial, wraps
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from lightning.pytorch import LightningModule
@@ -208,7 +208,7 @@ class FSDPRun:
             returned = [each for each in tree_leaves(others) if _has_memory(each)]
             names = {}
             if returned:
-                unsharded = [(param, unsharded_param(param)) for param in self.sharded.writes.unsharded_params]
+                unsharded = ((param, unsharded_param(param)) for param in self.sharded.writes.unsharded_params)
                 names = {_storage_of(each): name_of(param) for param, each in unsharded if _has_memory(each)}
             for each in returned:
                 if (storage := _storage_of(each)) in names:
@@ -270,7 +270,7 @@ class FSDPRun:
         self._undo.close()
 
 
-def _has_memory(value: Any) -> bool:
+def _has_memory(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.layout is torch.strided and not isinstance(value, DTensor)
 
 
