@@ -81,7 +81,7 @@ def test_is_refused(on_ranks, world_size: int, module: Any, options: dict[str, A
 
 
 def trained(world_size: int) -> dict[str, Tensor]:
-    strategy = ParalFSDPStrategy(tensor_parallel=2, plan=ALL) if world_size > 1 else "auto"
+    strategy = ParalFSDPStrategy(tensor_parallel=2, plan=ALL, split="global") if world_size > 1 else "auto"
     return fit_chain(strategy, world_size, module=WritesInStep)[1].state_dict()
 
 
