@@ -70,15 +70,15 @@ def check_optimizers(
             _step_on_local_tensors(optimizer, reshard, undo)
 
 
-def give_shards_to_optimizers(shard_of: Callable[[Any], Any]) -> Callable[[], None]:
-    """Let `add_param_group` of every optimizer exchange parameters by `shard_of`, and return a function to undo it."""
+def give_shards_to_optimizers(shards: Callable[[], dict[Any, Any]]) -> Callable[[], None]:
+    """Let `add_param_group` of every optimizer exchange parameters for their `shards`; return a function to undo it."""
     add = Optimizer.add_param_group
 
     def add_param_group(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
         params = param_group["params"]
         if not isinstance(params, set):  # an error of torch
-            given = [params] if isinstance(params, Tensor) else list(params)
-            param_group = param_group | {"params": tree_map_only(Tensor, shard_of, given)}
+            given, shard_of = [params] if isinstance(params, Tensor) else list(params), shards()
+            param_group = param_group | {"params": tree_map_only(Tensor, lambda p: shard_of.get(p, p), given)}
         add(optimizer, param_group)
 
     return replace_attributes(Optimizer, {"add_param_group": add_param_group})

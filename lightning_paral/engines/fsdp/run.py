@@ -141,7 +141,7 @@ class FSDPRun:
         self._undo.callback(check_backward_passes(lambda *_: root.hide_gradients()))
         self._undo.callback(register_optimizer_step_pre_hook(root.before_optimizer).remove)
         self._undo.callback(register_optimizer_step_post_hook(root.after_optimizer).remove)
-        self._undo.callback(give_shards_to_optimizers(self.sharded.writes.shard_of))
+        self._undo.callback(give_shards_to_optimizers(self.sharded.writes.shards))
 
     def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Check `optimizers`, and make `module.zero_grad()` zero the gradients of their shards as well.

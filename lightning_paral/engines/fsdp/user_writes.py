@@ -73,9 +73,9 @@ class UserWrites(UnshardedValues):
         """The `FSDPParam`s that are unsharded."""
         return [param for unit in self.unsharded for param in unit.group.fsdp_params]
 
-    def shard_of(self, parameter: Any) -> Any:
-        """Return the shard of an unsharded parameter, and other parameters themselves."""
-        return next((each.sharded_param for each in self._params if unsharded_param(each) is parameter), parameter)
+    def shards(self) -> dict[Any, Any]:
+        """Return the shards by the unsharded parameters."""
+        return {unsharded_param(each): each.sharded_param for each in self._params}
 
     def of(self, tensor: Any) -> Any:
         """Return the unsharded parameter of a shard, if what is written to it can be copied to the shard."""
