@@ -7,7 +7,6 @@ tensors, in between.
 
 import sys
 
-import torch
 from torch.nn import Parameter
 
 
@@ -25,11 +24,6 @@ def is_loading_pretrained() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
-
-
-def is_placeholder(device: torch.device) -> bool:
-    """Return whether a tensor created on `device` now is a placeholder that `from_pretrained` will replace."""
-    return device.type == "meta" and is_loading_pretrained()
 
 
 def is_pretrained(parameter: Parameter) -> bool:

@@ -28,7 +28,7 @@ from lightning_paral.engines.fsdp.shard import ShardedModule, Sharding
 from lightning_paral.engines.fsdp.units import leave_small_to_root
 from lightning_paral.engines.fsdp.unshard import RootUnshard
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.deferred.construction import DeferredConstruction
+from lightning_paral.model.deferred import DeferredConstruction
 from lightning_paral.model.embeddings import check_embeddings
 from lightning_paral.model.explain_errors import explain, explain_errors
 from lightning_paral.model.foreign_parameters import check_optimizer_parameters
