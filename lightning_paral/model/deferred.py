@@ -47,7 +47,7 @@ _OVERWRITING = {
 
 _READING_MEMORY = {
     Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage,
-    Tensor.__dlpack__, Tensor.__deepcopy__, Tensor.__reduce_ex__,
+    Tensor.__dlpack__, Tensor.__deepcopy__, Tensor.__reduce_ex__, Tensor.share_memory_,
 }  # fmt: skip
 
 
@@ -123,7 +123,8 @@ class DeferredConstruction:
             _replace(part, replaced)
 
     def _keep_what_others_hold(self, recorder: "_Recorder") -> None:
-        gc.collect()
+        if self._log.owned:
+            gc.collect()
         for key in self._log.owned:
             if (storage := storage_at(key.cdata)) is not None:
                 recorder.give_memory({key: storage})
@@ -387,7 +388,7 @@ def _storage_of(tensor: Tensor) -> UntypedStorage:
 
 def _key_of(tensor: Tensor) -> StorageWeakRef:
     """Return what identifies the storage of `tensor`, also after its end: a weak reference keeps the address in use."""
-    return StorageWeakRef(_storage_of(tensor))
+    return StorageWeakRef(_storage_of(tensor))  # type: ignore[no-untyped-call]
 
 
 def _is_view(tensor: Tensor) -> bool:
