@@ -20,7 +20,7 @@ from lightning_paral.checkpoint.ended_optimizers import EndedOptimizers
 from lightning_paral.checkpoint.lazy_tensor import read_into
 from lightning_paral.checkpoint.optimizer_state import State, load_state, param_names, state_of
 from lightning_paral.checkpoint.shards import FlatShard, is_sharded
-from lightning_paral.model.full_tensors import full_copy, gradient_norm
+from lightning_paral.model.gradients import full_copy, gradient_norm
 
 
 class WeightShards:

@@ -14,8 +14,8 @@ from torch.nn import Module, Parameter
 from lightning_paral.compat.torch.modules import own_buffers
 from lightning_paral.compat.torch.tensors import WithoutMemory
 from lightning_paral.distributed.rng_state import global_states, set_global_states
-from lightning_paral.model.clipping import local_part
 from lightning_paral.model.engine_attributes import describes_shards
+from lightning_paral.model.gradients import local_part
 
 # Attributes that `Module.__init__` creates. Except for buffers, only torch and the engines change them, not a step.
 _TORCH_ATTRIBUTES = set(vars(Module()))

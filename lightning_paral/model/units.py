@@ -199,38 +199,27 @@ def _join_tied(root: Module, chosen: set[Module]) -> None:
         for parameter in own_parameters(module).values():
             if parameter is not None:
                 holders.setdefault(parameter, []).append(name)
-    shared = [names for names in holders.values() if len(names) > 1]
-    changed = True
-    while changed:
-        changed = False
-        for names in shared:
-            owners = {_owner(name, modules, chosen) for name in names}
-            if len(owners) == 1:
-                continue
-            ancestor = _callable_ancestor(names, modules)
-            for owner in owners:
-                inside = owner is not modules[ancestor] and any(part is owner for part in modules[ancestor].modules())
-                if inside:
-                    chosen.discard(owner)
-            if ancestor:
-                chosen.add(modules[ancestor])
-            changed = True
+    while apart := [names for names in holders.values() if len(_owners(names, modules, chosen)) > 1]:
+        ancestor = modules[_callable_ancestor(apart[0], modules)]
+        inside = set(ancestor.modules()) - {ancestor}
+        chosen -= inside & _owners(apart[0], modules, chosen)
+        if ancestor is not root:
+            chosen.add(ancestor)
 
 
-def _owner(name: str, modules: dict[str, Module], chosen: set[Module]) -> Module:
-    while name and modules[name] not in chosen:
-        name = name.rpartition(".")[0]
-    return modules[name]
+def _owners(names: list[str], modules: dict[str, Module], chosen: set[Module]) -> set[Module]:
+    """Return the units to which the modules called `names` belong."""
+    owners = set()
+    for name in names:
+        while name and modules[name] not in chosen:
+            name = name.rpartition(".")[0]
+        owners.add(modules[name])
+    return owners
 
 
 def _callable_ancestor(names: list[str], modules: dict[str, Module]) -> str:
-    common: list[str] = []
-    for parts in zip(*(name.split(".") for name in names), strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    name = ".".join(common)
-    while name and not has_forward(modules[name]):
+    name = names[0]
+    while name and not (has_forward(modules[name]) and all(f"{other}.".startswith(f"{name}.") for other in names)):
         name = name.rpartition(".")[0]
     return name
 

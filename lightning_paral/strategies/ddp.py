@@ -13,10 +13,8 @@ from lightning_paral.compat.lightning.strategies import layer_sync_of
 from lightning_paral.compat.torch.ddp import broadcast_any_dtype
 from lightning_paral.engines.ddp.options import DDPOptions
 from lightning_paral.engines.ddp.run import DDPRun, averaged_closure
-from lightning_paral.model.batchnorm import check_sync_batchnorm
 from lightning_paral.model.buffers import RankZeroBuffers
-from lightning_paral.model.embeddings import check_embeddings
-from lightning_paral.model.foreign_parameters import check_optimizer_parameters
+from lightning_paral.model.checks import check_embeddings, check_optimizer_parameters, check_sync_batchnorm
 from lightning_paral.option_types import takes
 from lightning_paral.strategies.base import ParalStrategy
 

@@ -13,7 +13,7 @@ from lightning_paral.distributed.process_group import owned_group, release_proce
 from lightning_paral.engines.dp.checks import check_draws_all, check_one_process, check_replicable
 from lightning_paral.engines.dp.run import DPRun
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.embeddings import check_embeddings
+from lightning_paral.model.checks import check_embeddings
 from lightning_paral.option_types import takes
 from lightning_paral.options import StrategyOptions
 from lightning_paral.planning.layout import Layout

@@ -25,10 +25,13 @@ from lightning_paral.engines.zero.runtime.deepspeed import check_installed, deep
 from lightning_paral.engines.zero.runtime.nvme import RunFolders, load_async_io
 from lightning_paral.engines.zero.runtime.operators import keep_operators
 from lightning_paral.engines.zero.state.zero_state import ZeroState
-from lightning_paral.model.batchnorm import sync_batchnorm
-from lightning_paral.model.embeddings import check_embeddings
-from lightning_paral.model.explain_errors import explain, explain_errors
-from lightning_paral.model.foreign_parameters import check_optimizer_parameters
+from lightning_paral.model.checks import (
+    check_embeddings,
+    check_optimizer_parameters,
+    explain,
+    explain_errors,
+    sync_batchnorm,
+)
 from lightning_paral.option_types import takes
 from lightning_paral.strategies.base import ParalStrategy, precision_made_by
 

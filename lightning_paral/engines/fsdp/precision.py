@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_paral.compat.torch.optimizers import UnscalingGradScaler, check_and_unscale_
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.clipping import clip_by_norm, clip_by_value, local_gradients
+from lightning_paral.model.gradients import clip_by_norm, clip_by_value, local_gradients
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
 ReduceDtype = Literal["fp32", "bf16", "fp16"]

@@ -29,7 +29,7 @@ from lightning_paral.engines.fsdp.restore import LEFT_SHARDED, GatherToHost, Mod
 from lightning_paral.engines.fsdp.units import check_dtypes, unshardable_parameters
 from lightning_paral.engines.fsdp.user_writes import UserWrites
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.explain_errors import explain
+from lightning_paral.model.checks import explain
 from lightning_paral.model.units import Units
 
 

@@ -14,7 +14,7 @@ from lightning_paral.compat.torch.modules import BatchNorm
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.pipeline.guards import hook_on_parameter
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.embeddings import check_embeddings
+from lightning_paral.model.checks import check_embeddings
 
 
 def warn_of_own_optimizer(optimizer: Optimizer) -> None:

@@ -15,8 +15,7 @@ from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.pipeline.groups import PipelineGroups
 from lightning_paral.engines.pipeline.guards import ZeroGradGuard
 from lightning_paral.engines.pipeline.shards import Shards
-from lightning_paral.model.clipping import local_part
-from lightning_paral.model.full_tensors import gradient_norm
+from lightning_paral.model.gradients import gradient_norm, local_part
 
 _BUCKET_BYTES = 25 * 1024 * 1024
 

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from lightning_paral.engines.pipeline.gradients import StageGradients
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.clipping import clip_by_norm, clip_by_value
+from lightning_paral.model.gradients import clip_by_norm, clip_by_value
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-true")
 

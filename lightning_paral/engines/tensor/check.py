@@ -21,7 +21,7 @@ from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.rng_state import global_states
 from lightning_paral.engines.tensor.split import TensorSplit
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.full_tensors import full_copy
+from lightning_paral.model.gradients import full_copy
 
 _TOLERANCE = 1e-4
 _TOLERANCE_OF_16_BITS = 5e-2

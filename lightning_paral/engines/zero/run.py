@@ -41,8 +41,8 @@ from lightning_paral.engines.zero.training.users_optimizer import (
     make_engine_optimizer,
 )
 from lightning_paral.model.buffers import buffers_to_broadcast
-from lightning_paral.model.generation import generate_together
 from lightning_paral.model.host_memory_check import host_memory_shortage
+from lightning_paral.model.hugging_face import generate_together
 
 
 class ZeroRun(ZeroState):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_paral import ParalFSDPStrategy, ParalZeROStrategy
-from lightning_paral.model.full_tensors import gradient_norm
+from lightning_paral.model.gradients import gradient_norm
 from tests.models.reading import read_values
 from tests.models.regression import GLOBAL_BATCH_SIZE, Regression, regression_data
 from tests.running import quiet_trainer

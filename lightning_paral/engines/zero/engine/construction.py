@@ -21,7 +21,7 @@ from lightning_paral.engines.zero.parameters.partition import (
     make_contiguous,
     view_scalars_as_bytes,
 )
-from lightning_paral.model.pretrained import is_loading_pretrained, is_pretrained
+from lightning_paral.model.hugging_face import is_loading_pretrained, is_pretrained
 from lightning_paral.quantities import format_bytes
 
 

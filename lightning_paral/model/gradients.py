@@ -1,6 +1,6 @@
-"""Full copies of tensors that may be sharded as DTensors, and the norm of such gradients."""
+"""Full copies of tensors of which this rank may have a shard, and the norm and the clipping of such gradients."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,12 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.nn import Parameter
 
 from lightning_paral.comm.grouping import group_by_dtype_and_device
-from lightning_paral.compat.torch.optimizers import foreach_norm
+from lightning_paral.compat.torch.optimizers import (
+    foreach_clamp_max_,
+    foreach_clamp_min_,
+    foreach_mul_,
+    foreach_norm,
+)
 
 
 @torch.no_grad()
@@ -61,3 +66,44 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
         squares += [norm.square() for norm in foreach_norm(group, 2, dtype=dtype)]
     device = squares[0].device
     return torch.stack([square.to(device) for square in squares]).sum()
+
+
+@torch.no_grad()
+def clip_by_norm(
+    parameters: Iterable[Parameter],
+    max_norm: float,
+    norm_of: Callable[[Iterable[Parameter]], Tensor] = gradient_norm,
+) -> Tensor:
+    """Scale all gradients down, in place, so that their total norm is at most `max_norm`; return their unscaled norm.
+
+    *Collective* like `norm_of`. The result is that of `torch.nn.utils.clip_grad_norm_` on full gradients.
+
+    Args:
+        parameters: the parameters whose gradients are clipped.
+        max_norm: the largest norm.
+        norm_of: returns the total norm of the gradients, of all ranks.
+    """
+    parameters = list(parameters)
+    norm = norm_of(parameters)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for group in group_by_dtype_and_device(local_gradients(parameters)):
+        foreach_mul_(group, factor.to(group[0].device))
+    return norm
+
+
+@torch.no_grad()
+def clip_by_value(parameters: Iterable[Parameter], max_value: float) -> None:
+    """Clamp every element of the gradients, in place, to at most `max_value` in magnitude. No collective."""
+    for group in group_by_dtype_and_device(local_gradients(parameters)):
+        foreach_clamp_min_(group, -max_value)
+        foreach_clamp_max_(group, max_value)
+
+
+def local_gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
+    """Return this rank's shards of sharded gradients, and other gradients in full."""
+    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of `tensor`: the local tensor of a DTensor, and any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,12 +1,13 @@
-"""Keep ranks together while models of transformers generate text: each forward pass is collective."""
+"""What models of Hugging Face's transformers need: ranks that generate together, and `from_pretrained` left alone."""
 
 import inspect
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from lightning_paral.compat.lightning.methods import shadow_method
 
@@ -32,3 +33,24 @@ def _together(generate: Callable[..., Any]) -> Callable[..., Any]:
         return generate(*args, **({"synced_gpus": True} | kwargs))
 
     return generate_together
+
+
+def is_loading_pretrained() -> bool:
+    """Return whether `PreTrainedModel.from_pretrained` is on the call stack.
+
+    It searches the stack because a patch would come too late for a `configure_model` that imports transformers itself,
+    and because runs that do not use transformers should not import it.
+    """
+    if "transformers.modeling_utils" not in sys.modules:
+        return False
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "from_pretrained" and frame.f_globals["__name__"] == "transformers.modeling_utils":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def is_pretrained(parameter: Parameter) -> bool:
+    """Return whether `from_pretrained` has read `parameter` from a file."""
+    return bool(getattr(parameter, "_is_hf_initialized", False))

@@ -1,1 +1,0 @@
-"""Deferred construction: build a module without allocating its parameters, and materialize them unit by unit."""
