@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
+import torch
 from torch.nn import Module, Parameter
 
 from lightning_paral.compat.lightning.methods import shadow_method
@@ -49,6 +50,11 @@ def is_loading_pretrained() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def is_placeholder(device: torch.device) -> bool:
+    """Return whether a tensor created on `device` now is a placeholder that `from_pretrained` will replace."""
+    return device.type == "meta" and is_loading_pretrained()
 
 
 def is_pretrained(parameter: Parameter) -> bool:

@@ -19,7 +19,8 @@ from lightning_paral.engines.fsdp.run import FSDPRun, check_before_fit
 from lightning_paral.engines.fsdp.state import FSDPState
 from lightning_paral.engines.fsdp.units import local_replicas
 from lightning_paral.model.checks import sync_batchnorm
-from lightning_paral.model.deferred import DeferredConstruction
+from lightning_paral.model.deferred.construction import DeferredConstruction
+from lightning_paral.model.deferred.recording import has_mapped_weights, recording
 from lightning_paral.option_types import takes
 from lightning_paral.strategies.base import ParalStrategy, precision_made_by
 from lightning_paral.strategies.tensor_parallel import TensorParallel, gather_split
@@ -91,11 +92,10 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Free the tensors that `configure_model` makes; `setup` materializes them unit by unit."""
-        deferred = DeferredConstruction(self.root_device)
-        with deferred.recording(self.lightning_module):
+        """Construct modules on the meta device in `configure_model`; `setup` materializes them unit by unit."""
+        with recording(self.lightning_module, self.root_device, self.precision_plugin) as deferred:
             yield
-        self._deferred = None if deferred.is_empty else deferred
+        self._deferred = None if deferred is None or deferred.is_empty else deferred
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the module and create its optimizers. *Collective* over the world.
@@ -227,7 +227,9 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         )
 
     def _module_is_sharded(self) -> bool:
-        return self._deferred is not None or super()._module_is_sharded()
+        assert self.lightning_module is not None
+        is_built_late = self._deferred is not None or has_mapped_weights(self.lightning_module)
+        return is_built_late or super()._module_is_sharded()
 
     def on_exception(self, exception: BaseException) -> None:
         """Add an explanation to torch's errors about DTensors."""

@@ -31,7 +31,8 @@ from lightning_paral.engines.pipeline.parameters import without_elsewhere
 from lightning_paral.engines.pipeline.precision import StageClipping, stage_precision
 from lightning_paral.engines.pipeline.run import PipelineRun
 from lightning_paral.engines.pipeline.state import EndedPipelineState, PipelineState
-from lightning_paral.model.deferred import DeferredConstruction
+from lightning_paral.model.deferred.construction import DeferredConstruction
+from lightning_paral.model.deferred.recording import has_mapped_weights, recording
 from lightning_paral.option_types import takes
 from lightning_paral.strategies.base import ParalStrategy, precision_made_by
 from lightning_paral.strategies.stages import CountedFlops, make_stage_shards
@@ -98,11 +99,10 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Free the tensors that `configure_model` makes; `setup` computes those of this stage only."""
-        deferred = DeferredConstruction(self.root_device)
-        with deferred.recording(self.lightning_module):
+        """Construct modules on the meta device in `configure_model`; `setup` computes the values of this stage only."""
+        with recording(self.lightning_module, self.root_device, self.precision_plugin) as deferred:
             yield
-        self._deferred = None if deferred.is_empty else deferred
+        self._deferred = None if deferred is None or deferred.is_empty else deferred
 
     def setup(self, trainer: Trainer) -> None:
         """Divide the module and create its optimizers. *Collective* over the world.
@@ -213,7 +213,9 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
         return PipelineState(run, self.optimizers, self._ended, self.num_processes)
 
     def _module_is_sharded(self) -> bool:
-        return self._deferred is not None or super()._module_is_sharded()
+        assert self.lightning_module is not None
+        is_built_late = self._deferred is not None or has_mapped_weights(self.lightning_module)
+        return is_built_late or super()._module_is_sharded()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state by name, with empty shards for the parameters of other stages. *Collective*."""

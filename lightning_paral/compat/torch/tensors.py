@@ -32,10 +32,7 @@ NAMES: Names = {
         "tree_map_only(type_or_types_or_pred, func, tree)": "replace the tensors in a checkpoint",
         "tree_unflatten(leaves, treespec)": "rebuild a batch in the structure of Lightning's CombinedLoader",
     },
-    "torch.UntypedStorage": {
-        "_cdata": "distinguish storages without memory",
-        "_new_with_weak_ptr": "find the tensors that something other than the module holds",
-    },
+    "torch.UntypedStorage": {"_cdata": "distinguish storages without memory"},
     "torch._C": {"_storage_Use_Count": "know whether other tensors share the memory of a tensor"},
     "torch.storage.TypedStorage": {"._untyped_storage": "find the storages in a checkpoint as torch.save does"},
     "torch.Tensor": {"_make_wrapper_subclass": "make tensors that represent data in files or on other ranks"},
@@ -69,12 +66,6 @@ def identity_of(storage: UntypedStorage) -> int:
     """Return a number that identifies this storage as long as it exists."""
     identity: int = storage._cdata
     return identity
-
-
-def storage_at(address: int) -> UntypedStorage | None:
-    """Return the storage to which a weak reference points, or `None` if it is gone."""
-    storage: UntypedStorage | None = UntypedStorage._new_with_weak_ptr(address)
-    return storage
 
 
 def use_count(tensor: Tensor) -> int:

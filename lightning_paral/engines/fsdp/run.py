@@ -31,7 +31,7 @@ from lightning_paral.engines.fsdp.units import leave_small_to_root
 from lightning_paral.engines.fsdp.unshard import RootUnshard
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.checks import check_embeddings, check_optimizer_parameters, explain, explain_errors
-from lightning_paral.model.deferred import DeferredConstruction
+from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.hugging_face import generate_together
 from lightning_paral.model.requires_grad import TrainedParameters, TrainingAgreement, first_names
 from lightning_paral.model.units import as_tree, choose_units, explain_single_unit

@@ -37,7 +37,7 @@ from lightning_paral.engines.fsdp.restore import GatherToHost, ModuleSnapshot
 from lightning_paral.engines.fsdp.units import broadcast_on, check_dtypes, unshardable_parameters
 from lightning_paral.engines.fsdp.unshard import RootUnshard, UnitUnshard, check_not_replaced, public_methods
 from lightning_paral.engines.fsdp.user_writes import UserWrites
-from lightning_paral.model.deferred import DeferredConstruction
+from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.units import Unit, Units
 
 

@@ -18,7 +18,7 @@ from lightning_paral.engines.pipeline.division import Division
 from lightning_paral.engines.pipeline.elsewhere import elsewhere, is_elsewhere
 from lightning_paral.engines.pipeline.groups import PipelineGroups
 from lightning_paral.engines.pipeline.shards import Shards
-from lightning_paral.model.deferred import DeferredConstruction
+from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.gradients import full_copy
 
 

@@ -18,7 +18,7 @@ from lightning_paral.engines.pipeline.options import PipelineOptions
 from lightning_paral.engines.pipeline.parameters import StageParameters, share_buffers
 from lightning_paral.engines.pipeline.shards import Shards
 from lightning_paral.engines.pipeline.steps import StageSteps, Step
-from lightning_paral.model.deferred import DeferredConstruction
+from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.user_hooks import has_hook
 
 log = logging.getLogger(__name__)

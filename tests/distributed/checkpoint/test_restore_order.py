@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_paral.model import deferred
+from lightning_paral.model.deferred import recorder
 from tests.running import SaveAt, quiet_trainer
 
 DATA = torch.randn(16, 4, generator=torch.Generator().manual_seed(7))
@@ -65,7 +65,7 @@ def run(strategy: str, path: str, late: bool = False) -> Any:
     saved, module, counting = Tuned(late), Tuned(late), Counting()
     with pytest.MonkeyPatch.context() as as_if_large:
         if late:
-            as_if_large.setattr(deferred, "DEFERRED_BYTES", 0)
+            as_if_large.setattr(recorder, "DEFERRED_BYTES", 0)
         trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1, callbacks=[Counting(), SaveAt(2, path)])
         trainer.fit(saved, DataLoader(DATA, 4))
         trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=2, callbacks=[counting])

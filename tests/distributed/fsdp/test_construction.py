@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_paral import ParalFSDPStrategy
-from lightning_paral.model import deferred
+from lightning_paral.model.deferred import recorder
 from tests.models.built_late import BuiltLate
 from tests.models.tokens import Fitted, fit, token_loader
 from tests.running import assert_same_fit, quiet_trainer
@@ -35,21 +35,21 @@ def fit_late(model: type[Fitted], num_ranks: int, **options: Any) -> Any:
 
 
 def fit_late_on_rank(threshold_bytes: int, **options: Any) -> Any:
-    before, deferred.DEFERRED_BYTES = deferred.DEFERRED_BYTES, threshold_bytes
+    before, recorder.DEFERRED_BYTES = recorder.DEFERRED_BYTES, threshold_bytes
     try:
         return fit_late(BuiltLate, 2, strategy=ParalFSDPStrategy(**options))
     finally:
-        deferred.DEFERRED_BYTES = before
+        recorder.DEFERRED_BYTES = before
 
 
-@pytest.mark.parametrize("threshold_bytes", [16, 10**6])
+@pytest.mark.parametrize("threshold_bytes", [16, 2000, 10**6])
 def test_values_equal_one_process(on_ranks, threshold_bytes: int) -> None:
     assert_same_fit(on_ranks(2, fit_late_on_rank, threshold_bytes), fit_late(BuiltLate, 1))
 
 
 def fit_sharded_by_hand(threshold_bytes: int) -> Any:
     kinds = []
-    before, deferred.DEFERRED_BYTES = deferred.DEFERRED_BYTES, threshold_bytes
+    before, recorder.DEFERRED_BYTES = recorder.DEFERRED_BYTES, threshold_bytes
 
     class Seen(ShardedByHand):
         def on_train_start(self) -> None:
@@ -58,7 +58,7 @@ def fit_sharded_by_hand(threshold_bytes: int) -> Any:
     try:
         _, weights = fit_late(Seen, 2, strategy="paral_fsdp")
     finally:
-        deferred.DEFERRED_BYTES = before
+        recorder.DEFERRED_BYTES = before
     assert kinds == [{DTensor}]
     return {name: w.full_tensor() if isinstance(w, DTensor) else w for name, w in weights.items()}
 

@@ -18,7 +18,7 @@ import transformers
 
 from lightning_paral.diagnostics.rank_pool import RankError, RankPool
 from lightning_paral.engines.zero.engine.construction import warn_about_different_draws
-from lightning_paral.model import deferred
+from lightning_paral.model.deferred import recorder
 from tests.benchmarks.from_pretrained import large, peaks_of
 from tests.contract.cases import MAIN, labels, strategy_of, with_ranks
 from tests.models.hugging_face import VOCABULARY, Wrapped, made, tokens
@@ -72,13 +72,13 @@ def load(
     kind: str,
     folder: str,
     then: Any = None,
-    threshold_bytes: int = deferred.DEFERRED_BYTES,
+    threshold_bytes: int = recorder.DEFERRED_BYTES,
     precision: Any = None,
 ) -> Seen:
     """Load the model and fit one step. *Collective* if there are several ranks."""
     module = Loaded(kind, folder, then)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(deferred, "DEFERRED_BYTES", threshold_bytes)
+        patched.setattr(recorder, "DEFERRED_BYTES", threshold_bytes)
         trainer = quiet_trainer(strategy=strategy_of(label), devices=num_ranks, max_steps=1, precision=precision)
         trainer.fit(module, DataLoader(tokens(), batch_size=4))
     return Seen(module.values, module.drawn_next, module.partitioned)
@@ -132,7 +132,7 @@ class Case:
         return ", ".join(map(str, (self.kind, then, self.threshold_bytes, self.precision, self.max_shard_size)))
 
 
-DEFERRED, BERT = deferred.DEFERRED_BYTES, "BertForSequenceClassification"
+DEFERRED, BERT = recorder.DEFERRED_BYTES, "BertForSequenceClassification"
 DRAWN = [Case(BERT, None, threshold_bytes, whole=False) for threshold_bytes in (16, DEFERRED)]
 OF_DIVIDED = [
     *DRAWN,
