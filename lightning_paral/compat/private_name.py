@@ -150,7 +150,8 @@ def _is_in_source(owner: Any, attribute: str) -> bool:
     """Return whether `attribute` is in a module that defines a function, or a class or one of its bases."""
     written = attribute.removeprefix(f"_{owner.__name__}") if "__" in attribute else attribute  # Python mangles names
     modules = {inspect.unwrap(base).__module__ for base in getattr(owner, "__mro__", (owner,))}
-    return any(written in _source_of(module) for module in modules)
+    as_attribute = re.compile(rf"""(?:[.'"]|def ){re.escape(written)}\b""")
+    return any(as_attribute.search(_source_of(module)) for module in modules)
 
 
 @cache

@@ -131,7 +131,7 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
             ConfigurationError: parameters were unfrozen inside the step, which is too late.
         """
         if self._ddp is not None:  # otherwise a test or validation step calls `manual_backward`
-            self._ddp.before_backward()
+            self._ddp.before_backward(closure_loss)
         return super().backward(closure_loss, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:

@@ -220,9 +220,13 @@ def _facts_of_optimizers(optimizers: Sequence[Any], schedulers: Sequence[Any], m
 
 
 def _plain(value: Any) -> str | None:
-    """Return a hyper-parameter as text; `None` if it is or contains an object, whose text may be its address."""
-    text = repr(value.item() if isinstance(value, Tensor) and value.numel() == 1 else value)
-    return None if "<" in text or (isinstance(value, Tensor) and value.numel() != 1) else text
+    """Return a hyper-parameter as text; `None` if it is or contains an object, whose text may differ between ranks."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, tuple | list):
+        parts = [_plain(each) for each in value]
+        return None if None in parts else f"({', '.join(map(str, parts))})"
+    return repr(value) if isinstance(value, bool | int | float | str | None) else None
 
 
 def _name_of(value: Any) -> str:

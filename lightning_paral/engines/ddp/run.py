@@ -32,7 +32,7 @@ _requires_grad = attrgetter("requires_grad")
 _UNUSED_PARAMETERS = "Expected to have finished reduction in the prior iteration"
 _HOOKS_THAT_MAY_RUN_BACKWARD = (
     *("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_before_backward"),
-    *("on_train_batch_start", "on_train_batch_end", "configure_gradient_clipping", "optimizer_step"),
+    *("on_train_batch_start", "on_train_batch_end", "configure_gradient_clipping", "optimizer_step", "backward"),
 )
 
 
@@ -80,7 +80,6 @@ class DDPRun:
         if dims.data_size > 1 and (is_manual or has_hook(self._module, _HOOKS_THAT_MAY_RUN_BACKWARD)):
             self._guard = UnreducedBackwardGuard(is_manual=is_manual)
             self._guard.watch(self._reduced.values())
-            self._guard.expect(strategy.precision_plugin, undo)
             undo.callback(self._guard.end)
 
     @property
@@ -232,8 +231,8 @@ class DDPRun:
             explained = explain_unused(str(error), list(self._reduced), self._strategy.global_rank)
             raise UnusedParametersError(explained) from error
 
-    def before_backward(self) -> None:
-        """Check that DDP averages all gradients of the backward pass that begins.
+    def before_backward(self, loss: Tensor) -> None:
+        """Prepare for the backward pass of `loss`.
 
         Raises:
             ConfigurationError: parameters were unfrozen inside the step. Their gradients would not be averaged.
@@ -247,6 +246,8 @@ class DDPRun:
                     f"it averages in this step: {first_names(late)}. Unfreeze or add them before the step: in "
                     "on_train_epoch_start or on_train_batch_start."
                 )
+        if self._guard is not None and loss.requires_grad:
+            self._guard.expect(loss)
 
     def optimizer_step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Return a context manager for the step of `optimizer`.

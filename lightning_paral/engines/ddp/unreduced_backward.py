@@ -1,18 +1,16 @@
 """Detect backward passes whose gradients DDP does not average, because they bypass the strategy."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_paral.compat.lightning.methods import shadow_method
+from lightning_paral.compat.torch.autograd import call_at_end_of_backward
 from lightning_paral.errors import ConfigurationError
 
 
@@ -41,16 +39,17 @@ class UnreducedBackwardGuard:
         if not self._is_reduced:
             self._unreduced.add(parameter)
 
-    def expect(self, plugin: Precision, undo: ExitStack) -> None:
-        """Treat the backward passes that `plugin` runs as averaged, but not those that hooks run before and after them.
+    def expect(self, loss: Tensor) -> None:
+        """Treat the backward pass of `loss` as averaged, but not those that hooks run before and after it."""
+        loss.register_hook(self._begin)  # type: ignore[no-untyped-call]
 
-        They are those of the strategy, also in `manual_backward`.
-        """
-        shadow_method(plugin, "backward", partial(self._backward, plugin.backward), undo)
+    def _begin(self, gradient: Tensor) -> None:
+        self._drop_zeroed()
+        self._is_reduced = True
+        call_at_end_of_backward(self._end)
 
-    def _backward(self, backward: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        with self.reduced():
-            backward(*args, **kwargs)
+    def _end(self) -> None:
+        self._is_reduced = False
 
     @contextmanager
     def reduced(self) -> Iterator[None]:
