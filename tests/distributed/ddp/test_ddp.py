@@ -178,6 +178,25 @@ def test_manual_backward_outside_a_fit_takes_a_derivative(on_ranks) -> None:
     assert on_ranks(2, derive_in_test, "paral_ddp", 2) == [pytest.approx(derive_in_test("auto", 1))] * 2
 
 
+class BackwardTwice(Features):
+    """Runs a second backward pass in `backward`, which the strategy calls once."""
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+        self.first.weight.square().sum().backward()
+
+
+def fit_with_second_backward() -> str:
+    with pytest.raises(ConfigurationError) as error:
+        quiet_trainer(strategy="paral_ddp", devices=2, max_epochs=1).fit(BackwardTwice(), rows())
+    return str(error.value)
+
+
+def test_second_backward_pass_of_an_overridden_backward_is_refused(on_ranks) -> None:
+    for message in on_ranks(2, fit_with_second_backward):
+        assert "the ranks did not average them" in message
+
+
 def fail_on_rank_one() -> None:
     if dist.get_rank() == 1:
         raise ValueError("the reason")

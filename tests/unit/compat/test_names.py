@@ -88,6 +88,10 @@ def entry(name: str, parameters: tuple[str, ...] = ()) -> PrivateName:
             "torch.nn.Module._gone to show this, but in torch .* torch.nn.Module has no attribute of that name",
         ),
         (
+            PrivateName(name="torch.nn.Module._non", purpose="show this", on_instances=True),  # a part of others
+            "torch.nn.Module has no attribute of that name",
+        ),
+        (
             entry("torch.nn.Module.register_buffer", ("name", "colour")),
             r"takes \(self, name, tensor, persistent\), not \('name', 'colour'\)",
         ),
