@@ -78,7 +78,7 @@ def give_shards_to_optimizers(shards: Callable[[], dict[Any, Any]]) -> Callable[
         params = param_group["params"]
         if not isinstance(params, set):  # an error of torch
             given, shard_of = [params] if isinstance(params, Tensor) else list(params), shards()
-            param_group = param_group | {"params": tree_map_only(Tensor, lambda p: shard_of.get(p, p), given)}
+            param_group["params"] = tree_map_only(Tensor, lambda p: shard_of.get(p, p), given)
         add(optimizer, param_group)
 
     return replace_attributes(Optimizer, {"add_param_group": add_param_group})
