@@ -78,16 +78,27 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
 _INPUTS = 3  # the position of the inputs, which follow grad_outputs, retain_graph and create_graph
 
 
-def check_backward_passes(check: Callable[[Sequence[Any], Sequence[Any]], None]) -> Callable[[], None]:
+def check_backward_passes(
+    check: Callable[[Sequence[Any], Sequence[Any]], None], end: Callable[[bool], None] | None = None
+) -> Callable[[], None]:
     """Call `check(outputs, inputs)` before each backward pass, and return a function that undoes this.
 
-    Outputs and inputs are tensors or `GradientEdge`s. `inputs` is empty if gradients of all leaves are computed.
+    Outputs and inputs are tensors or `GradientEdge`s. `inputs` is empty if gradients of all leaves are computed. `end`
+    is called after each pass, with whether it has succeeded.
     """
     original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         check(t_outputs, args[_INPUTS] or ())
-        return original(t_outputs, *args, **kwargs)
+        if end is None:
+            return original(t_outputs, *args, **kwargs)
+        is_done = False
+        try:
+            result = original(t_outputs, *args, **kwargs)
+            is_done = True
+        finally:
+            end(is_done)
+        return result
 
     return replace_attributes(torch.autograd, {"_engine_run_backward": run_backward})
 

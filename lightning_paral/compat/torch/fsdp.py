@@ -60,6 +60,7 @@ NAMES: Names = {
         "_pre_forward(module, args, kwargs)": "unshard parameters before a step or a method",
         "_post_forward(module, input, output)": "reshard between a step and its backward pass",
         "_register_pre_backward_hook(output)": "reduce the root's gradients under manual optimization",
+        "_root_post_backward_final_callback": "reduce gradients of a backward pass that FSDP2 has not noticed",
         "._pre_forward_hook_handle": "remove FSDP2's hooks from forward, which ours replace",
         "._post_forward_hook_handle": "remove FSDP2's hooks from forward, which ours replace",
         "._fsdp_param_groups >=2.12": "find the parameters that are gathered together",
@@ -231,6 +232,10 @@ class ForwardHooks:
     def expect_backward(self, output: Tensor) -> None:
         """Make the backward pass of `output` reduce the gradients of the module."""
         self.state._register_pre_backward_hook(output)
+
+    def end_backward(self) -> None:
+        """Reduce the gradients that a backward pass has left on unsharded parameters, and reshard. *Collective*."""
+        self.state._root_post_backward_final_callback()
 
 
 def initialize(root: Any) -> None:

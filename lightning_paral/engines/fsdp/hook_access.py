@@ -67,6 +67,9 @@ class UnshardedValues:
     def of(self, tensor: Any) -> Any:
         """Return the unsharded values of a DTensor, to which code writes in its place; otherwise `None`."""
 
+    def train(self, tensor: Any) -> None:
+        """Give the unsharded parameter of a DTensor the `requires_grad` that code has set on the DTensor."""
+
     def copy_to_shards(self) -> None:
         """Copy to the shards what was written to their unsharded values."""
 
@@ -169,6 +172,10 @@ class HookAccess:
         with DisableTorchFunctionSubclass():
             if name == "__get__" and attribute not in _VIEWS:
                 return function(*args, **kwargs)
+            if name == "requires_grad_" or attribute is Tensor.requires_grad:
+                result = function(*args, **kwargs)
+                self._unsharded.train(args[0])
+                return result
             if name == "__set__" and attribute in (Tensor.data, Tensor.grad) and args[1] is not None:
                 return self._assign(function, *args)
             if name in _TO_PYTHON:

@@ -18,8 +18,8 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_paral.compat.torch.autograd import check_backward_passes
 from lightning_paral.compat.torch.fsdp import name_of, unsharded_param
+from lightning_paral.compat.torch.patches import replace_attributes
 from lightning_paral.compat.torch.tensors import identity_of, tree_leaves
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.fsdp.optimizers import check_optimizers, give_shards_to_optimizers
@@ -136,7 +136,7 @@ class FSDPRun:
         self._agreement = TrainingAgreement(self._trained, self.dims, timeout)
         self._known = set(self.module.parameters())
         root = self.sharded.root_unshard
-        self._undo.callback(check_backward_passes(lambda *_: root.hide_gradients()))
+        root.watch_gradients(self._undo)
         self._undo.callback(register_optimizer_step_pre_hook(root.before_optimizer).remove)
         self._undo.callback(register_optimizer_step_post_hook(root.after_optimizer).remove)
         self._undo.callback(give_shards_to_optimizers(self.sharded.writes.shards))
@@ -284,24 +284,23 @@ def _zero_gradients_of_shards(
     Inside a step, the module has unsharded parameters, but the gradients belong to the shards.
     """
     zero_unsharded = module.zero_grad
-    for optimizer in optimizers:
-        vars(optimizer)["zero_grad"] = _then(optimizer.zero_grad, root.hide_gradients)
+    # The class: LightningOptimizer, which manual optimization has, calls its method
+    undo.callback(replace_attributes(Optimizer, {"zero_grad": _with_shards(Optimizer.zero_grad, root)}))
 
     def zero_grad(set_to_none: bool = True) -> None:
         zero_unsharded(set_to_none)
         for optimizer in optimizers:  # not its own method: users may count or change its calls
             Optimizer.zero_grad(optimizer, set_to_none)
-        root.hide_gradients()
 
-    vars(module)["zero_grad"] = zero_grad
-    for changed in (module, *optimizers):
-        undo.callback(vars(changed).pop, "zero_grad", None)
+    vars(module)["zero_grad"] = _with_shards(zero_grad, root)
+    undo.callback(vars(module).pop, "zero_grad", None)
 
 
-def _then(function: Callable[..., None], afterwards: Callable[[], None]) -> Callable[..., None]:
-    @wraps(function)
-    def both(*args: Any, **kwargs: Any) -> None:
-        function(*args, **kwargs)
-        afterwards()
+def _with_shards(zero_grad: Callable[..., None], root: RootUnshard) -> Callable[..., None]:
+    """Return `zero_grad`, which changes the gradients of shards, and so those shown on unsharded parameters."""
 
-    return both
+    @wraps(zero_grad)
+    def zero(*args: Any, **kwargs: Any) -> None:
+        root.zero_gradients(partial(zero_grad, *args, **kwargs))
+
+    return zero

@@ -129,10 +129,16 @@ class ShardedModule:
             if self._sharding.split is None or is_in_transform():
                 check_not_replaced(module)
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def show_gradients(*_: object) -> None:
+            self.writes.show_gradients()
+
         calls = []
         for module in self._sharded[:-1]:
             if methods := public_methods(module):
-                calls.append(UnitUnshard(module, methods, before_unshard))
+                calls.append(UnitUnshard(module, methods, before_unshard, show_gradients))
+            elif self._sharding.reshard_after_forward is False:
+                module.register_forward_hook(show_gradients)
             module.register_forward_pre_hook(before_unshard, prepend=True)
         initialize(self.root)
         for param in [param for module in self._sharded for group in groups_of(module) for param in group.fsdp_params]:

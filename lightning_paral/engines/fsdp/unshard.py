@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import wraps
 from types import FunctionType
 from typing import Any
@@ -38,11 +39,15 @@ class UnitUnshard:
         module: a unit.
         methods: names of its public methods.
         before: is called before the unit is unsharded for a method other than `forward`.
+        after: is called after a call that has left the unit unsharded.
     """
 
-    def __init__(self, module: Any, methods: list[str], before: Callable[[Module], None]) -> None:
+    def __init__(
+        self, module: Any, methods: list[str], before: Callable[[Module], None], after: Callable[[], None]
+    ) -> None:
         self._module = module
         self._before = before
+        self._after = after
         self._hooks = ForwardHooks(module)
         self._entered = False
         self._module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
@@ -67,7 +72,13 @@ class UnitUnshard:
             self._in_forward -= 1
             return output
         self._entered = False
-        return self._hooks.after(output)
+        return self._leave(output)
+
+    def _leave(self, output: Any) -> Any:
+        output = self._hooks.after(output)
+        if any(group.is_unsharded for group in groups_of(self._module)):
+            self._after()
+        return output
 
     def _around(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -80,7 +91,7 @@ class UnitUnshard:
                 output = method(*args, **kwargs)
             finally:
                 self._entered = False
-            return self._hooks.after(output)
+            return self._leave(output)
 
         return call
 
@@ -132,7 +143,6 @@ class RootUnshard:
         self._depth = 0
         self._in_manual_step = False
         self._in_optimizer = False
-        self._shown: list[tuple[Any, Tensor]] = []
         for module in (self._root, *(child for child in self._root.children() if child not in inner)):
             module.register_forward_pre_hook(self._before_call, prepend=True)
             module.register_forward_hook(self._after_call, always_call=True)
@@ -148,7 +158,7 @@ class RootUnshard:
         """Run a training step of automatic optimization, whose backward pass follows it."""
         self._enter()
         pre_forward(self._hooks.state, self._root)
-        self._show_gradients()
+        self._writes.show_gradients()
         output = step(*args, **kwargs)
         if isinstance(output.get("loss") if isinstance(output, Mapping) else output, DTensor):
             raise RuntimeError(MIXED)
@@ -157,7 +167,7 @@ class RootUnshard:
         if output is None:
             self._reshard()
         else:
-            self._show_gradients()
+            self._writes.show_gradients()
         return output
 
     def manual_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -175,10 +185,9 @@ class RootUnshard:
         """Run a step without a backward pass."""
         self._enter()
         pre_forward(self._hooks.state, self._root)
-        self._show_gradients()
+        self._writes.show_gradients()
         output = self._hooks.after(step(*args, **kwargs))
         self._depth = 0
-        self.hide_gradients()
         self._root.reshard()
         return output
 
@@ -188,25 +197,21 @@ class RootUnshard:
         if self._in_manual_step:
             self._hooks.expect_backward(loss)
 
-    def _show_gradients(self) -> None:
-        """Give the unsharded parameters the gradients of the shards, for code that reads those of earlier passes."""
-        for param in self._writes.unsharded_params:
-            unsharded, gradient = unsharded_param(param), param.sharded_param.grad
-            if unsharded is not None and unsharded.grad is None and gradient is not None:
-                unsharded.grad_dtype = gradient.dtype  # fp32 for 16 bits
-                unsharded.grad = gradient
-                self._shown.append((param, gradient))
+    def watch_gradients(self, undo: ExitStack) -> None:
+        """Show gradients of shards on unsharded parameters, until `undo` is closed."""
+        self._writes.gradients.watch(self._after_pass, undo)
 
-    def hide_gradients(self) -> None:
-        """Take them away again before a backward pass, because FSDP2 would reduce them; code may have replaced them."""
-        for param, shown in self._shown:
-            unsharded, shard = unsharded_param(param), param.sharded_param
-            assert unsharded is not None
-            if shard.grad is shown and unsharded.grad is not shown:
-                shard.grad = unsharded.grad
-            unsharded.grad = None
-            unsharded.grad_dtype = unsharded.dtype
-        self._shown.clear()
+    def _after_pass(self) -> None:
+        """Reduce what a backward pass has left that FSDP2 has not noticed, because no unit computed its loss."""
+        left = [p for p in self._writes.unsharded_params if getattr(unsharded_param(p), "grad", None) is not None]
+        if left and all(group.reduce_grads for group in groups_of(self._root)):
+            self._hooks.end_backward()
+            self._root.unshard()
+        self._writes.show_gradients()
+
+    def zero_gradients(self, zero: Callable[[], None]) -> None:
+        """Call `zero`, which clears gradients of shards, and show what is left."""
+        self._writes.gradients.around(lambda: self._writes.unsharded_params, zero)
 
     def after_backward(self) -> None:
         """In a manual step, unshard the root's parameters again, because the backward pass resharded them."""
@@ -254,10 +259,9 @@ class RootUnshard:
 
     def _unshard(self) -> None:
         self._root.unshard()
-        self._show_gradients()
+        self._writes.show_gradients()
 
     def _reshard(self) -> None:
-        self.hide_gradients()
         self._writes.reshard()
 
     def _unshard_after(self, toggle: Callable[..., None]) -> Callable[..., None]:

@@ -20,6 +20,7 @@ from lightning_paral.compat.torch.optimizers import foreach_copy_
 from lightning_paral.compat.torch.tensors import identity_of
 from lightning_paral.engines.fsdp.hook_access import HookAccess, UnshardedValues, as_full, shard_like
 from lightning_paral.engines.fsdp.refusals import RegistrationGuard, check_assigned, refuse_hook, shares_memory
+from lightning_paral.engines.fsdp.shown_gradients import ShownGradients
 from lightning_paral.errors import ConfigurationError
 
 
@@ -50,6 +51,7 @@ class UserWrites(UnshardedValues):
         self._params = params
         self.unsharded: dict[UnitReconciliation, None] = {}
         """The units that are unsharded."""
+        self.gradients = ShownGradients()
         self._units = [UnitReconciliation(group, hooks.attach, self) for group in groups]
         self.access = HookAccess(
             lambda: ((name_of(param), param.sharded_param) for param in params), in_step, hooks.register, self
@@ -72,6 +74,17 @@ class UserWrites(UnshardedValues):
     def unsharded_params(self) -> list[Any]:
         """The `FSDPParam`s that are unsharded."""
         return [param for unit in self.unsharded for param in unit.group.fsdp_params]
+
+    def show_gradients(self) -> None:
+        """Give the unsharded parameters the gradients of the shards, for code that reads those of earlier passes."""
+        self.gradients.show(self.unsharded_params)
+
+    def train(self, tensor: Any) -> None:
+        """Give the unsharded parameter of a shard the `requires_grad` that code has set on the shard."""
+        for param in self.unsharded_params:
+            unsharded = unsharded_param(param)
+            if param.sharded_param is tensor and unsharded is not None:
+                unsharded.requires_grad_(tensor.requires_grad)
 
     def shards(self) -> dict[Any, Any]:
         """Return the shards by the unsharded parameters."""
@@ -259,6 +272,7 @@ class UnitReconciliation:
         return self._by_storage
 
     def _before_reshard(self) -> None:
+        self._writes.gradients.hide(self.group.fsdp_params)
         for each, trained in zip(self.params or (), self._trained, strict=True):
             if each.parameter.requires_grad != trained:  # FSDP2 copies that of the shard when it unshards again
                 each.param.sharded_param.requires_grad_(not trained)

@@ -209,6 +209,50 @@ class StaysUnshardedManually(StaysUnsharded):
         self.on_before_optimizer_step(optimizer)
 
 
+class Unreduced(Net):
+    """Plain backward passes of parameters of the root, which no unit notices, and of other tensors."""
+
+    is_manual = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        (self.gain * 3).sum().backward()
+        optimizer.zero_grad()
+        self.seen.append(self.gain.grad is None)
+        self.manual_backward(self.loss(batch))
+        self.gain.pow(2).sum().backward()
+        x = torch.ones(2, requires_grad=True)
+        torch.autograd.grad(x.sum(), x)
+        x.sum().backward()
+        self.see_and_scale_gradients(self.parameters())
+        optimizer.step()
+
+
+class Assigns(Net):
+    """Assigns gradients where there are none, while units stay unsharded, and freezes what the optimizer has."""
+
+    is_manual = True
+    options: ClassVar[dict[str, Any]] = {"reshard_after_forward": False}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        for p in self.held:
+            p.requires_grad_(batch_idx != 1 or p.dim() == 1)
+        self.manual_backward(self.loss(batch))
+        with torch.no_grad():
+            self.loss(batch)
+        self.see_and_scale_gradients(self.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        for p in self.parameters():
+            p.grad = torch.full_like(p, 0.1)
+        optimizer.step()
+        with torch.no_grad():
+            self.loss(batch)
+        for p in self.parameters():
+            p.grad = None
+
+
 class AddsInStep(Net):
     def configure_optimizers(self) -> Any:
         return optim.SGD([*self.stem.parameters(), *self.block.parameters()], lr=0.05)
@@ -237,7 +281,7 @@ class Unfreezes(Net):
 
 CASES = (
     InStep, AfterTheLoss, BeforeZeroGrad, BeforeBackward, Precise, Accumulates, Transposes, RawManual, RawSign,
-    Subclass, StaysUnsharded, StaysUnshardedManually, AddsInStep, Unfreezes,
+    Subclass, StaysUnsharded, StaysUnshardedManually, Unreduced, Assigns, AddsInStep, Unfreezes,
 )  # fmt: skip
 
 
