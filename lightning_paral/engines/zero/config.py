@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_paral.engines.zero.runtime.config_keys import check_keys
+from lightning_paral.engines.zero.config_keys import check_keys
 from lightning_paral.errors import ConfigurationError
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
@@ -69,6 +69,11 @@ def load_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
         raise ConfigurationError(
             "deepspeed_config sets zero_optimization.compute_grad_norm=False. The norm is needed to clip gradients and "
             "to detect gradients that are not finite. Remove the setting."
+        )
+    if isinstance(zero, Mapping) and zero.get("round_robin_gradients", False) not in (False, "auto"):
+        raise ConfigurationError(
+            "deepspeed_config sets zero_optimization.round_robin_gradients=True, with which DeepSpeed 0.19.8 stores "
+            "weights in an order that it does not tell: checkpoints would be wrong. Remove the setting."
         )
     for key, remedy in _OWNED.items():
         if config.get(key, "auto") != "auto":  # Hugging Face's Trainer and Accelerate fill in "auto"
