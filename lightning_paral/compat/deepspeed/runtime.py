@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache, partial, wraps
 from typing import Any
 
@@ -13,7 +14,6 @@ from lightning_paral.compat.torch.process_groups import all_gather_single, is_al
 NAMES: Names = {
     "deepspeed.comm.comm": {
         "cdb": "run DeepSpeed's collectives through our own backend, and to remove it after a run",
-        "default_pg_timeout": "create a backend with the timeout that init_distributed uses",
     },
     "deepspeed.comm.torch.TorchBackend": {
         ".all_gather_function": "call torch's collective under its current name, which raises no warning",
@@ -61,9 +61,7 @@ def current_backend() -> Any:
 
 def make_backend(cls: Any, name: str) -> Any:
     """Return an instance of `cls`, a subclass of `TorchBackend`, for torch's backend `name` and the default group."""
-    import deepspeed
-
-    return cls(name, deepspeed.comm.comm.default_pg_timeout, None)
+    return cls(name, timedelta(0), None)  # the group exists, so the timeout has no effect
 
 
 def use_backend(backend: Any) -> None:

@@ -66,8 +66,9 @@ class BackwardOrder:
             )
 
     def _record(self, parameter: Tensor) -> None:
-        self._order.append(self._numbers[id(parameter)])
-        if not self._is_running:
+        if self._is_running:
+            self._order.append(self._numbers[id(parameter)])
+        else:
             self.has_outside_gradients = True
 
     def begin_pass(self) -> None:

@@ -136,10 +136,10 @@ def add_device_defaults(
 
     - Stages 1 and 2, at rest: P + 2S + B. Backward adds P of gradients at stage 1, S at stage 2, and copies that are
       sent, max(50 MiB, B) at most, and (N-1)B that arrive. The step adds to the state at rest 2S for gradients and
-      their flat copy, and 8 MiB.
+      their flat copy.
     - Stage 3, at rest: weights S + moments 2S + gradients S + B + k. Backward adds one module in full with its
       gradients, a copy of a bucket, B or u, and a chunk for each other rank. The step adds the gradients of a
-      sub-group (`sub_group_size`, by default as large as a bucket) and 8 MiB.
+      sub-group (`sub_group_size`, by default as large as a bucket).
 
     Args:
         section: the section `zero_optimization` of DeepSpeed's configuration, as set by the user and the strategy.

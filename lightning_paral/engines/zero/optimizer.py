@@ -100,7 +100,8 @@ class UsersOptimizer:
         from deepspeed.accelerator import get_accelerator
 
         is_adam = type(self.stepping_optimizer) in (Adam, AdamW)
-        return is_adam and get_accelerator().device_name() == "cpu" and flat["fused"] is flat["foreach"] is None
+        is_free = flat["fused"] is flat["foreach"] is None and not flat["differentiable"]
+        return is_adam and is_free and get_accelerator().device_name() == "cpu"
 
     def restore(self) -> None:
         """Remove DeepSpeed's state from the optimizer."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.ended_optimizers import EndedOptimizers
+from lightning_paral.checkpoint.shards import FlatShard, identity
 from lightning_paral.comm.broadcast import broadcast
+from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.engines.zero.build import (
     build_inference_engine,
     build_training_engine,
@@ -211,26 +214,29 @@ class ZeroRun(ZeroState):
             if self.access is not None:
                 self.access.end(collect=not failed)
             if self.gradients is not None:
-                self._keep_optimizer_states(ended)
+                self._keep_optimizer_state(ended)
                 self.gradients.end()
-            if self._users is not None:
-                self._users.restore()
             self._snapshot.restore(gather=self._may_gather(failed))
             if self._engine is not None:
-                destroy(self._engine)
+                with nullcontext() if self._users is None else self._users.flat():
+                    destroy(self._engine)
         finally:
             self._undo.close()
 
-    def _keep_optimizer_states(self, ended: EndedOptimizers) -> None:
-        lost = self._why_states_are_lost()
-        for optimizer in self.optimizers:
-            if lost is not None:
-                ended.lose(optimizer, lost)
-                continue
-            try:
-                ended.keep(optimizer, self.module, self.optimizer_state(optimizer), {})
-            except Exception as error:  # do not prevent teardown: raise when user code reads the state
-                ended.lose(optimizer, str(error))
+    def _keep_optimizer_state(self, ended: EndedOptimizers) -> None:
+        assert self._users is not None
+        optimizer = self._users.optimizer
+        lost, state = self._why_states_are_lost(), None
+        try:
+            if lost is None:
+                state = tree_map_only(FlatShard, _on_host, self.optimizer_state(optimizer))
+        except Exception as error:  # do not prevent teardown: raise when user code reads the state
+            lost = str(error)
+        self._users.restore()
+        if lost is None:
+            ended.keep(optimizer, self.module, state, {})
+        else:
+            ended.lose(optimizer, lost)
 
     def _why_states_are_lost(self) -> str | None:
         if "offload_optimizer" in self._settings.options.on_nvme:
@@ -258,3 +264,9 @@ class ZeroRun(ZeroState):
         if obstacle is not None:
             rank_zero_warn(f"{name} stays partitioned: {obstacle}.")
         return obstacle is None
+
+
+def _on_host(shard: FlatShard) -> FlatShard:
+    """Return a copy of `shard` that needs no engine."""
+    values = shard.read().to("cpu", copy=True)
+    return FlatShard(shard.shape, shard.dtype, shard.start, values.numel(), partial(identity, values))
