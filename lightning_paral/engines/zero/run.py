@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.ended_optimizers import EndedOptimizers
+from lightning_paral.checkpoint.optimizer_state import State
 from lightning_paral.checkpoint.shards import FlatShard, identity
 from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.compat.torch.tensors import tree_map_only
@@ -214,25 +215,30 @@ class ZeroRun(ZeroState):
             if self.access is not None:
                 self.access.end(collect=not failed)
             if self.gradients is not None:
-                self._keep_optimizer_state(ended)
                 self.gradients.end()
+            lost, state = self._read_optimizer_state()
             self._snapshot.restore(gather=self._may_gather(failed))
             if self._engine is not None:
                 with nullcontext() if self._users is None else self._users.flat():
                     destroy(self._engine)
+            if self._users is not None:
+                self._users.restore()
+            if self._users is not None and self.gradients is not None:
+                self._give_state(self._users.optimizer, ended, lost, state)
         finally:
             self._undo.close()
 
-    def _keep_optimizer_state(self, ended: EndedOptimizers) -> None:
-        assert self._users is not None
-        optimizer = self._users.optimizer
-        lost, state = self._why_states_are_lost(), None
+    def _read_optimizer_state(self) -> tuple[str | None, State | None]:
+        """Return why the state is lost, or `None`; and the state with this rank's shards on the host."""
+        lost = self._why_states_are_lost()
+        if self._users is None or self.gradients is None or lost is not None:
+            return lost, None
         try:
-            if lost is None:
-                state = tree_map_only(FlatShard, _on_host, self.optimizer_state(optimizer))
+            return None, tree_map_only(FlatShard, _on_host, self.optimizer_state(self._users.optimizer))
         except Exception as error:  # do not prevent teardown: raise when user code reads the state
-            lost = str(error)
-        self._users.restore()
+            return str(error), None
+
+    def _give_state(self, optimizer: Optimizer, ended: EndedOptimizers, lost: str | None, state: State | None) -> None:
         if lost is None:
             ended.keep(optimizer, self.module, state, {})
         else:
