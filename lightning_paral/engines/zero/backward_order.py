@@ -28,9 +28,11 @@ class BackwardOrder:
     Args:
         module: the module when the run begins.
         trained: the parameters that the optimizer trains, by name.
+        matters: whether gradients are reduced in the order in which they come. Otherwise only missing ones are refused.
     """
 
-    def __init__(self, module: Module, trained: Mapping[str, Parameter]) -> None:
+    def __init__(self, module: Module, trained: Mapping[str, Parameter], *, matters: bool) -> None:
+        self._matters = matters
         self._names = list(trained)
         self._numbers = {id(parameter): number for number, parameter in enumerate(trained.values())}
         self._undo = ExitStack()
@@ -82,6 +84,8 @@ class BackwardOrder:
             UnusedParametersError: a trained parameter got no gradient, the ranks differ, or the order has changed.
         """
         self._is_running = False
+        if not self._matters:
+            self._order.sort()
         if number < len(self._agreed):
             if self._order != self._agreed[number]:
                 self._refuse()
@@ -112,8 +116,10 @@ class BackwardOrder:
 def _equal_on_all_ranks(order: list[int]) -> bool:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return True
+    from deepspeed import comm
+
     digest = zlib.crc32(repr(order).encode())
     # In host memory, because reading it from a GPU would wait for all work that is queued there.
     bounds = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+    comm.all_reduce(bounds, op=comm.ReduceOp.MAX)  # waits for what is still sent
     return int(bounds[0]) == -int(bounds[1])

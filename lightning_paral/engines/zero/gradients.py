@@ -46,8 +46,9 @@ class Gradients:
         self.engine = engine
         self._users = users
         self._access = access
-        self._order = BackwardOrder(module, trained)
         self._stage: int = engine.zero_optimization_stage()
+        in_order = self._stage > 1 or bool(engine.zero_overlap_comm())
+        self._order = BackwardOrder(module, trained, matters=in_order)
         self._num_passes = 0
         self._is_complete = False
         """Whether the gradients of the window are averaged over the ranks, or will be by the running backward pass."""
