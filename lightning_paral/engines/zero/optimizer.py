@@ -99,9 +99,9 @@ class UsersOptimizer:
         """Return whether to choose torch's fused kernel, which needs no temporary tensors of the size of the shard."""
         from deepspeed.accelerator import get_accelerator
 
-        is_adam = type(self.stepping_optimizer) in (Adam, AdamW)
-        is_free = flat["fused"] is flat["foreach"] is None and not flat["differentiable"]
-        return is_adam and is_free and get_accelerator().device_name() == "cpu"
+        if type(self.stepping_optimizer) not in (Adam, AdamW) or get_accelerator().device_name() != "cpu":
+            return False
+        return flat["fused"] is None and flat["foreach"] is None and not flat["differentiable"]
 
     def restore(self) -> None:
         """Remove DeepSpeed's state from the optimizer."""
