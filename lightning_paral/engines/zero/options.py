@@ -169,6 +169,10 @@ class ZeROOptions(RankOptions):
             pin_memory: whether offloads that do not set `pin_memory` use pinned memory.
         """
         section: dict[str, Any] = {"stage": self.stage}
+        if self.stage == 3:
+            # DeepSpeed's `linear` would replace torch's in this process for good. It rounds differently, and gives the
+            # gradients of weight and bias in another order, in which ranks without it would not reduce them later.
+            section["memory_efficient_linear"] = False
         if self.overlap_comm is not None:
             section["overlap_comm"] = self.overlap_comm
         if self.reduce_bucket_numel is not None:
