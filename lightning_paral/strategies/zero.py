@@ -13,18 +13,17 @@ from torch import Tensor
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.compat.lightning.strategies import layer_sync_of, set_forward_redirection
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.engines.zero.engine.construction import build_partitioned
-from lightning_paral.engines.zero.engine.explain_errors import explanation
-from lightning_paral.engines.zero.engine.hooks import allow_accumulation_schedules
-from lightning_paral.engines.zero.engine.precision import ZeROPrecision, as_zero_precision
+from lightning_paral.engines.zero.explain_errors import explanation
+from lightning_paral.engines.zero.hooks import allow_accumulation_schedules
 from lightning_paral.engines.zero.options import ZeROOptions, averaging_obstacle
-from lightning_paral.engines.zero.parameters.partition import full_shape, is_stage3_parameter, rejoin, show_full_shapes
+from lightning_paral.engines.zero.partition import full_shape, is_stage3_parameter, rejoin, show_full_shapes
+from lightning_paral.engines.zero.precision import ZeROPrecision, as_zero_precision, check_clipping
 from lightning_paral.engines.zero.run import ZeroRun
 from lightning_paral.engines.zero.run_settings import RunSettings, check_run
 from lightning_paral.engines.zero.runtime.deepspeed import check_installed, deepspeed_process_group
-from lightning_paral.engines.zero.runtime.nvme import RunFolders, load_async_io
+from lightning_paral.engines.zero.runtime.nvme import RunFolders
 from lightning_paral.engines.zero.runtime.operators import keep_operators
-from lightning_paral.engines.zero.state.zero_state import ZeroState
+from lightning_paral.engines.zero.state import ZeroState
 from lightning_paral.model.checks import (
     check_embeddings,
     check_optimizer_parameters,
@@ -32,6 +31,8 @@ from lightning_paral.model.checks import (
     explain_errors,
     sync_batchnorm,
 )
+from lightning_paral.model.deferred.construction import DeferredConstruction
+from lightning_paral.model.deferred.recording import has_mapped_weights, recording
 from lightning_paral.option_types import takes
 from lightning_paral.strategies.base import ParalStrategy, precision_made_by
 
@@ -74,6 +75,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         self.remote_device = None
         self._run_state: ZeroRun | None = None
         """Set from `setup` to `teardown`."""
+        self._deferred: DeferredConstruction | None = None
         self._folders = RunFolders()
 
     @property
@@ -128,18 +130,27 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """At stage 3, partition each parameter as soon as it has its values: each rank keeps only its shard."""
-        if self.stage == 3:
-            load_async_io(self._options)
-        build = partial(build_partitioned, self.config, self.lightning_module)
-        with build() if self.stage == 3 else nullcontext():
+        """At stage 3, construct modules on the meta device in `configure_model`; `setup` computes and partitions them.
+
+        Each rank thus keeps only its shard of each parameter.
+        """
+        if self.stage < 3:
             yield
+            return
+        with recording(self.lightning_module, self.root_device, self._zero_precision) as deferred:
+            yield
+        if deferred is None or self.lightning_module is None:
+            return
+        if self._zero_precision.is_low:  # which converts the module to another dtype
+            deferred.defer_loaded(self.lightning_module)
+        if not deferred.is_empty or has_mapped_weights(self.lightning_module):
+            self._deferred = deferred
 
     def setup(self, trainer: Trainer) -> None:
-        """Create the optimizers and DeepSpeed's engines. *Collective* over the world.
+        """Create the optimizer and DeepSpeed's engine. *Collective* over the world.
 
         Raises:
-            ConfigurationError: ZeRO cannot train the module, or cannot use an optimizer of `configure_optimizers`.
+            ConfigurationError: ZeRO cannot train the module, or cannot use the optimizer of `configure_optimizers`.
         """
         module, is_fit = self._begin_setup(trainer)
         rejoin(module)
@@ -150,9 +161,11 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         settings = RunSettings(
             options=self._options, config=self.config, precision=precision, dims=self.dims, ranks_per_node=per_node
         )
-        self._run_state = run = ZeroRun(module, self.optimizers, self.root_device, self._ended, settings)
         allow_accumulation_schedules(trainer)
         self.model = self.precision_plugin.convert_module(module)
+        deferred, self._deferred = self._deferred, None
+        run = ZeroRun(module, self.optimizers, self.root_device, self._ended, settings, deferred)
+        self._run_state = run
         if is_fit:
             self._setup_training(run, module)
         else:
@@ -168,6 +181,8 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
 
     def _setup_training(self, run: ZeroRun, module: LightningModule) -> None:
         self.checkpoint_activations()
+        if module.trainer.gradient_clip_val:
+            check_clipping(module.trainer.gradient_clip_algorithm)
         check_embeddings(module, self.dims.data_size, "ZeRO")
         run.check_size()
         with show_full_shapes(module):
@@ -195,19 +210,14 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         """Run the training step through the engine.
 
         Raises:
-            ConfigurationError: parameters were unfrozen or added after training began, or used while partitioned.
+            ConfigurationError: parameters were unfrozen after training began, or used while partitioned.
         """
-        self._engine.check_fixed()
+        self._engine.begin_step()
         with explain_errors(partial(explanation, stage=self.stage)), self._engine.saving_views():
             return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the backward pass, in which gradients are reduced. *Collective* over the world.
-
-        Raises:
-            ConfigurationError: parameters were unfrozen after training began.
-        """
-        self._engine.check_fixed()
+        """Run the backward pass, in which gradients are reduced. *Collective* over the world."""
         with explain_errors(partial(explanation, stage=self.stage)):
             return super().backward(closure_loss, *args, **kwargs)
 

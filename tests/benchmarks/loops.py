@@ -237,8 +237,8 @@ def _torch(name: str, step: Any, task: Task, optimizer: Any, device: torch.devic
 def _deepspeed(
     step: Any, stage: int, task: Task, optimizer: Any, device: torch.device
 ) -> tuple[Callable[[Any], None], Callable[[], None]]:
-    from lightning_paral.engines.zero.parameters.snapshot import ModuleSnapshot
-    from lightning_paral.engines.zero.runtime import config as settings
+    from lightning_paral.engines.zero import config as settings
+    from lightning_paral.engines.zero.restore import ModuleSnapshot
     from lightning_paral.engines.zero.runtime import deepspeed as runtime
 
     runtime.join_deepspeed(level=40, device=device)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_paral import ParalZeROStrategy
-from lightning_paral.engines.zero.parameters.watched import plain_data
+from lightning_paral.engines.zero.user_access import plain_data
 from tests.benchmarks.common import bytes_of, print_table, silent_ranks
 from tests.models.regression import FEATURES, Regression, regression_data
 from tests.running import quiet_trainer

@@ -86,7 +86,10 @@ def syncs_of(label: str, kind: str, options: dict[str, Any]) -> tuple[dict[str, 
     if kind == "averaged":
         callbacks.append(EMAWeightAveraging(decay=0.9))
     case = BY_LABEL[label].strategy() if label in BY_LABEL else label
-    trainer = quiet_trainer(strategy=case, max_epochs=1, callbacks=callbacks, **options, **OPTIONS[kind])
+    options = options | OPTIONS[kind]
+    if "zero" in label and kind == "bf16":
+        del options["gradient_clip_algorithm"]  # DeepSpeed does not clip by value
+    trainer = quiet_trainer(strategy=case, max_epochs=1, callbacks=callbacks, **options)
     loader: Any = DataLoader(torch.randn(64, 8), 4)
     sampling = getattr(trainer.strategy, "sampling", None)
     if isinstance(sampling, Sampling) and kind == "manual":

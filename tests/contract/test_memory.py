@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_paral import ActivationCheckpointing, CheckpointOptions, ParalDDPStrategy, ParalFSDPStrategy
-from lightning_paral.engines.zero.parameters.watched import HiddenGradientError
-from lightning_paral.engines.zero.training.users_optimizer import HiddenStateError
+from lightning_paral.engines.zero.user_access import HiddenGradientError
 from tests.contract.cases import BY_LABEL
 from tests.models.regression import Regression, regression_data
 from tests.running import quiet_trainer
@@ -42,7 +41,7 @@ class Watch(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         parameters = [p for network in (trainer.model, pl_module) for p in network.parameters()]
         found: list[Any] = list(parameters)
-        with suppress(HiddenGradientError, HiddenStateError):  # under ZeRO only the count of tensors includes them
+        with suppress(HiddenGradientError):  # under ZeRO only the count of tensors includes them
             found += [parameter.grad for parameter in parameters]
             found += tree_leaves(list(optimizer.state.values()))
         tensors = [getattr(each, "_local_tensor", each) for each in found if isinstance(each, Tensor)]

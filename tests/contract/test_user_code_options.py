@@ -21,8 +21,6 @@ EXPECTED = {
     ("fsdp_unsharded", "^gradient hook of a parameter"): "paral_fsdp",
     ("ddp_find_unused", f"{USED}|^optimizers, several: (Toggled|Plain|Adding|Wasserstein|ActorCritic)"): "equal",
     ("fsdp_filters", "^parameters that are complex"): "equal",
-    **{(f"zero{stage}_find_unused", USED): "equal" for stage in (1, 2, 3)},
-    **{(f"zero{stage}_find_unused", "^parameters used now and then"): "refused" for stage in (1, 2, 3)},
 }
 """Options and a pattern of the rows -> the outcome, or the column that has the same outcomes."""
 SAID = page.read(TABLE)

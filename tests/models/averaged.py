@@ -25,7 +25,7 @@ class Averaged(LightningModule):
         self.hidden = nn.Linear(FEATURES, 7)
         self.frozen = nn.Linear(7, 7).requires_grad_(False)
         self.first = nn.Linear(7, 7, bias=False)
-        self.second = nn.Linear(7, 7)
+        self.second = nn.Linear(7, 7, bias=not with_norm)  # a bias before `norm` gets only rounding errors as gradient
         self.second.weight = self.first.weight
         self.norm = nn.BatchNorm1d(7) if with_norm else nn.Identity()
         self.out = nn.Linear(7, 2)

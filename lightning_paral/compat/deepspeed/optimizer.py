@@ -10,18 +10,13 @@ from lightning_paral.compat.private_name import Names
 
 NAMES: Names = {
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": {
-        ".cpu_offload": "find gradients where DeepSpeed keeps them",
         "_link_all_hp_params": "link parameters to their masters again after the optimizer's groups have changed",
-        ".round_robin_bit16_padding": "link parameters to the right masters, by declaring that there is padding",
-        ".round_robin_gradients": "know whether the masters are in a different order than the parameters",
-        "._hp_optimizer_states_linked": "make DeepSpeed link masters to the states that the next step creates",
         ".bit16_groups": "know which parameters share a flat master",
         ".single_partition_of_fp32_groups": "read and write this rank's flat masters without a collective",
         ".parallel_partitioned_bit16_groups": "share the memory of fp32 weights, and gather averages of weights",
         ".real_dp_process_group": "share the memory of fp32 weights, and gather averages of weights",
     },
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": {
-        ".offload_optimizer": "find gradients where DeepSpeed keeps them",
         ".fp16_partitioned_groups_flat": "let fp32 masters share the memory of fp32 weights",
         ".fp16_groups": "read and write this rank's fp32 weights and their states",
         ".fp32_partitioned_groups_flat": "read and write this rank's fp32 weights and their states",
@@ -38,14 +33,6 @@ NAMES: Names = {
         "._hp_mapping": "know which flat range of a parameter this rank updates, and where its master is",
     },
 }
-
-
-# The attributes that tell whether one of DeepSpeed's optimizers runs on the host
-
-
-def is_offloaded(optimizer: Any, stage: int) -> bool:
-    """Return whether `optimizer`, of ZeRO's `stage`, runs on the host."""
-    return bool(optimizer.offload_optimizer if stage == 3 else optimizer.cpu_offload)
 
 
 # fp32 master weights: this rank's flat range of each parameter, its optimizer state, and what they share memory with
@@ -78,8 +65,6 @@ def share_masters(optimizer: Any, stage: int) -> None:
     Saves 4 bytes per element of this rank's shard. DeepSpeed copies masters to weights after a step, which then changes
     nothing. Masters on another device than the weights, and those of an offloaded optimizer, stay apart.
     """
-    if is_offloaded(optimizer, stage):
-        return
     shared = False
     for master, weights in _masters_and_weights(optimizer, stage):
         kind = (master.dtype, master.device, master.shape)
@@ -87,7 +72,7 @@ def share_masters(optimizer: Any, stage: int) -> None:
             master.data = weights.detach()
             shared = True
     if shared and stage < 3:
-        relink_masters(optimizer)
+        optimizer._link_all_hp_params()
 
 
 def _masters_and_weights(optimizer: Any, stage: int) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -106,56 +91,33 @@ def gather_weights(optimizer: Any) -> None:
         dist.all_gather(shards, shards[dist.get_rank(group)], group=group)
 
 
-def relink_masters(optimizer: Any) -> None:
-    """Link parameters to their masters again after the groups of `optimizer` have been replaced."""
-    optimizer._link_all_hp_params()
-
-
-def link_round_robin_masters(optimizer: Any) -> None:
-    """Link parameters to their masters in the order of `round_robin_gradients`, if that option is on.
-
-    DeepSpeed uses this order only if there is padding, so padding is declared while it links them.
-    """
-    if not optimizer.round_robin_gradients:
-        return
-    padding = optimizer.round_robin_bit16_padding
-    optimizer.round_robin_bit16_padding = [[True] for _ in padding]
-    optimizer._link_all_hp_params()
-    optimizer.round_robin_bit16_padding = padding
-
-
-def link_states(optimizer: Any) -> None:
-    """Link masters to the optimizer's current states, so that the functions of `deepspeed.utils` find them."""
-    from deepspeed.utils import lazy_init_hp_params_optimizer_state
-
-    for group, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
-        lazy_init_hp_params_optimizer_state(group, flat, optimizer.optimizer.state)
-
-
-def link_states_of_next_step(optimizer: Any) -> None:
-    """Make DeepSpeed link masters to their states after the next step, which creates the states."""
-    optimizer._hp_optimizer_states_linked = False
-
-
 # Sub-groups of stage 3: flat fp32 weights of several parameters and their optimizer state, possibly on NVMe
 
 
-def flat_weights(optimizer: Any, index: int) -> Tensor:
-    """Return the flat fp32 weights of a sub-group. The tensor is empty while they are on NVMe."""
-    flat: Tensor = optimizer.fp32_partitioned_groups_flat[index]
+def groups_of_parameters(optimizer: Any, stage: int) -> list[list[Any]]:
+    """Return the parameters of each flat tensor of fp32 weights: of each group, or of each sub-group at stage 3."""
+    groups: list[list[Any]] = optimizer.fp16_groups if stage == 3 else optimizer.bit16_groups
+    return groups
+
+
+def flat_weights(optimizer: Any, stage: int, index: int) -> Tensor:
+    """Return flat fp32 weights. The tensor is empty while they are on NVMe."""
+    all_flat = optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
+    flat: Tensor = all_flat[index]
     return flat
 
 
-def stepping_optimizer(optimizer: Any, index: int) -> Any:
-    """Return the optimizer that updates a sub-group: a different one if the sub-group is not offloaded."""
-    on_device = optimizer.offload_optimizer and optimizer.subgroup_to_device[index] != "cpu"
-    return optimizer.backup_optimizer if on_device else optimizer.optimizer
+def stepping_optimizer(optimizer: Any, stage: int, index: int) -> Any:
+    """Return the optimizer that updates flat weights: a different one if a sub-group is not offloaded."""
+    backup = getattr(optimizer, "backup_optimizer", None)
+    on_device = backup is not None and optimizer.subgroup_to_device[index] != "cpu"
+    return backup if on_device else optimizer.optimizer
 
 
-def position_of(optimizer: Any, parameter: Any) -> tuple[int, int]:
-    """Return the offset of this rank's shard of `parameter` in its sub-group, and its length with padding."""
-    _, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
-    return offset, length
+def position_of(optimizer: Any, parameter: Any) -> int:
+    """Return the offset of this rank's shard of `parameter` in its sub-group."""
+    _, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    return int(offset)
 
 
 def copy_flat_weights_to_parameters(optimizer: Any, index: int) -> None:
@@ -166,7 +128,7 @@ def copy_flat_weights_to_parameters(optimizer: Any, index: int) -> None:
 def shares_memory_with_parameters(optimizer: Any, index: int) -> bool:
     """Return whether the flat fp32 weights of a sub-group are in the memory of the parameters' own shards."""
     own = optimizer.fp16_partitioned_groups_flat[index]
-    return own is not None and own.numel() > 0 and own.data_ptr() == flat_weights(optimizer, index).data_ptr()
+    return own is not None and own.numel() > 0 and own.data_ptr() == flat_weights(optimizer, 3, index).data_ptr()
 
 
 def is_on_nvme(optimizer: Any, index: int) -> bool:

@@ -1,8 +1,8 @@
 """DeepSpeed's backend, operators and module-level state."""
 
-import ast
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache, partial, wraps
 from typing import Any
 
@@ -14,7 +14,6 @@ from lightning_paral.compat.torch.process_groups import all_gather_single, is_al
 NAMES: Names = {
     "deepspeed.comm.comm": {
         "cdb": "run DeepSpeed's collectives through our own backend, and to remove it after a run",
-        "default_pg_timeout": "create a backend with the timeout that init_distributed uses",
     },
     "deepspeed.comm.torch.TorchBackend": {
         ".all_gather_function": "call torch's collective under its current name, which raises no warning",
@@ -40,19 +39,12 @@ NAMES: Names = {
     },
     "deepspeed.ops.op_builder.builder": {"CUDAOpBuilder": "know which operators depend on the CUDA toolkit"},
     "deepspeed.ops": {"__compatible_ops__": "keep DeepSpeed from compiling shared-memory collectives (deepspeed#7625)"},
-    "deepspeed.runtime.zero.partition_parameters": {
-        "zero_init_context": "end a `zero.Init` context that an exception has left open",
-        "top_level_context": "end a `zero.Init` context that an exception has left open",
-    },
     "deepspeed.runtime.torch_autocast": {
         "TORCH_AUTOCAST_INITIALIZED": "keep DeepSpeed from treating a later fp32 run as one under autocast",
         "TORCH_AUTOCAST_DTYPE": "keep DeepSpeed from treating a later fp32 run as one under autocast",
     },
     "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator": {
         "_PartitionedParameterCoordinator__params_to_release": "empty it: it would keep modules and engines alive",
-    },
-    "deepspeed.runtime.config": {
-        "_REMOVED_TOP_LEVEL_CONFIG_KEYS": "distinguish removed options from valid and from misspelled ones",
     },
 }
 
@@ -69,9 +61,7 @@ def current_backend() -> Any:
 
 def make_backend(cls: Any, name: str) -> Any:
     """Return an instance of `cls`, a subclass of `TorchBackend`, for torch's backend `name` and the default group."""
-    import deepspeed
-
-    return cls(name, deepspeed.comm.comm.default_pg_timeout, None)
+    return cls(name, timedelta(0), None)  # the group exists, so the timeout has no effect
 
 
 def use_backend(backend: Any) -> None:
@@ -199,14 +189,6 @@ def check_shared_memory_disabled(backend: Any) -> None:
 # State that a run leaves in DeepSpeed's module-level variables and in a cache, which would affect the next run
 
 
-def forget_contexts() -> None:
-    """Mark every `zero.Init` context as ended."""
-    from deepspeed.runtime.zero import partition_parameters
-
-    partition_parameters.zero_init_context = 0
-    partition_parameters.top_level_context = None
-
-
 def forget_autocast() -> None:
     """Mark `torch_autocast` as never configured."""
     from deepspeed.runtime import torch_autocast
@@ -226,15 +208,3 @@ def forget_modules() -> None:
         raise named(NAMES, "_PartitionedParameterCoordinator__params_to_release").error("its decorators have no cache")
     for each in caches:
         each.cache_clear()
-
-
-# Options that DeepSpeed has removed and now rejects, read from its source without importing it
-
-
-def removed_options(tree: ast.Module) -> Iterator[str]:
-    """Yield the options that a source file of DeepSpeed lists as removed."""
-    for node in tree.body:
-        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Dict):
-            continue
-        if any(isinstance(target, ast.Name) and target.id.startswith("_REMOVED_") for target in node.targets):
-            yield from (str(key.value) for key in node.value.keys if isinstance(key, ast.Constant))

@@ -1,14 +1,11 @@
 """Stage 3: sharded parameters and their files, `zero.Init`, and what it sets on modules."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from types import CodeType, FunctionType
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from lightning_paral.compat.private_name import Names, named
 from lightning_paral.compat.torch.modules import forward_hooks, own_parameters
@@ -26,15 +23,10 @@ NAMES: Names = {
         ".ds_process_group": "gather in this run's process group, also what an earlier run has sharded",
         ".ds_active_sub_modules": "gather in this run's process group, also what an earlier run has sharded",
         ".ds_persist": "know which parameters DeepSpeed keeps gathered between steps",
-        ".all_gather_coalesced": "detect when DeepSpeed gathers and releases parameters",
         ".partition": "detect when DeepSpeed gathers and releases parameters",
         ".is_external_param": "restore parameters as they were before the run",
         ".nvme_swapper": "restore parameters as they were before the run",
         "param_id": "make all ranks number parameters equally after different earlier runs",
-        "_zero_init_param(param)": "shard parameters of any layout, dimension and dtype",
-        "_post_init_method(module)": "shard what from_pretrained builds only after values are loaded",
-        "_convert_to_zero_parameters(param_list)": "shard single parameters that were built in full",
-        "unpatch_init_and_builtins": "keep decorated constructors of classes defined inside zero.Init",
     },
     "deepspeed.runtime.swap_tensor.partitioned_param_swapper": {
         "PartitionedParamStatus": "know whether a shard is in memory",
@@ -45,11 +37,7 @@ NAMES: Names = {
         "remove_partition_and_release_buffers(params)": "read and write a shard without an fp32 master",
         ".swap_folder": "keep files that hold the only copy of a parameter",
     },
-    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": {
-        ".parameter_offload": "make several engines gather parameters through the same coordinator (deepspeed#1229)",
-    },
     "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload": {
-        ".param_coordinator": "make several engines gather parameters through the same coordinator (deepspeed#1229)",
         "_register_deepspeed_module(module, count)": "number modules equally on all ranks (`count` is mutable)",
     },
     "deepspeed.runtime.zero.parameter_offload": {
@@ -71,13 +59,6 @@ NAMES: Names = {
         "._external_params": "remove it after a run: it would call or keep the destroyed engine",
         ".all_parameters": "remove it after a run: it would call or keep the destroyed engine",
     },
-    "deepspeed.runtime.zero.partition_parameters": {
-        "InsertPostInitMethodToModuleSubClasses": "restore torch's `linear` after a run (deepspeed#7913)",
-    },
-    "deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses": {
-        ".linear_bk": "restore torch's own `linear` after a run",
-    },
-    "deepspeed.runtime.zero.linear": {"zero3_linear_wrap": "recognize DeepSpeed's `linear`"},
 }
 
 
@@ -143,14 +124,6 @@ def in_memory(parameter: Any, *, write: bool) -> Iterator[None]:
         parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])
 
 
-# The coordinator of a stage-3 engine, which gathers and releases parameters
-
-
-def share_coordinator(gathering: Any, training: Any) -> None:
-    """Make the engine `training` use the coordinator of the engine `gathering`, which runs the forward pass."""
-    training.optimizer.parameter_offload.param_coordinator = gathering.optimizer.param_coordinator
-
-
 # The counters with which stage 3 numbers modules and parameters. DeepSpeed never resets them in a process
 
 
@@ -191,13 +164,6 @@ def innermost_forward() -> Module | None:
     # Each engine puts its module at the bottom of the stack when it is created, and leaves it there.
     innermost: Module | None = FWD_MODULE_STACK[-1] if len(FWD_MODULE_STACK) > 1 else None
     return innermost
-
-
-def remove_from_forwards(module: Module) -> None:
-    """Remove `module`, which an engine has left at the bottom of the stack."""
-    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
-
-    FWD_MODULE_STACK[:] = [each for each in FWD_MODULE_STACK if each is not module]
 
 
 def forget_forwards() -> None:
@@ -275,126 +241,3 @@ def _with_view(hook: Callable[..., Any], view: Callable[[Any], Any]) -> Callable
         hook(module, inputs, view(output))
 
     return run
-
-
-# Restore `torch.nn.functional.linear`, which stage 3 replaces permanently
-
-
-@contextmanager
-def preserve_linear() -> Iterator[None]:
-    """Restore `torch.nn.functional.linear` at the end of this context."""
-    linear = torch.nn.functional.linear
-    try:
-        yield
-    finally:
-        torch.nn.functional.linear = linear
-
-
-def restore_linear() -> None:
-    """Restore torch's own `torch.nn.functional.linear` if DeepSpeed has replaced it.
-
-    DeepSpeed's function produces the gradients of weight and bias in a different order. In a later run of stage 1 or 2,
-    ranks that have run stage 3 and ranks that have not would sum gradients of different parameters.
-    """
-    from deepspeed.runtime.zero.linear import zero3_linear_wrap
-    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
-
-    if torch.nn.functional.linear is zero3_linear_wrap:
-        if not hasattr(Patches, "linear_bk"):
-            raise named(NAMES, "linear_bk").error("there is no such attribute")
-        torch.nn.functional.linear = Patches.linear_bk
-
-
-# How and when `deepspeed.zero.Init` shards parameters
-
-CONSTRUCTORS = ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "randn")
-"""The functions of torch that `zero.Init` replaces with its own, which choose device and dtype."""
-
-
-def partition_parameters_by(init: Any, partition: Callable[[Callable[[Parameter], None], Parameter], None]) -> None:
-    """Make `init` shard each parameter with `partition(plain, parameter)`, where `plain` is DeepSpeed's own method."""
-    plain = init._zero_init_param
-    init._zero_init_param = lambda parameter: partition(plain, parameter)
-
-
-def partition_modules_by(init: Any, partition: Callable[[Callable[[Module], None], Module], None]) -> None:
-    """Make `init` shard each new module with `partition(plain, module)`, where `plain` is DeepSpeed's own method."""
-    plain = init._post_init_method
-    init._post_init_method = lambda module: partition(plain, module)
-
-
-def keep_decorated_constructors(init: Any) -> None:
-    """When `init` ends, keep the decorated constructors of classes that were defined inside it.
-
-    Examples are the classes of experts in Transformers: their modules are first imported while the model is built.
-    """
-    unpatch = init.unpatch_init_and_builtins
-
-    def unpatch_undecorated() -> None:
-        patched_code = vars(torch.nn.Linear)["__init__"].__code__
-        decorated: dict[Any, Any] = {}
-        for cls in _subclasses(Module):
-            constructor, before = vars(cls).get("__init__"), vars(cls).get("_old_init")
-            if before is not None and constructor is not before and _code_of(constructor) is not patched_code:
-                decorated[cls] = constructor
-        unpatch()
-        for cls, constructor in decorated.items():
-            _unpatch_closure(constructor, patched_code)
-            cls.__init__ = constructor
-
-    init.unpatch_init_and_builtins = unpatch_undecorated
-
-
-_MAX_DEPTH = 10
-"""How many nested closures are searched. A limit is needed because functions can refer to each other in a cycle."""
-
-
-def _unpatch_closure(function: Any, patched_code: CodeType, depth: int = 0) -> None:
-    """Replace patched constructors with the original ones in the closure of `function`, and of functions in it."""
-    for cell in getattr(function, "__closure__", None) or ():
-        with suppress(ValueError):  # the cell is empty
-            inner = cell.cell_contents
-            if _code_of(inner) is patched_code:
-                cell.cell_contents = inner.__wrapped__
-            elif isinstance(inner, FunctionType) and depth < _MAX_DEPTH:
-                _unpatch_closure(inner, patched_code, depth + 1)
-
-
-def _subclasses(cls: type[Module]) -> Iterator[type[Module]]:
-    for each in cls.__subclasses__():
-        yield each
-        yield from _subclasses(each)
-
-
-def _code_of(function: Any) -> Any:
-    return getattr(function, "__code__", None)
-
-
-def partition_full(init: Any, parameter: Parameter) -> None:
-    """Shard a full parameter, with the values of rank 0. *Collective* over the world."""
-    init._convert_to_zero_parameters([parameter])
-
-
-def plain_constructors() -> dict[str, Callable[..., Tensor]]:
-    """Return torch's own tensor constructors; call this outside of any `zero.Init`."""
-    return {name: getattr(torch, name) for name in CONSTRUCTORS}
-
-
-def choose_constructors(plain: dict[str, Callable[..., Tensor]], use_plain: Callable[[], bool]) -> None:
-    """Call torch's own constructors if `use_plain()`, else those of `zero.Init`, until the current `zero.Init` ends.
-
-    Args:
-        plain: the constructors that `plain_constructors` returned before `zero.Init` was entered.
-        use_plain: called at every construction; returns whether to use the constructor in `plain`.
-    """
-    for name, own in plain.items():
-        setattr(torch, name, _either(use_plain, own, getattr(torch, name)))
-
-
-def _either(
-    use_plain: Callable[[], bool], plain: Callable[..., Tensor], else_: Callable[..., Tensor]
-) -> Callable[..., Tensor]:
-    def construct(*args: Any, **kwargs: Any) -> Tensor:
-        return (plain if use_plain() else else_)(*args, **kwargs)
-
-    return construct

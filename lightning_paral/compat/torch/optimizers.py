@@ -62,18 +62,6 @@ def no_hooks() -> dict[str, Any]:
     return {name: OrderedDict() for name in (_PRE, _POST)}
 
 
-def run_pre_hooks(optimizer: Optimizer) -> None:
-    """Run the step pre-hooks of `optimizer`."""
-    for hook in getattr(optimizer, _PRE, {}).values():
-        hook(optimizer, (), {})
-
-
-def run_post_hooks(optimizer: Optimizer) -> None:
-    """Run the step post-hooks of `optimizer`."""
-    for hook in getattr(optimizer, _POST, {}).values():
-        hook(optimizer, (), {})
-
-
 _GLOBAL_PRE, _GLOBAL_POST = "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
-from lightning_paral.engines.zero.runtime.config import complete, load_config, merge, precision_section
+from lightning_paral.engines.zero.config import complete, load_config, merge, precision_section
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.option_types import AtLeast, Positive
 from lightning_paral.options import Offload, RankOptions
@@ -32,10 +32,6 @@ class ZeROOptions(RankOptions):
         offload_parameters: at stage 3, keep parameters in host memory or on NVMe while they are not in use.
         trust_optimizer: accept an optimizer that is not one of the elementwise ones of `torch.optim`. ZeRO passes
             flattened shards of the parameters to the optimizer, which must update each element by itself.
-        find_unused_parameters: in every step, let the ranks agree on the parameters that have no gradient, as in
-            `DistributedDataParallel`; these keep their values. Otherwise the first step determines which parameters
-            never have one, and gradients that later arrive in a different order are an error, because ranks reduce them
-            by position.
         overlap_comm: reduce gradients on a separate CUDA stream during the backward pass. `None`: on CUDA with several
             ranks. Has no effect on CPU.
         reduce_bucket_numel: the number of gradient elements that are reduced at a time. `None`: 50 million, or all if
@@ -55,7 +51,6 @@ class ZeROOptions(RankOptions):
     offload_optimizer: Offload | Literal["cpu", "nvme"] | None = None
     offload_parameters: Offload | Literal["cpu", "nvme"] | None = None
     trust_optimizer: bool = False
-    find_unused_parameters: bool = False
     overlap_comm: bool | None = None
     reduce_bucket_numel: Positive | None = None
     gather_bucket_numel: Annotated[int, AtLeast(0)] | None = None
@@ -84,6 +79,7 @@ class ZeROOptions(RankOptions):
         "cpu_checkpointing": "Use activation_checkpointing=ActivationCheckpointing(offload_to_cpu=True).",
         "partition_activations": "Use activation_checkpointing=ActivationCheckpointing(...).",
         "initial_scale_power": "Use deepspeed_config={'fp16': {...}}.",
+        "find_unused_parameters": "Under ZeRO, every backward pass must reach every trained parameter. Use paral_fsdp.",
         "load_full_weights": "Leave it out: full and sharded checkpoints are recognized.",
         "stage": "1 shards the optimizer state, 2 also the gradients, 3 also the parameters.",
         "logging_level": "It is a level of logging, such as logging.INFO.",
@@ -173,6 +169,10 @@ class ZeROOptions(RankOptions):
             pin_memory: whether offloads that do not set `pin_memory` use pinned memory.
         """
         section: dict[str, Any] = {"stage": self.stage}
+        if self.stage == 3:
+            # DeepSpeed's `linear` would replace torch's in this process for good. It rounds differently, and gives the
+            # gradients of weight and bias in another order, in which ranks without it would not reduce them later.
+            section["memory_efficient_linear"] = False
         if self.overlap_comm is not None:
             section["overlap_comm"] = self.overlap_comm
         if self.reduce_bucket_numel is not None:

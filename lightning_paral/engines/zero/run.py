@@ -2,45 +2,41 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.ended_optimizers import EndedOptimizers
+from lightning_paral.checkpoint.optimizer_state import State
+from lightning_paral.checkpoint.shards import FlatShard, identity
 from lightning_paral.comm.broadcast import broadcast
-from lightning_paral.engines.zero.engine.build import (
-    build_engines,
+from lightning_paral.compat.torch.tensors import tree_map_only
+from lightning_paral.engines.zero.build import (
     build_inference_engine,
     build_training_engine,
+    check_parameters,
     destroy,
-    drop_untrained_gradients,
     trained_parameters,
 )
-from lightning_paral.engines.zero.engine.checks import check_parameters, check_several
-from lightning_paral.engines.zero.engine.construction import warn_about_full_parameters
-from lightning_paral.engines.zero.engine.hooks import RootHooksOnce, forward_hook_keys, new_forward_hook_keys
-from lightning_paral.engines.zero.parameters.partition import count_trained, is_partitioned, is_stage3_parameter
-from lightning_paral.engines.zero.parameters.requires_grad import FixedParameters
-from lightning_paral.engines.zero.parameters.saved_weights import SavedWeights
-from lightning_paral.engines.zero.parameters.snapshot import ModuleSnapshot
+from lightning_paral.engines.zero.config import add_device_defaults
+from lightning_paral.engines.zero.construction import partition_parameters, warn_about_full_parameters
+from lightning_paral.engines.zero.gradients import Gradients
+from lightning_paral.engines.zero.hooks import RootHooksOnce, forward_hook_keys, new_forward_hook_keys
+from lightning_paral.engines.zero.optimizer import UsersOptimizer, check_optimizers, choose_stepping_optimizer
+from lightning_paral.engines.zero.partition import check_not_empty, count_trained, is_partitioned, is_stage3_parameter
+from lightning_paral.engines.zero.restore import ModuleSnapshot
 from lightning_paral.engines.zero.run_settings import RunSettings
-from lightning_paral.engines.zero.runtime.config import add_device_defaults
 from lightning_paral.engines.zero.runtime.nvme import check_buffers, check_space, load_async_io
-from lightning_paral.engines.zero.state.engine_shards import EngineShards
-from lightning_paral.engines.zero.state.zero_state import ZeroState
-from lightning_paral.engines.zero.training.gradients import PartitionedGradients
-from lightning_paral.engines.zero.training.joint_gradients import join_gradients
-from lightning_paral.engines.zero.training.step_in_pieces import can_step_in_pieces
-from lightning_paral.engines.zero.training.users_optimizer import (
-    UsersOptimizer,
-    check_optimizers,
-    make_engine_optimizer,
-)
+from lightning_paral.engines.zero.saved_weights import SavedWeights
+from lightning_paral.engines.zero.shards import EngineShards
+from lightning_paral.engines.zero.state import ZeroState
+from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.buffers import buffers_to_broadcast
+from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.host_memory_check import host_memory_shortage
 from lightning_paral.model.hugging_face import generate_together
 
@@ -54,6 +50,8 @@ class ZeroRun(ZeroState):
         device: the device of this rank.
         ended: the optimizers of past runs, with their states.
         settings: the settings of this run.
+        deferred: computes the values of parameters that `configure_model` has built without them; `None` if there are
+            none. They are computed, and partitioned at stage 3, at once.
     """
 
     def __init__(
@@ -63,15 +61,17 @@ class ZeroRun(ZeroState):
         device: torch.device,
         ended: EndedOptimizers,
         settings: RunSettings,
+        deferred: DeferredConstruction | None,
     ) -> None:
         super().__init__(module, optimizers, device, ended)
         self._root = module
         self._settings = settings
+        if deferred is not None:
+            self._partition(deferred)
         self._snapshot = ModuleSnapshot(module)
         self._root_hooks = forward_hook_keys(module)
-        self._built: list[Any] = []
-        self._users: list[UsersOptimizer] = []
-        self._fixed: FixedParameters | None = None
+        self._engine: Any = None
+        self._users: UsersOptimizer | None = None
         self._saved_weights: SavedWeights | None = None
         self._undo = ExitStack()
 
@@ -92,49 +92,43 @@ class ZeroRun(ZeroState):
         check_buffers(options, self.module, dims.shard, threshold)
 
     def train(self, optimizers: Sequence[Any]) -> Any:
-        """Build an engine for each optimizer, and return the module or engine that runs steps. *Collective*.
+        """Build an engine, and return the module or engine that runs steps. *Collective* over the world.
 
         Args:
             optimizers: the optimizers that `configure_optimizers` returned. If it returned `None`, the module is
                 prepared as for an evaluation.
 
         Raises:
-            ConfigurationError: ZeRO does not support a parameter, an optimizer, or this combination of optimizers.
+            ConfigurationError: ZeRO does not support a parameter or the optimizer, or there are several.
         """
-        found = check_optimizers(list(optimizers), self._root)
-        if found is None:
+        options = self._settings.options
+        optimizer = check_optimizers(list(optimizers), self._root)
+        if optimizer is None:
             return self.evaluate()
-        self.optimizers = found
-        self._users = [UsersOptimizer(optimizer, self.module) for optimizer in found]
+        check_parameters(self.module, trained_parameters(self.module), dict(self._settings.config))
+        self.optimizers = [optimizer]
+        self._users = users = UsersOptimizer(optimizer, self.module)
         self._begin_stage3()
-        forward, engines = self._build_engines()
-        self._built = [forward, *engines]
-        shards = [EngineShards(engine, self.module, users) for engine, users in zip(engines, self._users, strict=True)]
-        writes = self.start_training(shards)
-        gradients = []
-        for engine, users, engine_shards in zip(engines, self._users, shards, strict=True):
-            usage = engine_shards.watch_usage(find_unused=self._settings.options.find_unused_parameters)
-            gradients.append(PartitionedGradients(engine, users, writes, usage))
-        self.gradients = self._settings.precision.start_fit(join_gradients(gradients, found))
-        self._redirect_users_calls(gradients)
-        self._fixed = FixedParameters(self.module, self._undo)
-        if self._settings.options.stage == 3:
-            engine_of = {
-                id(parameter): engine
-                for engine, users in zip(engines, self._users, strict=True)
-                for group in users.groups
-                for parameter in group["params"]
-            }
+        choose_stepping_optimizer(users, offload=options.offload_optimizer is not None, trust=options.trust_optimizer)
+        with users.flat() as stepping:
+            self._engine = engine = build_training_engine(self.module, stepping, self._sized_config(), self.device)
+        shards = EngineShards(engine, self.module, users)
+        access = self.start_training(shards)
+        self.gradients = Gradients(engine, users, access, self.module, shards.trained)
+        self._settings.precision.start_fit(self.gradients)
+        self._redirect_zero_grad(users)
+        if options.stage == 3:
+            self._saved_weights = SavedWeights(self.module, lambda: int(engine.global_steps), self._undo)
+        return engine
 
-            def num_steps(parameter: Parameter) -> int:
-                engine = engine_of.get(id(parameter))
-                return 0 if engine is None else int(engine.global_steps)
-
-            self._saved_weights = SavedWeights(self.module, num_steps, self._undo)
-        return forward
+    def _partition(self, deferred: DeferredConstruction | None = None) -> None:
+        load_async_io(self._settings.options)
+        check_not_empty(self.module)
+        partition_parameters(self.module, deferred, dict(self._settings.config))
 
     def _begin_stage3(self) -> None:
         if self._settings.options.stage == 3:
+            self._partition()
             generate_together(self.module, self._undo)
 
     def saving_views(self) -> AbstractContextManager[None]:
@@ -154,10 +148,8 @@ class ZeroRun(ZeroState):
         options = self._settings.options
         forward: Any
         if options.stage == 3 and next(self.module.parameters(), None) is not None:
-            load_async_io(options)
             self._begin_stage3()
-            forward = build_inference_engine(self.module, self._sized_config(self.module), self.device)
-            self._built = [forward]
+            forward = self._engine = build_inference_engine(self.module, self._sized_config(), self.device)
             self.start_evaluation()
         else:
             forward = self.module.to(self.device)
@@ -170,61 +162,46 @@ class ZeroRun(ZeroState):
         """Return the forward redirection that runs steps through the engine and its hooks on the root module."""
         return RootHooksOnce(new_forward_hook_keys(self.module, self._root_hooks))
 
-    def check_fixed(self) -> None:
-        """Check that no parameter was unfrozen or added after setup.
+    def begin_step(self) -> None:
+        """Partition what user code has used; raise a `ConfigurationError` if a parameter was unfrozen or added."""
+        if self.gradients is not None:
+            self.gradients.check_fixed()
+        if self._settings.options.stage == 3:
+            self.collect_writes()
 
-        Raises:
-            ConfigurationError: some parameters were. The message names them.
-        """
-        if self._fixed is not None:
-            self._fixed.check()
-
-    def _build_engines(self) -> tuple[Any, list[Any]]:
-        """Build the engines. Return the module or engine that runs steps, and the engine of each optimizer."""
-        options, module = self._settings.options, self.module
-        offload, trust = options.offload_optimizer is not None, options.trust_optimizer
-        if len(self._users) > 1:
-            check_several(self._users, options, self._settings.precision.precision)
-            for handle in drop_untrained_gradients(module, self._users):
-                self._undo.callback(handle.remove)
-            return build_engines(module, self._users, self._sized_config, self.device, offload=offload, trust=trust)
-        config = self._sized_config(module)
-        check_parameters(module, trained_parameters(module), config)
-        optimizer = make_engine_optimizer(self._users[0], offload=offload, trust=trust)
-        load_async_io(options)
-        engine = build_training_engine(module, optimizer, config, self.device)
-        return engine, [engine]
-
-    def _sized_config(self, module: Module) -> dict[str, Any]:
-        """Return DeepSpeed's configuration for `module`, with sizes that depend on its trained parameters."""
+    def _sized_config(self) -> dict[str, Any]:
+        """Return DeepSpeed's configuration for the module, with sizes that depend on its trained parameters."""
+        options = self._settings.options
         zero = add_device_defaults(
             self._settings.config["zero_optimization"],
-            self._settings.options.stage,
-            count_trained(module.parameters()),
+            options.stage,
+            count_trained(self.module.parameters()),
             device_type=self.device.type,
             num_ranks=self._settings.dims.shard,
         )
-        if self._steps_on_subgroups():
-            zero = {"sub_group_size": zero["reduce_bucket_size"]} | zero
+        if options.stage == 1 and not self._root.automatic_optimization:
+            # With overlap, stage 1 reduces only in a backward pass that is known to be the last of its window.
+            if self._settings.config["zero_optimization"].get("overlap_comm"):
+                raise ConfigurationError(
+                    f"overlap_comm=True at stage 1 needs automatic optimization, but {type(self._root).__name__} "
+                    "optimizes manually. Leave out overlap_comm, or set stage=2."
+                )
+            zero["overlap_comm"] = False
+        if self.device.type == "cpu" and options.offload_optimizer is None and self._has_torchs_optimizer:
+            zero = {"sub_group_size": zero["reduce_bucket_size"]} | zero  # bounds the temporary tensors of a step
         return {**self._settings.config, "zero_optimization": zero}
 
-    def _steps_on_subgroups(self) -> bool:
-        """Return whether stage 3 shall step sub-group by sub-group, each of which gets a copy of its gradients."""
-        options = self._settings.options
-        in_memory = options.stage == 3 and self.device.type == "cpu" and options.offload_optimizer is None
-        return in_memory and all(can_step_in_pieces(optimizer) for optimizer in self.optimizers)
+    @property
+    def _has_torchs_optimizer(self) -> bool:
+        """Whether `step` may run several times for each step: torch's own optimizers count steps per parameter."""
+        return all(type(optimizer).__module__.startswith("torch.optim.") for optimizer in self.optimizers)
 
-    def _redirect_users_calls(self, gradients: Sequence[PartitionedGradients]) -> None:
-        """Make `zero_grad` of the module and its optimizers drop DeepSpeed's gradients, and hide optimizer states."""
+    def _redirect_zero_grad(self, users: UsersOptimizer) -> None:
+        """Make `zero_grad` of the module and its optimizer zero DeepSpeed's gradients."""
         assert self.gradients is not None
-        found: Any = LightningModule.optimizers(self._root)
-        wrappers = found if isinstance(found, list) else [found]
-        for users, wrapper, users_gradients in zip(self._users, wrappers, gradients, strict=True):
-            users.hide_state(users_gradients.zero_grad, users_gradients.engine.optimizer.optimizer.state)
-            vars(wrapper)["zero_grad"] = users_gradients.zero_grad  # the wrapper would inherit torch's
-            self._undo.callback(vars(wrapper).pop, "zero_grad", None)
-        vars(self.module)["zero_grad"] = self.gradients.zero_grad
-        self._undo.callback(vars(self.module).pop, "zero_grad", None)
+        for part in (users.optimizer, LightningModule.optimizers(self._root), self.module):
+            vars(part)["zero_grad"] = self.gradients.zero_grad
+            self._undo.callback(vars(part).pop, "zero_grad", None)
 
     # Teardown
 
@@ -235,29 +212,37 @@ class ZeroRun(ZeroState):
         """
         self._settings.precision.end_fit()
         try:
-            if self.writes is not None:
-                self.writes.end(collect=not failed)
-            for users in self._users:
-                users.show_state()
+            if self.access is not None:
+                self.access.end(collect=not failed)
             if self.gradients is not None:
-                self._keep_optimizer_states(ended)
                 self.gradients.end()
+            lost, state = self._read_optimizer_state()
             self._snapshot.restore(gather=self._may_gather(failed))
-            for engine in {id(built): built for built in self._built if hasattr(built, "destroy")}.values():
-                destroy(engine)
+            if self._engine is not None:
+                with nullcontext() if self._users is None else self._users.flat():
+                    destroy(self._engine)
+            if self._users is not None:
+                self._users.restore()
+            if self._users is not None and self.gradients is not None:
+                self._give_state(self._users.optimizer, ended, lost, state)
         finally:
             self._undo.close()
 
-    def _keep_optimizer_states(self, ended: EndedOptimizers) -> None:
+    def _read_optimizer_state(self) -> tuple[str | None, State | None]:
+        """Return why the state is lost, or `None`; and the state with this rank's shards on the host."""
         lost = self._why_states_are_lost()
-        for optimizer in self.optimizers:
-            if lost is not None:
-                ended.lose(optimizer, lost)
-                continue
-            try:
-                ended.keep(optimizer, self.module, self.optimizer_state(optimizer), {})
-            except Exception as error:  # do not prevent teardown: raise when user code reads the state
-                ended.lose(optimizer, str(error))
+        if self._users is None or self.gradients is None or lost is not None:
+            return lost, None
+        try:
+            return None, tree_map_only(FlatShard, _on_host, self.optimizer_state(self._users.optimizer))
+        except Exception as error:  # do not prevent teardown: raise when user code reads the state
+            return str(error), None
+
+    def _give_state(self, optimizer: Optimizer, ended: EndedOptimizers, lost: str | None, state: State | None) -> None:
+        if lost is None:
+            ended.keep(optimizer, self.module, state, {})
+        else:
+            ended.lose(optimizer, lost)
 
     def _why_states_are_lost(self) -> str | None:
         if "offload_optimizer" in self._settings.options.on_nvme:
@@ -285,3 +270,9 @@ class ZeroRun(ZeroState):
         if obstacle is not None:
             rank_zero_warn(f"{name} stays partitioned: {obstacle}.")
         return obstacle is None
+
+
+def _on_host(shard: FlatShard) -> FlatShard:
+    """Return a copy of `shard` that needs no engine."""
+    values = shard.read().to("cpu", copy=True)
+    return FlatShard(shard.shape, shard.dtype, shard.start, values.numel(), partial(identity, values))

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.engines.zero.engine.precision import ZeROPrecision
+from lightning_paral.engines.zero.config import check_users_precision
 from lightning_paral.engines.zero.options import ZeROOptions, check_precision
-from lightning_paral.engines.zero.runtime.config import check_users_precision
+from lightning_paral.engines.zero.precision import ZeROPrecision
 from lightning_paral.engines.zero.runtime.deepspeed import check_accelerator
 from lightning_paral.engines.zero.runtime.nvme import check_offload
 

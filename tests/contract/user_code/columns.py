@@ -12,7 +12,6 @@ from lightning_paral import (
     ParalDDPStrategy,
     ParalFSDPStrategy,
     ParalPipelineStrategy,
-    ParalZeROStrategy,
 )
 from lightning_paral.engines.tensor.planner import make
 from tests.contract.case import StrategyCase
@@ -93,7 +92,6 @@ OPTIONS = {
     "fsdp_linear": partial(ParalFSDPStrategy, units=["Linear"]),
     "fsdp_filters": partial(ParalFSDPStrategy, units=["Filter"]),
     "fsdp_unsharded": partial(ParalFSDPStrategy, units=["Linear"], accumulate="unsharded"),
-    **{f"zero{n}_find_unused": partial(ParalZeROStrategy, stage=n, find_unused_parameters=True) for n in (1, 2, 3)},
 }
 """Options with which tests/contract/test_user_code_options.py runs some rows."""
 RUNNABLE = COLUMNS | {label: Column(label, strategy) for label, strategy in OPTIONS.items()}

@@ -79,7 +79,7 @@ class InTurns(Supervised):
         self.head.requires_grad_(batch_idx % 2 == 1)
 
 
-@row("freezing and unfreezing in turns, by AdamW", trainer=LONGER, names="took")
+@row("freezing and unfreezing in turns, by AdamW", trainer=LONGER, names="took|got no gradient")
 class InTurnsByAdam(InTurns):
     """requires_grad_ of backbone and head in turns, in on_train_batch_start, of an optimizer that counts steps."""
 

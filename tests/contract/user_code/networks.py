@@ -47,11 +47,13 @@ for name, several in KINDS.items():
         loaders=of_pairs,
         resumed=name == "Toggled",
         strategies=offloaded,
-        names="froze a parameter",
+        names="froze a parameter|returned [23] optimizers",
     )
 
 
-@row("optimizers, several: a shared parameter", loaders=of_pairs, names=r"discriminator\.0\.weight")
+@row(
+    "optimizers, several: a shared parameter", loaders=of_pairs, names=r"discriminator\.0\.weight|returned 2 optimizers"
+)
 class SharedParameter(Plain):
     """Two optimizers have the same parameter."""
 

@@ -162,7 +162,7 @@ class OnCPU(ParalZeROStrategy):
     """Saves in DeepSpeed's format, like Lightning's DeepSpeedStrategy, which needs CUDA."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        from lightning_paral.engines.zero.parameters.partition import view_scalars_as_bytes
+        from lightning_paral.engines.zero.partition import view_scalars_as_bytes
 
         assert self.lightning_module is not None
         self.saved = {name: self.full_parameter(p) for name, p in self.lightning_module.named_parameters()}

@@ -39,6 +39,7 @@ WITH_HYPER_PARAMETERS = ("ddp", "fsdp", "fsdp, async", "zero2")
 class Keeps(Chain):
     def __init__(self, head: nn.Module | None = None) -> None:
         super().__init__()
+        self.never.requires_grad_(False)  # ZeRO trains no parameters without gradients
         self.save_hyperparameters()
         self.out = self.out if head is None else head  # type: ignore[assignment]
         self.criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
@@ -83,6 +84,10 @@ def test_added_modules_are_saved_as_in_one_process(on_ranks, tmp_path: Path, lab
 
 
 class Refers(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.never.requires_grad_(False)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["kept"] = Namespace(part=self.blocks[2])
 

@@ -1,6 +1,5 @@
 """`from_pretrained` in `configure_model` loads the values of the folder, without a full copy on any rank."""
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,6 @@ pytest.importorskip("transformers")
 import transformers
 
 from lightning_paral.diagnostics.rank_pool import RankError, RankPool
-from lightning_paral.engines.zero.engine.construction import warn_about_different_draws
 from lightning_paral.model.deferred import recorder
 from tests.benchmarks.from_pretrained import large, peaks_of
 from tests.contract.cases import MAIN, labels, strategy_of, with_ranks
@@ -82,18 +80,6 @@ def load(
         trainer = quiet_trainer(strategy=strategy_of(label), devices=num_ranks, max_steps=1, precision=precision)
         trainer.fit(module, DataLoader(tokens(), batch_size=4))
     return Seen(module.values, module.drawn_next, module.partitioned)
-
-
-def test_weights_drawn_on_another_device_than_in_one_process_are_named(tmp_path: Path) -> None:
-    kind = "BertForSequenceClassification"
-    made(kind).bert.save_pretrained(tmp_path)
-    model = getattr(transformers, kind).from_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match=r"^classifier\.weight, classifier\.bias: initialized on CPU"):
-        warn_about_different_draws(dict(model.named_parameters()), torch.device("cuda"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_about_different_draws(dict(model.named_parameters()), torch.device("cpu"))
-        warn_about_different_draws(dict(model.bert.named_parameters()), torch.device("cuda"))
 
 
 def resize(module: Any) -> None:

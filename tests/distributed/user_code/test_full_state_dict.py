@@ -37,6 +37,7 @@ def as_safetensors_does(state: dict[str, Tensor]) -> None:
 class Tied(Chain):
     def __init__(self) -> None:
         super().__init__()
+        self.never.requires_grad_(False)  # ZeRO trains no parameters without gradients
         self.again = self.out
         self.said: list[str] = []
         self.read: list[dict[str, Tensor]] = []

@@ -8,6 +8,7 @@ import torch
 
 from lightning_paral import ParalZeROStrategy
 from lightning_paral.model import host_memory_check as room
+from lightning_paral.model.deferred import recorder
 from tests.models.built_late import BuiltLate
 from tests.models.tokens import token_loader
 from tests.running import quiet_trainer
@@ -36,7 +37,9 @@ def losses_of_late_model_without_room() -> tuple[list[float], list[tuple[int, ..
 
 def losses_of_late_model_on_rank() -> tuple[list[float], list[tuple[int, ...]]]:
     config = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
-    return losses_of_late_model(2, lambda: ParalZeROStrategy(stage=3, deepspeed_config=config))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(recorder, "DEFERRED_BYTES", 16)
+        return losses_of_late_model(2, lambda: ParalZeROStrategy(stage=3, deepspeed_config=config))
 
 
 @pytest.mark.parametrize("has_room", [True, False])

@@ -70,7 +70,7 @@ def test_fp16_autocast_equals_torchs_with_its_scaler(on_ranks, strategy: str) ->
 
 
 def test_scale_grows_only_after_the_step_that_was_divided_by_it() -> None:
-    from lightning_paral.engines.zero.training.loss_scale import DynamicLossScale
+    from lightning_paral.engines.zero.precision import DynamicLossScale
 
     scale = DynamicLossScale()
     for _ in range(2000):

@@ -1,4 +1,4 @@
-"""Gradients in turns, fits after a failed one, and memory and traffic under ZeRO as in the paper."""
+"""Fits after a failed one, and memory and traffic under ZeRO as in the paper."""
 
 import os
 import tempfile
@@ -9,31 +9,12 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_paral import ParalZeROStrategy
 from tests.benchmarks.zero_memory import bytes_by_formula, bytes_held
 from tests.benchmarks.zero_traffic import model_sizes_by_formula, model_sizes_sent_per_step
 from tests.models.regression import Regression, fit_regression, regression_data
 from tests.running import assert_same_fit, quiet_trainer
 
 STAGES = ("paral_zero1", "paral_zero2", "paral_zero3")
-ROUND_ROBIN = {"zero_optimization": {"round_robin_gradients": True}}
-IN_TURNS: dict[str, Any] = {
-    "round_robin1": {"stage": 1},
-    "round_robin2": {"stage": 2},
-    "round_robin2_offload": {"stage": 2, "offload_optimizer": "cpu"},
-}
-WITH_CPU_ADAM = pytest.param("round_robin2_offload", marks=pytest.mark.deepspeed_operators("cpu_adam"))
-
-
-def fit_in_turns(label: str) -> Any:
-    return fit_regression(7, 2, 2, strategy=ParalZeROStrategy(deepspeed_config=ROUND_ROBIN, **IN_TURNS[label]))
-
-
-@pytest.mark.parametrize("label", ["round_robin1", "round_robin2", WITH_CPU_ADAM])
-def test_ranks_take_gradients_in_turns(on_ranks, label: str) -> None:
-    tolerance = 1e-4 if "offload" in label else 1e-5
-    assert_same_fit(on_ranks(2, fit_in_turns, label), fit_regression(7, 2, 1), tolerance)
-
 
 # Failures
 

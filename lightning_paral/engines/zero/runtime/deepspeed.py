@@ -17,14 +17,13 @@ from lightning_paral.compat.deepspeed.runtime import (
     current_backend,
     disable_shared_memory,
     forget_autocast,
-    forget_contexts,
     forget_modules,
     make_backend,
     release_groups,
     use_backend,
     use_new_names,
 )
-from lightning_paral.compat.deepspeed.stage3 import forget_forwards, read_counters, restore_linear, set_counters
+from lightning_paral.compat.deepspeed.stage3 import forget_forwards, read_counters, set_counters
 from lightning_paral.compat.private_name import check_names
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.tested_versions import TESTED_VERSIONS, oldest_tested
@@ -165,16 +164,14 @@ def _agree_on_counters() -> None:
 
 
 def leave_deepspeed() -> None:
-    """Reset the global variables of DeepSpeed: process groups, modules, and contexts that a failure left open."""
+    """Reset the global variables of DeepSpeed: process groups and modules."""
     if "deepspeed" not in sys.modules:
         return
     if hasattr(current_backend(), "abandon"):
         current_backend().abandon()
     use_backend(None)
     release_groups()
-    forget_contexts()
     forget_forwards()
-    restore_linear()
     forget_modules()
     forget_autocast()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch.nn import Module
 
 from lightning_paral.engines.zero.options import ZeROOptions
-from lightning_paral.engines.zero.parameters.partition import is_stored_in
+from lightning_paral.engines.zero.partition import is_stored_in
 from lightning_paral.engines.zero.runtime.operators import check_compiler, load_operator
 from lightning_paral.errors import ConfigurationError
 

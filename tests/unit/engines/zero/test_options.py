@@ -11,15 +11,11 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_paral import ConfigurationError, Offload, ParalZeROStrategy
-from lightning_paral.engines.zero.runtime import config as settings
+from lightning_paral.engines.zero import config as settings
+from lightning_paral.engines.zero.optimizer import UsersOptimizer, check_optimizers, choose_stepping_optimizer
 from lightning_paral.engines.zero.runtime import deepspeed as runtime
 from lightning_paral.engines.zero.runtime.nvme import check_free_space
 from lightning_paral.engines.zero.runtime.operators import load_operator
-from lightning_paral.engines.zero.training.users_optimizer import (
-    UsersOptimizer,
-    check_optimizers,
-    make_engine_optimizer,
-)
 from lightning_paral.tested_versions import TESTED_VERSIONS
 from tests.compile_operators import skip_unless_compilable
 from tests.models.regression import Regression
@@ -105,11 +101,11 @@ def test_deepspeed_with_another_accelerator_is_refused() -> None:
 
 def test_configuration_from_a_file_is_merged(tmp_path: Path) -> None:
     path = tmp_path / "deepspeed.json"
-    zero = {"round_robin_gradients": True, "reduce_bucket_size": "auto", "overlap_comm": "auto"}
+    zero = {"ignore_unused_parameters": False, "reduce_bucket_size": "auto", "overlap_comm": "auto"}
     path.write_text(json.dumps({"zero_optimization": zero, "train_batch_size": "auto"}))
     ours = {"zero_optimization": {"stage": 2}}
     config = settings.complete(ours, settings.load_config(path))
-    assert config["zero_optimization"] == {"stage": 2, "round_robin_gradients": True}
+    assert config["zero_optimization"] == {"stage": 2, "ignore_unused_parameters": False}
     assert "train_batch_size" not in config
 
 
@@ -149,7 +145,7 @@ def test_objects_that_are_not_optimizers_are_refused() -> None:
 def test_module_without_trained_parameters_is_refused() -> None:
     module = Regression().requires_grad_(False)
     with pytest.raises(ConfigurationError, match="nothing to train"):
-        UsersOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module).trained_groups()
+        UsersOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module)
 
 
 def test_operator_that_cannot_be_built_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -178,14 +174,15 @@ def test_offload_carries_every_hyper_parameter() -> None:
         lr=0.25,
     )
     users = UsersOptimizer(optimizer, module)
-    replacement: Any = make_engine_optimizer(users, offload=True, trust=False)
+    choose_stepping_optimizer(users, offload=True, trust=False)
+    replacement: Any = users.stepping_optimizer
     assert replacement.adam_w_mode is False
     for ours, theirs in zip(replacement.param_groups, optimizer.param_groups, strict=True):
         assert {key: ours[key] for key in ("lr", "betas", "eps", "weight_decay")} == {
             key: theirs[key] for key in ("lr", "betas", "eps", "weight_decay")
         }
     torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1).step()
-    users.before_step()
+    users.step(lambda: None)
     assert [group["lr"] for group in replacement.param_groups] == pytest.approx([0.05, 0.025])
 
 
@@ -202,4 +199,4 @@ def test_optimizer_that_cannot_be_offloaded_is_refused(make: Any, message: str) 
     module = Regression()
     users = UsersOptimizer(make(module.parameters()), module)
     with pytest.raises(ConfigurationError, match=message):
-        make_engine_optimizer(users, offload=True, trust=False)
+        choose_stepping_optimizer(users, offload=True, trust=False)

@@ -11,16 +11,85 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
+from lightning_paral.compat.deepspeed.engine import scale_by
 from lightning_paral.compat.lightning.loops import is_accumulating
 from lightning_paral.compat.lightning.strategies import after_closure
-from lightning_paral.engines.zero.runtime.config import PRECISIONS
-from lightning_paral.engines.zero.training.joint_gradients import Gradients, JointGradients
-from lightning_paral.engines.zero.training.loss_scale import DynamicLossScale, scale_losses
+from lightning_paral.engines.zero.config import PRECISIONS
+from lightning_paral.engines.zero.gradients import Gradients
 from lightning_paral.errors import ConfigurationError
 
 _DTYPES = {"16": torch.float16, "bf": torch.bfloat16, "32": torch.float32}
+
+
+_FIRST_SCALE = 2.0**16
+
+
+class DynamicLossScale:
+    """A loss scale for DeepSpeed's optimizers that changes like the scale of `torch.amp.GradScaler`.
+
+    If gradients are not finite, the step is skipped and the scale is halved. After 2000 finite steps in a row it is
+    doubled. Follows Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740.
+
+    DeepSpeed's own loss scale is not used. Under fp16 autocast, version 0.19.8 clips gradients without unscaling them,
+    and never lowers the scale. When it raises the scale, it divides gradients by the new scale, although their loss was
+    multiplied by the old one.
+    """
+
+    dynamic = True
+
+    def __init__(self) -> None:
+        self.cur_scale = _FIRST_SCALE
+        self._growth_factor = 2.0
+        self._backoff_factor = 0.5
+        self._growth_interval = 2000
+        self._num_finite_steps = 0
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor by which losses are multiplied."""
+        return self.cur_scale
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return `loss` times the scale."""
+        return loss * self.cur_scale
+
+    def update_scale(self, overflow: bool) -> None:
+        """Halve the scale if gradients are not finite; else count a finite step.
+
+        DeepSpeed calls this after its check for overflow, and before it divides gradients by the scale. Only `grow` may
+        therefore raise the scale.
+        """
+        if overflow:
+            self.cur_scale = max(self.cur_scale * self._backoff_factor, 1.0)
+            self._num_finite_steps = 0
+        else:
+            self._num_finite_steps += 1
+
+    def grow(self) -> None:
+        """Double the scale if enough steps were finite. Call this after each step."""
+        if self._num_finite_steps >= self._growth_interval:
+            self.cur_scale *= self._growth_factor
+            self._num_finite_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, which `torch.amp.GradScaler.load_state_dict` accepts as well."""
+        return {
+            "scale": self.cur_scale,
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": self._num_finite_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state of a loss scale, or of a `torch.amp.GradScaler`."""
+        self.cur_scale = float(state["scale"])
+        self._growth_factor = float(state["growth_factor"])
+        self._backoff_factor = float(state["backoff_factor"])
+        self._growth_interval = int(state["growth_interval"])
+        self._num_finite_steps = int(state["_growth_tracker"])
 
 
 class ZeROPrecision(DeepSpeedPrecision):
@@ -35,15 +104,13 @@ class ZeROPrecision(DeepSpeedPrecision):
     loss_scale: DynamicLossScale | None = None
     """The loss scale of the last fit, under fp16 autocast."""
 
-    def start_fit(self, gradients: Gradients) -> Gradients:
-        """Start a fit with `gradients`, and return them. Under fp16 autocast, scale losses from now on."""
+    def start_fit(self, gradients: Gradients) -> None:
+        """Start a fit with `gradients`. Under fp16 autocast, scale losses from now on."""
         self.loss_scale = None
         if self.precision == "16-mixed":
             self.loss_scale = DynamicLossScale()
-            for engine_gradients in gradients.per_optimizer:
-                scale_losses(engine_gradients.engine, self.loss_scale)
+            scale_by(gradients.engine.optimizer, self.loss_scale)
         self.gradients = gradients
-        return gradients
 
     def end_fit(self) -> None:
         """End the fit. The loss scale is kept, because a checkpoint may be saved later."""
@@ -94,18 +161,11 @@ class ZeROPrecision(DeepSpeedPrecision):
         if self.gradients is None:
             self._skip_backward(model)
             return
-        if isinstance(self.gradients, JointGradients):
-            self.gradients.backward(tensor, lambda loss: model.backward(loss, *args, **kwargs))
-            return
         engine = self.gradients.engine
-        automatic = model.automatic_optimization
-        self.gradients.before_backward(
-            ends_window=automatic and not is_accumulating(model.trainer), by_hand=not automatic
-        )
+        self.gradients.before_backward(ends_window=model.automatic_optimization and not is_accumulating(model.trainer))
         if is_overridden("backward", model):
             needs_scale = engine.optimizer.needs_scaler()
             model.backward(engine.scale(tensor) if needs_scale else tensor, *args, **kwargs)
-            self.gradients.undo_empty_pass()
         else:
             engine.backward(tensor, *args, scale_wrt_gas=False, **kwargs)
         self.gradients.after_backward()
@@ -124,21 +184,19 @@ class ZeROPrecision(DeepSpeedPrecision):
         """Run `closure`, then the hooks, then the step of the sharded optimizer. *Collective*.
 
         Raises:
-            ConfigurationError: the optimizer is LBFGS; see also `PartitionedGradients.step`.
-            UnusedParametersError: see `Usage.close_window`.
+            ConfigurationError: see `Gradients.step`; or the step got arguments, which DeepSpeed does not pass on.
         """
-        if isinstance(getattr(optimizer, "optimizer", optimizer), LBFGS):
+        if kwargs:
             raise ConfigurationError(
-                "LBFGS needs several backward passes per step, which ZeRO cannot do. Train with paral_ddp."
+                f"optimizer.step got {', '.join(kwargs)}. DeepSpeed passes no arguments to the optimizer. Leave them "
+                "out, or train with paral_fsdp."
             )
         closure_result = closure()
-        if self.gradients is None:
-            after_closure(self, model, optimizer)
-            return closure_result
-        gradients = self.gradients.of(optimizer)
-        gradients.end_window()
+        if self.gradients is not None:
+            self.gradients.end_window()
         after_closure(self, model, optimizer)
-        gradients.step(closure_result, kwargs)
+        if self.gradients is not None:
+            self.gradients.step()
         if self.loss_scale is not None:
             self.loss_scale.grow()
         return closure_result
@@ -149,13 +207,23 @@ class ZeROPrecision(DeepSpeedPrecision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip by value now, or by the global norm in the next step. *Collective*."""
+        """Clip by the global norm in the next step.
+
+        Raises:
+            ConfigurationError: `gradient_clip_algorithm` is `"value"`, which DeepSpeed does not have.
+        """
         if clip_val is None or clip_val <= 0 or self.gradients is None:
             return
-        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-            self.gradients.of(optimizer).clip_by_value(float(clip_val))
-        else:
-            self.gradients.of(optimizer).clip_by_norm(float(clip_val))
+        check_clipping(gradient_clip_algorithm)
+        self.gradients.clip_by_norm(float(clip_val))
+
+
+def check_clipping(algorithm: str | None) -> None:
+    """Raise a `ConfigurationError` for clipping by value, which DeepSpeed does not have."""
+    if algorithm == GradClipAlgorithmType.VALUE:
+        raise ConfigurationError(
+            'DeepSpeed does not clip gradients by value. Use gradient_clip_algorithm="norm", or train with paral_fsdp.'
+        )
 
 
 def as_zero_precision(plugin: Precision) -> ZeROPrecision:

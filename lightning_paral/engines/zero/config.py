@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_paral.engines.zero.runtime.config_keys import check_keys
+from lightning_paral.engines.zero.config_keys import check_keys
 from lightning_paral.errors import ConfigurationError
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
@@ -70,6 +70,11 @@ def load_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
             "deepspeed_config sets zero_optimization.compute_grad_norm=False. The norm is needed to clip gradients and "
             "to detect gradients that are not finite. Remove the setting."
         )
+    if isinstance(zero, Mapping) and zero.get("round_robin_gradients", False) not in (False, "auto"):
+        raise ConfigurationError(
+            "deepspeed_config sets zero_optimization.round_robin_gradients=True, with which DeepSpeed 0.19.8 stores "
+            "weights in an order that it does not tell: checkpoints would be wrong. Remove the setting."
+        )
     for key, remedy in _OWNED.items():
         if config.get(key, "auto") != "auto":  # Hugging Face's Trainer and Accelerate fill in "auto"
             raise ConfigurationError(
@@ -131,10 +136,10 @@ def add_device_defaults(
 
     - Stages 1 and 2, at rest: P + 2S + B. Backward adds P of gradients at stage 1, S at stage 2, and copies that are
       sent, max(50 MiB, B) at most, and (N-1)B that arrive. The step adds to the state at rest 2S for gradients and
-      their flat copy, and 8 MiB.
+      their flat copy.
     - Stage 3, at rest: weights S + moments 2S + gradients S + B + k. Backward adds one module in full with its
       gradients, a copy of a bucket, B or u, and a chunk for each other rank. The step adds the gradients of a
-      sub-group (`sub_group_size`, by default as large as a bucket) and 8 MiB.
+      sub-group (`sub_group_size`, by default as large as a bucket).
 
     Args:
         section: the section `zero_optimization` of DeepSpeed's configuration, as set by the user and the strategy.

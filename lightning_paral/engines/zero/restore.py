@@ -14,7 +14,7 @@ from lightning_paral.compat.deepspeed.stage3 import (
 )
 from lightning_paral.compat.torch import modules
 from lightning_paral.compat.torch.modules import own_parameters
-from lightning_paral.engines.zero.parameters.partition import (
+from lightning_paral.engines.zero.partition import (
     full_numel,
     full_shape,
     is_partitioned,

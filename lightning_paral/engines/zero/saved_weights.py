@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from lightning_paral.compat.torch.modules import own_parameters
-from lightning_paral.engines.zero.parameters.partition import is_partitioned, is_stage3_parameter
-from lightning_paral.engines.zero.parameters.watched import plain_data
+from lightning_paral.engines.zero.partition import is_partitioned, is_stage3_parameter
+from lightning_paral.engines.zero.user_access import plain_data
 from lightning_paral.errors import ConfigurationError
 
 
@@ -44,11 +44,11 @@ class SavedWeights:
 
     Args:
         module: the module whose parameters stage 3 has partitioned, with the hooks of DeepSpeed.
-        num_steps: a function that returns the number of steps that have changed a parameter.
+        num_steps: a function that returns the number of steps so far.
         undo: removes the hooks when it is closed.
     """
 
-    def __init__(self, module: Module, num_steps: Callable[[Any], int], undo: ExitStack) -> None:
+    def __init__(self, module: Module, num_steps: Callable[[], int], undo: ExitStack) -> None:
         self._num_steps = num_steps
         self._by_address: dict[int, Any] = {}
         for part in module.modules():
@@ -76,7 +76,7 @@ class SavedWeights:
 
     def _pack(self, tensor: Tensor) -> Any:
         if is_stage3_parameter(tensor):
-            return _SavedParameter(tensor, self._num_steps(tensor))
+            return _SavedParameter(tensor, self._num_steps())
         if not self._by_address or type(tensor) is not Tensor:
             return tensor
         address = tensor.untyped_storage().data_ptr()
@@ -87,13 +87,13 @@ class SavedWeights:
         if full.untyped_storage().data_ptr() != address or full.dtype != tensor.dtype:
             return tensor
         offset = int(tensor.storage_offset() - full.storage_offset())
-        return _SavedView(parameter, tuple(tensor.shape), tensor.stride(), offset, self._num_steps(parameter))
+        return _SavedView(parameter, tuple(tensor.shape), tensor.stride(), offset, self._num_steps())
 
     def _unpack(self, packed: Any) -> Tensor:
         if not isinstance(packed, _SavedView | _SavedParameter):
             tensor: Tensor = packed
             return tensor
-        if packed.num_steps != self._num_steps(packed.parameter):
+        if packed.num_steps != self._num_steps():
             raise ConfigurationError(
                 "An optimizer step ran between a forward pass and its backward pass, which needs the weights of the "
                 "forward pass. Under ZeRO stage 3 these are freed. Run the backward pass before the step, or train "

@@ -1,7 +1,8 @@
-"""This rank's shards of the fp32 weights and the optimizer state that one engine keeps."""
+"""This rank's shards of the fp32 weights and the optimizer state that DeepSpeed's engine keeps, possibly on NVMe."""
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,16 +13,123 @@ from torch.nn import Module, Parameter
 from lightning_paral.checkpoint.lazy_tensor import materialize, read_flat_range
 from lightning_paral.checkpoint.optimizer_state import SavedOptimizer, State, hyper_parameters, to_int_keys
 from lightning_paral.checkpoint.shards import FlatShard
-from lightning_paral.compat.deepspeed.engine import overlaps
-from lightning_paral.compat.deepspeed.optimizer import gather_weights, link_states, link_states_of_next_step
-from lightning_paral.engines.zero.parameters.partition import write_gathered
-from lightning_paral.engines.zero.state.fp32_partitions import FlatRange, Partition, SubgroupSwapper, make_partitions
-from lightning_paral.engines.zero.training.usage import Usage
-from lightning_paral.engines.zero.training.users_optimizer import UsersOptimizer
+from lightning_paral.compat.deepspeed import optimizer as zero_optimizer
+from lightning_paral.engines.zero.optimizer import UsersOptimizer
+from lightning_paral.engines.zero.partition import full_shape, local_flat_range, write_gathered
 from lightning_paral.errors import CheckpointError
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
+
+
+@dataclass(frozen=True)
+class FlatRange:
+    """This rank's flat range of a parameter, and its position in a partition."""
+
+    shape: tuple[int, ...]
+    """The full shape of the parameter."""
+    start: int
+    """The first element of the range in the flattened parameter."""
+    numel: int
+    position: int
+    """The first element of the range in the flat tensor of the partition."""
+
+    @property
+    def slice(self) -> slice:
+        """The slice of the partition's flat tensor that contains the range."""
+        return slice(self.position, self.position + self.numel)
+
+
+class Partition:
+    """A flat fp32 tensor with this rank's flat ranges of several parameters, and its optimizer state.
+
+    Args:
+        optimizer: DeepSpeed's optimizer.
+        stage: the stage of ZeRO.
+        index: the index of the parameter group, or of the sub-group at stage 3.
+        parameters: the parameters.
+    """
+
+    def __init__(self, optimizer: Any, stage: int, index: int, parameters: Iterable[Any]) -> None:
+        self._optimizer = optimizer
+        self._stage = stage
+        self._index = index
+        self.ranges = {id(parameter): self._range_of(parameter) for parameter in parameters}
+        """The flat range of each parameter, by the `id` of the parameter."""
+        self.place = index + 1 if stage == 3 and zero_optimizer.is_on_nvme(optimizer, index) else 0
+        """0 for a partition in memory, a unique number for one on NVMe.
+
+        Any read from NVMe loads the full partition, so tensors should be read place by place.
+        """
+        self.is_kept = False
+        """Whether the partition stays in memory after a read."""
+        self._is_loaded = False
+
+    def _range_of(self, parameter: Any) -> FlatRange:
+        if self._stage < 3:
+            return FlatRange(full_shape(parameter), *zero_optimizer.master_range_of(parameter))
+        return FlatRange(
+            full_shape(parameter),
+            *local_flat_range(parameter),
+            zero_optimizer.position_of(self._optimizer, parameter),
+        )
+
+    @property
+    def flat(self) -> Tensor:
+        """The fp32 weights; empty while they are on NVMe."""
+        return zero_optimizer.flat_weights(self._optimizer, self._stage, self._index)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The optimizer's state. Those of its tensors that are as long as `flat` are empty while `flat` is empty."""
+        stepping = zero_optimizer.stepping_optimizer(self._optimizer, self._stage, self._index)
+        state: dict[str, Any] = stepping.state[self.flat]
+        return state
+
+    @property
+    def has_own_memory(self) -> bool:
+        """Whether saves read the weights here and not from fp32 parameters, which may hold averages for a while."""
+        return self._stage == 3 and not zero_optimizer.shares_memory_with_parameters(self._optimizer, self._index)
+
+    @property
+    def counts_in_int(self) -> bool:
+        """Whether the optimizer stores its step count as an `int`, as DeepSpeed's own do, and not as a tensor."""
+        return type(self._optimizer.optimizer).__module__.startswith("deepspeed.ops")
+
+    @contextmanager
+    def in_memory(self, *, write: bool) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Keep the flat tensor and its state in memory inside this context. With `write`, write changes back."""
+        if self.place and not self._is_loaded:
+            zero_optimizer.swap_in(self._optimizer, self._index)
+            self._is_loaded = True
+        try:
+            yield self.flat, self.state
+            if self.place and write:
+                zero_optimizer.swap_out(self._optimizer, self._index)
+                self._is_loaded = False
+        finally:
+            if not self.is_kept:
+                self.release()
+
+    def release(self) -> None:
+        """Free the memory of a partition on NVMe."""
+        if self._is_loaded:
+            zero_optimizer.release_buffers(self._optimizer, self._index)
+            self._is_loaded = False
+
+    def read(self, flat_range: FlatRange, key: str | None) -> Tensor:
+        """Return a flat range of the fp32 weights, or of the optimizer's state `key`."""
+        with self.in_memory(write=False) as (flat, state):
+            values = (flat.detach() if key is None else state[key])[flat_range.slice]
+            return values.clone() if self.place else values
+
+    def publish(self) -> None:
+        """At stage 3, update the weights that forward passes use from `flat`, which must be in memory.
+
+        At stages 1 and 2, the caller sets these weights.
+        """
+        if self._stage == 3:
+            zero_optimizer.copy_flat_weights_to_parameters(self._optimizer, self._index)
 
 
 _Writes = dict[Partition, list[tuple[FlatRange, Tensor]]]
@@ -44,11 +152,11 @@ class EngineShards:
         self._optimizer: Any = engine.optimizer
         self.users = users
         self._parameters = dict(module.named_parameters())
-        self._swapper = SubgroupSwapper(engine.optimizer)
-        self._partitions = make_partitions(engine.optimizer, self._stage, self._swapper)
+        groups = zero_optimizer.groups_of_parameters(engine.optimizer, self._stage)
+        self._partitions = [Partition(engine.optimizer, self._stage, n, group) for n, group in enumerate(groups)]
         self._partition_by_id = {id_: partition for partition in self._partitions for id_ in partition.ranges}
-        self._usage: Usage | None = None
         self._stored: _Writes = {}
+        self._keep_last = False
 
     def has(self, parameter: Parameter) -> bool:
         """Return whether the optimizer trains `parameter`, or did so when the run began."""
@@ -123,24 +231,33 @@ class EngineShards:
     def gather_weights(self) -> None:
         """At stages 1 and 2, give every rank the weights that the others update, as a step does. *Collective*."""
         if self._stage < 3:
-            gather_weights(self._optimizer)
+            zero_optimizer.gather_weights(self._optimizer)
 
-    def watch_usage(self, *, find_unused: bool) -> Usage:
-        """Record from now on which parameters get gradients, and make the optimizer leave the others unchanged."""
-        trained = [
-            (name, p) for name, p in self._parameters.items() if id(p) in self._partition_by_id and p.requires_grad
-        ]
-        in_order = self._stage > 1 or overlaps(self._optimizer)
-        usage = Usage(trained, self._partitions, find_unused=find_unused, in_order=in_order)
-        self._usage = usage
-        usage.guard(self._optimizer.optimizer)
-        if getattr(self._optimizer, "backup_optimizer", None) is not None:  # steps on shards that are not offloaded
-            usage.guard(self._optimizer.backup_optimizer)
-        return usage
+    @property
+    def trained(self) -> dict[str, Parameter]:
+        """The parameters that the engine trains, by name."""
+        return {name: parameter for name, parameter in self._parameters.items() if self.has(parameter)}
 
-    def reading(self) -> AbstractContextManager[None]:
-        """Return a context for reading many tensors, in which each sub-group on NVMe is read once."""
-        return self._swapper.keep_loaded()
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Return a context for reading many tensors, in which each partition on NVMe is read once."""
+        self._keep_last = True
+        try:
+            yield
+        finally:
+            self._keep_last = False
+            self._release_except(None)
+
+    def _release_except(self, kept: Partition | None) -> None:
+        for partition in self._partitions:
+            partition.is_kept = self._keep_last and partition is kept
+            if not partition.is_kept:
+                partition.release()
+
+    def _read(self, partition: Partition, flat_range: FlatRange, key: str | None) -> Tensor:
+        if partition.place:
+            self._release_except(partition)
+        return partition.read(flat_range, key)
 
     # Optimizer
 
@@ -162,7 +279,7 @@ class EngineShards:
             CheckpointError: the state is not one value per element.
         """
         partition = self._partition_by_id.get(id(parameter))
-        if partition is None or (self._usage is not None and not self._usage.has_state(parameter)):
+        if partition is None:
             return {}
         found: dict[str, Any] = {}
         for key, value in partition.state.items():
@@ -186,7 +303,7 @@ class EngineShards:
             dtype,
             flat_range.start,
             flat_range.numel,
-            lambda: partition.read(flat_range, key),
+            lambda: self._read(partition, flat_range, key),
             partition.place,
         )
 
@@ -200,18 +317,10 @@ class EngineShards:
         for group, group_names in zip(self.users.groups, self.users.names, strict=True):
             group.update(checkpoint.hyper_parameters(group, group_names))
         names = {id(parameter): name for name, parameter in self._parameters.items()}
-        if self._usage is not None:
-            self._usage.loaded = {id_ for id_, name in names.items() if checkpoint.state.get(name)}
         for partition in self._partitions:
             found = {id_: checkpoint.state.get(names[id_], {}) for id_ in partition.ranges}
             with partition.in_memory(write=True) as (flat, state):
                 _load_partition(partition, flat, state, found)
-        if self._stage < 3:
-            link_states_of_next_step(self._optimizer)
-            if all(
-                self._optimizer.optimizer.state.get(flat) for flat in self._optimizer.single_partition_of_fp32_groups
-            ):
-                link_states(self._optimizer)
 
 
 def _load_partition(

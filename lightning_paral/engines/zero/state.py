@@ -1,7 +1,6 @@
 """The state of a module under ZeRO: DeepSpeed's partitions of weights and optimizer states."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,8 @@ from lightning_paral.checkpoint.lazy_tensor import read_flat_range
 from lightning_paral.checkpoint.optimizer_state import State
 from lightning_paral.checkpoint.sharded_state import ShardedState, WeightShards
 from lightning_paral.checkpoint.shards import FlatShard, identity
-from lightning_paral.engines.zero.parameters.partition import (
+from lightning_paral.engines.zero.gradients import Gradients
+from lightning_paral.engines.zero.partition import (
     full_shape,
     is_partitioned,
     is_stage3_parameter,
@@ -23,11 +23,8 @@ from lightning_paral.engines.zero.parameters.partition import (
     write_partition,
     write_partitions,
 )
-from lightning_paral.engines.zero.parameters.watched import plain_data
-from lightning_paral.engines.zero.parameters.writes import Writes
-from lightning_paral.engines.zero.state.engine_shards import EngineShards
-from lightning_paral.engines.zero.training.joint_gradients import Gradients
-from lightning_paral.engines.zero.training.users_optimizer import optimizer_index
+from lightning_paral.engines.zero.shards import EngineShards
+from lightning_paral.engines.zero.user_access import UserAccess, plain_data
 from lightning_paral.errors import ConfigurationError
 
 
@@ -41,28 +38,24 @@ class ZeroState(ShardedState):
 
     gradients: Gradients | None = None
     """The gradients of the fit, after a successful setup."""
-    writes: Writes | None = None
-    """The record of what user code writes to parameters whose values are stored elsewhere."""
-    _engines: Sequence[EngineShards] = ()
+    access: UserAccess | None = None
+    """Lets user code use parameters whose values are stored elsewhere."""
+    _engine_shards: EngineShards | None = None
 
-    def start_training(self, engines: Sequence[EngineShards]) -> Writes:
-        """Store weights and optimizer states in `engines`, one per optimizer, and return the record of user writes."""
-        self._engines = engines
-        self.writes = Writes(self.module, self.write_full_values, hides_gradients=True)
-        return self.writes
+    def start_training(self, engine: EngineShards) -> UserAccess:
+        """Store weights and optimizer states in `engine`, and return what user code uses parameters through."""
+        self._engine_shards = engine
+        self.access = UserAccess(self.module, self.write_full_values, hides_gradients=True)
+        return self.access
 
     def start_evaluation(self) -> None:
         """Begin to record what user code writes to a module that is partitioned at stage 3 but not trained."""
-        self.writes = Writes(self.module, write_partitions, hides_gradients=False)
+        self.access = UserAccess(self.module, write_partitions, hides_gradients=False)
 
     def _engine_for_parameter(self, parameter: Parameter) -> EngineShards | None:
-        """Return the engine that trains `parameter`, or did so when the run began; `None` if none does."""
-        return next((engine for engine in self._engines if engine.has(parameter)), None)
-
-    def _engine_for_optimizer(self, optimizer: Any) -> EngineShards:
-        if len(self._engines) == 1:
-            return self._engines[0]
-        return self._engines[optimizer_index(optimizer, [engine.users.optimizer for engine in self._engines])]
+        """Return the engine if it trains `parameter`, or did so when the run began; else `None`."""
+        engine = self._engine_shards
+        return engine if engine is not None and engine.has(parameter) else None
 
     @property
     def is_sharded(self) -> bool:
@@ -77,16 +70,12 @@ class ZeroState(ShardedState):
 
     def collect_writes(self) -> None:
         """Copy values that user code wrote to parameters to where DeepSpeed stores them. No collective."""
-        if self.writes is not None:
-            self.writes.collect()
+        if self.access is not None:
+            self.access.collect()
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
+    def reading(self) -> AbstractContextManager[None]:
         """Return a context for reading many tensors, in which each sub-group on NVMe is read once."""
-        with ExitStack() as stack:
-            for engine in self._engines:
-                stack.enter_context(engine.reading())
-            yield
+        return nullcontext() if self._engine_shards is None else self._engine_shards.reading()
 
     def read_shard(self, parameter: Parameter) -> Tensor:
         """Return this rank's shard of `parameter`: a flat range of the fp32 master copy if it has one."""
@@ -105,30 +94,29 @@ class ZeroState(ShardedState):
 
     def finish_writing(self) -> None:
         """Write the master copies. Loaded values do not count as writes of user code."""
-        for engine in self._engines:
-            engine.write_masters()
-        if self.writes is not None:
-            self.writes.mark_unwritten()
+        if self._engine_shards is not None:
+            self._engine_shards.write_masters()
+        if self.access is not None:
+            self.access.mark_unwritten()
 
     # Values that change during a run
 
     def write_full_values(self, written: list[tuple[Parameter, Tensor]]) -> None:
         """Copy this rank's shards of full values, which all ranks have, to where shards are stored. No collective."""
-        for engine in self._engines:
-            own = [(parameter, values) for parameter, values in written if engine.has(parameter)]
-            if own:
-                engine.write_full_values(own)
+        own = [pair for pair in written if self._engine_for_parameter(pair[0]) is not None]
+        if self._engine_shards is not None and own:
+            self._engine_shards.write_full_values(own)
         write_partitions([pair for pair in written if self._engine_for_parameter(pair[0]) is None])
 
     def write_flat_ranges(self, ranges: list[tuple[Parameter, Tensor]]) -> None:
         """Copy new 1-dimensional values of this rank's flat ranges into the fp32 weights of trained parameters."""
-        for engine in self._engines:
-            engine.write_flat_ranges([pair for pair in ranges if engine.has(pair[0])])
+        if self._engine_shards is not None:
+            self._engine_shards.write_flat_ranges([pair for pair in ranges if self._engine_shards.has(pair[0])])
 
     def gather_weights(self) -> None:
         """Give every rank the flat ranges that the other ranks update, at stages 1 and 2. *Collective*."""
-        for engine in self._engines:
-            engine.gather_weights()
+        if self._engine_shards is not None:
+            self._engine_shards.gather_weights()
 
     def local_flat_range(self, parameter: Parameter) -> tuple[int, int] | None:
         """Return start and length of the range of flattened `parameter` that this rank updates, or stores if frozen.
@@ -149,14 +137,14 @@ class ZeroState(ShardedState):
 
     def optimizer_state(self, optimizer: Optimizer) -> State:
         """Return the state of `optimizer`. Its tensors have the full shape, and this rank has a flat range of each."""
-        if not self._engines:
+        if self._engine_shards is None:
             return super().optimizer_state(optimizer)
-        return self._engine_for_optimizer(optimizer).optimizer_state()
+        return self._engine_shards.optimizer_state()
 
     def load_optimizer_state(self, optimizer: Optimizer, saved: State) -> None:
         """Load a saved state during a fit. This rank reads only its flat ranges."""
-        if self._engines:
-            self._engine_for_optimizer(optimizer).load_optimizer_state(saved)
+        if self._engine_shards is not None:
+            self._engine_shards.load_optimizer_state(saved)
 
     # Full tensors
 
@@ -164,7 +152,7 @@ class ZeroState(ShardedState):
         """Return the full averaged gradient of `parameter` in fp32; `None` if it is frozen. *Collective*.
 
         Raises:
-            ConfigurationError: it is called outside of a fit, or no optimizer trains the parameter.
+            ConfigurationError: it is called outside of a fit.
             GradientsNotReadyError: it is not called between the last backward pass of a step and the step itself.
         """
         return self._fit_gradients().full(parameter)
@@ -175,14 +163,18 @@ class ZeroState(ShardedState):
         return super().state_shard(parameter, key) if engine is None else engine.parameter_state(parameter).get(key)
 
     def gradient_norm(self, optimizer: Any = None) -> Tensor:
-        """Return the 2-norm of the averaged gradients of all optimizers, or of one: a scalar, fp32. *Collective*.
+        """Return the 2-norm of the averaged gradients: a scalar, fp32. *Collective*.
 
         Raises:
             ConfigurationError: it is called outside of a fit.
             GradientsNotReadyError: it is not called between the last backward pass of a step and the step itself.
         """
-        gradients = self._fit_gradients()
-        return gradients.norm() if optimizer is None else gradients.of(optimizer).norm()
+        if optimizer is not None and getattr(optimizer, "optimizer", optimizer) not in self.optimizers:
+            raise ConfigurationError(
+                f"This {type(optimizer).__name__} is not the optimizer that configure_optimizers returned. Use "
+                "self.optimizers()."
+            )
+        return self._fit_gradients().norm()
 
     def _fit_gradients(self) -> Gradients:
         if self.gradients is None:
@@ -193,8 +185,8 @@ class ZeroState(ShardedState):
 
     def weight_shards(self) -> WeightShards:
         """Return this rank's flat ranges of the weights, for averages of them. *Collective*."""
-        assert self.writes is not None
-        return ZeroWeightShards(self.module, self, self.writes)
+        assert self.access is not None
+        return ZeroWeightShards(self.module, self, self.access)
 
 
 class ZeroWeightShards(WeightShards):
@@ -206,23 +198,23 @@ class ZeroWeightShards(WeightShards):
     Args:
         module: the module whose parameters are averaged.
         state: the state with the weights and master copies.
-        writes: the record of what user code writes to parameters.
+        access: what user code uses parameters through.
     """
 
-    def __init__(self, module: Module, state: ZeroState, writes: Writes) -> None:
+    def __init__(self, module: Module, state: ZeroState, access: UserAccess) -> None:
         super().__init__(module)
         self._parameters: list[Any] = list(module.parameters())
         self._state = state
-        self._writes = writes
+        self._access = access
         self._ranges = [state.local_flat_range(parameter) for parameter in self._parameters]
 
     def prepare(self) -> None:
         """Copy the values that user code wrote to parameters into DeepSpeed's own copies of them."""
-        self._writes.collect()
+        self._access.collect()
 
     def current(self) -> list[Tensor]:
         """Return this rank's flat ranges of the weights that forward passes use, as 1-dimensional tensors."""
-        self._writes.collect_from_copies()
+        self._access.collect()
         return [self._shard(parameter, own) for parameter, own in zip(self._parameters, self._ranges, strict=True)]
 
     def _shard(self, parameter: Any, own: tuple[int, int] | None) -> Tensor:
@@ -244,8 +236,8 @@ class ZeroWeightShards(WeightShards):
             kept_full[0].partition(kept_full)
             kept_full[0].all_gather(kept_full)
         # User code may write to borrowed weights. These values must not reach the master copies.
-        self._writes.set_write_back(write_partitions if borrowed else self._state.write_full_values)
-        self._writes.mark_unwritten()
+        self._access.write_back = write_partitions if borrowed else self._state.write_full_values
+        self._access.mark_unwritten()
 
     def keep(self) -> None:
         """Make the current values the weights of the module, also in its master copies."""

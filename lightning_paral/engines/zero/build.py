@@ -1,0 +1,122 @@
+"""Build DeepSpeed's engine around a module, after checking that it can shard and train the parameters."""
+
+import argparse
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from lightning_paral.compat.deepspeed.optimizer import share_masters
+from lightning_paral.engines.zero.hooks import allow_any_output
+from lightning_paral.engines.zero.partition import check_not_empty, make_contiguous, view_scalars_as_bytes
+from lightning_paral.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+
+def build_training_engine(
+    module: Module, optimizer: Optimizer, config: dict[str, Any], device: torch.device
+) -> "DeepSpeedEngine":
+    """Build an engine that trains `module` with `optimizer`. *Collective* over the world.
+
+    It shards the optimizer state, at stages 2 and 3 also the gradients, and at stage 3 also the parameters.
+    Learning-rate schedulers are not passed to it: Lightning steps them, and they change the user's optimizer.
+    """
+    engine = _initialize(module, config, device, optimizer, trained_parameters(module))
+    if engine.zero_offload_optimizer() is None:
+        share_masters(engine.optimizer, engine.zero_optimization_stage())
+    return engine
+
+
+def trained_parameters(module: Module) -> list[Parameter]:
+    """Return the parameters of `module` that require a gradient."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def build_inference_engine(module: Module, config: dict[str, Any], device: torch.device) -> "DeepSpeedEngine":
+    """Build an engine without an optimizer, which gathers the parameters of `module` at stage 3. *Collective*."""
+    zero = {key: value for key, value in config["zero_optimization"].items() if key != "offload_optimizer"}
+    return _initialize(module, config | {"zero_optimization": zero}, device, None, [])
+
+
+def destroy(engine: Any) -> None:
+    """Destroy `engine` now, and not again when it is garbage-collected.
+
+    `DeepSpeedEngine.__del__` (0.19.8) calls `destroy` a second time. By then another engine may use the parameters, and
+    `destroy` would remove the attributes that this other engine has set on them.
+    """
+    engine.destroy()
+    vars(engine)["destroy"] = lambda: None
+
+
+def _initialize(
+    module: Module, config: dict[str, Any], device: torch.device, optimizer: Optimizer | None, parameters: list[Any]
+) -> "DeepSpeedEngine":
+    import deepspeed
+
+    check_parameters(module, parameters, config)
+    for parameter in module.parameters():
+        make_contiguous(parameter)
+    with view_scalars_as_bytes():
+        engine, _, _, _ = deepspeed.initialize(
+            args=argparse.Namespace(device_rank=device.index),
+            config=config,
+            model=module,
+            model_parameters=parameters,
+            optimizer=optimizer,
+            dist_init_required=False,
+        )
+    if config["zero_optimization"]["stage"] == 3:
+        allow_any_output(module)
+    for change in (Module.train, Module.eval):  # DeepSpeed 0.19.8 sets `training` of the module only
+        setattr(engine, change.__name__, MethodType(change, engine))
+    engine.training = module.training
+    return engine
+
+
+# What DeepSpeed can shard and train
+
+_PRECISIONS = {torch.bfloat16: "bf16-true", torch.float16: "16-true"}
+_LOW = {torch.float16, torch.bfloat16}
+
+
+def check_parameters(module: Module, trained: list[Any], config: dict[str, Any]) -> None:
+    """Raise a `ConfigurationError` for a parameter that DeepSpeed cannot shard or train, or would convert.
+
+    Args:
+        module: the module that is sharded.
+        trained: the parameters that an engine trains.
+        config: DeepSpeed's configuration.
+    """
+    if config["zero_optimization"]["stage"] == 3:
+        check_not_empty(module)
+    low = any(config.get(section, {}).get("enabled") for section in ("bf16", "fp16"))
+    partitioned = config["zero_optimization"]["stage"] == 3
+    trained_set = set(trained)
+    first = next(module.parameters(), None)
+    for name, parameter in module.named_parameters():
+        if parameter in trained_set:
+            if parameter.dtype not in (_LOW if low else {torch.float32}):
+                precision = None if low else _PRECISIONS.get(parameter.dtype)
+                instead = f"Train with Trainer(precision={precision!r})" if precision else "Convert the parameter"
+                raise ConfigurationError(
+                    f"{name} has dtype {_short(parameter.dtype)}, which ZeRO cannot train at this precision: it trains "
+                    f"{'bfloat16 or float16' if low else 'float32'} only. {instead}, freeze it, or use paral_ddp."
+                )
+        elif (
+            partitioned
+            and parameter.dtype not in _LOW | {torch.float32}
+            # DeepSpeed 0.19.8 assumes that all parameters have the dtype of the first one.
+            and (parameter.is_floating_point() or parameter is first)
+        ):
+            raise ConfigurationError(
+                f"{name} has dtype {_short(parameter.dtype)}, which ZeRO stage 3 cannot shard. Convert the parameter, "
+                "make it a buffer, or use paral_zero2 or paral_ddp."
+            )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

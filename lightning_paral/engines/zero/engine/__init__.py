@@ -1,1 +1,0 @@
-"""DeepSpeed's engines around a module: construction, steps, hooks and precision."""

@@ -1,1 +1,0 @@
-"""Partitioned parameters: their shards, and what user code reads from them and writes to them."""

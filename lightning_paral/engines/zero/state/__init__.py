@@ -1,1 +1,0 @@
-"""Shards of weights, gradients and optimizer state: for checkpoints, readers and averages."""
