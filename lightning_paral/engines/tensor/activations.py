@@ -1,7 +1,8 @@
 """Activations of which each rank has some of the heads, or some of the positions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol, Self
 
 import torch
@@ -13,7 +14,7 @@ from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
 from lightning_paral.engines.tensor import split_functions, split_pieces, split_reshapes, split_shapes
 from lightning_paral.engines.tensor.arguments import Part, tensors_in, with_tensors
 from lightning_paral.engines.tensor.collectives import copy_to_ranks
-from lightning_paral.engines.tensor.layout import Layout, own_parts
+from lightning_paral.engines.tensor.layout import Layout, own_parts, sizes_between
 from lightning_paral.engines.tensor.split_calls import Call, Rule, SplitCall
 from lightning_paral.engines.tensor.split_tensor import SplitTensor
 from lightning_paral.errors import ConfigurationError
@@ -42,6 +43,8 @@ class SplitActivation(SplitTensor):
     may_change = True
 
     streams: DrawsApart
+    learn: Callable[[Iterable[int]], None] | None
+    """Tells the layer that computes these features where code cuts them into several tensors."""
     _first_version: float
     """The version of this rank's part that autograd has recorded."""
 
@@ -56,7 +59,7 @@ class SplitActivation(SplitTensor):
             streams: for random numbers.
         """
         split = cls.wrap(local, parts, group)
-        split.streams, split._first_version = streams, split.local_version()
+        split.streams, split.learn, split._first_version = streams, None, split.local_version()
         return split
 
     def with_local(self, local: Tensor, parts: Layout | None = None, *, shares_memory: bool = False) -> Self:
@@ -64,6 +67,7 @@ class SplitActivation(SplitTensor):
         split = super().with_local(local, parts, shares_memory=shares_memory)
         if split is not self:
             split.streams, split._first_version = self.streams, split.local_version()
+            split.learn = self.learn if split.parts.segments == self.parts.segments else None
         return split
 
     def wrapper(self) -> Callable[[Tensor], SplitTensor]:
@@ -82,7 +86,19 @@ class SplitActivation(SplitTensor):
         first = next(each for each in tensors if isinstance(each, SplitActivation))
         with DisableTorchFunctionSubclass():
             call = rule(Call(func, args, kwargs, _layout_of, dist.get_world_size(first.group)))
+            if call is None and first.learn is not None:
+                first._look_for_cuts(rule, func, args, kwargs)
         return NotImplemented if call is None else first._compute(call)
+
+    def _look_for_cuts(self, rule: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Tell the layer where to cut its features, if a function could then compute with the parts."""
+        num_ranks = dist.get_world_size(self.group)
+        for cuts in _possible_cuts(self.parts.size, args, kwargs):
+            layout = Layout(self.parts.dim, sizes_between(cuts, self.parts.size))
+            call = Call(func, args, kwargs, lambda each: layout if each is self else _layout_of(each), num_ranks)  # noqa: B023
+            if layout.is_even(num_ranks) and rule(call) is not None and self.learn is not None:
+                return self.learn(cuts)
+        return None
 
     def _compute(self, call: SplitCall) -> Any:
         sums_gradients = call.result is not None and torch.is_grad_enabled()
@@ -131,6 +147,19 @@ class SplitActivation(SplitTensor):
             if isinstance(each, SplitActivation):
                 each.check_graph(func)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _possible_cuts(size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Iterable[int]]:
+    """Yield where a function may cut a dimension: in two or three, at given sizes, or around a slice."""
+    for count in (2, 3):
+        if size % count == 0:
+            yield range(size // count, size, size // count)
+    for value in (*args[1:], *kwargs.values()):
+        if isinstance(value, list | tuple) and all(isinstance(each, int) for each in value) and sum(value) == size:
+            yield [*accumulate(value)][:-1]
+        last = value[-1] if isinstance(value, tuple) and value else None
+        if isinstance(last, slice):
+            yield {*last.indices(size)[:2]}
 
 
 def _layout_of(tensor: Any) -> Layout | None:

@@ -1,7 +1,7 @@
 """The parameters of a layer that is split, and how each rank computes its part of the layer."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 from weakref import ref
 
@@ -24,11 +24,12 @@ from lightning_paral.engines.tensor.collectives import (
 )
 from lightning_paral.engines.tensor.embedding import after, before, local_padding_idx
 from lightning_paral.engines.tensor.exchange import own_rows_of_segments
-from lightning_paral.engines.tensor.layout import Layout
+from lightning_paral.engines.tensor.layout import Layout, sizes_between
 from lightning_paral.engines.tensor.logits import SplitLogits
 from lightning_paral.engines.tensor.plan import Split
 from lightning_paral.engines.tensor.random_streams import SplitStreams
 from lightning_paral.engines.tensor.split_tensor import SplitTensor
+from lightning_paral.errors import ConfigurationError
 
 _ABSENT = object()
 """Stands for an attribute that an instance does not have."""
@@ -122,6 +123,7 @@ class SplitLayer(ABC):
         self.group = run.group
         self.run = run
         self.number = number
+        self._dims = split_dims(layer, split)
         self._hidden: dict[str, Any] = {}
         layer.register_forward_pre_hook(self._before, with_kwargs=True)
         # First, so that the user's own hooks see the output of the whole layer.
@@ -133,6 +135,11 @@ class SplitLayer(ABC):
         for name, parameter in own_parameters(layer).items():
             if isinstance(parameter, DTensor):
                 self.hide(name, parameter.to_local())
+            elif parameter is not None and name in self._dims:
+                raise ConfigurationError(
+                    f"The {name} of a layer that is split over the tensor ranks was replaced, as by "
+                    "torch.func.functional_call. Give a plan without this layer, plan={...}, or train with paral_fsdp."
+                )
         if args:
             return (self.prepare(args[0]), *args[1:]), kwargs
         name = next(iter(kwargs))
@@ -154,6 +161,9 @@ class SplitLayer(ABC):
         self._hidden.setdefault(name, vars(self.layer).get(name, _ABSENT))
         vars(self.layer)[name] = value
 
+    def begin_step(self) -> None:  # noqa: B027  # most layers need nothing
+        """Prepare for a step."""
+
     @abstractmethod
     def prepare(self, value: Tensor) -> Tensor:
         """Return the input with which the layer's own code computes this rank's part."""
@@ -169,37 +179,50 @@ class ColwiseLayer(SplitLayer):
     def __init__(self, layer: Module, *others: Any) -> None:
         super().__init__(layer, *others)
         self.num_features = _num_features(layer, 0)
+        self.segments: tuple[int, ...] = (self.num_features,)
+        """The segments of the output, of which each rank computes a part, as in `Layout`."""
+        self._cuts: set[int] = set()
+
+    def learn(self, cuts: Iterable[int]) -> None:
+        """Note that code cuts the output at these features, as into queries, keys and values.
+
+        From the next step on, each rank computes a part of each piece.
+        """
+        self._cuts |= {*cuts}
+
+    def begin_step(self) -> None:
+        """Use the cuts that were learned: not within a step, since a backward pass may compute the layer again."""
+        segments = sizes_between(self._cuts, self.num_features)
+        if Layout(0, segments).is_even(dist.get_world_size(self.group)):
+            self.segments = segments
 
     def prepare(self, value: Tensor) -> Tensor:
         """Return the full input, whose gradients are summed over the ranks."""
-        if self.split.segments:
-            self._exchange_rows()
-        elif not self.split.gathers_output:
+        if self.split.is_local:
             self.run.streams.enter(self.number)
+        elif len(self.segments) > 1:
+            self._exchange_rows()
         if is_transposed(self.layer):
             rows = own_range(self.num_features, self.group)
             self.hide("nf", rows.stop - rows.start)
         return self.run.copies.of(value)
 
     def finish(self, output: Tensor) -> Tensor:
-        """Return the output of all ranks, or leave it split."""
+        """Return the output, of which each rank has a part."""
         if self.split.gathers_output:
             return gather_features(output, self.num_features, self.group)
-        if self.split.segments:
-            parts = Layout(output.ndim - 1, self.split.segments)
-            return SplitActivation.of(output, parts, self.group, self.run.streams)
-        return output
+        if self.split.is_local:
+            return output
+        split = SplitActivation.of(output, Layout(output.ndim - 1, self.segments), self.group, self.run.streams)
+        split.learn = self.learn
+        return split
 
     def _exchange_rows(self) -> None:
         """Compute this rank's part of each segment, instead of consecutive output features."""
-        if len(self.split.segments) == 1:
-            return
-        dims = split_dims(self.layer, self.split)
-        for name, parameter in own_parameters(self.layer).items():
-            if parameter is not None:
-                local = getattr(self.layer, name).transpose(0, dims[name])
-                rows = own_rows_of_segments(local.contiguous(), self.split.segments, self.group)
-                self.hide(name, rows.transpose(0, dims[name]))
+        for name, dim in self._dims.items():
+            local = getattr(self.layer, name).transpose(0, dim)
+            rows = own_rows_of_segments(local.contiguous(), self.segments, self.group)
+            self.hide(name, rows.transpose(0, dim))
 
 
 class HeadLayer(ColwiseLayer):
@@ -220,11 +243,11 @@ class RowwiseLayer(SplitLayer):
 
     def prepare(self, value: Tensor) -> Tensor:
         """Return this rank's features of the input. The bias is added once, after the results are summed."""
-        if not self.split.splits_input:
+        if self.split.is_local:
             self.run.streams.leave()
         if isinstance(value, SplitActivation) and value.parts == Layout(value.ndim - 1, (self.num_inputs,)):
             value = value.local
-        elif self.split.splits_input or isinstance(value, SplitTensor) or value.shape[-1] == self.num_inputs:
+        elif not self.split.is_local or isinstance(value, SplitTensor) or value.shape[-1] == self.num_inputs:
             value = split_features(full(value), self.group)
         self._bias = own_parameters(self.layer).get("bias")
         if self._bias is not None:

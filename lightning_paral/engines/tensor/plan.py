@@ -18,24 +18,21 @@ STYLES: dict[str, str] = {
 class Split:
     """How one layer is split.
 
-    A layer alone gives the results of the whole layer: a colwise layer gathers its output, and a rowwise layer divides
-    its input. These collectives are left out between layers whose activations are known to stay split.
+    Whatever the code around it does, the layer gives the results of the whole layer: a colwise layer returns a tensor
+    of which each rank has a part, which is gathered where a function needs all of it, and a rowwise layer divides an
+    input that is not split.
     """
 
     style: Style
     """`"local"`: a layer that is not split, inside of those that are, such as a norm of each head. Its gradients are
     summed over the ranks."""
 
-    splits_input: bool = True
-    """For `"rowwise"`: whether the input is full, so that this layer has to divide it."""
+    gathers_output: bool = False
+    """For `"colwise"`: whether the output is gathered at once, for code that takes ordinary tensors only."""
 
-    gathers_output: bool = True
-    """For `"colwise"`: whether the output is gathered. Otherwise it stays split."""
-
-    segments: tuple[int, ...] = ()
-    """For an output that stays split: the segments of the features of which each rank has a part, as in `Layout`. The
-    output then has the full shape, and is gathered where a function needs all of it. If empty, the code that follows
-    gets this rank's features as an ordinary tensor."""
+    is_local: bool = False
+    """For `"colwise"` and `"rowwise"`: whether the code between gets this rank's features as ordinary tensors, because
+    transformers plans it so."""
 
 
 @dataclass(frozen=True, kw_only=True)

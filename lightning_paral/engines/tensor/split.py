@@ -10,7 +10,7 @@ from torch.nn import Module, Parameter
 
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.engines.tensor.collectives import own_range
-from lightning_paral.engines.tensor.layers import SharedCopies, layer_class, split_dims
+from lightning_paral.engines.tensor.layers import SharedCopies, SplitLayer, layer_class, split_dims
 from lightning_paral.engines.tensor.plan import TensorPlan
 from lightning_paral.engines.tensor.random_streams import SplitStreams
 from lightning_paral.errors import ConfigurationError
@@ -28,7 +28,6 @@ class TensorSplit:
         mesh: the mesh of the tensor ranks, with one dimension.
         device: the device of this rank.
         splits_positions: whether each rank has some of the positions of activations between chains.
-        may_draw: whether steps are known to draw random numbers.
     """
 
     def __init__(
@@ -39,7 +38,6 @@ class TensorSplit:
         device: torch.device,
         *,
         splits_positions: bool = False,
-        may_draw: bool = False,
     ) -> None:
         self.plan = plan
         self.splits_positions = splits_positions
@@ -51,7 +49,8 @@ class TensorSplit:
         self._split_by_parameter: dict[Parameter, Parameter] = {}
         layers = dict(module.named_modules())
         self._layers = {layers[name]: split for name, split in plan.splits.items()}
-        self.may_draw = may_draw or any(_may_drop(part) for part in module.modules())
+        self._installed: list[SplitLayer] = []
+        self.may_draw = any(_may_drop(part) for part in module.modules())
         """Whether steps may draw random numbers for activations."""
         self.streams = SplitStreams(mesh.get_local_rank(), self._batch_number, self._draws)
         self.copies = SharedCopies(self.group)
@@ -69,7 +68,13 @@ class TensorSplit:
                     f"activation_checkpointing chooses {names[layer]}, a layer that is split over the tensor ranks. "
                     "Choose modules that contain such layers: ActivationCheckpointing(units=['Block'])."
                 )
-            layer_class(layer, split)(layer, split, self, number)
+            self._installed.append(layer_class(layer, split)(layer, split, self, number))
+
+    def begin_step(self) -> None:
+        """Prepare the layers for a step, which may follow one that failed."""
+        self.streams.leave()
+        for layer in self._installed:
+            layer.begin_step()
 
     def split(self, parts: Sequence[Module], whole: Iterable[Parameter]) -> None:
         """Replace the parameters of `parts` by DTensors, which hold this rank's part of those that are split.

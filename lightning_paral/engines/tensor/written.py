@@ -6,8 +6,8 @@ from typing import Any
 
 from torch.nn import Module
 
+from lightning_paral.engines.tensor.candidates import Layer
 from lightning_paral.engines.tensor.plan import STYLES
-from lightning_paral.engines.tensor.planner.candidates import Layer
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.suggestions import did_you_mean, nearest_names
 

@@ -10,9 +10,7 @@ from torch.nn import Module
 
 from lightning_paral.engines.tensor.layers import split_dims
 from lightning_paral.engines.tensor.plan import Split, TensorPlan
-from lightning_paral.engines.tensor.planner.make import why_gathered
-from lightning_paral.engines.tensor.planner.observations import Observations
-from lightning_paral.engines.tensor.planner.user_plan import folded
+from lightning_paral.engines.tensor.written import folded
 from lightning_paral.quantities import format_bytes
 from lightning_paral.tables import make_console, make_table
 
@@ -26,14 +24,12 @@ class Row:
     count: int
     style: str
     """`"whole"` for layers that stay whole."""
-    gathers: bool | None
-    """Whether the output is gathered in the forward pass; `None` if the layer has no such choice."""
     num_bytes: int
     """Of the parameters of all these layers."""
     rank_bytes: int
     """Of the parameters that a rank holds; the most of all ranks."""
     reason: str
-    """Why the output is gathered, or the layers stay whole."""
+    """Why the layers stay whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +41,6 @@ class TensorReport:
     rows: tuple[Row, ...]
     other_bytes: int
     """Of parameters of modules that cannot be split, such as norms."""
-    notes: tuple[str, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -58,11 +53,10 @@ class TensorReport:
         return self.other_bytes + sum(row.rank_bytes for row in self.rows)
 
 
-def report_of(module: Module, num_ranks: int, plan: TensorPlan, observations: Observations) -> TensorReport:
+def report_of(module: Module, num_ranks: int, plan: TensorPlan) -> TensorReport:
     """Return the report of a plan. Shared parameters count once, for the first of their layers."""
     parts = dict(module.named_modules())
     seen: set[int] = set()
-    reasons = why_gathered(module, plan, observations)
     groups: dict[tuple[Any, ...], list[tuple[str, int, int]]] = {}
     for name, part in parts.items():
         split = plan.splits.get(name)
@@ -70,8 +64,8 @@ def report_of(module: Module, num_ranks: int, plan: TensorPlan, observations: Ob
             continue
         before, after = _sizes(part, split, num_ranks, seen)
         style = split.style if split is not None else "whole"
-        reason = plan.whole[name] if split is None else reasons.get(name, "")
-        key = (_kind_of(name), style, _gathers(split), _folded_text(reason))
+        reason = plan.whole[name] if split is None else ""
+        key = (_kind_of(name), style, _folded_text(reason))
         groups.setdefault(key, []).append((name, before, after))
     other = sum(
         parameter.numel() * parameter.element_size() for parameter in module.parameters() if id(parameter) not in seen
@@ -81,19 +75,13 @@ def report_of(module: Module, num_ranks: int, plan: TensorPlan, observations: Ob
             name=_common_name([name for name, _, _ in members]),
             count=len(members),
             style=key[1],
-            gathers=key[2],
             num_bytes=sum(before for _, before, _ in members),
             rank_bytes=sum(after for _, _, after in members),
-            reason=key[3],
+            reason=key[2],
         )
         for key, members in groups.items()
     )
-    notes = [*observations.notes]
-    if observations.reason is not None:
-        notes.insert(0, f"No step could be followed, so every layer gathers its output: {observations.reason}")
-    return TensorReport(
-        module_name=type(module).__name__, num_ranks=num_ranks, rows=rows, other_bytes=other, notes=tuple(notes)
-    )
+    return TensorReport(module_name=type(module).__name__, num_ranks=num_ranks, rows=rows, other_bytes=other)
 
 
 def _kind_of(name: str) -> str:
@@ -127,12 +115,8 @@ def _sizes(part: Module, split: Split | None, num_ranks: int, seen: set[int]) ->
     return before, after
 
 
-def _gathers(split: Split | None) -> bool | None:
-    return split.gathers_output if split is not None and split.style == "colwise" else None
-
-
 def report_as_table(report: TensorReport) -> RenderableType:
-    """Return the report for a rich console: a row for each kind of layers, what stays whole, and notes."""
+    """Return the report for a rich console: a row for each kind of layers, and why others stay whole."""
     split = [row for row in report.rows if row.style != "whole"]
     whole = [row for row in report.rows if row.style == "whole"]
     heading = (
@@ -141,23 +125,9 @@ def report_as_table(report: TensorReport) -> RenderableType:
     )
     parts: list[RenderableType] = [Text(heading)]
     if split:
-        headers = ["layers", "style", "output", "whole", "per rank"]
-        rows = [
-            [
-                _named(row),
-                row.style,
-                {True: "gathered", False: "split", None: ""}[row.gathers],
-                format_bytes(row.num_bytes),
-                format_bytes(row.rank_bytes),
-            ]
-            for row in split
-        ]
-        parts.append(make_table(headers, rows, left=(0, 1, 2)))
-        gathered = [row for row in split if row.reason]
-        if gathered:
-            parts.append(
-                make_table(["gathered", "because"], [[_named(r), escape(r.reason)] for r in gathered], left=(0, 1))
-            )
+        headers = ["layers", "style", "whole", "per rank"]
+        rows = [[_named(row), row.style, format_bytes(row.num_bytes), format_bytes(row.rank_bytes)] for row in split]
+        parts.append(make_table(headers, rows, left=(0, 1)))
     else:
         parts.append(Text("No layer is split."))
     if whole:
@@ -170,7 +140,6 @@ def report_as_table(report: TensorReport) -> RenderableType:
         )
     if report.other_bytes:
         parts.append(Text(f"Other parameters, such as those of norms, stay whole: {format_bytes(report.other_bytes)}."))
-    parts += [Text(f"Note: {note}") for note in report.notes]
     return Group(*parts)
 
 
@@ -191,14 +160,12 @@ def report_as_dict(report: TensorReport) -> dict[str, Any]:
                 "name": row.name,
                 "count": row.count,
                 "style": row.style,
-                "gathers_output": row.gathers,
                 "bytes": row.num_bytes,
                 "rank_bytes": row.rank_bytes,
                 "reason": row.reason,
             }
             for row in report.rows
         ],
-        "notes": list(report.notes),
     }
 
 
