@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from lightning_paral.cli.output import show
 from lightning_paral.cli.parser import CommandParser
 from lightning_paral.cli.train import ConfiguredCLI
 from lightning_paral.engines.tensor.planner import make_plan
-from lightning_paral.engines.tensor.report import TensorReport, print_report, report_as_dict, report_of
+from lightning_paral.engines.tensor.report import TensorReport, print_report, report_of
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.planning.follow import batch_of_shape, first_batch
 from lightning_paral.planning.layout import LAYOUTS
@@ -48,7 +49,7 @@ def plan_command(arguments: list[str]) -> None:
     if options.tensor_parallel is not None:
         report = _tensor_report(cli, options.tensor_parallel)
         if options.json:
-            print(json.dumps(report_as_dict(report), indent=2))
+            print(json.dumps(asdict(report), indent=2))
         else:
             print_report(report)
         return

@@ -112,11 +112,11 @@ class TensorParallel:
             with engine.reducing():
                 check_split(self._module, args[0], step, self.split, self._dims)
         except (ConfigurationError, RuntimeError) as error:
-            if "torch.Tensor and DTensor" in str(error):
+            if "torch.Tensor and DTensor" in str(error) and self.split.plan.splits:
                 raise ConfigurationError(
-                    f"training_step of {type(self._module).__name__} uses the weight of a layer that is split over the "
-                    "tensor ranks outside of the layer. Give a plan without this layer, such as "
-                    "plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}, or train with paral_fsdp."
+                    f"{error}\nIf the weight is that of a layer that is split over the tensor ranks, give a plan "
+                    "without this layer, such as plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}, or train "
+                    "with paral_fsdp."
                 ) from error
             raise
         finally:

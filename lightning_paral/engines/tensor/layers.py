@@ -14,18 +14,15 @@ from torch.nn import Embedding, Module
 from lightning_paral.comm.rows import gather_rows, sum_to_rows
 from lightning_paral.compat.torch.autograd import version_of
 from lightning_paral.compat.torch.modules import own_parameters
-from lightning_paral.engines.tensor.activations import SplitActivation
 from lightning_paral.engines.tensor.collectives import (
     copy_to_ranks,
     gather_features,
     own_range,
+    own_rows_of_segments,
     split_features,
     sum_over_ranks,
 )
-from lightning_paral.engines.tensor.embedding import after, before, local_padding_idx
-from lightning_paral.engines.tensor.exchange import own_rows_of_segments
 from lightning_paral.engines.tensor.layout import Layout, sizes_between
-from lightning_paral.engines.tensor.logits import SplitLogits
 from lightning_paral.engines.tensor.plan import Split
 from lightning_paral.engines.tensor.random_streams import SplitStreams
 from lightning_paral.engines.tensor.split_tensor import SplitTensor
@@ -213,7 +210,7 @@ class ColwiseLayer(SplitLayer):
             return gather_features(output, self.num_features, self.group)
         if self.split.is_local:
             return output
-        split = SplitActivation.of(output, Layout(output.ndim - 1, self.segments), self.group, self.run.streams)
+        split = SplitTensor.of(output, Layout(output.ndim - 1, self.segments), self.group, self.run.streams)
         split.learn = self.learn
         return split
 
@@ -223,14 +220,6 @@ class ColwiseLayer(SplitLayer):
             local = getattr(self.layer, name).transpose(0, dim)
             rows = own_rows_of_segments(local.contiguous(), self.segments, self.group)
             self.hide(name, rows.transpose(0, dim))
-
-
-class HeadLayer(ColwiseLayer):
-    """A linear layer whose output features are the classes of a loss."""
-
-    def finish(self, output: Tensor) -> Tensor:
-        """Return the logits, which are gathered when they are needed."""
-        return SplitLogits.of(output, self.num_features, self.group)
 
 
 class RowwiseLayer(SplitLayer):
@@ -245,7 +234,7 @@ class RowwiseLayer(SplitLayer):
         """Return this rank's features of the input. The bias is added once, after the results are summed."""
         if self.split.is_local:
             self.run.streams.leave()
-        if isinstance(value, SplitActivation) and value.parts == Layout(value.ndim - 1, (self.num_inputs,)):
+        if isinstance(value, SplitTensor) and value.parts == Layout(value.ndim - 1, (self.num_inputs,)):
             value = value.local
         elif not self.split.is_local or isinstance(value, SplitTensor) or value.shape[-1] == self.num_inputs:
             value = split_features(full(value), self.group)
@@ -264,11 +253,15 @@ class RowwiseLayer(SplitLayer):
         if not self.run.splits_positions or parts is None or not parts.is_even(dist.get_world_size(self.group)):
             return sum_over_ranks(output, self.group)
         own = sum_to_rows(output.movedim(parts.dim, 0), self.group).movedim(0, parts.dim).contiguous()
-        return SplitActivation.of(own, parts, self.group, self.run.streams)
+        return SplitTensor.of(own, parts, self.group, self.run.streams)
 
 
 class EmbeddingLayer(SplitLayer):
-    """An embedding of which this rank has some of the rows."""
+    """An embedding of which this rank has some of the rows.
+
+    A rank looks up row 0 in place of rows that other ranks have. The gradient of such a row is zero, but the row does
+    count as used: embeddings with `max_norm` or `scale_grad_by_freq` must stay whole.
+    """
 
     layer: Embedding
 
@@ -280,14 +273,70 @@ class EmbeddingLayer(SplitLayer):
     def prepare(self, value: Tensor) -> Tensor:
         """Return the indices among this rank's rows."""
         self.hide("padding_idx", local_padding_idx(self.layer.padding_idx, self.rows))
-        local, self._elsewhere = before(value, self.rows, self.layer.num_embeddings)
+        local, self._elsewhere = own_rows_of_ids(value, self.rows, self.layer.num_embeddings)
         return local
 
     def finish(self, output: Tensor) -> Tensor:
         """Return the rows of all ranks."""
         elsewhere, self._elsewhere = self._elsewhere, None
         assert elsewhere is not None
-        return after(output, elsewhere, self.group)
+        return rows_of_ids(output, elsewhere, self.group)
+
+
+def own_rows_of_ids(ids: Tensor, rows: slice, num_embeddings: int) -> tuple[Tensor, Tensor]:
+    """Return what this rank looks up among its own rows, and where another rank has the row.
+
+    Args:
+        ids: integers of any shape, equal on all ranks.
+        rows: this rank's rows.
+        num_embeddings: the number of rows of all ranks.
+
+    Returns:
+        The indices among this rank's rows, of the shape of `ids`, or of shape `[0]` if this rank has no rows; and a
+        mask of the shape of `ids`.
+
+    Raises:
+        IndexError: an id is not a row. On CUDA, the kernel's assertion fails instead.
+    """
+    is_wrong = (ids < 0) | (ids >= num_embeddings)
+    if ids.device.type == "cpu" and is_wrong.any():
+        wrong = int(ids[is_wrong][0])
+        raise IndexError(f"index {wrong} is out of range for an embedding with {num_embeddings} rows")
+    is_elsewhere = (ids < rows.start) | (ids >= rows.stop)
+    if rows.start == rows.stop:
+        return ids.new_empty(0), is_elsewhere
+    local_ids = (ids - rows.start).masked_fill(is_elsewhere, 0)
+    # An index out of range makes the kernel fail, without a wait for the device here.
+    return local_ids.masked_fill(is_wrong, rows.stop - rows.start), is_elsewhere
+
+
+def rows_of_ids(output: Tensor, is_elsewhere: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the embeddings of all ids, from those of this rank. *Collective* in the forward pass.
+
+    The result is exact: one rank contributes each row, and the others add zeros.
+
+    Args:
+        output: what this rank has looked up, of shape `[*ids.shape, d]`, or `[0, d]` if it has no rows.
+        is_elsewhere: the mask that `own_rows_of_ids` has returned.
+        group: the ranks.
+    """
+    if output.shape[:-1] != is_elsewhere.shape:
+        # Zeros that depend on the weight, so that it gets a gradient as on the other ranks.
+        output = output.sum(0).expand(*is_elsewhere.shape, output.shape[-1])
+    return sum_over_ranks(output.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), group)
+
+
+def local_padding_idx(padding_idx: int | None, rows: slice) -> int | None:
+    """Return the index of the padding row among this rank's rows; `None` if there is none.
+
+    Args:
+        padding_idx: `torch.nn.Embedding.padding_idx`, which is not negative.
+        rows: this rank's rows.
+    """
+    if padding_idx is None or not rows.start <= padding_idx < rows.stop:
+        return None
+    index: int = padding_idx - rows.start
+    return index
 
 
 class LocalLayer(SplitLayer):
@@ -307,9 +356,9 @@ class LocalLayer(SplitLayer):
 
 def layer_class(layer: Module, split: Split) -> Callable[..., SplitLayer]:
     """Return the class that computes `layer` as `split` says."""
-    if split.style == "vocab":
-        return EmbeddingLayer if isinstance(layer, Embedding) else HeadLayer
-    return {"colwise": ColwiseLayer, "rowwise": RowwiseLayer, "local": LocalLayer}[split.style]
+    if isinstance(layer, Embedding):
+        return EmbeddingLayer
+    return {"colwise": ColwiseLayer, "vocab": ColwiseLayer, "rowwise": RowwiseLayer, "local": LocalLayer}[split.style]
 
 
 def full(value: Tensor) -> Tensor:

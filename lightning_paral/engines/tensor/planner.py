@@ -7,10 +7,9 @@ from torch.nn import Module
 
 from lightning_paral.compat.torch.modules import is_compiled
 from lightning_paral.engines.tensor.candidates import Layer, Tie, find_ties, layers_of, refusals
-from lightning_paral.engines.tensor.plan import Split, TensorPlan
+from lightning_paral.engines.tensor.plan import Split, TensorPlan, check_plan, styles_of
 from lightning_paral.engines.tensor.shapes import Chain, plain_chains
 from lightning_paral.engines.tensor.transformers_plans import check_heads, library_chains, library_plan
-from lightning_paral.engines.tensor.written import check_plan, styles_of
 from lightning_paral.errors import ConfigurationError
 
 MIN_ROWS = 256

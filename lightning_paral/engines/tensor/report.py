@@ -1,4 +1,4 @@
-"""Show a plan: as a table, and as JSON values."""
+"""What a plan means for a module: a report, and how it is printed."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +9,7 @@ from rich.text import Text
 from torch.nn import Module
 
 from lightning_paral.engines.tensor.layers import split_dims
-from lightning_paral.engines.tensor.plan import Split, TensorPlan
-from lightning_paral.engines.tensor.written import folded
+from lightning_paral.engines.tensor.plan import Split, TensorPlan, folded
 from lightning_paral.quantities import format_bytes
 from lightning_paral.tables import make_console, make_table
 
@@ -24,7 +23,7 @@ class Row:
     count: int
     style: str
     """`"whole"` for layers that stay whole."""
-    num_bytes: int
+    bytes: int
     """Of the parameters of all these layers."""
     rank_bytes: int
     """Of the parameters that a rank holds; the most of all ranks."""
@@ -36,21 +35,16 @@ class Row:
 class TensorReport:
     """What a plan means for a module."""
 
-    module_name: str
-    num_ranks: int
-    rows: tuple[Row, ...]
+    module: str
+    """The name of its class."""
+    tensor_parallel: int
+    """The number of tensor ranks."""
+    parameter_bytes: int
+    rank_bytes: int
+    """Of the parameters that a rank holds."""
     other_bytes: int
     """Of parameters of modules that cannot be split, such as norms."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all parameters."""
-        return self.other_bytes + sum(row.num_bytes for row in self.rows)
-
-    @property
-    def rank_bytes(self) -> int:
-        """Of the parameters that a rank holds."""
-        return self.other_bytes + sum(row.rank_bytes for row in self.rows)
+    layers: tuple[Row, ...]
 
 
 def report_of(module: Module, num_ranks: int, plan: TensorPlan) -> TensorReport:
@@ -75,13 +69,20 @@ def report_of(module: Module, num_ranks: int, plan: TensorPlan) -> TensorReport:
             name=_common_name([name for name, _, _ in members]),
             count=len(members),
             style=key[1],
-            num_bytes=sum(before for _, before, _ in members),
+            bytes=sum(before for _, before, _ in members),
             rank_bytes=sum(after for _, _, after in members),
             reason=key[2],
         )
         for key, members in groups.items()
     )
-    return TensorReport(module_name=type(module).__name__, num_ranks=num_ranks, rows=rows, other_bytes=other)
+    return TensorReport(
+        module=type(module).__name__,
+        tensor_parallel=num_ranks,
+        parameter_bytes=other + sum(row.bytes for row in rows),
+        rank_bytes=other + sum(row.rank_bytes for row in rows),
+        other_bytes=other,
+        layers=rows,
+    )
 
 
 def _kind_of(name: str) -> str:
@@ -115,60 +116,28 @@ def _sizes(part: Module, split: Split | None, num_ranks: int, seen: set[int]) ->
     return before, after
 
 
-def report_as_table(report: TensorReport) -> RenderableType:
-    """Return the report for a rich console: a row for each kind of layers, and why others stay whole."""
-    split = [row for row in report.rows if row.style != "whole"]
-    whole = [row for row in report.rows if row.style == "whole"]
+def print_report(report: TensorReport) -> None:
+    """Print a row for each kind of layers, and why others stay whole, with colour where the terminal has it."""
+    split = [row for row in report.layers if row.style != "whole"]
+    whole = [row for row in report.layers if row.style == "whole"]
     heading = (
-        f"{report.module_name}, {report.num_ranks} tensor ranks: parameters of {format_bytes(report.num_bytes)}, "
-        f"{format_bytes(report.rank_bytes)} per rank"
+        f"{report.module}, {report.tensor_parallel} tensor ranks: parameters of "
+        f"{format_bytes(report.parameter_bytes)}, {format_bytes(report.rank_bytes)} per rank"
     )
     parts: list[RenderableType] = [Text(heading)]
     if split:
         headers = ["layers", "style", "whole", "per rank"]
-        rows = [[_named(row), row.style, format_bytes(row.num_bytes), format_bytes(row.rank_bytes)] for row in split]
+        rows = [[_named(row), row.style, format_bytes(row.bytes), format_bytes(row.rank_bytes)] for row in split]
         parts.append(make_table(headers, rows, left=(0, 1)))
     else:
         parts.append(Text("No layer is split."))
     if whole:
-        parts.append(
-            make_table(
-                ["stays whole", "because", "per rank"],
-                [[_named(row), escape(row.reason), format_bytes(row.rank_bytes)] for row in whole],
-                left=(0, 1),
-            )
-        )
+        rows = [[_named(row), escape(row.reason), format_bytes(row.rank_bytes)] for row in whole]
+        parts.append(make_table(["stays whole", "because", "per rank"], rows, left=(0, 1)))
     if report.other_bytes:
         parts.append(Text(f"Other parameters, such as those of norms, stay whole: {format_bytes(report.other_bytes)}."))
-    return Group(*parts)
+    make_console().print(Group(*parts))
 
 
 def _named(row: Row) -> str:
     return escape(row.name) + (f" ({row.count})" if row.count > 1 else "")
-
-
-def report_as_dict(report: TensorReport) -> dict[str, Any]:
-    """Return the report as JSON values."""
-    return {
-        "module": report.module_name,
-        "tensor_parallel": report.num_ranks,
-        "parameter_bytes": report.num_bytes,
-        "rank_bytes": report.rank_bytes,
-        "other_bytes": report.other_bytes,
-        "layers": [
-            {
-                "name": row.name,
-                "count": row.count,
-                "style": row.style,
-                "bytes": row.num_bytes,
-                "rank_bytes": row.rank_bytes,
-                "reason": row.reason,
-            }
-            for row in report.rows
-        ],
-    }
-
-
-def print_report(report: TensorReport) -> None:
-    """Print the report, with colour where the terminal has it."""
-    make_console().print(report_as_table(report))

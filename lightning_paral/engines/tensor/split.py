@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import Module, Parameter
@@ -11,8 +13,10 @@ from torch.nn import Module, Parameter
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.engines.tensor.collectives import own_range
 from lightning_paral.engines.tensor.layers import SharedCopies, SplitLayer, layer_class, split_dims
+from lightning_paral.engines.tensor.layout import Layout
 from lightning_paral.engines.tensor.plan import TensorPlan
 from lightning_paral.engines.tensor.random_streams import SplitStreams
+from lightning_paral.engines.tensor.split_tensor import SplitTensor
 from lightning_paral.errors import ConfigurationError
 
 
@@ -69,6 +73,17 @@ class TensorSplit:
                     "Choose modules that contain such layers: ActivationCheckpointing(units=['Block'])."
                 )
             self._installed.append(layer_class(layer, split)(layer, split, self, number))
+            if split.style == "rowwise" and split.is_local:
+                parent = self._module.get_submodule(names[layer].rpartition(".")[0])
+                parent.register_forward_hook(self._after_attention, prepend=True)
+
+    def _after_attention(self, attention: Module, args: Any, output: Any) -> Any:
+        """Show the weights that an attention returns beside its output, of this rank's heads, as those of all heads."""
+        weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
+        if self.is_paused or not isinstance(weights, Tensor) or weights.ndim != 4:
+            return output
+        parts = Layout(1, (weights.shape[1] * dist.get_world_size(self.group),))
+        return output[0], SplitTensor.of(weights, parts, self.group, self.streams), *output[2:]
 
     def begin_step(self) -> None:
         """Prepare the layers for a step, which may follow one that failed."""
