@@ -62,7 +62,7 @@ def split_cross_entropy(
     highest = wide.detach().amax(1)
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
     at_target = wide.gather(1, positions[:, None])[:, 0].masked_fill(~is_own, 0.0)
-    sums = [(wide - highest[:, None]).exp().sum(1), at_target]
+    sums = [(wide - highest[:, None]).exp_().sum(1), at_target]
     if label_smoothing > 0:
         sums.append(wide.sum(1))
     exponentials, logit, *all_logits = sum_over_ranks(torch.stack(sums), group).unbind()

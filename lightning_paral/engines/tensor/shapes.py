@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import nn
 from torch.nn import Module, ModuleDict, ModuleList
 
 from lightning_paral.engines.tensor.candidates import Layer
@@ -48,13 +49,13 @@ def plain_chains(module: Module, layers: Mapping[str, Layer]) -> list[Chain]:
             elif not isinstance(child, ModuleList | ModuleDict):
                 pool += rest.get(child, [])  # none of one that another module before has as well
         rest[part] = pool
-        for chain in _matches(pool, layers):
+        for chain in _matches(pool, layers, calls_in_order=isinstance(part, nn.Sequential)):
             found.append(chain)
             rest[part] = [name for name in rest[part] if name not in chain.layers]
     return found
 
 
-def _matches(pool: Sequence[str], layers: Mapping[str, Layer]) -> Iterator[Chain]:
+def _matches(pool: Sequence[str], layers: Mapping[str, Layer], *, calls_in_order: bool) -> Iterator[Chain]:
     """Yield the chains among the linear layers of a module, in their order."""
     start = 0
     while start < len(pool):
@@ -62,8 +63,14 @@ def _matches(pool: Sequence[str], layers: Mapping[str, Layer]) -> Iterator[Chain
             names = tuple(pool[start : start + size])
             are_neighbours = len({name.rpartition(".")[0] for name in names}) == 1
             is_all = size == len(pool)
-            if (are_neighbours or is_all) and len(names) == size and _is_plain([layers[n] for n in names], is_all):
-                yield Chain(opening=names[:-1], closing=names[-1:])
+            if len(names) < size or not (are_neighbours or is_all):
+                continue
+            orders = [names]
+            if size == 3 and not calls_in_order:
+                orders.append((names[0], names[2], names[1]))  # Llama's w1, w2 and w3, of which w3 is the gate
+            found = next((each for each in orders if _is_plain([layers[name] for name in each], is_all)), None)
+            if found is not None:
+                yield Chain(opening=found[:-1], closing=found[-1:])
                 start += size
                 break
         else:

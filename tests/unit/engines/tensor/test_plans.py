@@ -96,6 +96,7 @@ def test_compiled_code_gets_ordinary_tensors() -> None:
         ([(4, 8), (8, 32), (32, 8), (8, 3)], ["12"]),
         ([(8, 8), (8, 8), (8, 8)], []),  # queries, keys and values?
         ([(8, 32), (32, 32), (32, 8)], []),
+        ([(8, 32), (32, 8), (8, 32)], ["01"]),
         ([(8, 20), (8, 8)], []),
     ],
     ids=str,
@@ -117,6 +118,15 @@ def test_shapes_of_nested_modules() -> None:
     (chain,) = plain_chains(module, layers_of(module))
 
     assert chain.layers == ("0.0.0", "0.0.1", "0.0.2", "0.1.0")
+
+
+def test_the_gate_of_llama_is_behind_the_layer_that_leads_back() -> None:
+    module = nn.Module()
+    module.w1, module.w2, module.w3 = nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 32)
+
+    (chain,) = plain_chains(module, layers_of(module))
+
+    assert (chain.opening, chain.closing) == (("w1", "w3"), ("w2",))
 
 
 def test_only_the_vocabulary_is_uneven() -> None:
