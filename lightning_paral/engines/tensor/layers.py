@@ -14,6 +14,7 @@ from torch.nn import Embedding, Module
 from lightning_paral.comm.rows import gather_rows, sum_to_rows
 from lightning_paral.compat.torch.autograd import version_of
 from lightning_paral.compat.torch.modules import own_parameters
+from lightning_paral.engines.tensor.candidates import is_conv1d
 from lightning_paral.engines.tensor.collectives import (
     copy_to_ranks,
     gather_features,
@@ -32,11 +33,6 @@ _ABSENT = object()
 """Stands for an attribute that an instance does not have."""
 
 
-def is_transposed(layer: Module) -> bool:
-    """Return whether `layer` is a `Conv1D` of transformers: a linear layer with a weight of shape `[in, out]`."""
-    return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
-
-
 def split_dims(layer: Module, split: Split) -> dict[str, int]:
     """Return the dimension in which each parameter of `layer` is split, by name. The others stay whole."""
     if isinstance(layer, Embedding):
@@ -44,7 +40,7 @@ def split_dims(layer: Module, split: Split) -> dict[str, int]:
     features = {"colwise": 0, "vocab": 0, "rowwise": 1}.get(split.style)
     if features is None:
         return {}
-    dims = {"weight": 1 - features if is_transposed(layer) else features}
+    dims = {"weight": 1 - features if is_conv1d(layer) else features}
     if features == 0 and own_parameters(layer).get("bias") is not None:
         dims["bias"] = 0
     return dims
@@ -199,7 +195,7 @@ class ColwiseLayer(SplitLayer):
             self.run.streams.enter(self.number)
         elif len(self.segments) > 1:
             self._exchange_rows()
-        if is_transposed(self.layer):
+        if is_conv1d(self.layer):
             rows = own_range(self.num_features, self.group)
             self.hide("nf", rows.stop - rows.start)
         return self.run.copies.of(value)
@@ -240,7 +236,7 @@ class RowwiseLayer(SplitLayer):
             value = split_features(full(value), self.group)
         self._bias = own_parameters(self.layer).get("bias")
         if self._bias is not None:
-            self.hide("bias", torch.zeros_like(self._bias) if is_transposed(self.layer) else None)
+            self.hide("bias", torch.zeros_like(self._bias) if is_conv1d(self.layer) else None)
         return value
 
     def finish(self, output: Tensor) -> Tensor:
@@ -367,5 +363,5 @@ def full(value: Tensor) -> Tensor:
 
 
 def _num_features(layer: Any, dim: int) -> int:
-    size: int = layer.weight.shape[1 - dim if is_transposed(layer) else dim]
+    size: int = layer.weight.shape[1 - dim if is_conv1d(layer) else dim]
     return size

@@ -113,16 +113,15 @@ class _Planner:
         """Return whether all layers of a chain are free, and can be split evenly; note why they cannot."""
         if any(name in self.splits for name in chain.layers):
             return False
-        uneven = [name for name in chain.opening if self.layers[name].num_outputs % self.num_ranks]
-        uneven += [name for name in chain.closing if self.layers[name].num_inputs % self.num_ranks]
-        kept = [name for name in chain.layers if name in self.whole]
         for name in chain.layers:
-            if uneven:
-                size, what = self._divided(uneven[0], "rowwise" if uneven[0] in chain.closing else "colwise")
+            size, what = self._divided(name, "rowwise" if name in chain.closing else "colwise")
+            if size % self.num_ranks:
                 self.whole.setdefault(name, self._uneven(size, what))
-            elif kept:
+        kept = [name for name in chain.layers if name in self.whole]
+        if kept:
+            for name in chain.layers:
                 self.whole.setdefault(name, f"{kept[0]} stays whole: {self.whole[kept[0]]}")
-        return not (uneven or kept)
+        return not kept
 
     def _add_library_chain(self, chain: Chain) -> None:
         is_local = not self.gathers
