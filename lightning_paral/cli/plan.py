@@ -2,21 +2,19 @@
 
 import json
 import sys
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from jsonargparse import Namespace
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn import Module
 
 from lightning_paral.cli.output import show
 from lightning_paral.cli.parser import CommandParser
 from lightning_paral.cli.train import ConfiguredCLI
-from lightning_paral.engines.tensor.planner.following import Batches, first_batches, observe
-from lightning_paral.engines.tensor.planner.make import make_plan
-from lightning_paral.engines.tensor.planner.report import TensorReport, print_report, report_as_dict, report_of
+from lightning_paral.engines.tensor.planner import make_plan
+from lightning_paral.engines.tensor.report import TensorReport, print_report, report_of
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.planning.fake import StepSettings
 from lightning_paral.planning.follow import batch_of_shape, first_batch
 from lightning_paral.planning.layout import LAYOUTS
 from lightning_paral.planning.plan import plan
@@ -49,9 +47,9 @@ def plan_command(arguments: list[str]) -> None:
     batch = None if options.batch_shape is None else batch_of_shape(options.batch_shape)
     cli = _PlanningCLI(rest)
     if options.tensor_parallel is not None:
-        report = _tensor_report(cli, options.tensor_parallel, batch)
+        report = _tensor_report(cli, options.tensor_parallel)
         if options.json:
-            print(json.dumps(report_as_dict(report), indent=2))
+            print(json.dumps(asdict(report), indent=2))
         else:
             print_report(report)
         return
@@ -70,23 +68,10 @@ def plan_command(arguments: list[str]) -> None:
     show(made, options.json)
 
 
-def _tensor_report(cli: "_PlanningCLI", num_ranks: int, batch: Any) -> TensorReport:
+def _tensor_report(cli: "_PlanningCLI", num_ranks: int) -> TensorReport:
     """Return how the configured plan, or the automatic one, splits the layers over the tensor ranks."""
-    given = cli.trainer_options
-    settings = StepSettings(precision=str(given.get("precision") or "32-true"))
-    evaluations: Batches = {}
-    source = cli.datamodule if cli.datamodule is not None else cli.model
-    if batch is None:
-        batch = first_batch(cli.model, cli.datamodule)
-        if (
-            given.get("limit_val_batches") not in (0, 0.0)
-            and is_overridden("validation_step", cli.model)
-            and is_overridden("val_dataloader", source)
-        ):
-            evaluations = {"validation_step": lambda: first_batches(source.val_dataloader())}
-    observations = observe(cli.model, batch, settings, cli.datamodule, num_ranks=num_ranks, evaluations=evaluations)
-    configured = getattr(getattr(given["strategy"], "_options", None), "plan", "auto")
-    return report_of(cli.model, num_ranks, make_plan(cli.model, num_ranks, observations, configured), observations)
+    configured = getattr(getattr(cli.trainer_options["strategy"], "_options", None), "plan", "auto")
+    return report_of(cli.model, num_ranks, make_plan(cli.model, num_ranks, configured))
 
 
 def _rows(configured: Any, names: str | None) -> list[Any] | None:

@@ -150,13 +150,9 @@ def fake_of(tensor: Tensor, mode: Any, dtype: torch.dtype | None = None) -> Tens
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
 
 
-def call_step(step: Callable[..., Any], batch: Any, loader: int | None = None) -> Any:
-    """Call a step as Lightning does: it may or may not take the numbers of the batch and of the loader."""
-    numbers = [0] if is_param_in_hook_signature(step, "batch_idx", min_args=2) else []
-    named = (
-        {"dataloader_idx": loader} if loader is not None and is_param_in_hook_signature(step, "dataloader_idx") else {}
-    )
-    return step(batch, *numbers, **named)
+def call_step(step: Callable[..., Any], batch: Any) -> Any:
+    """Call a step as Lightning does: it may or may not take the number of the batch."""
+    return step(batch, *([0] if is_param_in_hook_signature(step, "batch_idx", min_args=2) else []))
 
 
 def _attach(module: LightningModule, trainer: Trainer, datamodule: LightningDataModule | None) -> None:

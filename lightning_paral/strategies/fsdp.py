@@ -196,15 +196,20 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the validation step with the root's parameters unsharded. *Collective* over the world."""
-        return self._gathered(self._engine.evaluation_step(super().validation_step, args, kwargs))
+        return self._evaluated(super().validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the test step with the root's parameters unsharded. *Collective* over the world."""
-        return self._gathered(self._engine.evaluation_step(super().test_step, args, kwargs))
+        return self._evaluated(super().test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the predict step with the root's parameters unsharded. *Collective* over the world."""
-        return self._gathered(self._engine.evaluation_step(super().predict_step, args, kwargs))
+        return self._evaluated(super().predict_step, args, kwargs)
+
+    def _evaluated(self, step: Any, args: Any, kwargs: Any) -> Any:
+        if self._tensor is not None:
+            self._tensor.split.begin_step()
+        return self._gathered(self._engine.evaluation_step(step, args, kwargs))
 
     def _gathered(self, output: Any) -> Any:
         return output if self._tensor is None else gather_split(output)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,9 +19,7 @@ from lightning_paral.engines.fsdp.options import FSDPOptions
 from lightning_paral.engines.fsdp.run import FSDPRun
 from lightning_paral.engines.tensor.check import check_split
 from lightning_paral.engines.tensor.plan import TensorPlan
-from lightning_paral.engines.tensor.planner.following import observe_evaluation, observe_fit
-from lightning_paral.engines.tensor.planner.make import make_plan
-from lightning_paral.engines.tensor.planner.observations import Observations
+from lightning_paral.engines.tensor.planner import make_plan
 from lightning_paral.engines.tensor.split import TensorSplit
 from lightning_paral.engines.tensor.split_tensor import SplitTensor
 from lightning_paral.errors import ConfigurationError
@@ -68,18 +65,10 @@ class TensorParallel:
         self._ranks_per_node = ranks_per_node
         self._awaits_batch = True
         self._awaits_check = options.check_plan and module.automatic_optimization
-        observed = _observe(trainer, module, dims.tensor)
-        plan = make_plan(module, dims.tensor, observed, options.plan)
+        plan = make_plan(module, dims.tensor, options.plan)
         self._device = trainer.strategy.root_device
-        self.split = TensorSplit(
-            module,
-            plan,
-            self._mesh,
-            self._device,
-            splits_positions=options.sequence_parallel,
-            may_draw=bool(observed.random),
-        )
-        rank_zero_info(_summary(plan, observed, dims.tensor))
+        self.split = TensorSplit(module, plan, self._mesh, self._device, splits_positions=options.sequence_parallel)
+        rank_zero_info(_summary(plan, dims.tensor))
         self.share_random_states()
 
     def before_step(self, engine: FSDPRun, context: Callable[[], Any], args: tuple[Any, ...]) -> None:
@@ -93,7 +82,7 @@ class TensorParallel:
         Raises:
             ConfigurationError: splitting the layers changes the loss or a gradient.
         """
-        self.split.streams.leave()
+        self.split.begin_step()
         if self._awaits_batch:
             check_same_batch("training_step", args[0], "The tensor ranks", self._mesh.get_group())
             self._awaits_batch = False
@@ -122,8 +111,17 @@ class TensorParallel:
         try:
             with engine.reducing():
                 check_split(self._module, args[0], step, self.split, self._dims)
+        except (ConfigurationError, RuntimeError) as error:
+            if "torch.Tensor and DTensor" in str(error) and self.split.plan.splits:
+                raise ConfigurationError(
+                    f"{error}\nIf the weight is that of a layer that is split over the tensor ranks, give a plan "
+                    "without this layer, such as plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}, or train "
+                    "with paral_fsdp."
+                ) from error
+            raise
         finally:
             vars(self._module).pop("log", None)
+        self.split.begin_step()
 
     def _shortage(self) -> str | None:
         """Return why a rank lacks memory for the whole module and its gradients, or `None`. *Collective*."""
@@ -176,21 +174,9 @@ def _backward(loss: Tensor) -> Tensor:
     return loss
 
 
-def _summary(plan: TensorPlan, observed: Observations, num_ranks: int) -> str:
+def _summary(plan: TensorPlan, num_ranks: int) -> str:
     whole = f"; {len(plan.whole)} stay whole" if plan.whole else ""
-    reason = "" if observed.reason is None else f" Every layer gathers its output, because {observed.reason}."
     return (
         f"Tensor parallel over {num_ranks} ranks: {len(plan.splits)} layers are split{whole}. "
-        f"`paral plan --tensor-parallel {num_ranks}` lists them.{reason}"
+        f"`paral plan --tensor-parallel {num_ranks}` lists them."
     )
-
-
-def _observe(trainer: Trainer, module: LightningModule, num_ranks: int) -> Observations:
-    """Return what rank 0 has learned from following the steps of the run. *Collective* over the world."""
-    found: Observations | None = None
-    if trainer.is_global_zero:
-        is_fit = trainer.state.fn == TrainerFn.FITTING
-        found = (observe_fit if is_fit else observe_evaluation)(trainer, module, num_ranks)
-    observed = broadcast_from_first_rank(found)
-    assert observed is not None
-    return observed

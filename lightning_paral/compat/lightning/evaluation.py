@@ -10,7 +10,7 @@ from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as Evaluatio
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop as PredictionLoop
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as IndexBatchSampler
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_paral.compat.lightning.methods import shadow_method
@@ -137,25 +137,6 @@ def call_step_without_hooks(
     kwargs = loop._build_kwargs(batch, batch_idx, dataloader_idx)
     call._call_strategy_hook(trainer, hook_name, *loop._build_step_args_from_hook_kwargs(kwargs, hook_name))
     connector._current_fx = logged_by
-
-
-# The loaders of evaluations, before the loops have set them up
-
-
-def evaluation_loaders(trainer: Trainer, function: TrainerFn) -> Any:
-    """Return the loaders as the user's hook returns them, or as they were given to the Trainer.
-
-    Args:
-        trainer: the Trainer.
-        function: `FITTING` for the loaders of the validation in a fit.
-    """
-    loops: dict[Any, Any] = {
-        TrainerFn.FITTING: trainer.fit_loop.epoch_loop.val_loop,
-        TrainerFn.VALIDATING: trainer.validate_loop,
-        TrainerFn.TESTING: trainer.test_loop,
-        TrainerFn.PREDICTING: trainer.predict_loop,
-    }
-    return loops[function]._data_source.dataloader()
 
 
 # How Lightning combines several loaders, and their batches

@@ -52,12 +52,10 @@ def check_split(module: LightningModule, batch: Any, step: Step, split: TensorSp
     """
     two = _two_samples(batch)
     trained = [part for part in module.modules() if part.training]
-    # Numbers that are drawn for split activations do not change the shared random state.
-    draws = split.may_draw or any_rank(_compare(module, two, step, split, dims, looks=False) is None)
-    if draws:
+    if split.may_draw or any_rank(_split_step(module, two, step)[2]):
         module.eval()
     try:
-        found = _compare(module, two, step, split, dims, looks=True)
+        found = _difference(module, two, step, split, dims)
     finally:
         for part in trained:
             part.training = True
@@ -72,34 +70,26 @@ def check_split(module: LightningModule, batch: Any, step: Step, split: TensorSp
         )
 
 
-def _compare(
-    module: LightningModule, batch: Any, step: Step, split: TensorSplit, dims: ParallelDims, *, looks: bool
-) -> str | None:
-    """Return what differs between the split and the unsplit module: empty if nothing; `None` if numbers were drawn.
-
-    Args:
-        module: the LightningModule.
-        batch: two samples.
-        step: runs a step.
-        split: the layers that are split.
-        dims: the arrangement of the ranks.
-        looks: whether to compare; otherwise, only find out whether numbers are drawn.
-    """
+def _split_step(module: LightningModule, batch: Any, step: Step) -> tuple[float | None, dict[str, Tensor | None], bool]:
+    """Return the loss of a step, its gradients, and whether it has drawn random numbers that all ranks share."""
     before = global_states()[0]
     with rollback_side_effects(module), _weights_kept(module):
         loss = _loss_of(step(batch))
         draws = not torch.equal(before, global_states()[0])
     gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
     _drop_gradients(module)
-    if not looks:
-        return None if draws else ""
+    return loss, gradients, draws
+
+
+def _difference(module: LightningModule, batch: Any, step: Step, split: TensorSplit, dims: ParallelDims) -> str:
+    """Return what differs between the split and the unsplit module; empty if nothing, or if numbers are drawn."""
+    loss, gradients, draws = _split_step(module, batch, step)
     if any_rank(draws):
         return ""
     with rollback_side_effects(module), _unsplit(module, split) as full:
         expected = _loss_of(step(batch))
     _drop_gradients(module)
-    is_16_bit = any(word in str(module.trainer.precision) for word in ("16",))
-    tolerance = _TOLERANCE_OF_16_BITS if is_16_bit else _TOLERANCE
+    tolerance = _TOLERANCE_OF_16_BITS if "16" in str(module.trainer.precision) else _TOLERANCE
     different = _different_gradient(gradients, full, dims, tolerance)  # collective, so before ranks return
     if loss is None or expected is None:
         return different

@@ -1,7 +1,7 @@
 """The parameters of a layer that is split, and how each rank computes its part of the layer."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 from weakref import ref
 
@@ -14,29 +14,23 @@ from torch.nn import Embedding, Module
 from lightning_paral.comm.rows import gather_rows, sum_to_rows
 from lightning_paral.compat.torch.autograd import version_of
 from lightning_paral.compat.torch.modules import own_parameters
-from lightning_paral.engines.tensor.activations import SplitActivation
+from lightning_paral.engines.tensor.candidates import is_conv1d
 from lightning_paral.engines.tensor.collectives import (
     copy_to_ranks,
     gather_features,
     own_range,
+    own_rows_of_segments,
     split_features,
     sum_over_ranks,
 )
-from lightning_paral.engines.tensor.embedding import after, before, local_padding_idx
-from lightning_paral.engines.tensor.exchange import own_rows_of_segments
-from lightning_paral.engines.tensor.layout import Layout
-from lightning_paral.engines.tensor.logits import SplitLogits
+from lightning_paral.engines.tensor.layout import Layout, sizes_between
 from lightning_paral.engines.tensor.plan import Split
 from lightning_paral.engines.tensor.random_streams import SplitStreams
 from lightning_paral.engines.tensor.split_tensor import SplitTensor
+from lightning_paral.errors import ConfigurationError
 
 _ABSENT = object()
 """Stands for an attribute that an instance does not have."""
-
-
-def is_transposed(layer: Module) -> bool:
-    """Return whether `layer` is a `Conv1D` of transformers: a linear layer with a weight of shape `[in, out]`."""
-    return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
 
 
 def split_dims(layer: Module, split: Split) -> dict[str, int]:
@@ -46,7 +40,7 @@ def split_dims(layer: Module, split: Split) -> dict[str, int]:
     features = {"colwise": 0, "vocab": 0, "rowwise": 1}.get(split.style)
     if features is None:
         return {}
-    dims = {"weight": 1 - features if is_transposed(layer) else features}
+    dims = {"weight": 1 - features if is_conv1d(layer) else features}
     if features == 0 and own_parameters(layer).get("bias") is not None:
         dims["bias"] = 0
     return dims
@@ -122,6 +116,7 @@ class SplitLayer(ABC):
         self.group = run.group
         self.run = run
         self.number = number
+        self._dims = split_dims(layer, split)
         self._hidden: dict[str, Any] = {}
         layer.register_forward_pre_hook(self._before, with_kwargs=True)
         # First, so that the user's own hooks see the output of the whole layer.
@@ -133,6 +128,11 @@ class SplitLayer(ABC):
         for name, parameter in own_parameters(layer).items():
             if isinstance(parameter, DTensor):
                 self.hide(name, parameter.to_local())
+            elif parameter is not None and name in self._dims:
+                raise ConfigurationError(
+                    f"The {name} of a layer that is split over the tensor ranks was replaced, as by "
+                    "torch.func.functional_call. Give a plan without this layer, plan={...}, or train with paral_fsdp."
+                )
         if args:
             return (self.prepare(args[0]), *args[1:]), kwargs
         name = next(iter(kwargs))
@@ -154,6 +154,9 @@ class SplitLayer(ABC):
         self._hidden.setdefault(name, vars(self.layer).get(name, _ABSENT))
         vars(self.layer)[name] = value
 
+    def begin_step(self) -> None:  # noqa: B027  # most layers need nothing
+        """Prepare for a step."""
+
     @abstractmethod
     def prepare(self, value: Tensor) -> Tensor:
         """Return the input with which the layer's own code computes this rank's part."""
@@ -169,45 +172,50 @@ class ColwiseLayer(SplitLayer):
     def __init__(self, layer: Module, *others: Any) -> None:
         super().__init__(layer, *others)
         self.num_features = _num_features(layer, 0)
+        self.segments: tuple[int, ...] = (self.num_features,)
+        """The segments of the output, of which each rank computes a part, as in `Layout`."""
+        self._cuts: set[int] = set()
+
+    def learn(self, cuts: Iterable[int]) -> None:
+        """Note that code cuts the output at these features, as into queries, keys and values.
+
+        From the next step on, each rank computes a part of each piece.
+        """
+        self._cuts |= {*cuts}
+
+    def begin_step(self) -> None:
+        """Use the cuts that were learned: not within a step, since a backward pass may compute the layer again."""
+        segments = sizes_between(self._cuts, self.num_features)
+        if Layout(0, segments).is_even(dist.get_world_size(self.group)):
+            self.segments = segments
 
     def prepare(self, value: Tensor) -> Tensor:
         """Return the full input, whose gradients are summed over the ranks."""
-        if self.split.segments:
-            self._exchange_rows()
-        elif not self.split.gathers_output:
+        if self.split.is_local:
             self.run.streams.enter(self.number)
-        if is_transposed(self.layer):
+        elif len(self.segments) > 1:
+            self._exchange_rows()
+        if is_conv1d(self.layer):
             rows = own_range(self.num_features, self.group)
             self.hide("nf", rows.stop - rows.start)
         return self.run.copies.of(value)
 
     def finish(self, output: Tensor) -> Tensor:
-        """Return the output of all ranks, or leave it split."""
+        """Return the output, of which each rank has a part."""
         if self.split.gathers_output:
             return gather_features(output, self.num_features, self.group)
-        if self.split.segments:
-            parts = Layout(output.ndim - 1, self.split.segments)
-            return SplitActivation.of(output, parts, self.group, self.run.streams)
-        return output
+        if self.split.is_local:
+            return output
+        split = SplitTensor.of(output, Layout(output.ndim - 1, self.segments), self.group, self.run.streams)
+        split.learn = self.learn
+        return split
 
     def _exchange_rows(self) -> None:
         """Compute this rank's part of each segment, instead of consecutive output features."""
-        if len(self.split.segments) == 1:
-            return
-        dims = split_dims(self.layer, self.split)
-        for name, parameter in own_parameters(self.layer).items():
-            if parameter is not None:
-                local = getattr(self.layer, name).transpose(0, dims[name])
-                rows = own_rows_of_segments(local.contiguous(), self.split.segments, self.group)
-                self.hide(name, rows.transpose(0, dims[name]))
-
-
-class HeadLayer(ColwiseLayer):
-    """A linear layer whose output features are the classes of a loss."""
-
-    def finish(self, output: Tensor) -> Tensor:
-        """Return the logits, which are gathered when they are needed."""
-        return SplitLogits.of(output, self.num_features, self.group)
+        for name, dim in self._dims.items():
+            local = getattr(self.layer, name).transpose(0, dim)
+            rows = own_rows_of_segments(local.contiguous(), self.segments, self.group)
+            self.hide(name, rows.transpose(0, dim))
 
 
 class RowwiseLayer(SplitLayer):
@@ -220,15 +228,15 @@ class RowwiseLayer(SplitLayer):
 
     def prepare(self, value: Tensor) -> Tensor:
         """Return this rank's features of the input. The bias is added once, after the results are summed."""
-        if not self.split.splits_input:
+        if self.split.is_local:
             self.run.streams.leave()
-        if isinstance(value, SplitActivation) and value.parts == Layout(value.ndim - 1, (self.num_inputs,)):
+        if isinstance(value, SplitTensor) and value.parts == Layout(value.ndim - 1, (self.num_inputs,)):
             value = value.local
-        elif self.split.splits_input or isinstance(value, SplitTensor) or value.shape[-1] == self.num_inputs:
+        elif not self.split.is_local or isinstance(value, SplitTensor) or value.shape[-1] == self.num_inputs:
             value = split_features(full(value), self.group)
         self._bias = own_parameters(self.layer).get("bias")
         if self._bias is not None:
-            self.hide("bias", torch.zeros_like(self._bias) if is_transposed(self.layer) else None)
+            self.hide("bias", torch.zeros_like(self._bias) if is_conv1d(self.layer) else None)
         return value
 
     def finish(self, output: Tensor) -> Tensor:
@@ -241,11 +249,15 @@ class RowwiseLayer(SplitLayer):
         if not self.run.splits_positions or parts is None or not parts.is_even(dist.get_world_size(self.group)):
             return sum_over_ranks(output, self.group)
         own = sum_to_rows(output.movedim(parts.dim, 0), self.group).movedim(0, parts.dim).contiguous()
-        return SplitActivation.of(own, parts, self.group, self.run.streams)
+        return SplitTensor.of(own, parts, self.group, self.run.streams)
 
 
 class EmbeddingLayer(SplitLayer):
-    """An embedding of which this rank has some of the rows."""
+    """An embedding of which this rank has some of the rows.
+
+    A rank looks up row 0 in place of rows that other ranks have. The gradient of such a row is zero, but the row does
+    count as used: embeddings with `max_norm` or `scale_grad_by_freq` must stay whole.
+    """
 
     layer: Embedding
 
@@ -257,14 +269,70 @@ class EmbeddingLayer(SplitLayer):
     def prepare(self, value: Tensor) -> Tensor:
         """Return the indices among this rank's rows."""
         self.hide("padding_idx", local_padding_idx(self.layer.padding_idx, self.rows))
-        local, self._elsewhere = before(value, self.rows, self.layer.num_embeddings)
+        local, self._elsewhere = own_rows_of_ids(value, self.rows, self.layer.num_embeddings)
         return local
 
     def finish(self, output: Tensor) -> Tensor:
         """Return the rows of all ranks."""
         elsewhere, self._elsewhere = self._elsewhere, None
         assert elsewhere is not None
-        return after(output, elsewhere, self.group)
+        return rows_of_ids(output, elsewhere, self.group)
+
+
+def own_rows_of_ids(ids: Tensor, rows: slice, num_embeddings: int) -> tuple[Tensor, Tensor]:
+    """Return what this rank looks up among its own rows, and where another rank has the row.
+
+    Args:
+        ids: integers of any shape, equal on all ranks.
+        rows: this rank's rows.
+        num_embeddings: the number of rows of all ranks.
+
+    Returns:
+        The indices among this rank's rows, of the shape of `ids`, or of shape `[0]` if this rank has no rows; and a
+        mask of the shape of `ids`.
+
+    Raises:
+        IndexError: an id is not a row. On CUDA, the kernel's assertion fails instead.
+    """
+    is_wrong = (ids < 0) | (ids >= num_embeddings)
+    if ids.device.type == "cpu" and is_wrong.any():
+        wrong = int(ids[is_wrong][0])
+        raise IndexError(f"index {wrong} is out of range for an embedding with {num_embeddings} rows")
+    is_elsewhere = (ids < rows.start) | (ids >= rows.stop)
+    if rows.start == rows.stop:
+        return ids.new_empty(0), is_elsewhere
+    local_ids = (ids - rows.start).masked_fill(is_elsewhere, 0)
+    # An index out of range makes the kernel fail, without a wait for the device here.
+    return local_ids.masked_fill(is_wrong, rows.stop - rows.start), is_elsewhere
+
+
+def rows_of_ids(output: Tensor, is_elsewhere: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the embeddings of all ids, from those of this rank. *Collective* in the forward pass.
+
+    The result is exact: one rank contributes each row, and the others add zeros.
+
+    Args:
+        output: what this rank has looked up, of shape `[*ids.shape, d]`, or `[0, d]` if it has no rows.
+        is_elsewhere: the mask that `own_rows_of_ids` has returned.
+        group: the ranks.
+    """
+    if output.shape[:-1] != is_elsewhere.shape:
+        # Zeros that depend on the weight, so that it gets a gradient as on the other ranks.
+        output = output.sum(0).expand(*is_elsewhere.shape, output.shape[-1])
+    return sum_over_ranks(output.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), group)
+
+
+def local_padding_idx(padding_idx: int | None, rows: slice) -> int | None:
+    """Return the index of the padding row among this rank's rows; `None` if there is none.
+
+    Args:
+        padding_idx: `torch.nn.Embedding.padding_idx`, which is not negative.
+        rows: this rank's rows.
+    """
+    if padding_idx is None or not rows.start <= padding_idx < rows.stop:
+        return None
+    index: int = padding_idx - rows.start
+    return index
 
 
 class LocalLayer(SplitLayer):
@@ -284,9 +352,9 @@ class LocalLayer(SplitLayer):
 
 def layer_class(layer: Module, split: Split) -> Callable[..., SplitLayer]:
     """Return the class that computes `layer` as `split` says."""
-    if split.style == "vocab":
-        return EmbeddingLayer if isinstance(layer, Embedding) else HeadLayer
-    return {"colwise": ColwiseLayer, "rowwise": RowwiseLayer, "local": LocalLayer}[split.style]
+    if isinstance(layer, Embedding):
+        return EmbeddingLayer
+    return {"colwise": ColwiseLayer, "vocab": ColwiseLayer, "rowwise": RowwiseLayer, "local": LocalLayer}[split.style]
 
 
 def full(value: Tensor) -> Tensor:
@@ -295,5 +363,5 @@ def full(value: Tensor) -> Tensor:
 
 
 def _num_features(layer: Any, dim: int) -> int:
-    size: int = layer.weight.shape[1 - dim if is_transposed(layer) else dim]
+    size: int = layer.weight.shape[1 - dim if is_conv1d(layer) else dim]
     return size

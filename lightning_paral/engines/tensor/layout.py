@@ -1,7 +1,8 @@
 """Which part of a tensor each rank has: in one dimension, some of the heads, features or positions."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -71,6 +72,12 @@ def own_ranges(layout: Layout, group: dist.ProcessGroup) -> Iterator[slice]:
         own = own_range(size, group)
         yield slice(start + own.start, start + own.stop)
         start += size
+
+
+def sizes_between(cuts: Iterable[int], size: int) -> tuple[int, ...]:
+    """Return the sizes of the segments into which `cuts` divide a dimension of `size`."""
+    places = sorted({0, *cuts, size})
+    return tuple(stop - start for start, stop in pairwise(places))
 
 
 def _length(size: int, group: dist.ProcessGroup) -> int:

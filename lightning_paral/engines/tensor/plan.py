@@ -1,9 +1,16 @@
-"""A plan: which layers are split over the tensor ranks, and how."""
+"""A plan: which layers are split over the tensor ranks, and how; and the plans that users write."""
 
+import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
+
+from torch.nn import Module
+
+from lightning_paral.engines.tensor.candidates import Layer
+from lightning_paral.errors import ConfigurationError
+from lightning_paral.suggestions import did_you_mean, nearest_names
 
 Style = Literal["colwise", "rowwise", "vocab", "local"]
 STYLES: dict[str, str] = {
@@ -18,24 +25,21 @@ STYLES: dict[str, str] = {
 class Split:
     """How one layer is split.
 
-    A layer alone gives the results of the whole layer: a colwise layer gathers its output, and a rowwise layer divides
-    its input. These collectives are left out between layers whose activations are known to stay split.
+    Whatever the code around it does, the layer gives the results of the whole layer: a colwise layer returns a tensor
+    of which each rank has a part, which is gathered where a function needs all of it, and a rowwise layer divides an
+    input that is not split.
     """
 
     style: Style
     """`"local"`: a layer that is not split, inside of those that are, such as a norm of each head. Its gradients are
     summed over the ranks."""
 
-    splits_input: bool = True
-    """For `"rowwise"`: whether the input is full, so that this layer has to divide it."""
+    gathers_output: bool = False
+    """For `"colwise"`: whether the output is gathered at once, for code that takes ordinary tensors only."""
 
-    gathers_output: bool = True
-    """For `"colwise"`: whether the output is gathered. Otherwise it stays split."""
-
-    segments: tuple[int, ...] = ()
-    """For an output that stays split: the segments of the features of which each rank has a part, as in `Layout`. The
-    output then has the full shape, and is gathered where a function needs all of it. If empty, the code that follows
-    gets this rank's features as an ordinary tensor."""
+    is_local: bool = False
+    """For `"colwise"` and `"rowwise"`: whether the code between gets this rank's features as ordinary tensors, because
+    transformers plans it so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,3 +51,70 @@ class TensorPlan:
 
     whole: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """The reason by the name of each layer with parameters that stays whole on every rank."""
+
+
+def check_plan(plan: Any) -> None:
+    """Raise a `ConfigurationError` if `plan` is neither `"auto"` nor styles by patterns."""
+    example = "{'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise', 'head': 'vocab'}"
+    if plan == "auto":
+        return
+    if not isinstance(plan, Mapping):
+        raise ConfigurationError(f'plan={plan!r} has to be "auto" or a dict, for example {example}.')
+    if not plan:
+        raise ConfigurationError(f"plan={{}} splits no layer. Name some, for example {example}.")
+    for pattern, style in plan.items():
+        if not isinstance(pattern, str):
+            raise ConfigurationError(f"plan: {pattern!r} has to be the name of a layer, for example {example}.")
+        if style not in STYLES:
+            known = "; ".join(f"{name!r}: {what}" for name, what in STYLES.items())
+            question = did_you_mean(nearest_names(str(style), STYLES), quoted=True)
+            raise ConfigurationError(
+                " ".join(
+                    filter(None, (f"plan {pattern!r}: {style!r} is no style.", question, f"The styles are {known}."))
+                )
+            )
+
+
+def styles_of(module: Module, plan: Mapping[str, str], layers: Mapping[str, Layer]) -> dict[str, tuple[str, str]]:
+    """Return the style of each layer that `plan` names, and the pattern that names it.
+
+    Raises:
+        ConfigurationError: a pattern names no layer, or something else than layers that can be split; or two patterns
+            give a layer different styles.
+    """
+    parts = {name: part for name, part in module.named_modules(remove_duplicate=False) if name}
+    # A module with several names has the first of them in the plan.
+    first: dict[Module, str] = {}
+    for name, part in parts.items():
+        first.setdefault(part, name)
+    found: dict[str, tuple[str, str]] = {}
+    for pattern, style in plan.items():
+        named = [name for name in parts if fnmatch.fnmatchcase(name, pattern)]
+        named = [name for name in named if first[parts[name]] in layers or _has_own_parameters(parts[name])]
+        if not named:
+            close = nearest_names(pattern, [*layers, *dict.fromkeys(map(folded, layers))])
+            hint = (
+                did_you_mean(close, quoted=True) or f"The layers are {', '.join(dict.fromkeys(map(folded, layers)))}."
+            )
+            raise ConfigurationError(f"plan {pattern!r} names no layer of {type(module).__name__}. {hint}")
+        for name in dict.fromkeys(first[parts[name]] for name in named):
+            if name not in layers:
+                raise ConfigurationError(
+                    f"plan {pattern!r}: {name} is a {type(parts[name]).__name__}, which cannot be split. Only "
+                    "nn.Linear, nn.Embedding and Conv1D of transformers can."
+                )
+            if name in found and found[name][0] != style:
+                raise ConfigurationError(
+                    f"plan: {name} is {found[name][0]!r} by {found[name][1]!r}, and {style!r} by {pattern!r}."
+                )
+            found.setdefault(name, (style, pattern))
+    return found
+
+
+def folded(name: str) -> str:
+    """Return `name` with a star in place of each number: `blocks.*.up` for `blocks.3.up`."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _has_own_parameters(part: Module) -> bool:
+    return next(part.parameters(recurse=False), None) is not None

@@ -4,15 +4,19 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import Module, Parameter
 
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.engines.tensor.collectives import own_range
-from lightning_paral.engines.tensor.layers import SharedCopies, layer_class, split_dims
+from lightning_paral.engines.tensor.layers import SharedCopies, SplitLayer, layer_class, split_dims
+from lightning_paral.engines.tensor.layout import Layout
 from lightning_paral.engines.tensor.plan import TensorPlan
 from lightning_paral.engines.tensor.random_streams import SplitStreams
+from lightning_paral.engines.tensor.split_tensor import SplitTensor
 from lightning_paral.errors import ConfigurationError
 
 
@@ -28,7 +32,6 @@ class TensorSplit:
         mesh: the mesh of the tensor ranks, with one dimension.
         device: the device of this rank.
         splits_positions: whether each rank has some of the positions of activations between chains.
-        may_draw: whether steps are known to draw random numbers.
     """
 
     def __init__(
@@ -39,7 +42,6 @@ class TensorSplit:
         device: torch.device,
         *,
         splits_positions: bool = False,
-        may_draw: bool = False,
     ) -> None:
         self.plan = plan
         self.splits_positions = splits_positions
@@ -51,7 +53,8 @@ class TensorSplit:
         self._split_by_parameter: dict[Parameter, Parameter] = {}
         layers = dict(module.named_modules())
         self._layers = {layers[name]: split for name, split in plan.splits.items()}
-        self.may_draw = may_draw or any(_may_drop(part) for part in module.modules())
+        self._installed: list[SplitLayer] = []
+        self.may_draw = any(_may_drop(part) for part in module.modules())
         """Whether steps may draw random numbers for activations."""
         self.streams = SplitStreams(mesh.get_local_rank(), self._batch_number, self._draws)
         self.copies = SharedCopies(self.group)
@@ -69,7 +72,24 @@ class TensorSplit:
                     f"activation_checkpointing chooses {names[layer]}, a layer that is split over the tensor ranks. "
                     "Choose modules that contain such layers: ActivationCheckpointing(units=['Block'])."
                 )
-            layer_class(layer, split)(layer, split, self, number)
+            self._installed.append(layer_class(layer, split)(layer, split, self, number))
+            if split.style == "rowwise" and split.is_local:
+                parent = self._module.get_submodule(names[layer].rpartition(".")[0])
+                parent.register_forward_hook(self._after_attention, prepend=True)
+
+    def _after_attention(self, attention: Module, args: Any, output: Any) -> Any:
+        """Show the weights that an attention returns beside its output, of this rank's heads, as those of all heads."""
+        weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
+        if self.is_paused or not isinstance(weights, Tensor) or weights.ndim != 4:
+            return output
+        parts = Layout(1, (weights.shape[1] * dist.get_world_size(self.group),))
+        return output[0], SplitTensor.of(weights, parts, self.group, self.streams), *output[2:]
+
+    def begin_step(self) -> None:
+        """Prepare the layers for a step, which may follow one that failed."""
+        self.streams.leave()
+        for layer in self._installed:
+            layer.begin_step()
 
     def split(self, parts: Sequence[Module], whole: Iterable[Parameter]) -> None:
         """Replace the parameters of `parts` by DTensors, which hold this rank's part of those that are split.

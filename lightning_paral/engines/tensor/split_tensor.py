@@ -1,69 +1,76 @@
 """Tensors of which each rank has a part. They are gathered when an operation needs all of it."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter, functional
 from torch.utils.hooks import RemovableHandle
 
-from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass, version_of
+from lightning_paral.compat.torch.autograd import GRAPH_ATTRIBUTES, DisableTorchFunctionSubclass, version_of
 from lightning_paral.compat.torch.tensors import schema_of, tree_leaves, tree_map_only, without_memory
-from lightning_paral.engines.tensor.arguments import tensors_in
-from lightning_paral.engines.tensor.functions import METADATA, OF_SHAPE, functions, getters
-from lightning_paral.engines.tensor.in_place import error_of_function, in_place_error
-from lightning_paral.engines.tensor.layout import Layout, gather_parts, own_parts, own_ranges
-from lightning_paral.engines.tensor.split_graph import Change, Unwrap, Wrap
+from lightning_paral.engines.tensor import rules
+from lightning_paral.engines.tensor.collectives import copy_to_ranks
+from lightning_paral.engines.tensor.cross_entropy import split_cross_entropy
+from lightning_paral.engines.tensor.layout import Layout, gather_parts, own_parts, own_ranges, sizes_between
+from lightning_paral.engines.tensor.random_streams import SplitStreams
 from lightning_paral.errors import ConfigurationError
+
+_MAX_KNOWN = 10_000
+_known: dict[Any, rules.Found | None] = {}
+"""What `rules.find` has found, by the shapes of the arguments."""
 
 
 class SplitTensor(Tensor):
     """A tensor of which each rank has the part that `parts` says.
 
-    To a user's code it is a tensor of the full shape. Subclasses say which functions compute with the parts, in
-    `compute_split`. All other operations are *collective*: they gather the tensor, once, and return ordinary tensors.
+    To a user's code it is a tensor of the full shape. Functions are computed on the parts where `rules.find` says how.
+    Tensors that all ranks have in full may take part: this rank uses the part that it needs, and their gradients are
+    summed. All other operations are *collective*: they gather the tensor, once, and return ordinary tensors.
     Attributes such as `shape` and `dtype`, `repr` and `copy.deepcopy` do not communicate.
 
-    First derivatives are exact. The gradients that hooks get, and those from `torch.autograd.grad` and `retain_grad`,
-    are split too.
+    Derivatives are exact. The gradients that hooks get, and those from `torch.autograd.grad` and `retain_grad`, are
+    split too.
     """
-
-    what: ClassVar[str]
-    """The subject of error messages."""
-    example: ClassVar[str]
-    """The name of a variable in error messages."""
-    may_change: ClassVar[bool] = False
-    """Whether functions that change it in place can compute with the parts."""
 
     parts: Layout
     """Which part each rank has."""
     group: dist.ProcessGroup
     """The ranks. All of them must have the same gradient of each full tensor."""
+    streams: SplitStreams | None
+    """For random numbers. Without them, functions that draw some gather the tensor."""
+    learn: Callable[[Iterable[int]], None] | None
+    """Tells the layer that computes these features where code cuts them into several tensors."""
 
     _local: Tensor
     _node: Any
-    """The node of `Wrap` in the graph; `None` without a graph."""
+    """The node of `_Wrap` in the graph; `None` without a graph."""
+    _first_version: float
+    """The version of this rank's part that autograd has recorded for code outside of Python."""
     _full: tuple[Tensor, float] | None
     """The full tensor, and the version of this rank's part from which it was gathered."""
     _copies: list[tuple[ref[Tensor], int]]
     """The gathered copies and their versions, of this tensor and of those that share memory with it."""
 
     @classmethod
-    def wrap(cls, local: Tensor, layout: Layout, group: dist.ProcessGroup) -> Self:
+    def of(cls, local: Tensor, parts: Layout, group: dist.ProcessGroup, streams: SplitStreams | None = None) -> Self:
         """Return the tensor of all ranks, of which this rank has `local`. Autograd records operations on `local`."""
         if local.requires_grad and torch.is_grad_enabled():
-            split: Self = Wrap.apply(cls, local, layout, group)  # type: ignore[no-untyped-call]
+            split: Self = _Wrap.apply(cls, local, parts, group)  # type: ignore[no-untyped-call]
             with DisableTorchFunctionSubclass():
                 split._node = split.grad_fn
         else:
             local = local.detach() if local.requires_grad else local
-            split = cls.empty(local, layout)
+            split = cls.empty(local, parts)
             split._node = None
-        split._local, split.parts, split.group, split._full, split._copies = local, layout, group, None, []
+        split._local, split.parts, split.group, split.streams = local, parts, group, streams
+        split._full, split._copies, split.learn = None, [], None
+        split._first_version = split.local_version()
         return split
 
     @classmethod
@@ -88,7 +95,7 @@ class SplitTensor(Tensor):
         with DisableTorchFunctionSubclass():
             node = self.grad_fn
         if node is not self._node:  # the result of an `autograd.Function`, whose forward has no graph
-            self._local = Unwrap.apply(self)  # type: ignore[no-untyped-call]
+            self._local = _Unwrap.apply(self)  # type: ignore[no-untyped-call]
             self._node = node
         return self._local
 
@@ -106,8 +113,7 @@ class SplitTensor(Tensor):
         needs_graph = torch.is_grad_enabled() and local.requires_grad
         if self._full is not None:
             full, version = self._full
-            is_known = not self.may_change or version == self.local_version()
-            if is_known and (full.requires_grad or not needs_graph):
+            if version == self.local_version() and (full.requires_grad or not needs_graph):
                 return full
         # Tensors of inference mode have no version, from which writes to a view of this copy are noticed.
         with torch.inference_mode(False), torch.set_grad_enabled(needs_graph):
@@ -129,42 +135,117 @@ class SplitTensor(Tensor):
             layout: its layout; by default that of this tensor.
             shares_memory: whether the full tensor would share memory with this one.
         """
-        if local is self._local and layout in (None, self.parts):
-            return self
-        split = type(self).wrap(local, layout or self.parts, self.group)
+        split = type(self).of(local, layout or self.parts, self.group, self.streams)
+        split.learn = self.learn if split.parts.segments == self.parts.segments else None
         if shares_memory:
             split._copies = self._copies
         return split
 
-    def record_change(self) -> None:
-        """Tell autograd that an operation has changed this rank's part in place."""
-        if self._local.requires_grad and torch.is_grad_enabled():
-            with DisableTorchFunctionSubclass():
-                Change.apply(self, self._local)  # type: ignore[no-untyped-call]
-                self._node = self.grad_fn
-
     def wrapper(self) -> Callable[[Tensor], "SplitTensor"]:
         """Return a function of a part that returns a tensor split as this one. It does not refer to this one."""
-        return partial(type(self).wrap, layout=self.parts, group=self.group)
+        return partial(type(self).of, parts=self.parts, group=self.group, streams=self.streams)
 
     def check_unchanged(self) -> None:
         """Raise a `ConfigurationError` if a gathered copy has been changed in place."""
         for copied, version in self._copies:
             found = copied()
             if found is not None and version_of(found) != version:
-                raise in_place_error(
-                    self.what,
-                    f"changed by an operation with inplace=True, or through a view such as {self.example}[..., 0]",
-                    f"Use an operation that returns a new tensor, or change a copy: copied = {self.example} + 0.",
+                raise _in_place_error(
+                    "changed by an operation with inplace=True, or through a view such as x[..., 0]",
+                    "Use an operation that returns a new tensor, or copied = x + 0.",
                 )
 
     def check_graph(self, func: Any) -> None:
         """Raise a `ConfigurationError` if `func`, which code outside of Python calls, would get an outdated graph."""
+        if self._node is not None and self._first_version != self.local_version():
+            raise ConfigurationError(
+                f"{_WHAT} were changed in place, and then given to {func}, called by code that Python does not show. "
+                "The gradient is not known. Use an operation that returns a new tensor."
+            )
+
+    # Functions
 
     @classmethod
-    def compute_split(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _computed(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         """Return the result of a function that can compute with the parts; `NotImplemented` for others."""
-        return NotImplemented
+        if not all(isinstance(each, SplitTensor | Parameter) or type(each) is Tensor for each in tensors):
+            return NotImplemented
+        split = [each for each in tensors if isinstance(each, SplitTensor)]
+        first = split[0]
+        is_of_first = args and args[0] is first and len(split) == 1
+        if func is functional.cross_entropy:
+            return split_cross_entropy(*args, **kwargs) if is_of_first else NotImplemented
+        if func in rules.CONVERSIONS:
+            return first._converted(func, args[1:], kwargs) if is_of_first else NotImplemented
+        is_random = rules.draws(func, args, kwargs)
+        found = None if is_random and first.streams is None else first._find(func, args, kwargs, tensors)
+        return NotImplemented if found is None else first._compute(found, func, args, kwargs, is_random)
+
+    def _converted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        local = func(self.local, *args, **kwargs)
+        if not isinstance(local, Tensor):
+            return local  # the name of the type
+        return self.with_local(local) if local.device == self.device else NotImplemented
+
+    def _find(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> rules.Found | None:
+        """Return what `rules.find` finds, now or for arguments of the same shapes."""
+        ranks, learns = dist.get_world_size(self.group), self.learn is not None
+        key = (func, ranks, learns, rules.signature(args, _layout_of), rules.signature(kwargs, _layout_of))
+        try:
+            if key in _known:
+                return _known[key]
+        except TypeError:  # an argument cannot be hashed
+            key = None  # type: ignore[assignment]
+        with DisableTorchFunctionSubclass(), torch.no_grad():
+            found = rules.find(func, args, kwargs, tensors, _layout_of, ranks)
+            if found is None and self._learns_cuts(func, args, kwargs, tensors, ranks):
+                return None
+        if key is not None and len(_known) < _MAX_KNOWN:
+            _known[key] = found
+        return found
+
+    def _learns_cuts(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], ranks: int) -> bool:
+        """Return whether a function could compute with the parts if the features were cut; tell it the layer."""
+        if self.learn is None:
+            return False
+        for cuts in rules.possible_cuts(self.parts.size, args, kwargs):
+            other = Layout(self.parts.dim, sizes_between(cuts, self.parts.size))
+
+            def layout_of(tensor: Tensor, other: Layout = other) -> Layout | None:
+                return other if tensor is self else _layout_of(tensor)
+
+            if other.is_even(ranks) and rules.find(func, args, kwargs, tensors, layout_of, ranks) is not None:
+                self.learn(cuts)
+                return True
+        return False
+
+    def _compute(self, found: rules.Found, func: Any, args: Any, kwargs: Any, is_random: bool) -> Any:
+        if found.function is not None:
+            result = found.function(args[0].local, *found.rest)
+        else:
+            parts = iter(found.parts)
+
+            def local(value: Tensor) -> Tensor:
+                if isinstance(value, SplitTensor):
+                    return value.local
+                layout = next(parts, None)
+                if layout is not None:
+                    return own_parts(value, layout, self.group)
+                return copy_to_ranks(value, self.group) if torch.is_grad_enabled() and value.requires_grad else value
+
+            own_args, own_kwargs = rules.with_tensors((args, kwargs), local)
+            if is_random and self.streams is not None:
+                with self.streams.own_draws():
+                    result = func(*own_args, **own_kwargs)
+            else:
+                result = func(*own_args, **own_kwargs)
+        shares_memory = func in rules.VIEWS or rules.is_in_place(func)
+        if isinstance(found.result, Layout):
+            return self.with_local(result, found.result, shares_memory=shares_memory)
+        return tuple(
+            self.with_local(each, parts, shares_memory=shares_memory)
+            for each, parts in zip(result, found.result, strict=True)
+        )
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
         """Call `hook` with the gradient, which is split too, and continue with the gradient that it returns."""
@@ -195,8 +276,8 @@ class SplitTensor(Tensor):
         """Raise a `ConfigurationError` if `requires_grad` would change."""
         if requires_grad != self.requires_grad:
             raise ConfigurationError(
-                f"{self.what} got requires_grad={requires_grad}, but only an ordinary tensor can become a leaf of the "
-                f"graph. Write: {self.example} = {self.example}.detach() + 0."
+                f"{_WHAT} got requires_grad={requires_grad}, but only an ordinary tensor can become a leaf of the "
+                f"graph. Write: x = x.detach() + 0."
             )
         return self
 
@@ -220,10 +301,11 @@ class SplitTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in METADATA:
+        if func in _METADATA:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        used = [each for each in tensors_in(args, kwargs) if isinstance(each, SplitTensor)]
+        tensors = rules.tensors_in(args, kwargs)
+        used = [each for each in tensors if isinstance(each, SplitTensor)]
         for each in used:
             if each._copies:
                 each.check_unchanged()
@@ -235,15 +317,14 @@ class SplitTensor(Tensor):
             return args[0].with_local(args[0].local.view_as(args[0].local), shares_memory=True)
         if func in _OF_ALL and args and isinstance(args[0], SplitTensor):
             return _OF_ALL[func](func, *args, **kwargs)
-        if used and all(isinstance(each, cls) for each in used):
-            result = cls.compute_split(func, args, kwargs)
+        if any(isinstance(each, SplitTensor) for each in rules.tensors_in((kwargs.get("out"),), {})):
+            raise _in_place_error("given as `out`", "Use the tensor that the operation returns.")
+        if used:
+            result = cls._computed(func, args, kwargs, tensors)
             if result is not NotImplemented:
                 return result
-        if any(isinstance(each, SplitTensor) for each in tensors_in((kwargs.get("out"),), {})):
-            raise in_place_error(cls.what, "given as `out`", "Use the tensor that the operation returns.")
-        error = error_of_function(func, cls.what, cls.example)
-        if error is not None and args and isinstance(args[0], SplitTensor):
-            raise error
+        if args and isinstance(args[0], SplitTensor):
+            _check_not_written(func)
         args, kwargs = tree_map_only(SplitTensor, SplitTensor.full, (args, kwargs))
         result = func(*args, **kwargs)
         for each in used:
@@ -254,16 +335,71 @@ class SplitTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Operations in C++ arrive here, below autograd, whose graph has `Wrap`.
+        # Operations in C++ arrive here, below autograd, whose graph has `_Wrap`.
         kwargs = kwargs or {}
+        for each in rules.tensors_in(args, kwargs):
+            if isinstance(each, SplitTensor):
+                each.check_graph(func)
         for number, argument in enumerate(schema_of(func).arguments):
             value = args[number] if number < len(args) else kwargs.get(argument.name)
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             if is_written and any(isinstance(leaf, SplitTensor) for leaf in tree_leaves(value)):
-                raise in_place_error(cls.what, f"given to {func}", "Use an operation that returns a new tensor.")
+                raise _in_place_error(f"given to {func}", "Use an operation that returns a new tensor.")
         with torch.no_grad():
             args, kwargs = tree_map_only(SplitTensor, SplitTensor.full, (args, kwargs))
         return func(*args, **kwargs)
+
+
+class _Wrap(torch.autograd.Function):
+    """Puts a split tensor into the graph, for operations that are not recorded on its parts."""
+
+    @staticmethod
+    def forward(ctx: Any, cls: type[SplitTensor], local: Tensor, layout: Layout, group: dist.ProcessGroup) -> Tensor:
+        ctx.parts, ctx.group = layout, group
+        return cls.empty(local, layout)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None, None]:
+        return None, SplitTensor.own_part(gradient, ctx.parts, ctx.group), None, None
+
+
+class _Unwrap(torch.autograd.Function):
+    """Gives this rank's part of a split tensor that an `autograd.Function` has returned the gradient of its result."""
+
+    @staticmethod
+    def forward(ctx: Any, split: SplitTensor) -> Tensor:
+        ctx.wrap = split.wrapper()
+        return split.part_without_graph
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        wrapped: Tensor = ctx.wrap(gradient)
+        return wrapped
+
+
+def _layout_of(tensor: Tensor) -> Layout | None:
+    return tensor.parts if isinstance(tensor, SplitTensor) else None
+
+
+_WHAT = "Tensors of which each tensor rank has a part"
+
+
+def _in_place_error(what: str, remedy: str) -> ConfigurationError:
+    return ConfigurationError(f"{_WHAT} cannot be changed in place here. They were {what}. {remedy}")
+
+
+def _check_not_written(function: Any) -> None:
+    """Raise a `ConfigurationError` if `function` would change its first argument, a gathered copy."""
+    name = str(getattr(function, "__name__", function))
+    if name == "__setitem__":
+        raise _in_place_error(
+            "assigned to by index",
+            "Write x = x.masked_fill(mask, value) or x = torch.where(mask, values, x), or copied = x + 0.",
+        )
+    if name in ("__set__", "__delete__"):
+        raise _in_place_error("given another attribute of a tensor", "Change a copy: copied = x + 0.")
+    if rules.is_in_place(function):
+        raise _in_place_error(f"given to {name}", "Use the function that returns a new tensor.")
 
 
 def _gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -> tuple[Tensor | None, ...]:
@@ -288,12 +424,31 @@ def _of_same_shape(func: Any, split: SplitTensor, *args: Any, **kwargs: Any) -> 
     return func(split.local.new_empty(()).expand(split.shape), *args, **kwargs)
 
 
+def _getters(names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names.split()}
+
+
+_METADATA = {
+    *_getters(" ".join(GRAPH_ATTRIBUTES)),
+    *_getters("shape dtype device ndim requires_grad is_leaf layout itemsize nbytes"),
+    *_getters("is_cuda is_cpu is_meta is_mps is_xpu is_sparse is_sparse_csr is_quantized is_mkldnn is_nested"),
+    *rules.named("size dim ndimension numel nelement element_size stride storage_offset is_contiguous get_device"),
+    *rules.named("is_floating_point is_complex is_signed is_inference is_conj is_neg __len__ __hash__ __dir__"),
+}
+"""What is known without the values. Of strides, those of the gathered tensor."""
+_OF_SHAPE = rules.named(
+    "zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full new_tensor"
+)
+"""Functions that return an ordinary tensor, and depend on the shape, the dtype and the device only."""
 _OF_ALL: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(functions("detach"), _detach),
-    **dict.fromkeys(getters("data"), _detach),
-    **dict.fromkeys(OF_SHAPE, _of_same_shape),
+    **dict.fromkeys(rules.named("detach"), _detach),
+    **dict.fromkeys(_getters("data"), _detach),
+    **dict.fromkeys(_OF_SHAPE, _of_same_shape),
+    Tensor.__iter__: lambda func, split: iter(split.unbind(0)),
+    Tensor.mT.__get__: lambda func, split: split.transpose(-2, -1),  # type: ignore[attr-defined]
+    Tensor.T.__get__: lambda func, split: split.permute(*reversed(range(split.ndim))),  # type: ignore[attr-defined]
     Tensor.retains_grad.__get__: lambda func, split: split.local.retains_grad,  # type: ignore[attr-defined]
     Tensor.requires_grad.__set__: lambda func, split, value: split.requires_grad_(value),  # type: ignore[attr-defined]
     Tensor.__format__: lambda func, split, spec: object.__format__(split, spec),
 }
-"""The functions of all split tensors that need no other rank's part."""
+"""The functions that need no other rank's part, and no rule."""

@@ -1,11 +1,12 @@
 """The columns of the table: the strategies under test, on two ranks or on two devices of one process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
+from torch.nn import Module
 
 from lightning_paral import (
     ActivationCheckpointing,
@@ -13,7 +14,9 @@ from lightning_paral import (
     ParalFSDPStrategy,
     ParalPipelineStrategy,
 )
-from lightning_paral.engines.tensor.planner import make
+from lightning_paral.engines.tensor import planner
+from lightning_paral.engines.tensor.candidates import Layer
+from lightning_paral.engines.tensor.shapes import Chain, plain_chains
 from tests.contract.case import StrategyCase
 from tests.contract.cases import CASES, OWN_CASES
 
@@ -57,22 +60,29 @@ def column_of(case: StrategyCase) -> Column:
     )
 
 
-class SplitsSmallLayers(ParalFSDPStrategy):
-    """Splits even the smallest layers between two tensor ranks."""
+class SplitsEveryLayer(ParalFSDPStrategy):
+    """Splits between two tensor ranks also layers that have no plain shape, and small embeddings."""
 
     def __init__(self) -> None:
         super().__init__(tensor_parallel=2)
 
     def setup(self, trainer: Trainer) -> None:
-        least, make.MIN_WEIGHT = make.MIN_WEIGHT, 1
+        least, planner.MIN_ROWS = planner.MIN_ROWS, 1
+        shapes, planner.plain_chains = planner.plain_chains, plain_and_single
         try:
             super().setup(trainer)
         finally:
-            make.MIN_WEIGHT = least
+            planner.MIN_ROWS, planner.plain_chains = least, shapes
+
+
+def plain_and_single(module: Module, layers: Mapping[str, Layer]) -> list[Chain]:
+    """Return the plain chains, and each linear layer as one that splits its output features."""
+    linear = [name for name, layer in layers.items() if layer.kind == "linear"]
+    return [*plain_chains(module, layers), *(Chain(opening=(name,), closing=()) for name in linear)]
 
 
 _columns = [column_of(case) for case in CASES if case.themes_of_user_code and case.sizes_among(2)]
-_columns.append(Column("paral_tp", SplitsSmallLayers, ranks_per_sample=2))
+_columns.append(Column("paral_tp", SplitsEveryLayer, ranks_per_sample=2))
 _columns.append(
     Column(
         "paral_pp",

@@ -45,8 +45,8 @@ which is one process.
 `paral_zero3` is run with `stage3_param_persistence_threshold=0`, so that all parameters are partitioned; "defaults"
 leaves those below 100,000 elements whole. Rows marked *resumed* save after an epoch, load into a new module and go on.
 
-Under `paral_tp`, two tensor ranks split even the smallest layers. Under `paral_pp`, two stages divide each batch into
-two micro-batches.
+Under `paral_tp`, two tensor ranks split each layer whose features they divide. Under `paral_pp`, two stages divide each
+batch into two micro-batches.
 
 `tests/contract/test_user_code.py` runs the cells. `python -m tests.contract.user_code --write` writes this page; with
 `--only-new` it runs only cells that are not on it.

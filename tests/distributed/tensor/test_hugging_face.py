@@ -26,6 +26,20 @@ class ExampleGPT(GPT):
         """Log nothing."""
 
 
+class UsesAttentions(LanguageModel):
+    """Its loss depends on the weights of the attentions, of which a rank has some of the heads."""
+
+    def __init__(self) -> None:
+        super().__init__("llama", False)
+        self.model.set_attn_implementation("eager")
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        outputs = self.model(input_ids=batch, labels=batch, output_attentions=True)
+        first, *_ = outputs.attentions
+        assert first.shape == (len(batch), 4, LENGTH, LENGTH)
+        return outputs.loss + first[..., 0].square().sum(1).mean()
+
+
 class Held(Callback):
     """Counts the elements of split parameters, and those of them that this rank holds."""
 
@@ -36,7 +50,8 @@ class Held(Callback):
 
 
 def make(kind: str, tied: bool) -> LightningModule:
-    module = ExampleGPT() if kind == "gpt" else LanguageModel(kind, tied)
+    own = {"gpt": ExampleGPT, "attentions": UsesAttentions}
+    module = own[kind]() if kind in own else LanguageModel(kind, tied)
     return module.double()  # in fp32, AdamW turns the rounding of gradients that are zero into steps
 
 
@@ -54,7 +69,7 @@ def split(world_size: int, kind: str, tied: bool, num_tensor_ranks: int) -> tupl
 @pytest.mark.parametrize(
     ("kind", "tied", "world_size", "num_tensor_ranks"),
     [
-        *((kind, False, 2, 2) for kind in ("gpt", "llama", "qwen3", "gpt2", "bert", "t5")),
+        *((kind, False, 2, 2) for kind in ("gpt", "llama", "attentions", "qwen3", "gpt2", "bert", "t5")),
         *((kind, True, 2, 2) for kind in ("llama", "qwen3", "gpt2", "bert", "t5")),
         *((kind, True, 4, 2) for kind in ("llama", "qwen3", "t5")),
         *((kind, False, 4, 4) for kind in ("gpt", "gpt2", "bert")),

@@ -69,7 +69,7 @@ ALL = {"twice": "colwise", "alone": "rowwise"}
         (2, SplitLayers, {"tensor_parallel": 2, "plan": {"twice": "columns"}}, "colwise"),
         (2, SplitLayers, {"tensor_parallel": 2, "plan": {"first": "rowwise"}}, "do not divide its 5 input features"),
         (2, DependsOnTheRank, {"tensor_parallel": 2, "plan": ALL}, "Splitting the layers of DependsOnTheRank changes"),
-        (2, UsesWeightDirectly, {"tensor_parallel": 2, "plan": ALL}, "its weight is used outside of its forward"),
+        (2, UsesWeightDirectly, {"tensor_parallel": 2, "plan": ALL}, "without this layer"),
         (2, IsSplitAlready, {"tensor_parallel": 2, "plan": {"own": "colwise"}}, "own"),
         (2, IsCompiled, {"tensor_parallel": 2, "sequence_parallel": True}, "compiled modules, such as blocks.1"),
         (1, SplitLayers, {"sequence_parallel": True}, "but tensor_parallel=1"),

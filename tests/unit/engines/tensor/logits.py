@@ -10,11 +10,12 @@ from torch import Tensor
 
 from lightning_paral.engines.tensor import collectives
 from lightning_paral.engines.tensor.collectives import own_range
-from lightning_paral.engines.tensor.logits import SplitLogits
+from lightning_paral.engines.tensor.layout import Layout
+from lightning_paral.engines.tensor.split_tensor import SplitTensor
 
 OnRanks = Callable[..., list[Any]]
-SIZES = (2, 7, 8)
-"""Numbers of classes. Divided by 3 ranks, parts are equal, shorter or empty."""
+SIZES = (3, 7, 8)
+"""Numbers of classes. Divided by 3 ranks, parts are equal or shorter."""
 
 
 @contextmanager
@@ -43,10 +44,10 @@ def pair(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int =
     return split((3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype))
 
 
-def split(values: Tensor) -> tuple[Tensor, Tensor, SplitLogits]:
+def split(values: Tensor) -> tuple[Tensor, Tensor, SplitTensor]:
     shape, whole = values.shape, values.clone().requires_grad_()
     local = values[..., own_range(shape[-1], dist.group.WORLD)].clone().requires_grad_()
-    return whole, local, SplitLogits.of(local, shape[-1], dist.group.WORLD)
+    return whole, local, SplitTensor.of(local, Layout(values.ndim - 1, shape[-1:]), dist.group.WORLD)
 
 
 def own(full: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """Functions on activations of which each rank has some of the heads equal those on whole activations."""
 
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,29 +9,23 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from lightning_paral.engines.tensor.activations import SplitActivation
 from lightning_paral.engines.tensor.layout import Layout, own_parts
+from lightning_paral.engines.tensor.split_tensor import SplitTensor
 from tests.unit.engines.tensor.logits import OnRanks, Same, Square, counted
 
 BATCH, LENGTH, HEADS, SIZE = 2, 3, 4, 6
 WIDTH = HEADS * SIZE
 
 
-class Streams:
-    @contextmanager
-    def own_draws(self) -> Any:
-        yield
-
-
 def values(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def pair(shape: tuple[int, ...], layout: Layout) -> tuple[Tensor, Tensor, SplitActivation]:
+def pair(shape: tuple[int, ...], layout: Layout) -> tuple[Tensor, Tensor, SplitTensor]:
     """Return the same activations twice: whole leaf, split leaf, split activations."""
     whole = values(*shape).requires_grad_()
     local = own_parts(whole.detach(), layout, dist.group.WORLD).clone().requires_grad_()
-    return whole, local, SplitActivation.of(local, layout, dist.group.WORLD, Streams())
+    return whole, local, SplitTensor.of(local, layout, dist.group.WORLD)
 
 
 def heads(x: Tensor) -> Tensor:
@@ -79,6 +72,7 @@ ON_HEADS: dict[str, Callable[[Any], Any]] = {
     "rotary": lambda x: rotated(heads(x)),
     "complex": lambda x: as_complex(heads(x)),
     "bias": lambda x: heads(x) + BIAS,
+    "bias twice": lambda x: torch.addcmul(heads(x), BIAS, BIAS),
     "mask": lambda x: torch.where(MASK, heads(x), 0.5).masked_fill(~MASK, 0.25),
     "number": lambda x: (2 - heads(x) / 3) ** 2,
     "softmax": lambda x: heads(x).softmax(-1) + F.softmax(heads(x), dim=2),
@@ -112,6 +106,9 @@ NEEDS_ALL: dict[str, Callable[[Any], Any]] = {
     "matmul": lambda x: x @ values(WIDTH, 2),
     "flip": lambda x: heads(x).flip(1),
     "norm": lambda x: F.layer_norm(x, (WIDTH,)),
+    "attention of positions": lambda x: F.scaled_dot_product_attention(*[heads(x).transpose(1, 2)] * 3, is_causal=True),
+    "triangle": lambda x: heads(x).transpose(1, 2).tril(),
+    "repeat": lambda x: heads(x).repeat(1, 2, 1, 1),
 }
 
 
@@ -125,7 +122,7 @@ def compare(function: Callable[[Any], Any], layout: Layout, shape: tuple[int, ..
     expected, found = ([each] if isinstance(each, Tensor) else each for each in (expected, found))
     for one, other in zip(expected, found, strict=True):
         assert other.shape == one.shape
-        full = other.full() if isinstance(other, SplitActivation) else other
+        full = other.full() if isinstance(other, SplitTensor) else other
         torch.testing.assert_close(full, one)
     weights = [values(*each.shape, seed=9) for each in expected]
     sum((each.double() * weight).sum() for each, weight in zip(expected, weights, strict=True)).backward()

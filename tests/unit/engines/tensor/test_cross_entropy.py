@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from lightning_paral.engines.tensor.logits import SplitLogits
+from lightning_paral.engines.tensor.split_tensor import SplitTensor
 from tests.unit.engines.tensor.logits import SIZES, OnRanks, counted, own, pair, split, targets
 
 IGNORED = 1
@@ -81,7 +81,7 @@ def collectives_of_losses() -> list[list[str]]:
         with counted() as calls:
             shifted = logits[:, :-1, :].contiguous().float()
             flat = shifted.view(-1, shifted.size(-1))
-            assert type(flat) is SplitLogits
+            assert type(flat) is SplitTensor
             F.cross_entropy(flat, targets(7, (6,)), label_smoothing=smoothing).backward()
         found.append(calls)
     return found

@@ -7,7 +7,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from lightning_paral.engines.tensor.collectives import own_range
-from lightning_paral.engines.tensor.embedding import after, before, local_padding_idx
+from lightning_paral.engines.tensor.layers import local_padding_idx, own_rows_of_ids, rows_of_ids
 from tests.unit.engines.tensor.logits import SIZES, OnRanks, targets
 
 
@@ -21,9 +21,9 @@ def compare_embeddings(padding_idx: int | None, dtype: torch.dtype) -> None:
             ids = targets(size, shape)
             whole.weight.grad = weight.grad = None
             expected = whole(ids)
-            local_ids, is_elsewhere = before(ids, rows, size)
+            local_ids, is_elsewhere = own_rows_of_ids(ids, rows, size)
             found = F.embedding(local_ids, weight, local_padding_idx(padding_idx, rows))
-            found = after(found, is_elsewhere, dist.group.WORLD)
+            found = rows_of_ids(found, is_elsewhere, dist.group.WORLD)
             assert torch.equal(found, expected)
             scale = torch.arange(expected.numel(), dtype=dtype).reshape(expected.shape)
             (expected * scale).sum().backward()
@@ -31,7 +31,7 @@ def compare_embeddings(padding_idx: int | None, dtype: torch.dtype) -> None:
             assert torch.equal(weight.grad, whole.weight.grad[rows])
         for wrong in (-1, size):
             with pytest.raises(IndexError, match=f"index {wrong} is out of range for an embedding with {size} rows"):
-                before(torch.tensor([0, wrong]), rows, size)
+                own_rows_of_ids(torch.tensor([0, wrong]), rows, size)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -9,7 +9,7 @@ import yaml
 
 from lightning_paral.cli.plan import plan_command
 
-ROOT = Path(__file__).parents[5]
+ROOT = Path(__file__).parents[4]
 
 
 def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -20,8 +20,8 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "GPT, 4 tensor ranks: parameters of 3.33 MiB, 911 KiB per rank" in lines
     assert "byte_embedding vocab 128 KiB 32.0 KiB" in lines
-    assert "blocks.*.query_key_value (4) colwise split 768 KiB 192 KiB" in lines
-    assert "blocks.*.feed_forward.1 (4) colwise split 1.01 MiB 258 KiB" in lines
+    assert "blocks.*.query_key_value (4) colwise 768 KiB 192 KiB" in lines
+    assert "blocks.*.feed_forward.1 (4) colwise 1.01 MiB 258 KiB" in lines
     assert "blocks.*.feed_forward.3 (4) rowwise 1.00 MiB 258 KiB" in lines
     assert "position_embedding it has only 128 rows 64.0 KiB" in lines
     assert "Other parameters, such as those of norms, stay whole: 9.00 KiB." in lines

@@ -1,4 +1,4 @@
-"""The layers of a module that can be split, and why others cannot."""
+"""The layers of a module that can be split, those that share parameters, and why others cannot be split."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -101,6 +101,8 @@ def _refusal(part: Module, layer: Layer, parent: Module | None) -> str | None:
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(part, option):
                 return f"it is an embedding with {option}={getattr(part, option)}"
+    if any(hooks_in(part, table) for table in ALL if table not in FORWARD):
+        return "a hook sees the gradients of its inputs"
     if isinstance(parent, MultiheadAttention):
         return "nn.MultiheadAttention uses its weight directly"
     if isinstance(parent, TransformerEncoderLayer):
@@ -124,6 +126,41 @@ def _shape(layer: Layer) -> tuple[int, int]:
     return (layer.num_inputs, layer.num_outputs) if layer.is_transposed else (layer.num_outputs, layer.num_inputs)
 
 
-def has_backward_hooks(part: Module) -> bool:
-    """Return whether a hook sees the gradients of the inputs or outputs of `part`."""
-    return any(hooks_in(part, table) for table in ALL if table not in FORWARD)
+@dataclass(frozen=True, kw_only=True)
+class Tie:
+    """Modules that share a parameter."""
+
+    layers: tuple[str, ...]
+    """The names of the layers among them."""
+    others: tuple[str, ...]
+    """The names of other parameters that are the same tensor."""
+    is_weight: bool
+    """Whether all of them share their weight, not a bias."""
+
+    def allows_vocab(self, layers: Mapping[str, Layer]) -> bool:
+        """Return whether all owners can have the same rows."""
+        same = len({layers[name].num_outputs for name in self.layers}) == 1
+        return (
+            self.is_weight and not self.others and same and not any(layers[name].is_transposed for name in self.layers)
+        )
+
+
+def find_ties(module: Module, layers: Mapping[str, Layer]) -> list[Tie]:
+    """Return the shared parameters of which a layer is an owner."""
+    owners: dict[int, list[tuple[str, str]]] = {}
+    for name, part in module.named_modules():
+        for attribute, parameter in own_parameters(part).items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((name, attribute))
+    ties = []
+    for found in owners.values():
+        names = tuple(name for name, _ in found if name in layers)
+        if len(found) > 1 and names:
+            ties.append(
+                Tie(
+                    layers=names,
+                    others=tuple(f"{name}.{attribute}".lstrip(".") for name, attribute in found if name not in layers),
+                    is_weight=all(attribute == "weight" for _, attribute in found),
+                )
+            )
+    return ties
