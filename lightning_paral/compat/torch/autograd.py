@@ -1,6 +1,6 @@
-"""Autograd: the end of backward passes, derivatives that code computes, hooks and versions of tensors."""
+"""Autograd: the end of backward passes, transforms, hooks and versions of tensors."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -10,7 +10,6 @@ from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 from torch.autograd import Variable, forward_ad
 
 from lightning_paral.compat.private_name import Names
-from lightning_paral.compat.torch.patches import replace_attributes
 
 __all__ = [
     "DisableTorchFunction",
@@ -23,17 +22,14 @@ NAMES: Names = {
         "_backward_hooks": "call hooks of sharded parameters when the unsharded parameters get their gradients",
         "_post_accumulate_grad_hooks": "reject hooks on parameters that would never be called",
         "_base": "recognize that FSDP2 asks whether a tensor is a view",
-        "_is_zerotensor": "leave out tangents without memory where tensors are found by their memory",
     },
     "torch._C": {
         "DisableTorchFunctionSubclass": "run torch's own operations inside __torch_function__",
         "DisableTorchFunction": "run operations that our TorchFunctionMode must not intercept",
     },
     "torch.autograd.Variable": {"_execution_engine": "run a callback when a backward pass ends"},
-    "torch.autograd": {"_engine_run_backward(t_outputs)": "check which gradients the code of a step asks for"},
     "torch._C._functorch": {
         "peek_interpreter_stack": "refuse transforms of torch.func around the layers of a pipeline",
-        "is_functorch_wrapped_tensor": "leave out tensors without memory where others are found by their memory",
     },
     "torch.autograd.forward_ad": {"_current_level": "refuse forward-mode AD around the layers of a pipeline"},
 }
@@ -73,30 +69,9 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-# Notice derivatives that code computes: backward passes, transforms of `torch.func`, and forward-mode AD
-
-_INPUTS = 3  # the position of the inputs, which follow grad_outputs, retain_graph and create_graph
-
-
-def check_backward_passes(check: Callable[[Sequence[Any], Sequence[Any]], None]) -> Callable[[], None]:
-    """Call `check(outputs, inputs)` before each backward pass, and return a function that undoes this.
-
-    Outputs and inputs are tensors or `GradientEdge`s. `inputs` is empty if gradients of all leaves are computed.
-    """
-    original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-
-    def run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        check(t_outputs, args[_INPUTS] or ())
-        return original(t_outputs, *args, **kwargs)
-
-    return replace_attributes(torch.autograd, {"_engine_run_backward": run_backward})
+# Notice transforms of `torch.func`, and forward-mode AD
 
 
 def is_in_transform() -> bool:
     """Return whether the running code is inside a transform of `torch.func`, or a level of forward-mode AD."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-
-
-def is_of_transform(tensor: Tensor) -> bool:
-    """Return whether `tensor` is one without memory, which a transform or forward-mode AD has created."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor) or bool(tensor._is_zerotensor())

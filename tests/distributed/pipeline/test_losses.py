@@ -188,8 +188,8 @@ def test_means_over_samples_of_random_numbers_are_not_refused(on_ranks) -> None:
 
 
 def test_state_of_batches_is_named(on_ranks) -> None:
-    kept = "Remembers.training_step keeps state of a batch for the next step, such as a hidden state in an attribute"
-    assert all(kept in each and "Set micro_batches=1" in each for each in on_ranks(2, outcome, Remembers))
+    depends = "it depends on the batch before, such as by a hidden state or a counter in an attribute"
+    assert all(depends in each and "Set micro_batches=1" in each for each in on_ranks(2, outcome, Remembers))
 
 
 class Averages(Padded):
