@@ -116,16 +116,14 @@ def ends_of(units: Units, first: Sequence[str], last: Sequence[str]) -> list[End
 
 
 def _check_not_shared(end: End, root: Module) -> None:
-    inside, own = set(end.module.modules()), set(end.module.parameters())
-    for name, part in root.named_modules():
-        for key, parameter in own_parameters(part).items():
-            if part not in inside and parameter in own:
-                within = next(each for each, value in end.module.named_parameters() if value is parameter)
-                raise ConfigurationError(
-                    f"{end.option} names {end.name!r}, but its parameter {within!r} is also "
-                    f"{'.'.join(filter(None, (name, key)))!r}, which other stages may use. Leave {end.name!r} out of "
-                    f"{end.option}, so that all stages have it."
-                )
+    inside = set(end.module.modules())
+    elsewhere = {each for part in root.modules() if part not in inside for each in own_parameters(part).values()}
+    shared = next((name for name, each in end.module.named_parameters() if each in elsewhere), None)
+    if shared is not None:
+        raise ConfigurationError(
+            f"{end.option} names {end.name!r}, but its parameter {shared!r} is also that of a module outside of it, "
+            f"which other stages may use. Leave {end.name!r} out of {end.option}, so that all stages have it."
+        )
 
 
 @dataclass(frozen=True)

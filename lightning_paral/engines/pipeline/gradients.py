@@ -59,6 +59,8 @@ class StageGradients:
         """Shards, with the full gradients that this rank has computed."""
         self.accumulates = False
         """Whether `finish` leaves averaging over the data ranks to that of a later backward pass."""
+        self.are_read_while_accumulating = False
+        """Whether hooks may read them then. `finish` averages them over the stages in that case."""
 
     def set_aside(self) -> None:
         """Remove all gradients, so that a step begins without any. In a step, shards get none."""
@@ -115,6 +117,8 @@ class StageGradients:
     def finish(self) -> None:
         """Give shards the gradients that `deposit` has kept, and average gradients.
 
+        While gradients accumulate, average them over the stages only, if hooks may read them.
+
         *Collective* over the world. Call it after the backward pass of the step's loss: shards get gradients only then,
         because ranks with different numbers of samples have different factors.
         """
@@ -122,6 +126,8 @@ class StageGradients:
             self._shards.scatter(self._to_scatter)
         if not self.accumulates:
             self._reduce()
+        elif self.are_read_while_accumulating and self._groups is not None:
+            _average(self._outside, self._dims.pipeline, self._groups.values)
 
     def _reduce(self) -> None:
         """Average the gradients over the data ranks, and those outside of the chain also over the stages. *Collective*.

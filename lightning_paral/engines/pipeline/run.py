@@ -33,6 +33,7 @@ from lightning_paral.engines.pipeline.schedule import idle_fraction, passes_of_s
 from lightning_paral.engines.pipeline.step_check import StepCheck
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.deferred.construction import DeferredConstruction
+from lightning_paral.model.user_hooks import has_hook
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,11 @@ Step = Callable[..., Any]
 _CHECKED_STEPS = (0, 1, 2, 4)
 """Numbers of optimizer steps after which a training step is checked."""
 _NUM_COMPARED = 8
+_READING_HOOKS = (
+    *("on_before_backward", "on_after_backward", "on_train_batch_start", "on_train_batch_end"),
+    *("on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end"),
+)
+"""Hooks between the batches of an accumulation window, whose gradients they may read."""
 
 
 class PipelineRun:
@@ -116,6 +122,7 @@ class PipelineRun:
         self.is_fit = True
         inside, outside = self.parameters.inside, self.parameters.outside
         self.gradients = StageGradients(inside, outside, self.dims, self._groups, self.device, self._shards)
+        self.gradients.are_read_while_accumulating = has_hook(self.module, _READING_HOOKS)
         self._known = set(self.module.parameters())
         self._batch_norms = batch_norms_of(self.module) if self._num_micro_batches > 1 else {}
 

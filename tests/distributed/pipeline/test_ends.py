@@ -197,7 +197,7 @@ def refusal(use: Any, options: dict[str, Any]) -> str:
         (gives_to_second, ENDS, "NaN on the first samples, and blocks.2 is the first to return NaN"),
         (penalizes, ENDS, "first.inner.weight"),
         (CopiesHead, ENDS, "A module cannot be copied while it is divided"),
-        (TiesEnds, ENDS, "last_stage names 'head', but its parameter '1.weight' is also 'out.weight', which other"),
+        (TiesEnds, ENDS, "last_stage names 'head', but its parameter '1.weight' is also that of a module outside"),
         (HasEnds, {"first_stage": ["embed"]}, "has no such submodule. Give dotted names"),
         (HasEnds, {"first_stage": ["blocks.0"]}, "'blocks.0', which overlaps with the unit 'blocks.0'"),
         (HasEnds, {"first_stage": ["first"], "last_stage": ["first.inner"]}, "overlaps with 'first' of first_stage"),
