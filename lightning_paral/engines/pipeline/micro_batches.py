@@ -8,13 +8,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_paral.compat.torch.tensors import divisor_of
-from lightning_paral.distributed.rng_state import (
-    derive_seed,
-    digest_of_torch_state,
-    seed_torch,
-    set_torch_states,
-    torch_states,
-)
+from lightning_paral.distributed.rng_state import derive_seed, seed_torch, set_torch_states, torch_states
 
 
 class MicroBatchWeights:
@@ -71,29 +65,29 @@ class RandomStreams:
         self._module = module
         self._stage = stage
         self._micro_batch = 0
-        self._before = b""
         self.is_watching = False
-        """Set it to note in `has_drawn` whether passes draw numbers."""
+        """Set it to note in `has_drawn` whether units draw numbers."""
         self.has_drawn = False
 
     @contextmanager
     def of_pass(self, micro_batch: int) -> Iterator[None]:
         """Run the forward pass of a micro-batch in the block."""
         self._micro_batch = micro_batch
-        self._note_draws()
         with ExitStack() as self._until_end:
             yield
-            self._note_draws(self._before)
 
     def enter_units(self) -> None:
         """Let the units of this stage draw other numbers than those of other stages, until the pass ends."""
-        self._note_draws(self._before)
         self._until_end.callback(set_torch_states, torch_states())
         drawn = int(torch.randint(2**63 - 1, (), device="cpu"))
         seed_torch(derive_seed(drawn, self._stage, self._module.trainer.fit_loop.total_batch_idx, self._micro_batch))
-        self._note_draws()
-
-    def _note_draws(self, before: bytes | None = None) -> None:
         if self.is_watching:
-            self._before = digest_of_torch_state()
-            self.has_drawn |= before is not None and before != self._before
+            self._until_end.callback(self._note_draws, generators_of_torch())
+
+    def _note_draws(self, before: list[bytes]) -> None:
+        self.has_drawn |= generators_of_torch() != before
+
+
+def generators_of_torch() -> list[bytes]:
+    """Return the states of torch's global generators, which can be compared."""
+    return [state.numpy().tobytes() for state in torch_states()]

@@ -21,7 +21,7 @@ from lightning_paral.distributed.exchange import gather_objects
 from lightning_paral.engines.pipeline.boundaries import PipelineGroups
 from lightning_paral.engines.pipeline.calls import UnitCalls
 from lightning_paral.engines.pipeline.elsewhere import is_elsewhere
-from lightning_paral.engines.pipeline.micro_batches import MicroBatchWeights, RandomStreams
+from lightning_paral.engines.pipeline.micro_batches import MicroBatchWeights, RandomStreams, generators_of_torch
 from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.model.units import Unit
 
@@ -122,7 +122,7 @@ class StepCheck:
         if fault is not None:
             raise ConfigurationError(f"{self._step} {fault}")
         losses, weights = next((each.losses, each.weights) for each in stages if each.losses)
-        if is_first and math.isnan(losses[0]):
+        if is_first and self._groups is not None and math.isnan(losses[0]):
             self._refuse_nan([each.first_nan for each in stages if each.first_nan is not None])
         if not singles:
             return False
@@ -243,7 +243,7 @@ def _changed(before: dict[str, list[float]], after: dict[str, list[float]]) -> s
 
 
 def _generators() -> bytes:
-    return pickle.dumps((np.random.get_state(), random.getstate()))
+    return pickle.dumps((generators_of_torch(), np.random.get_state(), random.getstate()))
 
 
 @contextmanager
