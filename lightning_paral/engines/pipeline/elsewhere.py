@@ -15,7 +15,10 @@ from lightning_paral.checkpoint.shards import FlatShard
 from lightning_paral.errors import ConfigurationError
 
 _DATA: Any = Tensor.data
-_LIBRARIES = ("lightning", "pytorch_lightning", "torch.nn.modules", "torch.nn.parameter", "torch.optim", "torch.amp")
+_LIBRARIES = (
+    *("lightning.", "pytorch_lightning.", "lightning_paral."),
+    *("torch.nn.modules.", "torch.nn.parameter.", "torch.optim.", "torch.amp."),
+)
 """What may read gradients: it skips parameters without one, and computes nothing over all of them."""
 _OF_USERS = "lightning.pytorch.utilities.grads"
 """A module of Lightning for user code, whose results are about all parameters that it gets."""
@@ -147,5 +150,5 @@ def _is_of_user(frame: FrameType) -> bool:
     while frame.f_code.co_name.startswith("<") and frame.f_back is not None:  # a comprehension
         frame = frame.f_back
     name = str(frame.f_globals.get("__name__", ""))
-    is_of_library = name.startswith(_LIBRARIES) and name != _OF_USERS
+    is_of_library = f"{name}.".startswith(_LIBRARIES) and name != _OF_USERS
     return not is_of_library and not isinstance(frame.f_locals.get("self"), Optimizer)
