@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_paral.checkpoint.dtensor_chunks import chunk_of_dtensor, writes_chunk
 from lightning_paral.checkpoint.layout import Chunk, chunks_of_flat_range, full_chunk
-from lightning_paral.compat.torch.tensors import WithoutMemory, without_memory
+from lightning_paral.compat.torch.tensors import WithoutMemory, tree_leaves, without_memory
 from lightning_paral.errors import CheckpointError
 
 
@@ -121,7 +121,7 @@ class FlatShard(WithoutMemory):
         kwargs = kwargs or {}
         shard = args[0]
         if func not in _ELEMENTWISE or not isinstance(shard, FlatShard) or any(_has_dims(other) for other in args[1:]):
-            described = next((each.description for each in args if isinstance(each, FlatShard)), "")
+            described = next((each.description for each in tree_leaves(args) if isinstance(each, FlatShard)), "")
             raise _cannot(str(func), described)
         kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
         read, rest = shard.read, args[1:]

@@ -11,8 +11,8 @@ LARGE_BYTES = 1024 * 1024
 
 
 @torch.no_grad()
-def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Broadcast `tensors` from the first rank of `group` to its other ranks, in place. *Collective* over `group`.
+def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None, source: int = 0) -> None:
+    """Broadcast `tensors` from rank `source` of `group` to its other ranks, in place. *Collective* over `group`.
 
     Tensors are sent as bytes, so that tensors of different dtypes can share a message. As under DDP, version counters
     do not change, so the backward pass of an earlier forward pass can still run.
@@ -20,11 +20,12 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None)
     Args:
         tensors: tensors with the same shapes, dtypes and device types, in the same order, on all ranks.
         group: the ranks that take part; `None` for all ranks.
+        source: the rank in `group` that has the values.
     """
     for bucket in _buckets(tensors):
         flat = _as_bytes(bucket[0]) if len(bucket) == 1 else torch.cat([_as_bytes(tensor) for tensor in bucket])
-        dist.broadcast(flat, group_src=0, group=group)
-        if dist.get_rank(group) == 0:
+        dist.broadcast(flat, group_src=source, group=group)
+        if dist.get_rank(group) == source:
             continue
         parts = torch.split(flat, [tensor.numel() * tensor.element_size() for tensor in bucket])
         for tensor, part in zip(bucket, parts, strict=True):

@@ -2,7 +2,6 @@
 
 import pickle
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -47,20 +46,12 @@ class Channel:
         group: a process group that only this direction uses: NCCL matches messages by their order.
         peer: the global rank at the other end.
         device: the device of the tensors on this rank.
-        waiting: returns a context that is entered while this rank waits for tensors.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        peer: int,
-        device: torch.device,
-        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
         self._group = group
         self._peer = peer
         self._device = device
-        self._waiting = waiting
         self._description = b""
         self._values: Any = None
         self._unfinished: list[tuple[dist.Work, Tensor]] = []
@@ -133,10 +124,9 @@ class Channel:
         return self._post_receives([spec.empty(self._device) for spec in specs])
 
     def _receive(self, tensors: list[Tensor]) -> list[Tensor]:
-        with self._waiting():
-            for tensor in tensors:
-                if tensor.numel():
-                    dist.recv(tensor.view(-1).view(torch.uint8), self._peer, group=self._group)
+        for tensor in tensors:
+            if tensor.numel():
+                dist.recv(tensor.view(-1).view(torch.uint8), self._peer, group=self._group)
         return tensors
 
     def _post_receives(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
@@ -144,10 +134,9 @@ class Channel:
         works = [dist.irecv(each, self._peer, group=self._group) for each in flat]
 
         def wait() -> list[Tensor]:
-            with self._waiting():
-                for work in works:
-                    assert work is not None
-                    work.wait()
+            for work in works:
+                assert work is not None
+                work.wait()
             return tensors
 
         return wait

@@ -16,19 +16,17 @@ from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.fsdp.optimizers import check_optimizers
 from lightning_paral.engines.fsdp.step_shards import StepShards
 from lightning_paral.engines.fsdp.units import local_replicas
-from lightning_paral.engines.pipeline.checks import (
-    check_before_fit,
-    refusing_several_optimizers,
-    warn_of_own_optimizer,
-    warn_of_repeated_predictions,
-)
 from lightning_paral.engines.pipeline.division import chain_of
-from lightning_paral.engines.pipeline.elsewhere import is_elsewhere
+from lightning_paral.engines.pipeline.elsewhere import is_elsewhere, watch_state
 from lightning_paral.engines.pipeline.gradients import StageGradients
-from lightning_paral.engines.pipeline.optimizer_state import watch_state
 from lightning_paral.engines.pipeline.options import PipelineOptions
 from lightning_paral.engines.pipeline.parameters import without_elsewhere
 from lightning_paral.engines.pipeline.precision import StageClipping, stage_precision
+from lightning_paral.engines.pipeline.refusals import (
+    check_before_fit,
+    warn_of_own_optimizer,
+    warn_of_repeated_predictions,
+)
 from lightning_paral.engines.pipeline.run import PipelineRun
 from lightning_paral.engines.pipeline.state import EndedPipelineState, PipelineState
 from lightning_paral.model.deferred.construction import DeferredConstruction
@@ -127,6 +125,7 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
             self._engine.start_fit()
             self._set_clipped(self._engine.gradients)
             self.setup_optimizers(trainer)
+            self._engine.know_optimizers(self.optimizers)
             if self._shards is not None:
                 shards = self._shards
                 flush = shards.writes.access.flush
@@ -141,21 +140,15 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
         if shards is not None:
             shards.set_units(run.division.units)
         if not self._has_printed_units:
-            rank_zero_info(str(run.division))
+            rank_zero_info(str(run))
             self._has_printed_units = True
         self._pipeline = run  # set before dividing, so that the teardown restores a module that is partly divided
         run.divide()
         self._deferred = None
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Create the optimizer and its schedulers. *Collective* over the world.
-
-        Raises:
-            ConfigurationError: there are several optimizers.
-        """
-        assert self.lightning_module is not None
-        with refusing_several_optimizers(self.lightning_module):
-            super().setup_optimizers(trainer)
+        """Create the optimizer and its schedulers. *Collective* over the world."""
+        super().setup_optimizers(trainer)
         if self.dims.pipeline > 1:
             for optimizer in self.optimizers:
                 warn_of_own_optimizer(optimizer)
@@ -179,22 +172,22 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the passes of all micro-batches, and return the mean loss on all stages. *Collective* over the world."""
-        with self._engine.training_step():
+        with self._engine.replacing_step("training_step"):
             return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the validation step, each stage its own units. *Collective* over the world."""
-        with self._engine.evaluation_step("validation_step"):
+        with self._engine.replacing_step("validation_step"):
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the test step, each stage its own units. *Collective* over the world."""
-        with self._engine.evaluation_step("test_step"):
+        with self._engine.replacing_step("test_step"):
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the predict step, each stage its own units. *Collective* over the world."""
-        with self._engine.evaluation_step("predict_step"):
+        with self._engine.replacing_step("predict_step"):
             return super().predict_step(*args, **kwargs)
 
     # Sampler injection: `ParalStrategy`.

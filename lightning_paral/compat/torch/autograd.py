@@ -1,4 +1,4 @@
-"""Autograd: the end of backward passes, derivatives that code computes, hooks and versions of tensors."""
+"""Autograd: the begin and end of backward passes, transforms, hooks and versions of tensors."""
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -23,17 +23,15 @@ NAMES: Names = {
         "_backward_hooks": "call hooks of sharded parameters when the unsharded parameters get their gradients",
         "_post_accumulate_grad_hooks": "reject hooks on parameters that would never be called",
         "_base": "recognize that FSDP2 asks whether a tensor is a view",
-        "_is_zerotensor": "leave out tangents without memory where tensors are found by their memory",
     },
     "torch._C": {
         "DisableTorchFunctionSubclass": "run torch's own operations inside __torch_function__",
         "DisableTorchFunction": "run operations that our TorchFunctionMode must not intercept",
     },
     "torch.autograd.Variable": {"_execution_engine": "run a callback when a backward pass ends"},
-    "torch.autograd": {"_engine_run_backward(t_outputs)": "check which gradients the code of a step asks for"},
+    "torch.autograd": {"_engine_run_backward(t_outputs)": "hide the gradients of shards from backward passes"},
     "torch._C._functorch": {
         "peek_interpreter_stack": "refuse transforms of torch.func around the layers of a pipeline",
-        "is_functorch_wrapped_tensor": "leave out tensors without memory where others are found by their memory",
     },
     "torch.autograd.forward_ad": {"_current_level": "refuse forward-mode AD around the layers of a pipeline"},
 }
@@ -73,7 +71,7 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-# Notice derivatives that code computes: backward passes, transforms of `torch.func`, and forward-mode AD
+# Notice backward passes, transforms of `torch.func`, and forward-mode AD
 
 _INPUTS = 3  # the position of the inputs, which follow grad_outputs, retain_graph and create_graph
 
@@ -106,8 +104,3 @@ def check_backward_passes(
 def is_in_transform() -> bool:
     """Return whether the running code is inside a transform of `torch.func`, or a level of forward-mode AD."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-
-
-def is_of_transform(tensor: Tensor) -> bool:
-    """Return whether `tensor` is one without memory, which a transform or forward-mode AD has created."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor) or bool(tensor._is_zerotensor())

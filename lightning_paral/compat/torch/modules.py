@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
-from types import FrameType
 from typing import Any
 
 from torch import Tensor
@@ -42,7 +41,6 @@ NAMES: Names = {
         "_replicate_for_data_parallel": "copy a module without its parameters",
         "_compiled_call_impl": "recognize modules compiled by module.compile()",
         "_save_to_state_dict(destination, prefix, keep_vars)": "save shards in place of parameters",
-        "_load_from_state_dict(state_dict, prefix, local_metadata, strict)": "recognize loads of state dicts",
         "._metadata": "keep the versions of modules with a state dict",
     },
     "torch.nn.modules.module._WrappedHook": {
@@ -235,11 +233,6 @@ def is_compiled(module: Module) -> bool:
 
 EXTRA_STATE = _EXTRA_STATE_KEY_SUFFIX
 """The suffix of state-dict keys whose values `Module.get_extra_state` returned."""
-
-
-def is_of_load_state_dict(frame: FrameType) -> bool:
-    """Return whether `frame` is that of the method with which `Module.load_state_dict` loads one submodule."""
-    return frame.f_code is Module._load_from_state_dict.__code__
 
 
 def versions_in(state_dict: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:

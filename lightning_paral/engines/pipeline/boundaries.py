@@ -1,22 +1,48 @@
 """Pass activations to the next stage, and their gradients back, within the autograd graphs of the stages."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_paral.comm.channel import Channel, TensorSpec, with_tensors
 from lightning_paral.compat.torch.tensors import tree_flatten, tree_map_only
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.engines.pipeline.derivatives import THROUGH_STAGES
-from lightning_paral.engines.pipeline.groups import PipelineGroups
 from lightning_paral.errors import ConfigurationError
 
-Waiting = Callable[[], AbstractContextManager[None]]
 _PLAIN = bool | int | float | str | None
+
+THROUGH_STAGES = (
+    "The code of a step computes gradients itself, such as by torch.autograd.grad or backward(), which may have to "
+    "pass through units of an earlier stage. In a pipeline, each stage has the graph of its own units only, and the "
+    "backward passes run after the step. A step can compute gradients by what the last unit returns, and by weights "
+    "that are used after it only. For others, train with paral_ddp, or with paral_fsdp if they are not differentiated "
+    "again."
+)
+
+
+class PipelineGroups:
+    """Groups of the ranks of one pipeline, one for each kind of message, so that kinds do not wait for each other.
+
+    They are created for each run. Creating them is *collective* over the pipeline.
+
+    Args:
+        dims: the arrangement of the ranks.
+    """
+
+    def __init__(self, dims: ParallelDims) -> None:
+        self.activations = dims.new_pipeline_group("activations")
+        self.gradients = dims.new_pipeline_group("gradients of activations")
+        self.results = dims.new_pipeline_group("results of steps")
+        self.values = dims.new_pipeline_group("values")
+        """For collectives, such as broadcasts of parameters."""
+
+    def destroy(self) -> None:
+        """Destroy the groups, once everything is received. *Collective* over the pipeline."""
+        for group in (self.activations, self.gradients, self.results, self.values):
+            dist.destroy_process_group(group)
 
 
 class Boundaries:
@@ -26,17 +52,14 @@ class Boundaries:
         dims: the arrangement of the ranks.
         groups: the process groups of the run; `None` if there is one stage.
         device: the device of this rank.
-        waiting: returns a context that is entered while this rank waits for another stage.
     """
 
-    def __init__(
-        self, dims: ParallelDims, groups: PipelineGroups | None, device: torch.device, waiting: Waiting
-    ) -> None:
+    def __init__(self, dims: ParallelDims, groups: PipelineGroups | None, device: torch.device) -> None:
         self.before = self.after = None
         if groups is not None and dims.stage > 0:
-            self.before = _Neighbor(dims, groups, device, dims.stage - 1, waiting)
+            self.before = _Neighbor(dims, groups, device, dims.stage - 1)
         if groups is not None and dims.stage < dims.pipeline - 1:
-            self.after = _Neighbor(dims, groups, device, dims.stage + 1, waiting)
+            self.after = _Neighbor(dims, groups, device, dims.stage + 1)
         self._unanswered: ReceivedTensors | None = None
         self.is_in_backward = False
         """Set it during the backward passes of a step, in which alone gradients are sent."""
@@ -52,19 +75,22 @@ class Boundaries:
                 neighbor.activations.expect(num_micro_batches)
                 neighbor.gradients.expect(num_micro_batches)
 
-    def receive(self) -> Any:
-        """Return the output of the last unit of the stage before."""
+    def receive(self, given: Sequence[Tensor] = ()) -> Any:
+        """Return the output of the last unit of the stage before.
+
+        Args:
+            given: tensors on which it depends on the first stage. Gradients by them, which pass through other stages,
+                are then refused.
+        """
         assert self.before is not None
         values, tensors = self.before.activations.receive()
-        if isinstance(values, _Failure):
-            raise ConfigurationError(values.message)
         specs = [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, TensorSpec)]
         trained = [number for number, spec in enumerate(specs) if spec.requires_grad]
         if trained:  # the stage before awaits gradients, also if the code around this unit computes none
-            given = [tensors[number] for number in trained]
-            received = ReceivedTensors(self.before.gradients, given, lambda: self.is_in_backward)
+            without_graph = [tensors[number] for number in trained]
+            received = ReceivedTensors(self, self.before.gradients, without_graph)
             with torch.enable_grad():
-                received_tensors = _Receive.apply(self._anchor, received)  # type: ignore[no-untyped-call]
+                received_tensors = _Receive.apply(self._anchor, received, *given)  # type: ignore[no-untyped-call]
             for number, tensor in zip(trained, received_tensors, strict=True):
                 tensors[number] = tensor
             self._unanswered = received
@@ -98,11 +124,6 @@ class Boundaries:
         zero: Tensor = _Send.apply(self.after.gradients, *trained)  # type: ignore[no-untyped-call]
         return zero
 
-    def send_failure(self, message: str) -> None:
-        """Make the stage after this one, which waits for the output of this one, raise an error, and so on."""
-        if self.after is not None:
-            self.after.activations.send(_Failure(message))
-
     def take_received(self) -> "ReceivedTensors | None":
         """Return what the last forward pass has received, whose gradients the stage before awaits."""
         received, self._unanswered = self._unanswered, None
@@ -117,30 +138,21 @@ class Boundaries:
         self.expect(0)
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """Is sent instead of an output."""
-
-    message: str
-
-
 class _Neighbor:
     """The channels between this stage and another one, of which each has messages in one direction only."""
 
-    def __init__(
-        self, dims: ParallelDims, groups: PipelineGroups, device: torch.device, stage: int, waiting: Waiting
-    ) -> None:
+    def __init__(self, dims: ParallelDims, groups: PipelineGroups, device: torch.device, stage: int) -> None:
         peer = dims.pipeline_ranks[stage]
-        self.activations = Channel(groups.activations, peer, device, waiting)
-        self.gradients = Channel(groups.gradients, peer, device, waiting)
+        self.activations = Channel(groups.activations, peer, device)
+        self.gradients = Channel(groups.gradients, peer, device)
 
 
 class ReceivedTensors:
     """Tensors from the stage before, which awaits their gradients."""
 
-    def __init__(self, channel: Channel, tensors: list[Tensor], may_send: Callable[[], bool]) -> None:
+    def __init__(self, boundaries: Boundaries, channel: Channel, tensors: list[Tensor]) -> None:
+        self._boundaries = boundaries
         self._channel = channel
-        self._may_send = may_send
         self._specs = [TensorSpec.of(tensor) for tensor in tensors]
         self.tensors = tensors
         self._is_answered = False
@@ -151,7 +163,7 @@ class ReceivedTensors:
         Raises:
             ConfigurationError: the code of the user computes them, inside a step.
         """
-        if not self._may_send():
+        if not self._boundaries.is_in_backward:
             raise ConfigurationError(THROUGH_STAGES)
         self._is_answered = True
         self._channel.send_tensors(gradients)
@@ -164,15 +176,15 @@ class ReceivedTensors:
 
 class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, received: ReceivedTensors) -> Any:
-        ctx.received = received
+    def forward(ctx: Any, anchor: Tensor, received: ReceivedTensors, *given: Tensor) -> Any:
+        ctx.received, ctx.num_given = received, len(given)
         tensors, received.tensors = received.tensors, []
         return tuple(tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ctx.received.answer(gradients)
-        return None, None
+        return None, None, *[None] * ctx.num_given
 
 
 class _Send(torch.autograd.Function):

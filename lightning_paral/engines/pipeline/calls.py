@@ -1,24 +1,26 @@
-"""What calling a unit does on a stage: run it, receive what an earlier stage computed, or leave the step."""
+"""What calling a unit does on a stage: run it, receive what the stage before has computed, or leave the step."""
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn, Protocol
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
+from torch.nn import Module
 
 from lightning_paral.compat.torch.autograd import is_in_transform
 from lightning_paral.compat.torch.modules import subclass_of
-from lightning_paral.engines.pipeline.boundaries import Boundaries
-from lightning_paral.engines.pipeline.derivatives import EarlierStages, refuse_gradients_through_stages
-from lightning_paral.engines.pipeline.ends import NotCopied
+from lightning_paral.compat.torch.tensors import tree_leaves, tree_map_only
+from lightning_paral.engines.pipeline.boundaries import THROUGH_STAGES, Boundaries
+from lightning_paral.engines.pipeline.division import End
 from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.model.units import Unit
 
 Call = Callable[..., Any]
-BEFORE_UNITS = -1
-"""Stands for the modules of `first_stage` where positions of units are given."""
+_UNUSED = "appears to not have been used in the graph"
+"""Of the error of `torch.autograd.grad` if gradients would pass through an earlier stage."""
 
 
 class StageDone(BaseException):
@@ -32,25 +34,12 @@ class StageDone(BaseException):
         self.sent = sent
 
 
-class Observer(Protocol):
-    """Sees the calls of units in one forward pass."""
-
-    def before(self, unit: int) -> None:
-        """Called before a unit of this stage runs."""
-
-    def after(self, unit: int, output: Any) -> Any:
-        """Return what the call of a unit, of this or an earlier stage, returns instead of `output`.
-
-        `BEFORE_UNITS` instead of a unit is a module of `first_stage` that this stage lacks.
-        """
-
-
 class UnitCalls:
     """Replaces the calls of all units of the chain during a run.
 
-    Units must be called once each, in order. On a stage, the first call receives the output of the last unit of the
-    stage before, and the calls of all units of earlier stages return it. The call of the last unit of a stage sends its
-    output and raises `StageDone`, except on the last stage.
+    Units must be called once each, in order. On a stage, the call of the last unit of the stage before returns what was
+    received, and those of earlier units NaN of the same shape. So the loss is NaN if a step uses them. The call of the
+    last unit of a stage sends its output and raises `StageDone`, except on the last stage.
 
     Args:
         units: the units of the chain, in the order in which they are called.
@@ -64,52 +53,34 @@ class UnitCalls:
         self._own = own
         self._boundaries = boundaries
         self._on_first = on_first
-        self._expected: int | None = None
         self._received: Any = None
-        self._observer: Observer | None = None
-        self._has_grad = False
-        self._earlier = EarlierStages(units[: own.start])
+        self._stand_in: Any = None
+        self._has_grad = self._is_checked = False
+        self.next_unit: int | None = None
+        """The position of the unit that is called next; `None` outside of a forward pass."""
+        self.first_nan: int | None = None
+        """In a pass that is checked, the first unit of this stage that has returned NaN."""
         self.is_in_backward = False
         """Set it during backward passes, in which activation checkpointing calls units again."""
 
     def install(self, undo: ExitStack) -> None:
         """Replace the calls until `undo` is closed."""
         for number, unit in enumerate(self._units):
-            original = type(unit.module)
-            unit.module.__class__ = subclass_of(original, _unit_class(self, number), {})
-            undo.callback(setattr, unit.module, "__class__", original)
-        undo.callback(
-            refuse_gradients_through_stages(lambda: self.is_in_pass and not self.is_in_backward, self._earlier)
-        )
+            _replace_call(unit.module, partial(self._call, number), undo)
 
     @contextmanager
-    def forward_pass(self, observer: Observer | None = None) -> Iterator[None]:
-        """Allow one call of each unit inside the block."""
-        self._expected, self._observer = 0, observer
+    def forward_pass(self, *, is_checked: bool = False) -> Iterator[None]:
+        """Allow one call of each unit inside the block.
+
+        Args:
+            is_checked: whether to note units that return NaN, and to refuse gradients through earlier stages.
+        """
+        self.next_unit, self.first_nan, self._is_checked = 0, None, is_checked
         self._has_grad = torch.is_grad_enabled()
         try:
             yield
         finally:
-            self._expected = self._observer = self._received = None
-            self._earlier.clear()
-
-    @property
-    def is_in_pass(self) -> bool:
-        """Whether a forward pass is running."""
-        return self._expected is not None
-
-    @property
-    def next_unit(self) -> int | None:
-        """The position of the unit that is called next; `None` outside of a forward pass."""
-        return self._expected
-
-    def given_to_end(self, arguments: Any) -> None:
-        """Note what a module of `first_stage`, which this stage lacks, is called with."""
-        self._earlier.enter(arguments)
-
-    def returned_by_end(self, output: Any) -> Any:
-        """Return what the call of a module of `first_stage`, which this stage lacks, returns instead of `output`."""
-        return self._observed(BEFORE_UNITS, output)
+            self.next_unit = self._received = self._stand_in = None
 
     def check_complete(self, step: str) -> None:
         """Check inside `forward_pass`, after the step has returned, that all units of this stage were called.
@@ -117,98 +88,158 @@ class UnitCalls:
         Raises:
             ConfigurationError: the step did not call all of them.
         """
-        if self._expected is not None and self._expected < len(self._units):
+        if self.next_unit is not None and self.next_unit < len(self._units):
             raise ConfigurationError(
-                f"{step} ended without calling {self._name(self._expected)}. In a pipeline, every step must call each "
+                f"{step} ended without calling {self._name(self.next_unit)}. In a pipeline, every step must call each "
                 f"of the units {self._name(0)} ... {self._name(len(self._units) - 1)} once, in this order."
             )
 
     def explain(self, step: str, error: Exception) -> str | None:
-        """Return why code between units of earlier stages, whose outputs this stage lacks, may have raised `error`.
+        """Return why code that lacks what earlier stages have may have raised `error`, or `None`.
 
-        `None` if it was raised elsewhere, or if its message says why. Call this inside `forward_pass`.
+        Call this inside `forward_pass`.
         """
-        if isinstance(error, ParalError) or self._expected is None or not 0 < self._expected < self._own.start:
+        if isinstance(error, ParalError) or self.next_unit is None:
             return None
-        before, after, received = map(self._name, (self._expected - 1, self._expected, self._own.start - 1))
+        if _UNUSED in str(error):
+            return THROUGH_STAGES
+        if not 0 < self.next_unit < self._own.start:
+            return None
+        before, after, received = map(self._name, (self.next_unit - 1, self.next_unit, self._own.start - 1))
         return (
             f"{step} failed between {before} and {after}: {type(error).__name__}: {error}. These units are on an "
-            f"earlier stage, so the code between them got the output of {received} on this stage, the only one that it "
-            "receives. If the step works in one process, move this code into a unit, or choose units of which each is "
-            "called with what the one before returns: units=[...]."
+            f"earlier stage, so the code between them got NaN in the shape of what {received} returns, the only output "
+            "that this stage receives. If the step works in one process, move this code into a unit, or choose units "
+            "of which each is called with what the one before returns: units=[...]."
         )
 
-    def call(self, number: int, run: Call, args: Any, kwargs: Any) -> Any:
+    def _call(self, number: int, run: Call, args: Any, kwargs: Any) -> Any:
         """Do what calling unit `number` does on this stage; `run` runs the unit."""
         if self.is_in_backward:
             return run(*args, **kwargs)
-        if self._expected is None:
+        self._check_call(number)
+        if number == 0:
+            self._on_first()
+            if self._own.start > 0:
+                self._receive((args, kwargs))
+        self.next_unit = number + 1
+        if number < self._own.start:
+            return self._received if number == self._own.start - 1 else self._stand_in
+        output = run(*args, **kwargs)
+        if self._is_checked and self.first_nan is None and _has_nan(output):
+            self.first_nan = number
+        if number == self._own.stop - 1 and number < len(self._units) - 1:
+            raise StageDone(self._boundaries.send(output, self._name(number)))
+        return output
+
+    def _receive(self, arguments: Any) -> None:
+        leaves = tree_leaves(arguments) if self._is_checked else []
+        self._received = self._boundaries.receive([each for each in leaves if _requires_grad(each)])
+        if self._own.start > 1:  # a sum, and no new tensor, so that hooks on gradients can be registered
+            self._stand_in = tree_map_only(Tensor, _nan_like, self._received)
+
+    def _check_call(self, number: int) -> None:
+        if self.next_unit is None:
             raise ConfigurationError(
                 f"{self._name(number)} was called outside of a training, validation, test or predict step. Under "
                 "paral_pp it is on one stage only, and stages run their units in steps only. Move the call into a "
                 "step, or train with paral_fsdp."
             )
-        if number != self._expected:
-            self._refuse_order(number)
-        if self._has_grad and not torch.is_grad_enabled() and _is_in_reentrant_checkpoint():
+        if number != self.next_unit:
+            before = f"after {self._name(self.next_unit - 1)}" if self.next_unit else "first"
             raise ConfigurationError(
-                f"{self._name(number)} was called inside torch.utils.checkpoint.checkpoint(use_reentrant=True), which "
-                "computes without gradients at first, so they could not be sent between stages. Set "
-                "use_reentrant=False, or give ParalPipelineStrategy(activation_checkpointing=...)."
+                f"{self._name(number)} was called {before}. In a pipeline, every step must call each of the units "
+                f"{self._name(0)} ... {self._name(len(self._units) - 1)} once, in this order. Choose units that are "
+                "called so with units=[...], or train with paral_fsdp."
+            )
+        if self._has_grad and not torch.is_grad_enabled() and any(map(_requires_grad, self._parameters(number))):
+            raise ConfigurationError(
+                f"{self._name(number)} has trained parameters, but was called without gradients, so none could be sent "
+                "between stages. Under torch.no_grad(), freeze the parameters: requires_grad_(False). For "
+                "torch.utils.checkpoint.checkpoint, set use_reentrant=False, or give "
+                "ParalPipelineStrategy(activation_checkpointing=...)."
             )
         if is_in_transform():
             raise ConfigurationError(
-                f"{self._name(number)} was called inside a transform of torch.func, or with forward-mode AD. In a "
-                "pipeline, each stage runs its own units only, so a transform cannot pass through all of them. Train "
-                "with paral_ddp."
+                f"{self._name(number)} was called inside a transform of torch.func, or with forward-mode AD, which "
+                "cannot pass through the stages of a pipeline. Train with paral_ddp."
             )
-        if number == 0:
-            self._on_first()
-        if number < self._own.start:
-            self._earlier.enter((args, kwargs))
-            if number == 0:
-                self._received = self._boundaries.receive()
-                self._earlier.leave(self._received)
-            self._expected += 1
-            return self._observed(number, self._received)
-        self._expected += 1
-        if self._observer is not None:
-            self._observer.before(number)
-        output = self._observed(number, run(*args, **kwargs))
-        if number == self._own.stop - 1 and number < len(self._units) - 1:
-            raise StageDone(self._boundaries.send(output, self._name(number)))
-        return output
 
-    def _observed(self, number: int, output: Any) -> Any:
-        return output if self._observer is None else self._observer.after(number, output)
-
-    def _refuse_order(self, number: int) -> NoReturn:
-        assert self._expected is not None
-        before = f"after {self._name(self._expected - 1)}" if self._expected else "first"
-        raise ConfigurationError(
-            f"{self._name(number)} was called {before}. In a pipeline, every step must call each of the units "
-            f"{self._name(0)} ... {self._name(len(self._units) - 1)} once, in this order. Choose units that are called "
-            "so with units=[...], or train with paral_fsdp."
-        )
+    def _parameters(self, number: int) -> Iterator[Tensor]:
+        return self._units[number].module.parameters()
 
     def _name(self, number: int) -> str:
         return self._units[number].name
 
 
-def _is_in_reentrant_checkpoint() -> bool:
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "forward" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+def replace_end_calls(ends: Sequence[End], calls: UnitCalls, undo: ExitStack) -> None:
+    """Replace the calls of modules that other stages hold at an end of the chain, until `undo` is closed.
+
+    The code before the chain runs on all stages, but only the first unit may use what modules of `first_stage` return.
+    On later stages, these modules therefore return NaN of the right shape: they run with NaN parameters that take no
+    memory.
+
+    Args:
+        ends: those that this stage does not hold.
+        calls: knows the unit that is called next.
+        undo: a stack to which functions that undo the changes are pushed.
+    """
+    running: set[str] = set()
+
+    def call(end: End, run: Call, args: Any, kwargs: Any) -> Any:
+        if end.name in running:
+            return run(*args, **kwargs)
+        if calls.next_unit != 0 or not end.is_first:
+            raise ConfigurationError(
+                f"{end.name} was called on a stage that does not have it: {end.option} keeps it on one stage only. "
+                "Modules of first_stage can be called before the first unit, modules of last_stage after the last "
+                f"one, both in steps only. Leave {end.name!r} out of {end.option}, so that all stages have it."
+            )
+        values = {name: _nans_like(each) for name, each in end.module.named_parameters()}
+        values |= {name: each.clone() for name, each in end.module.named_buffers()}
+        running.add(end.name)
+        try:
+            with torch.no_grad():
+                return functional_call(end.module, values, args, kwargs)
+        finally:
+            running.clear()
+
+    for end in ends:
+        _replace_call(end.module, partial(call, end), undo)
 
 
-def _unit_class(calls: UnitCalls, number: int) -> type:
-    class UnitOfStage(NotCopied):
-        """A unit of the chain, whose calls `UnitCalls` replaces."""
+def _replace_call(module: Module, call: Callable[[Call, Any, Any], Any], undo: ExitStack) -> None:
+    """Make `module(*args, **kwargs)` return `call(run, args, kwargs)` until `undo` is closed; `run` runs the module."""
+
+    class OfStage:
+        """A module of a stage, which is not copied during a run."""
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return calls.call(number, super().__call__, args, kwargs)  # type: ignore[misc]
+            return call(super().__call__, args, kwargs)  # type: ignore[misc]
 
-    return UnitOfStage
+        def __deepcopy__(self, memo: Any) -> NoReturn:
+            raise ConfigurationError(
+                "A module cannot be copied while it is divided among the stages of a pipeline, because this rank has "
+                "only some of its parameters. Copy it before or after the run."
+            )
+
+    original = type(module)
+    module.__class__ = subclass_of(original, OfStage, {})
+    undo.callback(setattr, module, "__class__", original)
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _has_nan(values: Any) -> bool:
+    return any(bool(leaf.isnan().any()) for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+def _nan_like(tensor: Tensor) -> Tensor:
+    return tensor + float("nan") if tensor.is_floating_point() or tensor.is_complex() else tensor
+
+
+def _nans_like(tensor: Tensor) -> Tensor:
+    value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
+    return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)

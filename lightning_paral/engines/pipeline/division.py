@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from lightning_paral.engines.pipeline.ends import End, ends_of
+from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.engines.pipeline.options import PipelineOptions
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.units import Units, as_tree, choose_units
@@ -53,6 +53,77 @@ def _innermost(units: Units) -> Units:
     inside = {parameter for unit in inner for parameter in unit.parameters}
     outside = tuple(parameter for parameter in units.root.module.parameters() if parameter not in inside)
     return Units(inner=tuple(inner), root=replace(units.root, parameters=outside))
+
+
+@dataclass(frozen=True)
+class End:
+    """A module that one stage holds, at an end of the chain."""
+
+    name: str
+    """The dotted name from the root."""
+    module: Module
+    option: str
+    """The option that names it: `"first_stage"` or `"last_stage"`."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the first stage holds it."""
+        return self.option == "first_stage"
+
+    def stage(self, num_stages: int) -> int:
+        """Return the stage that holds it."""
+        return 0 if self.is_first else num_stages - 1
+
+    @property
+    def num_params(self) -> int:
+        """The number of its parameters."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+
+def ends_of(units: Units, first: Sequence[str], last: Sequence[str]) -> list[End]:
+    """Return the modules that the options name, and check that their parameters can be on one stage.
+
+    Args:
+        units: the units of the chain.
+        first: the dotted names that `first_stage` gives.
+        last: the dotted names that `last_stage` gives.
+
+    Raises:
+        ConfigurationError: a name is that of no submodule, or of one that overlaps with a unit or another of them; or a
+            parameter is also outside of the submodule.
+    """
+    root = units.root.module
+    modules = dict(root.named_modules())
+    named = [("first_stage", name) for name in first] + [("last_stage", name) for name in last]
+    for option, name in named:
+        if not name or name not in modules:
+            raise ConfigurationError(
+                f"{option} names {name!r}, but {type(root).__name__} has no such submodule. Give dotted names, as in "
+                "named_modules()."
+            )
+    ends = [End(name, modules[name], option) for option, name in named]
+    taken = {unit.name: f"the unit {unit.name!r}" for unit in units.inner}
+    for end in ends:
+        for name, what in taken.items():
+            if f"{end.name}.".startswith(f"{name}.") or f"{name}.".startswith(f"{end.name}."):
+                raise ConfigurationError(
+                    f"{end.option} names {end.name!r}, which overlaps with {what}. Name modules that are outside of "
+                    "the units, each once."
+                )
+        taken[end.name] = f"{end.name!r} of {end.option}"
+        _check_not_shared(end, root)
+    return ends
+
+
+def _check_not_shared(end: End, root: Module) -> None:
+    inside = set(end.module.modules())
+    elsewhere = {each for part in root.modules() if part not in inside for each in own_parameters(part).values()}
+    shared = next((name for name, each in end.module.named_parameters() if each in elsewhere), None)
+    if shared is not None:
+        raise ConfigurationError(
+            f"{end.option} names {end.name!r}, but its parameter {shared!r} is also that of a module outside of it, "
+            f"which other stages may use. Leave {end.name!r} out of {end.option}, so that all stages have it."
+        )
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,25 @@
-"""What stands for a parameter that only another stage has."""
+"""What stands for a parameter that only another stage has, and for its optimizer state."""
 
 import sys
+from collections import defaultdict
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.shards import FlatShard
-from lightning_paral.compat.torch.modules import is_of_load_state_dict
 from lightning_paral.errors import ConfigurationError
 
 _DATA: Any = Tensor.data
-_LIBRARIES = ("lightning", "pytorch_lightning", "lightning_paral")
-_OF_TORCH = ("torch.nn.modules.", "torch.nn.parameter", "torch.optim.", "torch.amp.")
-"""Modules of torch that skip parameters without a gradient, and compute nothing over all gradients."""
-_FINETUNING = "lightning.pytorch.callbacks.finetuning"
+_LIBRARIES = (
+    *("lightning.", "pytorch_lightning.", "lightning_paral."),
+    *("torch.nn.modules.", "torch.nn.parameter.", "torch.optim.", "torch.amp."),
+)
+"""What may read gradients: it skips parameters without one, and computes nothing over all of them."""
 _OF_USERS = "lightning.pytorch.utilities.grads"
 """A module of Lightning for user code, whose results are about all parameters that it gets."""
 
@@ -34,55 +35,40 @@ class ElsewhereParameter(FlatShard):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Tell Lightning whether two parameters are the same, which `BaseFinetuning` asks by their values.
+        """Say whether two parameters are the same, which `BaseFinetuning` asks by their values.
 
-        Let `load_state_dict` pass: the stage that has the parameter loads its values.
+        Let copies pass, as by `load_state_dict`: the stage that has the parameter makes them.
         """
-        if func is torch.ops.aten.copy_.default and is_elsewhere(args[0]) and is_of_load_state_dict(sys._getframe(1)):
-            return args[0]
-        if func is torch.ops.aten.equal.default and _module_of(_caller(sys._getframe(1))) == _FINETUNING:
+        if func is torch.ops.aten.equal.default:
             return args[0] is args[1]
+        if func is torch.ops.aten.copy_.default and is_elsewhere(args[0]):
+            return args[0]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     @property
     def grad(self) -> Tensor | None:
         """`None` for libraries and optimizers; for other code an error."""
-        if is_of_user(sys._getframe(1)):
-            raise ConfigurationError(
-                f"The gradient of {self.description} was read, but it is on that stage only. On all ranks, "
-                "trainer.strategy.full_gradient(parameter) returns whole gradients, and "
-                "trainer.strategy.gradient_norm() their norm. Clip with Trainer(gradient_clip_val=...). To change "
-                "gradients in another way, train with paral_fsdp."
-            )
+        if _is_of_user(sys._getframe(1)):
+            refuse(f"The gradient of {self.description} was read, but it is on that stage only.")
         return None
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is not None:
-            raise ConfigurationError(
-                f"The gradient of {self.description} was set, but it is on that stage only. Clip with "
-                "Trainer(gradient_clip_val=...). To change gradients in another way, train with paral_fsdp."
-            )
+            refuse(f"The gradient of {self.description} was set, but it is on that stage only.")
 
     @property
     def data(self) -> Tensor:
         """A tensor of the same shape without values, for libraries; for other code an error."""
-        if is_of_user(sys._getframe(1)):
-            raise ConfigurationError(
-                f"The values of {self.description} were read, but they are on that stage only. On all ranks, "
-                "trainer.strategy.full_parameter(parameter) returns whole parameters. To change parameters in hooks, "
-                "train with paral_fsdp."
-            )
+        if _is_of_user(sys._getframe(1)):
+            refuse(f"The values of {self.description} were read, but they are on that stage only.")
         values: Tensor = _DATA.__get__(self)
         return values
 
     @data.setter
     def data(self, value: Tensor) -> None:
         if not isinstance(value, FlatShard):
-            raise ConfigurationError(
-                f"Values were assigned to {self.description}, which has its values on that stage only. To change "
-                "parameters in hooks, train with paral_fsdp."
-            )
+            refuse(f"Values were assigned to {self.description}, which has its values on that stage only.")
         _DATA.__set__(self, value)
 
 
@@ -119,26 +105,50 @@ class _Nothing:
         return torch.empty(0, dtype=self._dtype)
 
 
-def is_of_user(frame: FrameType | None) -> bool:
-    """Return whether the code of `frame` is neither of a library nor called by the `step` of an optimizer."""
-    name = _module_of(frame)
-    if (name.partition(".")[0] in _LIBRARIES and name != _OF_USERS) or f"{name}.".startswith(_OF_TORCH):
-        return False
-    while frame is not None and _module_of(frame).partition(".")[0] not in _LIBRARIES:
-        owner = frame.f_locals.get("self")
-        is_of_torch = _module_of(frame).startswith("torch.optim.")  # whose wrapper of `step` calls hooks of users
-        if isinstance(owner, Optimizer) and not isinstance(owner, LightningOptimizer) and not is_of_torch:
-            return False
+class StageOptimizerState(defaultdict[Any, Any]):
+    """The attribute `state` of an optimizer: the states on this stage. Reading those of other stages is an error."""
+
+    def __missing__(self, parameter: Any) -> Any:
+        """Return a new state, or what stands for the state of a parameter of another stage."""
+        if isinstance(parameter, Tensor) and is_elsewhere(parameter):
+            return _StateElsewhere(description=vars(parameter)["description"])
+        return super().__missing__(parameter)
+
+
+class _StateElsewhere(dict[str, Any]):
+    def __missing__(self, key: str) -> NoReturn:
+        refuse(f"The optimizer's state of {self['description']} was used, but it is on that stage only.")
+
+
+def watch_state(optimizer: Optimizer) -> Callable[[], None]:
+    """Make `optimizer.state` a `StageOptimizerState`, also when states are loaded; return what undoes this."""
+
+    def replace(optimizer: Optimizer) -> None:
+        optimizer.state = StageOptimizerState(dict, optimizer.state)
+
+    def undo() -> None:
+        handle.remove()
+        optimizer.state = defaultdict(dict, optimizer.state)
+
+    replace(optimizer)
+    handle = optimizer.register_load_state_dict_post_hook(replace)
+    return undo
+
+
+def refuse(message: str) -> NoReturn:
+    """Raise a `ConfigurationError` for code that needs what another stage has."""
+    raise ConfigurationError(
+        f"{message} On all ranks, full_parameter(parameter), full_gradient(parameter) and full_optimizer_state("
+        "parameter, key) of trainer.strategy return whole tensors, and gradient_norm() the norm of all gradients. Clip "
+        "with Trainer(gradient_clip_val=...). To change parameters, gradients or states in hooks, train with "
+        "paral_fsdp."
+    )
+
+
+def _is_of_user(frame: FrameType) -> bool:
+    """Return whether the code of `frame` is neither of a library nor in a method of an optimizer."""
+    while frame.f_code.co_name.startswith("<") and frame.f_back is not None:  # a comprehension
         frame = frame.f_back
-    return True
-
-
-def _caller(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame from `frame` on that is neither torch's nor ours, which gathers shards."""
-    while frame is not None and _module_of(frame).partition(".")[0] in ("torch", "lightning_paral"):
-        frame = frame.f_back
-    return frame
-
-
-def _module_of(frame: FrameType | None) -> str:
-    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
+    name = str(frame.f_globals.get("__name__", ""))
+    is_of_library = f"{name}.".startswith(_LIBRARIES) and name != _OF_USERS
+    return not is_of_library and not isinstance(frame.f_locals.get("self"), Optimizer)

@@ -1,6 +1,8 @@
 """Keep the gradients of a step until its backward pass, and add up those that several stages compute."""
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -12,9 +14,8 @@ from torch.nn import Parameter
 from lightning_paral.comm.grouping import group_by_dtype_and_device
 from lightning_paral.compat.torch.optimizers import foreach_mul_
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.engines.pipeline.groups import PipelineGroups
-from lightning_paral.engines.pipeline.guards import ZeroGradGuard
-from lightning_paral.engines.pipeline.shards import Shards
+from lightning_paral.engines.pipeline.boundaries import PipelineGroups
+from lightning_paral.engines.pipeline.parameters import Shards
 from lightning_paral.model.gradients import gradient_norm, local_part
 
 _BUCKET_BYTES = 25 * 1024 * 1024
@@ -53,7 +54,6 @@ class StageGradients:
         self._shards = shards
         self._before: list[tuple[Parameter, Tensor | None]] = []
         self._of_step: list[tuple[Parameter, Tensor]] = []
-        self.zero_grad = ZeroGradGuard()
         self._to_scatter: list[tuple[Parameter, Tensor]] = []
         """Shards, with the full gradients that this rank has computed."""
         self.accumulates = False
@@ -61,14 +61,8 @@ class StageGradients:
         self.are_read_while_accumulating = False
         """Whether hooks may read them then. `finish` averages them over the stages in that case."""
 
-    def set_aside(self, *, begins_window: bool) -> None:
-        """Remove all gradients, so that a step begins without any. In a step, shards get none.
-
-        Args:
-            begins_window: whether the step begins an accumulation window, before whose backward pass Lightning sets
-                gradients to zero anyway.
-        """
-        self.zero_grad.begin_step(begins_window=begins_window)
+    def set_aside(self) -> None:
+        """Remove all gradients, so that a step begins without any. In a step, shards get none."""
         full = (each for each in (*self._inside, *self._outside) if not isinstance(each, DTensor))
         self._before = [(parameter, parameter.grad) for parameter in full]
         for parameter, _ in self._before:
@@ -76,7 +70,6 @@ class StageGradients:
 
     def take(self) -> None:
         """Keep the gradients of the step, and restore those from before it."""
-        self.zero_grad.end_step()
         self._of_step = [(parameter, parameter.grad) for parameter, _ in self._before if parameter.grad is not None]
         if self._shards is not None:
             self._of_step += self._shards.take_gradients()
@@ -204,13 +197,6 @@ def _average(parameters: list[Parameter], num_ranks: int, group: dist.ProcessGro
 
 
 def _buckets(gradients: list[Tensor]) -> list[list[Tensor]]:
-    buckets: list[list[Tensor]] = [[]]
-    size = 0
-    for gradient in gradients:
-        num_bytes = gradient.numel() * gradient.element_size()
-        if size + num_bytes > _BUCKET_BYTES and buckets[-1]:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(gradient)
-        size += num_bytes
-    return buckets
+    ends = accumulate(gradient.numel() * gradient.element_size() for gradient in gradients)
+    numbered = zip((end // _BUCKET_BYTES for end in ends), gradients, strict=True)
+    return [[gradient for _, gradient in bucket] for _, bucket in groupby(numbered, key=itemgetter(0))]

@@ -1,8 +1,9 @@
 """Keep the parameters of this stage only, and gather those of all stages at the end of a run."""
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,9 @@ from lightning_paral.checkpoint.shards import FlatShard
 from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.compat.torch.modules import own_buffers, own_parameters
 from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.engines.pipeline.boundaries import PipelineGroups
 from lightning_paral.engines.pipeline.division import Division
 from lightning_paral.engines.pipeline.elsewhere import elsewhere, is_elsewhere
-from lightning_paral.engines.pipeline.groups import PipelineGroups
-from lightning_paral.engines.pipeline.shards import Shards
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.gradients import full_copy
 
@@ -35,6 +35,28 @@ def without_elsewhere(tree: Any) -> Any:
     if type(tree) is list:
         return [without_elsewhere(value) for value in tree]
     return tree
+
+
+class Shards(Protocol):
+    """Shards the parameters of a stage between steps. Collectives are those of the ranks that hold its shards."""
+
+    def shard(self, module: Module, parts: Sequence[Module]) -> None:
+        """Shard the parameters of `parts` as one unit: `module`, and those of its submodules that belong to it."""
+
+    def finish(self) -> None:
+        """Prepare steps, after the units of the stage and then the root are sharded."""
+
+    def unsharded(self) -> AbstractContextManager[None]:
+        """Return a context in which the module has ordinary parameters, with full values. *Collective*."""
+
+    def take_gradients(self) -> list[tuple[Parameter, Tensor]]:
+        """Remove and return the full gradients of the unsharded parameters, each with the shard that it belongs to."""
+
+    def scatter(self, gradients: list[tuple[Parameter, Tensor]]) -> None:
+        """Add the means of full gradients to those of the shards, and empty the list. *Collective*."""
+
+    def restore(self, obstacle: str | None) -> dict[Parameter, Parameter]:
+        """Return the modules' own parameters by shard, with full values on the CPU. *Collective* unless `obstacle`."""
 
 
 class StageParameters:
@@ -84,11 +106,6 @@ class StageParameters:
         """The parameters that are on all stages."""
         return [parameter for parameter in self._root.parameters() if parameter not in self.owner]
 
-    @property
-    def own(self) -> set[Parameter]:
-        """The parameters of the divided module, and what stands for those of other stages."""
-        return set(self._root.parameters())
-
     def divide(self) -> None:
         """Move this stage's parameters to its device, and free the others. All ranks then have the values of the first.
 
@@ -101,7 +118,7 @@ class StageParameters:
         if self._deferred is not None:
             self._deferred.fill(parts)
         self._place(parts)
-        self._broadcast(_tensors_of(parts), None)
+        self._share(_tensors_of(parts), None)
         if self._shards is not None:
             self._shards.shard(self._root, parts)
             self._shards.finish()
@@ -115,9 +132,9 @@ class StageParameters:
         if is_own:
             self._place(parts)
         if has_values:  # on all ranks, of which only the first may have loaded them
-            self._broadcast(_tensors_of(parts), None)
+            self._share(_tensors_of(parts), None)
         elif is_own:
-            self._broadcast(_tensors_of(parts), self._dims.stage_group())
+            self._share(_tensors_of(parts), self._dims.stage_group())
         if is_own and self._shards is not None:
             self._shards.shard(module, parts)
         if is_own:
@@ -129,14 +146,9 @@ class StageParameters:
         for tensor in _tensors_of(parts):
             tensor.data = tensor.data.to(self._device)
 
-    def _broadcast(self, tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
-        if self._dims.num_ranks == 1:
-            return
-        on_device = [tensor.data.to(self._device) for tensor in tensors]
-        broadcast(on_device, group)
-        for tensor, value in zip(tensors, on_device, strict=True):
-            if value.data_ptr() != tensor.data_ptr():
-                tensor.data.copy_(value)
+    def _share(self, tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
+        if self._dims.num_ranks > 1:
+            _broadcast(tensors, self._device, group)
 
     def _free(self, parts: Iterable[Module], stage: int) -> None:
         for part in parts:
@@ -232,12 +244,16 @@ def share_buffers(division: Division, dims: ParallelDims, groups: PipelineGroups
     seen = {id(buffer) for of_stage in of_stages for buffer in of_stage}
     of_stages[-1] += [buffer for buffer in division.units.root.module.buffers() if id(buffer) not in seen]
     for stage, buffers in enumerate(of_stages):
-        for buffer in buffers:
-            if buffer.numel():
-                flat = buffer.detach().to(device).contiguous().view(-1)
-                dist.broadcast(flat.view(torch.uint8), dims.pipeline_ranks[stage], group=groups.values)
-                if flat.data_ptr() != buffer.data_ptr():
-                    buffer.detach().copy_(flat.view(buffer.shape))
+        _broadcast(buffers, device, groups.values, dist.get_group_rank(groups.values, dims.pipeline_ranks[stage]))
+
+
+def _broadcast(tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup | None, source: int = 0) -> None:
+    """Give tensors, of which some are on the host, the values of rank `source` of `group`. *Collective*."""
+    on_device = [tensor.data.to(device) for tensor in tensors]
+    broadcast(on_device, group, source)
+    for tensor, value in zip(tensors, on_device, strict=True):
+        if value.data_ptr() != tensor.data_ptr():
+            tensor.data.copy_(value)
 
 
 def _tensors_of(parts: Iterable[Module]) -> list[Tensor]:

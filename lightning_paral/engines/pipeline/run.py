@@ -2,27 +2,45 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
 
+from lightning_paral.compat.torch.tensors import tree_map_only
+from lightning_paral.data.parts import LogRecord, join_training_output, num_samples_of, split_batch
+from lightning_paral.distributed.exchange import check_same_batch
 from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.engines.pipeline.boundaries import Boundaries, PipelineGroups, ReceivedTensors
+from lightning_paral.engines.pipeline.calls import StageDone, UnitCalls, replace_end_calls
 from lightning_paral.engines.pipeline.division import divide
 from lightning_paral.engines.pipeline.gradients import StageGradients
-from lightning_paral.engines.pipeline.groups import PipelineGroups
-from lightning_paral.engines.pipeline.guards import refuse_new_parameters, refuse_registrations
-from lightning_paral.engines.pipeline.hidden_attributes import with_attribute
+from lightning_paral.engines.pipeline.micro_batches import MicroBatchWeights, RandomStreams
 from lightning_paral.engines.pipeline.options import PipelineOptions
-from lightning_paral.engines.pipeline.parameters import StageParameters, share_buffers
-from lightning_paral.engines.pipeline.shards import Shards
-from lightning_paral.engines.pipeline.steps import StageSteps, Step
+from lightning_paral.engines.pipeline.parameters import Shards, StageParameters, share_buffers
+from lightning_paral.engines.pipeline.refusals import (
+    batch_norms_of,
+    check_batch_norms,
+    check_new_parameters,
+    check_parameter_hooks,
+)
+from lightning_paral.engines.pipeline.results import SharedAttributes, StepResults, loss_of, share_values
+from lightning_paral.engines.pipeline.schedule import idle_fraction, passes_of_step
+from lightning_paral.engines.pipeline.step_check import StepCheck
+from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.user_hooks import has_hook
 
 log = logging.getLogger(__name__)
 
+Step = Callable[..., Any]
+_CHECKED_STEPS = (0, 1, 2, 4)
+"""Numbers of optimizer steps after which a training step is checked."""
+_NUM_COMPARED = 8
 _READING_HOOKS = (
     *("on_before_backward", "on_after_backward", "on_train_batch_start", "on_train_batch_end"),
     *("on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end"),
@@ -60,20 +78,43 @@ class PipelineRun:
         self.dims = dims
         self.device = device
         self.is_fit = False
-        self._undo = ExitStack()
         self.division = divide(module, options, dims.pipeline, flops)
-        self._groups = PipelineGroups(dims) if dims.pipeline > 1 else None
+        self._options = options
+        self._num_micro_batches = options.num_micro_batches(dims.num_ranks)
+        self._is_last_stage = dims.stage == dims.pipeline - 1
+        self._undo = ExitStack()
         self._shards = shards
-        self.parameters = StageParameters(self.division, dims, self._groups, device, deferred, shards)
-        self._steps = StageSteps(module, options, self.division, dims, device, self._groups)
+        self._groups = groups = PipelineGroups(dims) if dims.pipeline > 1 else None
+        self.parameters = StageParameters(self.division, dims, groups, device, deferred, shards)
+        units = self.division.units.inner
+        self._boundaries = Boundaries(dims, groups, device)
+        self._streams = RandomStreams(module, dims.stage)
+        own = self.division.parts[dims.stage]
+        self._calls = UnitCalls(units, own, self._boundaries, self._streams.enter_units)
+        self._results = StepResults(module, dims, groups, device)
+        self._step_check = StepCheck(module, units, own, self._calls, self._streams, groups)
+        self._checked_steps: set[int] = set()
+        self._checked_batches: set[str] = set()
+        self._checked_epoch = -1
+        self._first_step = 0
+
+    def __str__(self) -> str:
+        idle = idle_fraction(self.dims.pipeline, self._num_micro_batches)
+        return (
+            f"{self.division}\nWith {self._num_micro_batches} micro-batches and equally fast stages, a stage waits for "
+            f"{idle:.0%} of a training step."
+        )
 
     def divide(self) -> None:
         """Divide the module among the stages. *Collective* over the world."""
         self.parameters.divide()
-        if self._shards is None:  # which have a guard of their own
-            self._undo.callback(refuse_registrations(self.module))
         if self.dims.pipeline > 1:
-            self._steps.install(self._undo)
+            self._calls.install(self._undo)
+            lacking = [end for end in self.division.ends if end.stage(self.dims.pipeline) != self.dims.stage]
+            replace_end_calls(lacking, self._calls, self._undo)
+            roots = self.module, *vars(self.module.trainer)["callbacks"]
+            share_values(roots, self._results, lambda: self._calls.next_unit is not None, self._undo)
+            SharedAttributes(self.module, self._results, self._undo)
         log.info("module divided: %s, stage %d of %d", type(self.module).__name__, self.dims.stage, self.dims.pipeline)
 
     def start_fit(self) -> None:
@@ -82,9 +123,14 @@ class PipelineRun:
         inside, outside = self.parameters.inside, self.parameters.outside
         self.gradients = StageGradients(inside, outside, self.dims, self._groups, self.device, self._shards)
         self.gradients.are_read_while_accumulating = has_hook(self.module, _READING_HOOKS)
-        self._steps.start_fit(self.gradients)
-        self._undo.callback(self.gradients.zero_grad.install())
-        self._undo.callback(refuse_new_parameters(self.parameters.own, lambda: self.module.trainer.optimizers))
+        self._known = set(self.module.parameters())
+        self._batch_norms = batch_norms_of(self.module) if self._num_micro_batches > 1 else {}
+
+    def know_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Know the parameters that `optimizers` have at the start of the fit; others are refused later."""
+        self._known.update(
+            each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]
+        )
 
     def undo_at_end(self, undo: Callable[[], None]) -> None:
         """Call `undo` when the run stops."""
@@ -97,22 +143,13 @@ class PipelineRun:
     def destroy_groups(self) -> None:
         """Destroy the process groups, after everything is sent and received. *Collective* over the pipeline."""
         if self._groups is not None:
-            self._steps.finish()
+            self._results.finish()
+            self._boundaries.finish()
             self._groups.destroy()
 
-    # Steps
-
-    @contextmanager
-    def training_step(self) -> Iterator[None]:
-        """Inside the block, make the module's `training_step` run the passes of all micro-batches. *Collective*."""
-        with self._replacing("training_step", self._steps.train):
-            yield
-
-    @contextmanager
-    def evaluation_step(self, name: str) -> Iterator[None]:
-        """Inside the block, make the step `name` of the module run on all stages. *Collective*."""
-        with self._replacing(name, lambda step, args, kwargs: self._steps.evaluate(name, step, args, kwargs)):
-            yield
+    def share_buffers(self) -> None:
+        """Give all stages the buffers of the stage that computes them. *Collective* over the pipeline."""
+        share_buffers(self.division, self.dims, self._groups, self.device)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -123,18 +160,164 @@ class PipelineRun:
         finally:
             self.gradients.accumulates = False
 
-    def share_buffers(self) -> None:
-        """Give all stages the buffers of the stage that computes them. *Collective* over the pipeline."""
-        share_buffers(self.division, self.dims, self._groups, self.device)
+    # Steps
 
     @contextmanager
-    def _replacing(self, name: str, run: Callable[[Step, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-        """Inside the block, make `module.name(*args, **kwargs)` call `run(step, args, kwargs)` with the user's step."""
+    def replacing_step(self, name: str) -> Iterator[None]:
+        """Inside the block, make the step `name` of the module run the passes of its micro-batches. *Collective*."""
         step = getattr(self.module, name)
 
-        def run_unsharded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             with nullcontext() if self._shards is None else self._shards.unsharded():
-                return run(step, args, kwargs)
+                if name == "training_step":
+                    return self._train(step, args, kwargs)
+                return self._evaluate(name, step, args, kwargs)
 
-        with with_attribute(self.module, name, lambda *args, **kwargs: run_unsharded(args, kwargs)):
+        if name == "training_step":
+            check_new_parameters(self.module, self.module.trainer.optimizers, self._known)
+        with _with_attribute(self.module, name, run):
             yield
+
+    def _train(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what `training_step` returns, on all stages, with a loss whose backward pass deposits the gradients.
+
+        *Collective* over the pipeline.
+        """
+        batch, *others = args
+        check_batch_norms(self._batch_norms)
+        self._check_step(step, batch, others, kwargs)
+        parts, sizes = split_batch(batch, [self.device] * self._num_micro_batches)
+        records = [LogRecord(size) for size in sizes]
+        outputs: list[Any] = [None] * len(parts)
+        graphs: dict[int, tuple[Tensor, ReceivedTensors | None]] = {}
+        weights = MicroBatchWeights(sizes)
+        self.gradients.set_aside()
+        try:
+            self._boundaries.expect(len(parts))
+            for each in passes_of_step(self._options.schedule, self.dims.stage, self.dims.pipeline, len(parts)):
+                number = each.micro_batch
+                if each.direction == "backward":
+                    self._backward(*graphs.pop(number))
+                    continue
+                with self._logging_to(records[number]):
+                    result = self._forward("training_step", step, (parts[number], *others), kwargs, number)
+                if self._is_last_stage:
+                    outputs[number] = tree_map_only(Tensor, Tensor.detach, result)
+                    result = weights.weighted(number, loss_of(result))
+                graphs[number] = result, self._boundaries.take_received()
+        finally:
+            self.gradients.take()
+        known, correction = weights.known()
+        joined = join_training_output(outputs, sizes, self.device, known) if self._is_last_stage else None
+        if known != sizes:
+            for record, output, weight in zip(records, outputs, known, strict=True):
+                record.weigh(float(loss_of(output)), weight)
+        output, correction = self._results.share((joined, correction), records)
+        self._boundaries.finish()
+        if isinstance(output, Tensor):
+            return self.gradients.attached_to(output, correction)
+        output["loss"] = self.gradients.attached_to(output["loss"], correction)
+        return output
+
+    def _evaluate(self, name: str, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what `step`, the step `name` of the module, returns, on all stages. *Collective* over the pipeline."""
+        record, is_first = LogRecord(1), name not in self._checked_batches
+        if is_first:
+            self._check_same_batch(name, args[0])
+        with self._logging_to(record):
+            output = self._forward(name, step, args, kwargs, 0, is_checked=is_first)
+        output = self._results.share(output if self._is_last_stage else None, [record])
+        self._boundaries.finish()
+        return output
+
+    # Checks
+
+    def _check_step(self, step: Step, batch: Any, others: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Check the first step, and a few that follow optimizer steps. *Collective* over the pipeline.
+
+        What a step changes may have no effect while parameters have their first values, such as an average of them.
+        """
+        trainer, is_first = self.module.trainer, not self._checked_steps
+        if trainer.current_epoch != self._checked_epoch:
+            self._checked_epoch = trainer.current_epoch
+            check_parameter_hooks(self.module)
+        if is_first:
+            self._first_step = trainer.global_step
+            self._check_same_batch("training_step", batch)
+            if self._num_micro_batches > 1 and num_samples_of(batch) is None:
+                raise ConfigurationError(
+                    "The first training batch has no tensor with a dimension, so there is nothing to divide into "
+                    "micro-batches. Return batches whose tensors have the samples in their first dimension, or set "
+                    "micro_batches=1, with which the stages wait for each other."
+                )
+        number = trainer.global_step - self._first_step
+        if number not in _CHECKED_STEPS or number in self._checked_steps:
+            return
+        self._checked_steps.add(number)
+
+        def forward(part: Any, is_checked: bool) -> Tensor | None:
+            with self._logging_to(LogRecord(1)):
+                result = self._forward("training_step", step, (part, *others), kwargs, 0, is_checked=is_checked)
+            self._boundaries.take_received()  # no backward pass follows
+            return loss_of(result) if self._is_last_stage else None
+
+        if self._options.check_steps:
+            # Two samples may have equally many tokens by chance, so the first time more of them are compared.
+            num_samples = 1 if self._num_micro_batches == 1 else _NUM_COMPARED if is_first else 2
+            self._step_check.run(batch, forward, num_samples, is_first=is_first)
+
+    def _check_same_batch(self, step: str, batch: Any) -> None:
+        """Check that all stages have the same batch. *Collective* over the pipeline."""
+        self._checked_batches.add(step)
+        if self._groups is not None:
+            check_same_batch(step, batch, "The stages of the pipeline", self._groups.values)
+
+    # Passes
+
+    def _forward(
+        self, name: str, step: Step, args: Any, kwargs: dict[str, Any], micro_batch: int, *, is_checked: bool = False
+    ) -> Any:
+        """Return what `step` returns on the last stage; on other stages, what stands for the activations it sent."""
+        if self.dims.pipeline == 1:
+            return step(*args, **kwargs)
+        with self._calls.forward_pass(is_checked=is_checked), self._streams.of_pass(micro_batch):
+            try:
+                output = step(*args, **kwargs)
+                self._calls.check_complete(name)
+            except StageDone as done:
+                return done.sent
+            except Exception as error:
+                message = self._calls.explain(name, error)
+                if message is None:
+                    raise
+                raise ConfigurationError(message) from error
+        return output
+
+    def _backward(self, result: Tensor, received: ReceivedTensors | None) -> None:
+        self._calls.is_in_backward = self._boundaries.is_in_backward = True
+        try:
+            with torch.autocast(self.device.type, enabled=False):
+                if result.requires_grad:
+                    result.backward()  # type: ignore[no-untyped-call]
+            if received is not None:
+                received.answer_if_unused(self.device)
+        finally:
+            self._calls.is_in_backward = self._boundaries.is_in_backward = False
+
+    def _logging_to(self, record: LogRecord) -> AbstractContextManager[None]:
+        """Record the `self.log` calls inside the block instead of logging."""
+        return _with_attribute(self.module, "log", record.log)
+
+
+@contextmanager
+def _with_attribute(module: Module, name: str, value: Any) -> Iterator[None]:
+    """Inside the block, make `module.name` be `value`, which hides the method of the class."""
+    attributes = vars(module)
+    hidden = attributes.get(name)
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        del attributes[name]
+        if hidden is not None:
+            attributes[name] = hidden

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_paral import ConfigurationError, ParalPipelineStrategy
+from lightning_paral import ConfigurationError, ParalPipelineStrategy, RankFailedError
 from tests.running import quiet_trainer
 
 VOCABULARY = 128
@@ -111,13 +111,19 @@ def test_language_model_equals_one_process(on_ranks, kind: str, tied: bool, worl
             assert (weight - weights[name]).abs().max() <= 1e-5, name
 
 
-def refusal(kind: str) -> str:
-    with pytest.raises(ConfigurationError) as error:
-        fit_language_model(2, partial(LanguageModel, kind, True), "paral_pp")
-    return str(error.value)
+def outcome_of_t5(balance: list[int]) -> Fitted | str:
+    try:
+        return fit_language_model(2, partial(LanguageModel, "t5", True), ParalPipelineStrategy(balance=balance))
+    except (ConfigurationError, RankFailedError) as error:
+        return str(error)
 
 
-def test_encoder_and_decoder_are_refused(on_ranks) -> None:
-    messages = on_ranks(2, refusal, "t5")
+def test_decoder_uses_the_encoder_on_the_stage_after_it(in_own_world) -> None:
+    losses, _ = in_one_process("t5", True)
 
-    assert any("In a pipeline, every step must call each of the units" in each or "uses" in each for each in messages)
+    for found in in_own_world(2, outcome_of_t5, [2, 2]):
+        assert found[0] == pytest.approx(losses, rel=1e-5)
+
+
+def test_decoder_that_lacks_the_encoder_is_refused(in_own_world) -> None:
+    assert all("is NaN on the first samples" in found for found in in_own_world(2, outcome_of_t5, [3, 1]))

@@ -1,7 +1,7 @@
 """Means over samples, or over the targets of a cross entropy, train as in one process; other losses are refused."""
 
 import random
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -169,9 +169,9 @@ def test_replicas_average_their_means_as_those_of_ddp(on_ranks) -> None:
     assert_same_fit(ranks, (mean, expected))
 
 
-def outcome(make: Any) -> str:
+def outcome(make: Any, **options: Any) -> str:
     try:
-        fit(2, make, "paral_pp")
+        fit(2, make, ParalPipelineStrategy(**options))
     except ConfigurationError as error:
         return str(error)
     except RuntimeError as error:
@@ -183,13 +183,14 @@ def test_other_means_are_refused(on_ranks) -> None:
     assert all("is not a mean over samples" in each for each in on_ranks(2, outcome, Divides))
 
 
-def test_means_over_samples_of_random_numbers_are_not_refused(on_ranks) -> None:
-    assert on_ranks(2, outcome, Denoises) == ["trained", "trained"]
+@pytest.mark.parametrize("stages", [1, 2])
+def test_means_over_samples_of_random_numbers_are_not_refused(on_ranks, stages: int) -> None:
+    assert on_ranks(2, partial(outcome, stages=stages), Denoises) == ["trained", "trained"]
 
 
 def test_state_of_batches_is_named(on_ranks) -> None:
-    kept = "Remembers.training_step keeps state of a batch for the next step, such as a hidden state in an attribute"
-    assert all(kept in each and "Set micro_batches=1" in each for each in on_ranks(2, outcome, Remembers))
+    depends = "it depends on the batch before, such as by a hidden state or a counter in an attribute"
+    assert all(depends in each and "Set micro_batches=1" in each for each in on_ranks(2, outcome, Remembers))
 
 
 class Averages(Padded):

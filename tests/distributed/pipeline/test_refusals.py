@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
 
-from lightning_paral import ConfigurationError, ParalPipelineStrategy
+from lightning_paral import ConfigurationError, ParalPipelineStrategy, RankFailedError
 from lightning_paral.model.user_hooks import trainer_of
 from tests.models.chain import Chain, fit_chain
 
@@ -48,6 +48,32 @@ class HasDTensor(Chain):
         self.scale = nn.Parameter(distribute_tensor(self.scale.detach(), mesh, [Replicate()]))
 
 
+class KeepsLoss(Chain):
+    """The first block keeps an auxiliary loss, which has an initial value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].auxiliary = torch.zeros(())
+        self.blocks[0].register_forward_hook(self._keep)
+
+    def _keep(self, block: Any, inputs: Any, output: Tensor) -> None:
+        block.auxiliary = output.square().mean()
+
+    def _loss(self, batch: Any) -> Tensor:
+        return super()._loss(batch) + 0.1 * self.blocks[0].auxiliary
+
+
+class UsesFirst(Chain):
+    """The third of four blocks also uses what the first has returned, as in a U-Net."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        kept = hidden = self.blocks[0](hidden)
+        for block in self.blocks[1:]:
+            hidden = block(hidden, kept)
+        return self.out(hidden)
+
+
 def in_first_block(name: str, _: nn.Module) -> bool:
     return name.startswith("blocks.0")
 
@@ -55,7 +81,7 @@ def in_first_block(name: str, _: nn.Module) -> bool:
 def refusal(make: Callable[[], Any], options: dict[str, Any], world_size: int, trainer_options: dict[str, Any]) -> str:
     module = make()
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    with pytest.raises(ConfigurationError) as error:
+    with pytest.raises((ConfigurationError, RankFailedError)) as error:
         fit_chain(
             ParalPipelineStrategy(**options),
             world_size,
@@ -76,6 +102,8 @@ def refusal(make: Callable[[], Any], options: dict[str, Any], world_size: int, t
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
+        (KeepsLoss, {}, "depends on tensors that units keep in attributes: blocks.0.auxiliary"),
+        (UsesFirst, {}, "is NaN on the first samples, and blocks.2 is the first to return NaN"),
         (EndsAtOnce, {}, "training_step ended without calling blocks.1"),
         (HasDTensor, {}, "scale is a DTensor already"),
         (Chain, {"balance": [2, 3]}, "Its numbers must add up to 4"),
@@ -83,8 +111,8 @@ def refusal(make: Callable[[], Any], options: dict[str, Any], world_size: int, t
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
-def test_module_is_refused(on_ranks, make: Callable[[], Any], options: dict[str, Any], message: str) -> None:
-    messages = on_ranks(2, refusal, make, options, 2, {})
+def test_module_is_refused(in_own_world, make: Callable[[], Any], options: dict[str, Any], message: str) -> None:
+    messages = in_own_world(2, refusal, make, options, 2, {})
 
     assert any(message in each for each in messages), messages
 

@@ -88,7 +88,7 @@ def test_a_rank_holds_its_stage_or_its_shard_of_it(on_ranks, num_ranks: int, opt
 
 
 class Uses(Chain):
-    """Reads and changes parameters and gradients, freezes and unfreezes, in hooks and in the step."""
+    """Reads and changes parameters and gradients, freezes and unfreezes, in hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,9 +103,8 @@ class Uses(Chain):
             self.back.weight.clamp_(-0.3, 0.3)
         self.first.bias.requires_grad_(batch_idx % 3 != 1)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def on_train_batch_start(self, *args: Any) -> None:
         self.shift.data.clamp_(-0.05, 0.05)
-        return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.state_dict()  # would reshard the parameters before they are used

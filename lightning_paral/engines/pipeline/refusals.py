@@ -1,34 +1,19 @@
-"""Reject modules that cannot be trained in a pipeline, before the first step."""
+"""Refuse modules, and what code does to them, that a pipeline cannot train as one process does."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from lightning_paral.compat.torch.autograd import gradient_hooks, post_accumulate_grad_hooks
 from lightning_paral.compat.torch.modules import BatchNorm
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.engines.pipeline.guards import hook_on_parameter
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.checks import check_embeddings
-
-
-def warn_of_own_optimizer(optimizer: Optimizer) -> None:
-    """Warn if `optimizer` is not known to update each parameter on its own: a stage has the gradients of some of them.
-
-    Optimizers of torch do, or fail on parameters of other stages.
-    """
-    if type(optimizer).__module__.startswith("torch.optim"):
-        return
-    rank_zero_warn(
-        f"{type(optimizer).__module__}.{type(optimizer).__qualname__} is not an optimizer of torch. In a pipeline, its "
-        "steps have the gradients of one stage. If it combines parameters, such as in a norm over all of them, it "
-        "would train differently than in one process: use paral_fsdp."
-    )
 
 
 def check_before_fit(module: LightningModule, dims: ParallelDims, *, has_sync_batchnorm: bool) -> None:
@@ -49,10 +34,36 @@ def check_before_fit(module: LightningModule, dims: ParallelDims, *, has_sync_ba
             "Trainer(sync_batchnorm=True) cannot be used in a pipeline, whose stages run different layers at the same "
             "time. Leave it out, or train with paral_fsdp."
         )
-    hook = hook_on_parameter(module)
-    if hook is not None:
-        raise ConfigurationError(hook)
+    check_parameter_hooks(module)
     check_embeddings(module, dims.data_size, "a pipeline")
+
+
+def check_parameter_hooks(module: Module) -> None:
+    """Raise a `ConfigurationError` if there is a hook on the gradient of a parameter."""
+    for name, parameter in module.named_parameters():
+        for hook in (gradient_hooks(parameter) | post_accumulate_grad_hooks(parameter)).values():
+            raise ConfigurationError(
+                f"{name} has a hook, {getattr(hook, '__qualname__', hook)!r}, from register_hook or "
+                "register_post_accumulate_grad_hook. In a pipeline, it would be called once per micro-batch, with a "
+                "part of the gradient. Clip with Trainer(gradient_clip_val=...), or train with paral_ddp."
+            )
+
+
+def check_new_parameters(module: Module, optimizers: Sequence[Optimizer], known: Collection[Parameter]) -> None:
+    """Check before a step that optimizers got no parameters that are not `known`: their gradients are not averaged.
+
+    Raises:
+        ConfigurationError: one did.
+    """
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    new = next((each for group in groups for each in group["params"] if each not in known), None)
+    if new is not None:
+        name = next((name for name, each in module.named_parameters() if each is new), "A parameter")
+        raise ConfigurationError(
+            f"{name} was given to an optimizer, but the module did not have it when it was divided among the stages of "
+            "a pipeline. Its gradient would not be averaged. Create modules in __init__ or configure_model, or train "
+            "with paral_fsdp."
+        )
 
 
 def batch_norms_of(module: Module) -> dict[str, BatchNorm]:
@@ -77,6 +88,19 @@ def check_batch_norms(layers: dict[str, BatchNorm]) -> None:
             )
 
 
+def warn_of_own_optimizer(optimizer: Optimizer) -> None:
+    """Warn if `optimizer` is not known to update each parameter on its own: a stage has the gradients of some of them.
+
+    Optimizers of torch do, or fail on parameters of other stages.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        rank_zero_warn(
+            f"{type(optimizer).__module__}.{type(optimizer).__qualname__} is not an optimizer of torch. In a pipeline, "
+            "its steps have the gradients of one stage. If it combines parameters, such as in a norm over all of them, "
+            "it would train differently than in one process: use paral_fsdp."
+        )
+
+
 def warn_of_repeated_predictions(callbacks: Iterable[Callback], dims: ParallelDims) -> None:
     """Warn that the stages of a pipeline have the same predictions, if a callback writes those of each rank."""
     writer = next((each for each in callbacks if isinstance(each, BasePredictionWriter)), None)
@@ -86,21 +110,3 @@ def warn_of_repeated_predictions(callbacks: Iterable[Callback], dims: ParallelDi
             "same predictions. To write each once, let it write only where trainer.global_rank < "
             f"trainer.strategy.dims.data_size, which is {dims.data_size} here."
         )
-
-
-@contextmanager
-def refusing_several_optimizers(module: LightningModule) -> Iterator[None]:
-    """Raise a `ConfigurationError` if `configure_optimizers`, called inside the block, returns several optimizers.
-
-    Lightning's error recommends manual optimization, which a pipeline refuses.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not str(error).startswith("Training with multiple optimizers is only supported with manual optimization"):
-            raise
-        raise ConfigurationError(
-            f"{type(module).__name__} has several optimizers. Lightning trains with them by manual optimization only, "
-            "which a pipeline does not support. Return one optimizer from configure_optimizers, whose parameter groups "
-            "may have different learning rates, or train with paral_fsdp."
-        ) from error

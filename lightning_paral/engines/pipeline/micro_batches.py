@@ -1,0 +1,93 @@
+"""What differs between the micro-batches of a step: the weights of their losses, and the random numbers of units."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_paral.compat.torch.tensors import divisor_of
+from lightning_paral.distributed.rng_state import derive_seed, seed_torch, set_torch_states, torch_states
+
+
+class MicroBatchWeights:
+    """Weighs the losses of micro-batches by their samples, or by the targets that their cross entropies do not ignore.
+
+    By what the cross entropy of the whole batch divides is known only after the backward passes of the first
+    micro-batches. Gradients are therefore scaled by an estimate, and have to be corrected after the last.
+
+    Args:
+        sizes: the numbers of samples of the micro-batches.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes, self._total = sizes, max(1, sum(sizes))
+        self._divisors: dict[int, Tensor] = {}
+
+    def weighted(self, number: int, loss: Tensor) -> Tensor:
+        """Return the `loss` of a micro-batch, multiplied by its weight in the batch, which may be an estimate."""
+        divisor = divisor_of(loss)
+        if divisor is None:
+            return loss * (self._sizes[number] / self._total)
+        self._divisors[number] = divisor.float()
+        return loss * (self._divisors[number] / self._estimate())
+
+    def known(self) -> tuple[list[float], float]:
+        """Return the weights of all micro-batches, and by what their gradients have to be multiplied."""
+        if not self._divisors:
+            return list(self._sizes), 1.0
+        # A step may leave the cross entropy out if a micro-batch has no targets.
+        none = torch.zeros_like(self._estimate())
+        divisors = [self._divisors.get(number, none) for number in range(len(self._sizes))]
+        *weights, estimate = torch.stack([*divisors, self._estimate()]).tolist()
+        return weights, estimate / sum(weights) if any(weights) else 1.0
+
+    def _estimate(self) -> Tensor:
+        first, divisor = next(iter(self._divisors.items()))
+        return divisor.mul(self._total / max(1, self._sizes[first])).clamp(min=1.0)
+
+
+class RandomStreams:
+    """The states of torch's global generators in the forward passes of one stage.
+
+    All stages run the code of a step before its first unit, so it must draw the same numbers there. The units of each
+    stage then draw from a generator of their own, whose seed follows from the state of the global generator, the stage
+    and the number of the pass. After the pass, the global generators continue where the first unit was called, so that
+    they stay equal on all stages, and need no state but that which every checkpoint has.
+
+    Args:
+        module: the LightningModule.
+        stage: the stage of this rank.
+    """
+
+    def __init__(self, module: LightningModule, stage: int) -> None:
+        self._module = module
+        self._stage = stage
+        self._micro_batch = 0
+        self.is_watching = False
+        """Set it to note in `has_drawn` whether units draw numbers."""
+        self.has_drawn = False
+
+    @contextmanager
+    def of_pass(self, micro_batch: int) -> Iterator[None]:
+        """Run the forward pass of a micro-batch in the block."""
+        self._micro_batch = micro_batch
+        with ExitStack() as self._until_end:
+            yield
+
+    def enter_units(self) -> None:
+        """Let the units of this stage draw other numbers than those of other stages, until the pass ends."""
+        self._until_end.callback(set_torch_states, torch_states())
+        drawn = int(torch.randint(2**63 - 1, (), device="cpu"))
+        seed_torch(derive_seed(drawn, self._stage, self._module.trainer.fit_loop.total_batch_idx, self._micro_batch))
+        if self.is_watching:
+            self._until_end.callback(self._note_draws, generators_of_torch())
+
+    def _note_draws(self, before: list[bytes]) -> None:
+        self.has_drawn |= generators_of_torch() != before
+
+
+def generators_of_torch() -> list[bytes]:
+    """Return the states of torch's global generators, which can be compared."""
+    return [state.numpy().tobytes() for state in torch_states()]

@@ -1,0 +1,260 @@
+"""Check a training step before it trains: that a stage lacks nothing, and that the loss of a batch is a mean."""
+
+import math
+import pickle
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.nn import Module
+from torchmetrics import Metric
+
+from lightning_paral.data.parts import first_samples, num_samples_of, weighted_mean
+from lightning_paral.data.rollback import rollback_side_effects, user_attributes
+from lightning_paral.distributed.exchange import gather_objects
+from lightning_paral.engines.pipeline.boundaries import PipelineGroups
+from lightning_paral.engines.pipeline.calls import UnitCalls
+from lightning_paral.engines.pipeline.elsewhere import is_elsewhere
+from lightning_paral.engines.pipeline.micro_batches import MicroBatchWeights, RandomStreams, generators_of_torch
+from lightning_paral.errors import ConfigurationError, ParalError
+from lightning_paral.model.units import Unit
+
+_TOLERANCE = 1e-4
+_TOLERANCE_OF_16_BITS = 3e-2
+
+Forward = Callable[[Any, bool], Tensor | None]
+"""Runs the step on a batch, and checks the pass if told to. Returns the loss on the last stage, otherwise `None`."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a stage has found in the passes."""
+
+    losses: Sequence[float]
+    """On the last stage, the loss of all samples, and then those of each."""
+    weights: Sequence[float]
+    """How much the loss of each sample counts."""
+    first_nan: int | None
+    kept: Sequence[str]
+    """The names of tensors that units keep in attributes."""
+    has_drawn: bool
+    fault: str | None
+
+
+class StepCheck:
+    """Runs `training_step` on some samples of a batch, and on each of them, without backward pass or side effects.
+
+    Args:
+        module: the divided LightningModule.
+        units: the units of the chain.
+        own: the positions of the units of this stage.
+        calls: notes units that return NaN.
+        streams: notes whether passes draw random numbers.
+        groups: the process groups of the run; `None` if there is one stage.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        units: Sequence[Unit],
+        own: range,
+        calls: UnitCalls,
+        streams: RandomStreams,
+        groups: PipelineGroups | None,
+    ) -> None:
+        self._module = module
+        self._step = f"{type(module).__name__}.training_step"
+        self._units = units
+        self._own = own
+        self._calls = calls
+        self._streams = streams
+        self._groups = groups
+
+    def run(self, batch: Any, forward: Forward, num_samples: int, *, is_first: bool) -> None:
+        """Check the step. *Collective* over the pipeline.
+
+        Args:
+            batch: a training batch.
+            forward: runs the step.
+            num_samples: the largest number of samples. If it is 1, because batches are not divided, the step runs on
+                the whole batch.
+            is_first: whether no optimizer step came before, so that a loss that is NaN is a fault.
+
+        Raises:
+            ConfigurationError: the step uses what its stage does not have, changes parameters, gradients or buffers, or
+                has a loss that is not the mean of those of the samples. Raised on all stages.
+        """
+        whole, singles = batch, []
+        if num_samples > 1:
+            total = num_samples_of(batch) or 1
+            num_samples = min(num_samples, total)
+            distance = total // num_samples
+            whole = first_samples(batch, 0, distance * num_samples, distance)
+            singles = [first_samples(batch, at, at + 1) for at in range(0, distance * num_samples, distance)]
+        trained = [part for part in self._module.modules() if part.training]
+        try:
+            if self._check(whole, singles, forward, is_first=is_first):  # dropout: compare without it
+                self._module.eval()
+                self._check(whole, singles, forward, is_first=is_first)
+        except Exception as error:
+            if num_samples > 1 and not isinstance(error, ParalError):
+                error.add_note(
+                    "It failed when paral_pp, which divides batches, ran training_step on samples of one. If the step "
+                    "keeps state of a batch, such as a hidden state, set micro_batches=1, or use paral_fsdp."
+                )
+            raise
+        finally:
+            for part in trained:
+                part.training = True
+
+    def _check(self, whole: Any, singles: Sequence[Any], forward: Forward, *, is_first: bool) -> bool:
+        """Check the step, and return whether its losses could not be compared, because it draws random numbers."""
+        with rollback_side_effects(self._module):
+            own = self._passes(whole, singles, forward)
+        stages = self._of_all(own)
+        fault = next((each.fault for each in stages if each.fault is not None), None)
+        if fault is not None:
+            raise ConfigurationError(f"{self._step} {fault}")
+        losses, weights = next((each.losses, each.weights) for each in stages if each.losses)
+        if is_first and self._groups is not None and math.isnan(losses[0]):
+            self._refuse_nan([each.first_nan for each in stages if each.first_nan is not None])
+        if not singles:
+            return False
+        mean = weighted_mean(losses[1:], weights, torch.device("cpu"))
+        if math.isnan(mean) and not math.isnan(losses[0]) and own.kept:
+            raise ConfigurationError(
+                f"The loss of {self._step} depends on tensors that units keep in attributes: {', '.join(own.kept)}. "
+                "In a pipeline, other stages do not have them. Let the units return them, or train with paral_fsdp."
+            )
+        if any(each.has_drawn for each in stages):
+            return True
+        precision = self._module.trainer.precision
+        tolerance = _TOLERANCE if "32" in precision or "64" in precision else _TOLERANCE_OF_16_BITS
+        if not np.isclose(losses[0], mean, tolerance, tolerance, equal_nan=True):
+            raise ConfigurationError(
+                f"The loss of {self._step} is not a mean over samples, nor over the targets of a cross entropy, or it "
+                "depends on the batch before, such as by a hidden state or a counter in an attribute: it is "
+                f"{losses[0]:.6g} for {len(losses) - 1} samples of a batch, but the mean of their losses, computed one "
+                f"after the other, is {mean:.6g}. A pipeline divides batches into micro-batches and averages their "
+                "losses, so it would train differently than one process. Set micro_batches=1, or train with "
+                "paral_fsdp. If the difference is intended, set check_steps=False."
+            )
+        return False
+
+    def _passes(self, whole: Any, singles: Sequence[Any], forward: Forward) -> _Found:
+        streams, weights = self._streams, MicroBatchWeights([1] * len(singles))
+        before = _sums(self._module.named_parameters())
+        generators = _generators()
+        streams.is_watching, streams.has_drawn = True, False
+        try:
+            with _watched_gradients(self._module) as have_changed:
+                losses = [_without_graph(forward(whole, True))]
+                first_nan = self._calls.first_nan
+                kept = self._hide_kept_tensors()
+                buffers = _sums(self._buffers())
+                for number, single in enumerate(singles):
+                    loss = forward(single, False)
+                    if loss is not None:
+                        weights.weighted(number, loss)
+                    losses.append(_without_graph(loss))
+                has_changed_gradients = have_changed()
+        finally:
+            streams.is_watching = False
+        fault = None
+        changed = _changed(before, _sums(self._module.named_parameters()))
+        if changed is not None:
+            fault = (
+                f"changes the parameter {changed}. In a pipeline, the stages run different parts of training_step, "
+                "each once per micro-batch. Change parameters in on_train_batch_end, or train with paral_fsdp."
+            )
+        elif has_changed_gradients:
+            fault = (
+                "changes gradients of parameters, as zero_grad and backward() do. In a pipeline, it runs once per "
+                "micro-batch, whose gradients are added up. Leave it out: Lightning calls both."
+            )
+        elif singles and (changed := _changed(buffers, _sums(self._buffers()))) is not None:
+            fault = (
+                f"changes the buffer {changed}: after the samples of a batch, one after the other, it has another "
+                "value than after the whole batch. A pipeline computes micro-batches, so it would train differently "
+                "than one process. Set micro_batches=1, or train with paral_fsdp. If the difference is intended, set "
+                "check_steps=False."
+            )
+        has_drawn = streams.has_drawn or generators != _generators()
+        known = [float(each) for each in losses if each is not None]
+        return _Found(known, weights.known()[0], first_nan, kept, has_drawn, fault)
+
+    def _hide_kept_tensors(self) -> list[str]:
+        """Make tensors that units of other stages keep in attributes NaN, and return their names. *Collective*."""
+        parts = {part for number in self._own for part in self._units[number].module.modules()}
+        own = [
+            (name, attribute)
+            for name, part in self._module.named_modules()
+            if part in parts
+            for attribute, value in user_attributes(part).items()
+            if isinstance(value, Tensor) and value.grad_fn is not None
+        ]
+        kept = [pair for of_stage in self._of_all(own) for pair in of_stage]
+        for name, attribute in set(kept) - set(own):
+            vars(self._module.get_submodule(name))[attribute] = torch.tensor(float("nan"))
+        return [".".join(pair) for pair in kept]
+
+    def _of_all(self, value: Any) -> list[Any]:
+        return [value] if self._groups is None else gather_objects(value, self._groups.values)
+
+    def _refuse_nan(self, units: Sequence[int]) -> None:
+        user = self._units[min(units)].name if units else "the code after the last unit"
+        raise ConfigurationError(
+            f"The loss of {self._step} is NaN on the first samples, and {user} is the first to return NaN. A unit may "
+            "use only what the unit before it returns, and the code after the last unit only what that one returns: in "
+            "a pipeline, what earlier units and modules of first_stage return is NaN there. If the loss is no NaN in "
+            "one process, choose other units with units=[...], leave modules out of first_stage, or train with "
+            "paral_fsdp."
+        )
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        metrics = tuple(f"{name}." for name, part in self._module.named_modules() if isinstance(part, Metric))
+        return (pair for pair in self._module.named_buffers() if not pair[0].startswith(metrics))
+
+
+def _without_graph(loss: Tensor | None) -> Tensor | None:
+    """Return `loss` without what its backward pass would need, which takes memory."""
+    return None if loss is None else loss.detach()
+
+
+def _sums(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, list[float]]:
+    """Return two sums over each tensor that this stage has, by which changes are found."""
+    sums: dict[str, list[float]] = {}
+    for name, tensor in tensors:
+        if not (is_elsewhere(tensor) or tensor.is_meta):
+            values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+            sums[name] = [float(each.sum(dtype=torch.float64)) for each in (values, values * values)]
+    return sums
+
+
+def _changed(before: dict[str, list[float]], after: dict[str, list[float]]) -> str | None:
+    """Return the name of a tensor whose sums differ; NaN counts as equal to NaN."""
+    return next((name for name, sums in before.items() if repr(after.get(name, sums)) != repr(sums)), None)
+
+
+def _generators() -> bytes:
+    return pickle.dumps((generators_of_torch(), np.random.get_state(), random.getstate()))
+
+
+@contextmanager
+def _watched_gradients(module: Module) -> Iterator[Callable[[], bool]]:
+    """Give parameters gradients without memory inside the block; yield what tells whether they were replaced."""
+    kept = [(each, each.grad) for each in module.parameters() if each.requires_grad and not is_elsewhere(each)]
+    shown = [torch.zeros((), dtype=each.dtype, device=each.device).expand(each.shape) for each, _ in kept]
+    for (parameter, _), empty in zip(kept, shown, strict=True):
+        parameter.grad = empty
+    try:
+        yield lambda: any(parameter.grad is not empty for (parameter, _), empty in zip(kept, shown, strict=True))
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
