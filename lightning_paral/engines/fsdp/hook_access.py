@@ -555,7 +555,7 @@ def shard_like(tensor: Any, full: Tensor) -> Tensor:
 @torch.no_grad()
 def as_full(tensor: Any) -> Tensor:
     """Return a full copy of a DTensor with the same strides: random numbers are drawn in memory order. *Collective*."""
-    full: Tensor = tensor.full_tensor()
+    full: Tensor = tensor.detach().full_tensor()  # otherwise an error in torch 2.11
     if 0 in tensor.stride() or tensor.numel() == 0:
         return full.clone()
     return _empty_full(tensor, full).copy_(full)
