@@ -76,10 +76,9 @@ class PrivateName:
         if self.on_instances and not _is_in_source(found, last):
             raise self.error(f"{path} has no attribute of that name")
         if self.parameters:
-            kinds = {parameter.name: parameter.kind for parameter in inspect.signature(found).parameters.values()}
-            takes_any = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= set(kinds.values())
-            if not takes_any and not set(self.parameters) <= set(kinds):
-                raise self.error(f"it takes ({', '.join(kinds)}), not {self.parameters}")
+            taken = _parameters_of(found)
+            if taken is not None and not set(self.parameters) <= set(taken):
+                raise self.error(f"it takes ({', '.join(taken)}), not {self.parameters}")
         return found
 
     def error(self, difference: str) -> PrivateNameError:
@@ -144,6 +143,16 @@ def replace(instance: object, name: str, value: Any) -> None:
             f"version. It was tested with {TESTED.get(library, TESTED['lightning'])}: install one of these versions."
         )
     setattr(instance, name, value)
+
+
+def _parameters_of(function: Any) -> tuple[str, ...] | None:
+    """Return the names of the parameters; `None` for a wrapper that takes any, or a function without a signature."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:
+        return None
+    takes_any = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    return None if takes_any <= {parameter.kind for parameter in parameters.values()} else tuple(parameters)
 
 
 def _is_in_source(owner: Any, attribute: str) -> bool:

@@ -18,8 +18,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from lightning_paral.checkpoint.dtensor_chunks import chunk_of_dtensor, dtensor_like, is_chunked
-from lightning_paral.checkpoint.layout import Chunk
 from lightning_paral.checkpoint.shards import refuse_export
 from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass, is_in_transform, version_of
 from lightning_paral.compat.torch.dtensor import local_of
@@ -34,12 +32,11 @@ from lightning_paral.compat.torch.tensors import (
     tree_map_only,
     use_count,
 )
+from lightning_paral.engines.fsdp.full_values import as_full, full_from_chunk, keep_chunk, shard_like
 from lightning_paral.engines.fsdp.refusals import check_assigned, refuse_hook, shares_memory
 from lightning_paral.errors import ConfigurationError
 
 aten = torch.ops.aten
-Index = tuple[slice, ...]
-"""An index of the elements that a rank holds: a slice for every dimension."""
 
 _ELEMENTWISE = {
     aten.copy_, aten.fill_, aten.zero_, aten.masked_fill, aten.masked_fill_, aten._to_copy, aten.detach, aten.alias,
@@ -356,7 +353,7 @@ class HookAccess:
     def _write(self, tensor: Any, full: Tensor, is_complete: bool) -> None:
         unsharded = self._unsharded.of(tensor)
         if unsharded is None or isinstance(unsharded, DTensor):
-            _keep_chunk(tensor if unsharded is None else unsharded, full)
+            keep_chunk(tensor if unsharded is None else unsharded, full)
             self._unsharded.copy_from_shard(tensor, full if is_complete else None)
 
     # Hooks on gradients
@@ -498,64 +495,3 @@ def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
 def _key(tensor: Any) -> Any:
     local = local_of(tensor)
     return identity_of(local.untyped_storage()), local.storage_offset(), tensor.shape
-
-
-# Chunks of DTensors
-
-
-def own_chunk(tensor: Any) -> Index | None:
-    """Return the chunk that this rank holds of `tensor`, a DTensor, as an index into the full tensor.
-
-    `None` if it holds no chunk, as for partial sums.
-    """
-    chunk = chunk_of_dtensor(tensor) if is_chunked(tensor) else None
-    if chunk is None:
-        return None
-    # If tensor parallelism leaves no columns to a rank, FSDP2 also gives it no rows (torch 2.13).
-    return chunk.index if chunk.numel else Chunk(chunk.offsets, tuple(local_of(tensor).shape)).index
-
-
-def _chunk_to_write(tensor: Any) -> Index:
-    chunk = own_chunk(tensor)
-    if chunk is None:
-        raise ConfigurationError(
-            f"A DTensor with placements {tensor.placements} was written to, which has no chunk for each rank. Write to "
-            "the parameter itself, or to tensor.full_tensor()."
-        )
-    return chunk
-
-
-@torch.no_grad()
-def _keep_chunk(tensor: Any, full: Tensor) -> None:
-    local = local_of(tensor)
-    if local.numel():
-        local.copy_(full[_chunk_to_write(tensor)])
-
-
-def full_from_chunk(tensor: Any) -> Tensor:
-    """Return a plain tensor with the shape and strides of `tensor`, a DTensor; only this rank's chunk has its values.
-
-    Operations on each element can run on it, without a collective.
-    """
-    local = local_of(tensor)
-    full = _empty_full(tensor, local).zero_()
-    full[_chunk_to_write(tensor)] = local
-    return full
-
-
-def _empty_full(tensor: Any, local: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=local.dtype, device=local.device)
-
-
-def shard_like(tensor: Any, full: Tensor) -> Tensor:
-    """Return `full` as a DTensor with the layout of `tensor`. No collective."""
-    return dtensor_like(full[_chunk_to_write(tensor)].clone(), tensor)
-
-
-@torch.no_grad()
-def as_full(tensor: Any) -> Tensor:
-    """Return a full copy of a DTensor with the same strides: random numbers are drawn in memory order. *Collective*."""
-    full: Tensor = tensor.full_tensor()
-    if 0 in tensor.stride() or tensor.numel() == 0:
-        return full.clone()
-    return _empty_full(tensor, full).copy_(full)

@@ -18,7 +18,8 @@ from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.fsdp import name_of, owners_of, unsharded_param
 from lightning_paral.compat.torch.optimizers import foreach_copy_
 from lightning_paral.compat.torch.tensors import identity_of
-from lightning_paral.engines.fsdp.hook_access import HookAccess, UnshardedValues, as_full, shard_like
+from lightning_paral.engines.fsdp.full_values import as_full, shard_like
+from lightning_paral.engines.fsdp.hook_access import HookAccess, UnshardedValues
 from lightning_paral.engines.fsdp.refusals import RegistrationGuard, check_assigned, refuse_hook, shares_memory
 from lightning_paral.engines.fsdp.shown_gradients import ShownGradients
 from lightning_paral.errors import ConfigurationError
