@@ -1,6 +1,7 @@
 """Check that a strategy, on one rank or on two, trains as a hand-written loop on the same device does."""
 
 import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from tests.gpu.raw_loops import with_sgd
 from tests.models.blocks import MODULES
 from tests.models.chain import Chain, fit_chain
 from tests.models.regression import Regression, fit_regression, regression_data
-from tests.models.several_optimizers import Toggled
+from tests.models.several_optimizers import Accumulating, Toggled
 from tests.models.several_optimizers import fit as fit_several
 from tests.models.split_layers import PLAN, SplitLayers
 from tests.models.tokens import fit
@@ -78,20 +79,22 @@ def modules(label: str, device: str) -> Facts:
 
 
 def manual_optimization(device: str) -> Facts:
-    """Train a GAN under strategies, and compare with Lightning's on one rank, with `paral_ddp` on two. *Collective*."""
+    """Optimize manually, and compare with Lightning's strategy on one rank, with `paral_ddp` on two. *Collective*."""
     facts = Facts()
-    # Its discriminator has parameters that no optimizer has.
-    unused = ParalDDPStrategy(find_unused_parameters=True)
-    reference = {"strategy": unused if num_ranks() > 1 else "auto"}
-    made: dict[str, Any] = {"fsdp": lambda: {"strategy": ParalFSDPStrategy()}}
-    for stage, overlap in ((1, True), (1, False), (2, True), (3, True)):
-        options = {"stage": stage, "overlap_comm": overlap}
-        made[f"{options}"] = lambda options=options: {"strategy": ParalZeROStrategy(**options)}
+    made: dict[str, tuple[Any, Any]] = {"fsdp": (Toggled, ParalFSDPStrategy)}
+    for stage, overlap in ((1, False), (2, True), (3, True)):
+        zero = partial(ParalZeROStrategy, stage=stage, overlap_comm=overlap)
+        made[f"zero{stage}, overlap_comm={overlap}"] = (Accumulating, zero)
     check_installed("paral_zero")
-    _, expected = fit_several(Toggled(), num_ranks(), **trainer_options(device) | reference)
-    for name, options in made.items():
-        _, weights = fit_several(Toggled(), num_ranks(), **trainer_options(device) | options())
-        facts.close(name, largest_difference(weights, expected), 1e-4)
+    options = trainer_options(device)
+    expected = {}
+    for module in (Toggled, Accumulating):
+        # The discriminator of the GAN has parameters that no optimizer has.
+        reference = ParalDDPStrategy(find_unused_parameters=True) if num_ranks() > 1 else "auto"
+        _, expected[module] = fit_several(module(), num_ranks(), **options | {"strategy": reference})
+    for name, (module, strategy) in made.items():
+        _, weights = fit_several(module(), num_ranks(), **options | {"strategy": strategy()})
+        facts.close(name, largest_difference(weights, expected[module]), 1e-4)
     return facts
 
 

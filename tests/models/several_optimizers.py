@@ -144,6 +144,25 @@ class Wasserstein(GAN):
             self.discriminator.requires_grad_(True)
 
 
+class Accumulating(Several):
+    """One optimizer, which steps and clips after every second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 2))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.descend((self.net(batch[0]) - batch[1]).square().mean() / 2)
+        if batch_idx % 2:
+            self.clip_gradients(optimizer, 0.05, "norm")
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.net.parameters(), lr=1e-2)
+
+
 class ActorCritic(Several):
     """One loss trains both. The critic's loss also trains the actor's trunk. A third optimizer trains a scalar."""
 
