@@ -79,5 +79,3 @@ class BuiltDifferently(Differing):
             self.head = nn.Linear(10, 12 if self.built == "size" else 8)
         if self.built == "more":
             self.extra = nn.Linear(2, 2)
-        if self.built == "use":
-            nn.init.zeros_(self.body.weight)

@@ -18,12 +18,9 @@ MODULES = {
     "buffer": "Buffer `table` has shape (4,) on rank 0 and (5,) on rank 1",
 }
 BUILT = {
-    "size": "rank 1 creates `weight` of a Linear with shape (12, 10) and dtype torch.float32, where rank 0 creates "
-    "`weight` of a Linear with shape (8, 10) and dtype torch.float32.",
-    "more": "rank 1 creates `weight` of a Linear with shape (2, 2) and dtype torch.float32, where rank 0 creates no "
-    "further parameter.",
-    "fewer": "rank 1 creates no further parameter, where rank 0 creates `weight` of a Linear with shape (8, 10)",
-    "use": "rank 1 uses 1 of the parameters that were created before, where rank 0 creates no further parameter.",
+    "size": "Parameter `head.weight` has shape (8, 10) on rank 0 and (12, 10) on rank 1",
+    "more": "Parameter `extra.weight` exists on rank 1 only",
+    "fewer": "Parameter `head.weight` exists on rank 0 only",
 }
 OPTIMIZERS = {
     "class": "Optimizer 0 is torch.optim.adamw.AdamW on rank 0 and torch.optim.sgd.SGD on rank 1",
