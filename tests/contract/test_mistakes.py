@@ -115,7 +115,7 @@ REAL_CONFIG = {
     "steps_per_print": 100,
     "wall_clock_breakdown": False,
     "communication_data_type": "fp32",
-    "zero_optimization": {"stage": "auto", "reduce_bucket_size": "auto", "round_robin_gradients": True},
+    "zero_optimization": {"stage": "auto", "reduce_bucket_size": "auto", "round_robin_gradients": False},
     "bf16": {"enabled": "auto"},
     "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1},
     "flops_profiler": {"enabled": False, "profile_step": 1, "module_depth": -1, "top_modules": 1, "detailed": True},
