@@ -57,6 +57,8 @@ class RankZeroBuffers:
 
     def broadcast(self) -> None:
         """Broadcast rank 0's buffers, in place. *Collective* over the world."""
+        if next(self._module.buffers(), None) is None:
+            return
         _unshard_buffers(self._module)
         if self._enabled:
             broadcast(buffers_to_broadcast(self._module), self._dims.stage_group())

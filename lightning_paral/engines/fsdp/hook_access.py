@@ -114,7 +114,7 @@ class HookAccess:
         self._views: dict[Any, _View] = {}
         self._mode = _Mode(self)
         own: dict[str, Any] = {
-            "__torch_function__": classmethod(lambda _, *called: self._call(*called)),
+            "__torch_function__": classmethod(self._torch_function()),
             "__deepcopy__": _deepcopy,
             "__reduce_ex__": refuse_export,
             "untyped_storage": refuse_export,
@@ -163,17 +163,24 @@ class HookAccess:
 
     # Functions of torch, and the operations that they consist of
 
-    def _call(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs, name = kwargs or {}, function.__name__
+    def _torch_function(self) -> Callable[..., Any]:
+        def call(_: Any, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+            if _is_plain(function, args):
+                with DisableTorchFunctionSubclass():
+                    return function(*args)
+            return self._call(function, args, kwargs or {})
+
+        return call
+
+    def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = function.__name__
         attribute = getattr(function, "__self__", None)
         with DisableTorchFunctionSubclass():
-            if name == "__get__" and attribute not in _VIEWS:
-                return function(*args, **kwargs)
             if name == "requires_grad_" or attribute is Tensor.requires_grad:
                 result = function(*args, **kwargs)
                 self._unsharded.train(args[0])
                 return result
-            if name == "__set__" and attribute in (Tensor.data, Tensor.grad) and args[1] is not None:
+            if name == "__set__" and attribute in (Tensor.data, Tensor.grad):
                 return self._assign(function, *args)
             if name in _TO_PYTHON:
                 return _to_python(function, *args, **kwargs)
@@ -464,6 +471,15 @@ def _at(args: tuple[Any, ...], number: int) -> tuple[Any, ...]:
         return [arg[number]] if isinstance(arg, list | tuple) and len(arg) == len(args[0]) else arg
 
     return tuple(map(at, args))
+
+
+def _is_plain(function: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether `function` reads or sets an attribute as of any tensor. A step does so thousands of times."""
+    if function.__name__ == "__get__":
+        return function.__self__ not in _VIEWS
+    if function.__name__ == "__set__":
+        return args[1] is None or (function.__self__ is Tensor.grad and isinstance(args[1], DTensor))
+    return False
 
 
 def _to_python(function: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:

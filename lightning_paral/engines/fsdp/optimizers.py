@@ -15,6 +15,7 @@ from torch.nn import Module, Parameter
 from torch.optim import LBFGS, Optimizer
 
 from lightning_paral.checkpoint.dtensor_chunks import dtensor_like
+from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
 from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.optimizers import step_with_hooks, without_hooks
 from lightning_paral.compat.torch.patches import replace_attributes
@@ -151,8 +152,11 @@ def _local_tensors(optimizer: Any) -> Iterator[None]:
 def _local_parameter(param: Any) -> Any:
     if not isinstance(param, DTensor):
         return param
-    local = Parameter(local_of(param), param.requires_grad)
-    local.grad = None if param.grad is None else _local(param.grad)
+    with DisableTorchFunctionSubclass():
+        gradient = param.grad
+        local = Parameter(local_of(param), param.requires_grad)
+    if gradient is not None:
+        local.grad = _local(gradient)
     return local
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_paral.compat.torch.autograd import check_backward_passes
+from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass, check_backward_passes
 from lightning_paral.compat.torch.fsdp import unsharded_param
 
 
@@ -41,16 +41,18 @@ class ShownGradients:
         """Show the gradients of `FSDPParam`s that are unsharded, unless they have gradients that are not reduced."""
         if self._passes or not self._is_watching:
             return
-        for param in params:
-            unsharded, gradient = unsharded_param(param), param.sharded_param.grad
-            if unsharded is None or param in self._shown or unsharded.grad is not None:
-                continue
-            if gradient is not None:
-                if gradient.device != unsharded.device:  # offloaded
+        hidden = [param for param in params if param not in self._shown]
+        with DisableTorchFunctionSubclass():
+            for param in hidden:
+                unsharded, gradient = unsharded_param(param), param.sharded_param.grad
+                if unsharded is None or unsharded.grad is not None:
                     continue
-                unsharded.grad_dtype = gradient.dtype  # fp32 for 16 bits
-                unsharded.grad = gradient
-            self._shown[param] = gradient
+                if gradient is not None:
+                    if gradient.device != unsharded.device:  # offloaded
+                        continue
+                    unsharded.grad_dtype = gradient.dtype  # fp32 for 16 bits
+                    unsharded.grad = gradient
+                self._shown[param] = gradient
 
     def hide(self, params: Iterable[Any]) -> None:
         """Take the gradients of `FSDPParam`s away again, and give the shards those that code has assigned."""
