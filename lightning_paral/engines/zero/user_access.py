@@ -355,7 +355,7 @@ class Partitioned(Gathered):
             shape = torch.empty(full_shape(args[0]), dtype=args[0].dtype, device="meta")
             return func(shape, *args[1:], **kwargs)
         used: dict[int, Any] = {id(each): each for each in tree_leaves((args, kwargs)) if isinstance(each, Gathered)}
-        parameters = [parameter for parameter in used.values() if isinstance(parameter, Partitioned)]
+        parameters: list[Any] = [parameter for parameter in used.values() if isinstance(parameter, Partitioned)]
         trained = any(parameter.requires_grad for parameter in parameters)
         is_differentiated = trained and torch.is_grad_enabled() and func not in _NOT_DIFFERENTIABLE
         is_differentiated = is_differentiated and innermost_forward() is not None
