@@ -92,7 +92,9 @@ def _optimizer_state(strategy: Any) -> Iterator[Tensor]:
     yield from (
         optimizer.fp32_partitioned_groups_flat if strategy.stage == 3 else optimizer.single_partition_of_fp32_groups
     )
-    for state in optimizer.state.values():
+    with strategy._engine._users.flat():  # which hooks cannot read
+        states = list(optimizer.state.values())
+    for state in states:
         yield from (value for value in state.values() if torch.is_tensor(value) and value.numel() > 1)
 
 

@@ -101,7 +101,7 @@ class BackwardOrder:
             raise UnusedParametersError(
                 f"These parameters got no gradient in a backward pass: {first_names(missing)}. torch's optimizers skip "
                 "them, but ZeRO steps on flat tensors and would change them. If they are never used, freeze them with "
-                f"requires_grad_(False). {_INSTEAD}"
+                f"requires_grad_(False) before the run, not in it. {_INSTEAD}"
             )
         raise UnusedParametersError(
             "Gradients came in a different order than on other ranks, or than in an earlier step. ZeRO matches the "

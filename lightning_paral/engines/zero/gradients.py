@@ -1,11 +1,13 @@
 """The sharded gradients of a fit: accumulate them over backward passes, average, clip and read them, and step."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 
 from lightning_paral.compat.deepspeed import engine as zero_engine
 from lightning_paral.engines.zero.backward_order import BackwardOrder
@@ -54,7 +56,8 @@ class Gradients:
         """Whether the gradients of the window are averaged over the ranks, or will be by the running backward pass."""
         self._is_used = False
         """Whether a step has used the gradients of a window that have not been zeroed since."""
-        self.clip_by_norm(0.0)
+        self._max_norm = math.inf
+        zero_engine.clip_next_step(self._optimizer, 0.0)
 
     @property
     def _optimizer(self) -> Any:
@@ -87,8 +90,8 @@ class Gradients:
             )
         if self._is_complete:
             raise ConfigurationError(
-                "A backward pass ran after gradients of the same step were read. ZeRO averages gradients once per "
-                "step: read them after the last backward pass, or train with paral_fsdp."
+                "A backward pass ran after gradients of the same step were read or clipped. ZeRO averages gradients "
+                "once per step: read and clip them after the last backward pass, or train with paral_fsdp."
             )
         self.engine.set_gradient_accumulation_boundary(ends_window)
         zero_engine.begin_pass(self._optimizer)
@@ -115,13 +118,19 @@ class Gradients:
         else:
             self.engine.allreduce_gradients()
 
-    def step(self) -> None:
-        """Update this rank's shards of the parameters, and let all ranks use the new values. *Collective*.
+    def step(self, closure: Callable[[], Any]) -> Any:
+        """Return the result of `closure`, after a step with the gradients of its backward pass. *Collective*.
+
+        This rank's shards of the parameters are updated, and all ranks use the new values. Step hooks run around both.
 
         Raises:
             ConfigurationError: gradients came from a backward pass that the strategy did not run, or those of the last
-                step were not zeroed.
+                step were not zeroed. Or the optimizer has changed.
         """
+        return self._users.with_hooks(self._step, closure)
+
+    def _step(self, _: Optimizer, closure: Callable[[], Any]) -> Any:
+        result = closure()
         if self._order.has_outside_gradients:
             raise ConfigurationError(
                 "Gradients came from loss.backward(), which ZeRO does not see: ranks would not average them. Call "
@@ -132,15 +141,17 @@ class Gradients:
                 "Two steps ran without zero_grad or a backward pass between them. torch would use the same gradients "
                 "again, but under ZeRO they are freed after the step. Train with paral_fsdp."
             )
+        self._users.check_fixed()
         if self._num_passes == 0:  # training_step returned None: torch's optimizers would not change anything
-            return
+            return result
         self._access.collect()
         self.engine.set_gradient_accumulation_boundary(True)
         self._users.step(self.engine.step)
         if not self.engine.was_step_applied() and not self._optimizer.needs_scaler():
             rank_zero_warn("Gradients were not finite: DeepSpeed skipped this step, so parameters did not change.")
-        self.clip_by_norm(0.0)
-        self._is_used, self._is_complete, self._num_passes = True, False, 0
+        zero_engine.clip_next_step(self._optimizer, 0.0)
+        self._is_used, self._is_complete, self._num_passes, self._max_norm = True, False, 0, math.inf
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begin a new window after a step.
@@ -158,8 +169,11 @@ class Gradients:
     # Clipping and reading
 
     def clip_by_norm(self, max_norm: float) -> None:
-        """Scale gradients in the next step so that their global 2-norm is at most `max_norm`. 0 turns this off."""
-        zero_engine.clip_next_step(self._optimizer, max_norm)
+        """Scale the averaged gradients, if there are any, in the next step to a 2-norm of at most `max_norm`."""
+        if self._num_passes:
+            self.end_window()
+            self._max_norm = min(self._max_norm, max_norm)
+            zero_engine.clip_next_step(self._optimizer, self._max_norm)
 
     def norm(self) -> Tensor:
         """Return the global 2-norm of the averaged gradients before clipping by norm: a scalar, fp32. *Collective*."""

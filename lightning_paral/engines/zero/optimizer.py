@@ -6,13 +6,14 @@ hyper-parameters are copied to those of DeepSpeed before each step.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 from torch.nn import Module
 from torch.optim import LBFGS, Adam, AdamW, Optimizer
 
@@ -35,7 +36,7 @@ class UsersOptimizer:
         module: the module that contains its parameters, for their names.
 
     Raises:
-        ConfigurationError: no group has a trained parameter.
+        ConfigurationError: no group has a trained parameter, or the optimizer has states.
     """
 
     def __init__(self, optimizer: Optimizer, module: Module) -> None:
@@ -43,46 +44,71 @@ class UsersOptimizer:
         self.groups = optimizer.param_groups
         self.names = param_names(optimizer, module)
         self._num_parameters = self._count()
-        self._state, optimizer.state = optimizer.state, _State(self.groups)
+        if any(optimizer.state.values()):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} already has states, from steps or load_state_dict before the run. ZeRO "
+                "would begin without them. Resume with trainer.fit(ckpt_path=...), return a new optimizer from "
+                "configure_optimizers, or train with paral_ddp."
+            )
         # DeepSpeed drops groups without trained parameters, and takes the dtype of gradients from the first parameter.
         trained = [(group, [each for each in group["params"] if each.requires_grad]) for group in self.groups]
         self._pairs = [(group, group | {"params": parameters}) for group, parameters in trained if parameters]
         self.flat_groups = [flat for _, flat in self._pairs]
         """The groups of DeepSpeed, which replaces their parameters by flat tensors."""
+        self._flat_state: defaultdict[Tensor, Any] = defaultdict(dict)
         if not self._pairs:
             raise ConfigurationError(
                 "No parameter of the optimizer requires a gradient: there is nothing to train. Unfreeze a parameter, "
                 "or return None from configure_optimizers."
             )
+        self._shown = {"param_groups": self.groups, "state": _HiddenState()}
+        self._users_state = optimizer.state
+        vars(optimizer).update(self._shown)
 
     def _count(self) -> list[int]:
         return [len(group["params"]) for group in self.optimizer.param_groups]
 
     @contextmanager
     def flat(self) -> Iterator[Optimizer]:
-        """Give the optimizer DeepSpeed's groups inside this context."""
+        """Give the optimizer DeepSpeed's groups and states inside this context."""
         optimizer = self.stepping_optimizer
-        optimizer.param_groups = self.flat_groups
+        vars(optimizer).update(param_groups=self.flat_groups, state=self._flat_state)
         try:
             yield optimizer
         finally:
-            self.flat_groups = optimizer.param_groups
-            self.optimizer.param_groups = self.groups
+            self.flat_groups, self._flat_state = optimizer.param_groups, optimizer.state
+            vars(self.optimizer).update(self._shown)
 
-    def step(self, run: Callable[[], Any]) -> None:
-        """Call `run`, in which DeepSpeed steps, with the current hyper-parameters and the user's step hooks around it.
+    def with_hooks(self, step: Callable[..., Any], closure: Callable[[], Any]) -> Any:
+        """Return `step(optimizer, closure=closure)`, with the step hooks of the user's optimizer around it."""
+        result = optimizers.step_with_hooks(self.optimizer, step, (), {"closure": closure})
+        optimizers.mark_stepped(self.optimizer)
+        return result
 
-        Raises:
-            ConfigurationError: a parameter or a group was added after the run began.
-        """
+    def check_fixed(self) -> None:
+        """Raise a `ConfigurationError` if user code has changed how the optimizer steps since the run began."""
         if self._count() != self._num_parameters:
             raise ConfigurationError(
                 "The optimizer got other parameters after the run began. ZeRO shards those that it has then: give all "
                 "to the optimizer in configure_optimizers, or train with paral_fsdp or paral_ddp."
             )
-        optimizers.step_with_hooks(self.optimizer, lambda *_: self._step(run), (), {})
+        own = vars(self.optimizer)
+        if any(own[key] is not shown for key, shown in self._shown.items()):
+            raise ConfigurationError(
+                "optimizer.state or optimizer.param_groups was replaced during the run, such as by "
+                "optimizer.load_state_dict, but under ZeRO the states are sharded. Change groups in place, resume with "
+                "trainer.fit(ckpt_path=...), or train with paral_fsdp."
+            )
+        step_module = getattr(own.get("step", Optimizer.step), "__globals__", {}).get("__name__", "")
+        if step_module.partition(".")[0] != "torch":  # whose schedulers wrap it
+            raise ConfigurationError(
+                "optimizer.step was replaced by another function, which ZeRO would call with flat tensors, several "
+                "times or not at all. Use optimizer.register_step_post_hook or on_train_batch_end instead, or train "
+                "with paral_fsdp."
+            )
 
-    def _step(self, run: Callable[[], Any]) -> None:
+    def step(self, run: Callable[[], Any]) -> None:
+        """Call `run`, in which DeepSpeed steps, with the current hyper-parameters."""
         for users, flat in self._pairs:
             flat.update({key: _like(value, flat.get(key)) for key, value in hyper_parameters(users).items()})
             if self._steps_fused(flat):
@@ -93,7 +119,6 @@ class UsersOptimizer:
             users.update(
                 {key: value for key, value in hyper_parameters(flat).items() if key in users and key != "fused"}
             )
-        optimizers.mark_stepped(self.optimizer)
 
     def _steps_fused(self, flat: dict[str, Any]) -> bool:
         """Return whether to choose torch's fused kernel, which needs no temporary tensors of the size of the shard."""
@@ -105,41 +130,20 @@ class UsersOptimizer:
 
     def restore(self) -> None:
         """Remove DeepSpeed's state from the optimizer."""
-        self.optimizer.state = self._state
+        self.optimizer.state = self._users_state
 
 
-class _State(defaultdict[Any, dict[str, Any]]):
-    """The state of DeepSpeed's flat tensors, in which looking up a parameter of the module is an error."""
+class _HiddenState(MutableMapping[Any, Any]):
+    """Takes the place of `optimizer.state` outside of DeepSpeed's steps. Every use is an error."""
 
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
-        super().__init__(dict)
-        self._parameters = {id(parameter) for group in groups for parameter in group["params"]}
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise ConfigurationError(
+            "optimizer.state was used, as also by optimizer.state_dict(), but under ZeRO each rank has a part of the "
+            "states, of flat tensors. Read one with `self.trainer.strategy.full_optimizer_state(parameter, key)`, save "
+            "all with trainer.save_checkpoint, or train with paral_fsdp."
+        )
 
-    def _check(self, parameter: Any) -> None:
-        if id(parameter) in self._parameters:
-            raise ConfigurationError(
-                "optimizer.state was asked for a parameter, but under ZeRO it has the state of flat tensors, which are "
-                "cut out of all parameters. Read it with `self.trainer.strategy.full_optimizer_state(parameter, key)`, "
-                "or train with paral_fsdp."
-            )
-
-    def __getitem__(self, key: Any) -> dict[str, Any]:
-        self._check(key)
-        return super().__getitem__(key)
-
-    def __contains__(self, key: Any) -> bool:
-        self._check(key)
-        return super().__contains__(key)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """Return the state of a flat tensor."""
-        self._check(key)
-        return super().get(key, default)
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        """Remove the state of a flat tensor, and return it."""
-        self._check(key)
-        return super().pop(key, *default)
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = _refuse
 
 
 def _like(value: Any, current: Any) -> Any:
@@ -175,6 +179,11 @@ def check_optimizers(optimizers: list[Any], module: LightningModule) -> Optimize
         raise ConfigurationError(
             "LBFGS needs several backward passes per step, which ZeRO cannot do. Train with paral_ddp."
         )
+    if isinstance(optimizer, torch.optim.Adagrad):
+        raise ConfigurationError(
+            f"DeepSpeed replaces {type(optimizer).__name__} by an Adagrad with default options. Train with paral_fsdp, "
+            "which shards the same."
+        )
     return optimizer
 
 
@@ -197,6 +206,7 @@ def choose_stepping_optimizer(users: UsersOptimizer, *, offload: bool, trust: bo
     from deepspeed.ops.adam import DeepSpeedCPUAdam
     from deepspeed.ops.lion import DeepSpeedCPULion
 
+    users.check_fixed()
     if type(users.optimizer) in (DeepSpeedCPUAdam, DeepSpeedCPULion):
         return
     if offload:
@@ -209,11 +219,6 @@ def _check_elementwise(optimizer: Optimizer) -> None:
     if type(optimizer) in (getattr(torch.optim, name) for name in _ELEMENTWISE):
         return
     class_name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    if isinstance(optimizer, torch.optim.Adagrad):
-        raise ConfigurationError(
-            f"DeepSpeed replaces {class_name} by one with default options. Train with paral_fsdp, which shards the "
-            "same."
-        )
     raise ConfigurationError(
         f"{class_name} may not be elementwise. ZeRO gives an optimizer flat tensors that are cut at any element, so it "
         "must update each element by its own gradient and state alone. If it does, as Lion, set "

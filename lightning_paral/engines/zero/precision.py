@@ -166,8 +166,13 @@ class ZeROPrecision(DeepSpeedPrecision):
         if is_overridden("backward", model):
             needs_scale = engine.optimizer.needs_scaler()
             model.backward(engine.scale(tensor) if needs_scale else tensor, *args, **kwargs)
+        elif args or kwargs.keys() - {"retain_graph"}:
+            raise ConfigurationError(
+                "manual_backward got other arguments than the loss and retain_graph, which DeepSpeed does not take. "
+                "Change the loss instead, such as (loss * gradient).sum(), or train with paral_fsdp."
+            )
         else:
-            engine.backward(tensor, *args, scale_wrt_gas=False, **kwargs)
+            engine.backward(tensor, scale_wrt_gas=False, **kwargs)
         self.gradients.after_backward()
 
     def _skip_backward(self, model: LightningModule) -> None:
@@ -181,7 +186,7 @@ class ZeROPrecision(DeepSpeedPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run `closure`, then the hooks, then the step of the sharded optimizer. *Collective*.
+        """Run `closure`, then Lightning's hooks, then the step of the sharded optimizer. *Collective*.
 
         Raises:
             ConfigurationError: see `Gradients.step`; or the step got arguments, which DeepSpeed does not pass on.
@@ -191,15 +196,22 @@ class ZeROPrecision(DeepSpeedPrecision):
                 f"optimizer.step got {', '.join(kwargs)}. DeepSpeed passes no arguments to the optimizer. Leave them "
                 "out, or train with paral_fsdp."
             )
-        closure_result = closure()
-        if self.gradients is not None:
-            self.gradients.end_window()
-        after_closure(self, model, optimizer)
-        if self.gradients is not None:
-            self.gradients.step()
-        if self.loss_scale is not None:
-            self.loss_scale.grow()
-        return closure_result
+
+        def run() -> Any:
+            result = closure()
+            if self.gradients is not None:
+                self.gradients.end_window()
+            after_closure(self, model, optimizer)
+            return result
+
+        if self.gradients is None:
+            return run()
+        if self.loss_scale is None:
+            return self.gradients.step(run)
+        result = run()  # torch's GradScaler steps after it, with the hooks of the optimizer
+        self.gradients.step(lambda: None)
+        self.loss_scale.grow()
+        return result
 
     def clip_gradients(
         self,

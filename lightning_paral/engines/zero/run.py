@@ -66,6 +66,7 @@ class ZeroRun(ZeroState):
         super().__init__(module, optimizers, device, ended)
         self._root = module
         self._settings = settings
+        self.max_live = int(settings.config["zero_optimization"].get("stage3_max_live_parameters", 10**9))
         if deferred is not None:
             self._partition(deferred)
         self._snapshot = ModuleSnapshot(module)
@@ -108,6 +109,7 @@ class ZeroRun(ZeroState):
         check_parameters(self.module, trained_parameters(self.module), dict(self._settings.config))
         self.optimizers = [optimizer]
         self._users = users = UsersOptimizer(optimizer, self.module)
+        self._undo.callback(users.restore)
         self._begin_stage3()
         choose_stepping_optimizer(users, offload=options.offload_optimizer is not None, trust=options.trust_optimizer)
         with users.flat() as stepping:
@@ -197,9 +199,9 @@ class ZeroRun(ZeroState):
         return all(type(optimizer).__module__.startswith("torch.optim.") for optimizer in self.optimizers)
 
     def _redirect_zero_grad(self, users: UsersOptimizer) -> None:
-        """Make `zero_grad` of the module and its optimizer zero DeepSpeed's gradients."""
+        """Make `zero_grad` of the module, its engine and its optimizer zero DeepSpeed's gradients."""
         assert self.gradients is not None
-        for part in (users.optimizer, LightningModule.optimizers(self._root), self.module):
+        for part in (users.optimizer, LightningModule.optimizers(self._root), self.module, self._engine):
             vars(part)["zero_grad"] = self.gradients.zero_grad
             self._undo.callback(vars(part).pop, "zero_grad", None)
 
@@ -212,8 +214,11 @@ class ZeroRun(ZeroState):
         """
         self._settings.precision.end_fit()
         try:
-            if self.access is not None:
-                self.access.end(collect=not failed)
+            try:
+                if self.access is not None:
+                    self.access.end(collect=not failed)
+            except ConfigurationError as error:  # what user code wrote is lost, but not what was trained
+                rank_zero_warn(f"At the end of the run: {error}")
             if self.gradients is not None:
                 self.gradients.end()
             lost, state = self._read_optimizer_state()
@@ -224,7 +229,10 @@ class ZeroRun(ZeroState):
             if self._users is not None:
                 self._users.restore()
             if self._users is not None and self.gradients is not None:
-                self._give_state(self._users.optimizer, ended, lost, state)
+                if lost is None:
+                    ended.keep(self._users.optimizer, self.module, state, {})
+                else:
+                    ended.lose(self._users.optimizer, lost)
         finally:
             self._undo.close()
 
@@ -237,12 +245,6 @@ class ZeroRun(ZeroState):
             return None, tree_map_only(FlatShard, _on_host, self.optimizer_state(self._users.optimizer))
         except Exception as error:  # do not prevent teardown: raise when user code reads the state
             return str(error), None
-
-    def _give_state(self, optimizer: Optimizer, ended: EndedOptimizers, lost: str | None, state: State | None) -> None:
-        if lost is None:
-            ended.keep(optimizer, self.module, state, {})
-        else:
-            ended.lose(optimizer, lost)
 
     def _why_states_are_lost(self) -> str | None:
         if "offload_optimizer" in self._settings.options.on_nvme:
@@ -273,6 +275,6 @@ class ZeroRun(ZeroState):
 
 
 def _on_host(shard: FlatShard) -> FlatShard:
-    """Return a copy of `shard` that needs no engine."""
-    values = shard.read().to("cpu", copy=True)
+    """Return `shard` with values that need no engine. On the host they are DeepSpeed's own, without a copy."""
+    values = shard.read().to("cpu")
     return FlatShard(shard.shape, shard.dtype, shard.start, values.numel(), partial(identity, values))

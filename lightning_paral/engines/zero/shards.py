@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module, Parameter
 
@@ -48,10 +47,14 @@ class Partition:
         stage: the stage of ZeRO.
         index: the index of the parameter group, or of the sub-group at stage 3.
         parameters: the parameters.
+        users: the user's optimizer.
     """
 
-    def __init__(self, optimizer: Any, stage: int, index: int, parameters: Iterable[Any]) -> None:
+    def __init__(
+        self, optimizer: Any, stage: int, index: int, parameters: Iterable[Any], users: UsersOptimizer
+    ) -> None:
         self._optimizer = optimizer
+        self._users = users
         self._stage = stage
         self._index = index
         self.ranges = {id(parameter): self._range_of(parameter) for parameter in parameters}
@@ -83,7 +86,8 @@ class Partition:
     def state(self) -> dict[str, Any]:
         """The optimizer's state. Those of its tensors that are as long as `flat` are empty while `flat` is empty."""
         stepping = zero_optimizer.stepping_optimizer(self._optimizer, self._stage, self._index)
-        state: dict[str, Any] = stepping.state[self.flat]
+        with self._users.flat():
+            state: dict[str, Any] = stepping.state[self.flat]
         return state
 
     @property
@@ -100,12 +104,14 @@ class Partition:
     def in_memory(self, *, write: bool) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Keep the flat tensor and its state in memory inside this context. With `write`, write changes back."""
         if self.place and not self._is_loaded:
-            zero_optimizer.swap_in(self._optimizer, self._index)
+            with self._users.flat():
+                zero_optimizer.swap_in(self._optimizer, self._index)
             self._is_loaded = True
         try:
             yield self.flat, self.state
             if self.place and write:
-                zero_optimizer.swap_out(self._optimizer, self._index)
+                with self._users.flat():
+                    zero_optimizer.swap_out(self._optimizer, self._index)
                 self._is_loaded = False
         finally:
             if not self.is_kept:
@@ -153,7 +159,7 @@ class EngineShards:
         self.users = users
         self._parameters = dict(module.named_parameters())
         groups = zero_optimizer.groups_of_parameters(engine.optimizer, self._stage)
-        self._partitions = [Partition(engine.optimizer, self._stage, n, group) for n, group in enumerate(groups)]
+        self._partitions = [Partition(engine.optimizer, self._stage, n, group, users) for n, group in enumerate(groups)]
         self._partition_by_id = {id_: partition for partition in self._partitions for id_ in partition.ranges}
         self._stored: _Writes = {}
         self._keep_last = False
@@ -311,7 +317,7 @@ class EngineShards:
         """Load the optimizer's saved state. This rank reads only its flat ranges.
 
         Raises:
-            CheckpointError: it is the state of another optimizer.
+            CheckpointError: it is the state of another optimizer, or its parameters took different numbers of steps.
         """
         checkpoint = SavedOptimizer(saved, self.users.names)
         for group, group_names in zip(self.users.groups, self.users.names, strict=True):
@@ -326,11 +332,19 @@ class EngineShards:
 def _load_partition(
     partition: Partition, flat: Tensor, state: dict[str, Any], found: dict[int, dict[str, Any]]
 ) -> None:
+    taken = {float(values.get("step", 1 if values else 0)) for values in found.values()}
+    if len(taken) > 1:
+        raise CheckpointError(
+            f"Parameters in the checkpoint have taken different numbers of steps, {min(taken):g} to {max(taken):g}, as "
+            "if some were frozen before. Under ZeRO they share one count. Resume under paral_fsdp, or load only the "
+            "weights, with a new optimizer."
+        )
     state.clear()
     for key in {key: None for parameter_state in found.values() for key in parameter_state}:
         values = {id_: parameter_state[key] for id_, parameter_state in found.items() if key in parameter_state}
         if key == "step":
-            state[key] = _common_step(values.values(), in_int=partition.counts_in_int)
+            step = taken.pop()
+            state[key] = int(step) if partition.counts_in_int else torch.tensor(step, dtype=torch.float32)
         elif _is_per_element(partition, values):
             state[key] = torch.zeros_like(flat, requires_grad=False)
             for id_, value in values.items():
@@ -346,13 +360,3 @@ def _is_per_element(partition: Partition, values: dict[int, Any]) -> bool:
     return all(
         isinstance(value, Tensor) and value.shape == partition.ranges[id_].shape for id_, value in values.items()
     )
-
-
-def _common_step(steps: Iterable[Any], *, in_int: bool) -> Any:
-    taken = {float(step) for step in steps}
-    if len(taken) > 1:
-        rank_zero_warn(
-            f"Parameters in the checkpoint have taken different numbers of steps, {min(taken):g} to {max(taken):g}. "
-            "Under ZeRO they share one count: all continue from the largest."
-        )
-    return int(max(taken)) if in_int else torch.tensor(max(taken), dtype=torch.float32)

@@ -40,17 +40,19 @@ class ZeroState(ShardedState):
     """The gradients of the fit, after a successful setup."""
     access: UserAccess | None = None
     """Lets user code use parameters whose values are stored elsewhere."""
+    max_live = 10**9
+    """How many elements of parameters may stay gathered for hooks."""
     _engine_shards: EngineShards | None = None
 
     def start_training(self, engine: EngineShards) -> UserAccess:
         """Store weights and optimizer states in `engine`, and return what user code uses parameters through."""
         self._engine_shards = engine
-        self.access = UserAccess(self.module, self.write_full_values, hides_gradients=True)
+        self.access = UserAccess(self.module, self.write_full_values, hides_gradients=True, max_live=self.max_live)
         return self.access
 
     def start_evaluation(self) -> None:
         """Begin to record what user code writes to a module that is partitioned at stage 3 but not trained."""
-        self.access = UserAccess(self.module, write_partitions, hides_gradients=False)
+        self.access = UserAccess(self.module, write_partitions, hides_gradients=False, max_live=self.max_live)
 
     def _engine_for_parameter(self, parameter: Parameter) -> EngineShards | None:
         """Return the engine if it trains `parameter`, or did so when the run began; else `None`."""

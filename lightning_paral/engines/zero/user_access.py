@@ -5,7 +5,8 @@ leaves an empty tensor in place of a parameter that is not in use. During a run,
 `torch.nn.Parameter`. They use no memory, and cost no time if only the forward passes of modules use a parameter:
 
 - At stage 3 a partitioned parameter that user code uses is gathered, and stays gathered until a *boundary*: the start
-  of the next step, an optimizer step, a save, or the end of the run.
+  of the next step, an optimizer step, a save, or the end of the run. In hooks, those that were gathered first are
+  partitioned before, if there are too many.
 - At a boundary, and when a parameter is partitioned, the values of parameters that user code may have written to are
   compared with those that DeepSpeed stores, and what differs is copied. All ranks run the same user code on full
   values, so that each rank copies its shard without communication.
@@ -13,7 +14,7 @@ leaves an empty tensor in place of a parameter that is not in use. During a run,
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -25,7 +26,7 @@ from torch.nn import Module, Parameter
 from lightning_paral.compat.deepspeed.stage3 import innermost_forward
 from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass, version_of
 from lightning_paral.compat.torch.tensors import tree_leaves, use_count
-from lightning_paral.engines.zero.partition import full_shape, is_partitioned, is_stage3_parameter
+from lightning_paral.engines.zero.partition import full_numel, full_shape, is_partitioned, is_stage3_parameter
 from lightning_paral.errors import ConfigurationError, ParalError
 
 WriteBack = Callable[[list[tuple[Parameter, Tensor]]], None]
@@ -60,23 +61,26 @@ class UserAccess:
         module: the module.
         write_back: copies what user code has written to where DeepSpeed stores the weights.
         hides_gradients: whether reading `.grad` of a trained parameter is an error.
+        max_live: how many elements may stay gathered for hooks. One operation may need more.
     """
 
-    def __init__(self, module: Module, write_back: WriteBack, *, hides_gradients: bool) -> None:
+    def __init__(self, module: Module, write_back: WriteBack, *, hides_gradients: bool, max_live: int) -> None:
         self.hides_gradients = hides_gradients
+        self.max_live = max_live
         self.write_back = write_back
         named = [pair for pair in module.named_parameters() if type(pair[1]).__torch_function__ is _PLAIN]
         self.names = {id(parameter): name for name, parameter in named}
         self._parameters: list[Any] = [parameter for _, parameter in named]
         self._is_stage3 = any(map(is_stage3_parameter, self._parameters))
-        self._versions: dict[int, int] = {}
+        self._versions: dict[int, tuple[int, int]] = {}
         self._exposed: set[int] = set()
-        """The ids of parameters whose `data` user code has read. Writing to it does not change their version."""
+        """The ids of parameters whose `data` user code has read since the last boundary."""
         self._gathered: dict[int, Any] = {}
         """The partitioned parameters that were gathered for user code."""
-        self._handed_out: dict[int, list[Tensor]] = {}
-        """At stage 3, the full values that user code has got as `data`, by the `id` of the parameter."""
-        self._kept: list[tuple[Any, list[Tensor], list[int]]] = []
+        self._handed_out: dict[int, Tensor] = {}
+        """The full values that user code has got as `data`, by the `id` of the parameter. What it got are aliases,
+        which share the version of these, but not that of the parameter."""
+        self._kept: list[tuple[Any, Tensor, int]] = []
         """Those of parameters that are partitioned since, which user code may still write to, and their versions."""
         self._plain_partition: list[tuple[Any, Any]] = []
         self.mark_unwritten()
@@ -92,26 +96,32 @@ class UserAccess:
 
     def end(self, *, collect: bool) -> None:
         """Make the parameters ordinary ones again. With `collect`, copy what user code has written first."""
-        if collect:
-            self.collect()
-        for parameter in self._parameters:
-            parameter.__class__ = parameter.plain_class
-            del parameter._access
-        for parameter, partition in self._plain_partition:
-            parameter.partition = partition
-        self._parameters, self._plain_partition, self._gathered, self._kept = [], [], {}, []
+        try:
+            if collect:
+                self.collect()
+        finally:
+            for parameter in self._parameters:
+                parameter.__class__ = parameter.plain_class
+                del parameter._access
+            for parameter, partition in self._plain_partition:
+                parameter.partition = partition
+            self._parameters, self._plain_partition, self._gathered = [], [], {}
+            self._handed_out, self._kept = {}, []
 
     # Used by the classes below
 
-    def gather(self, parameters: list[Any], *, differentiated: bool) -> None:
+    def gather(self, parameters: list[Any], *, differentiated: bool, used: Collection[int] = ()) -> None:
         """Gather partitioned parameters for user code. *Collective* over the world.
 
         Args:
             parameters: the parameters.
             differentiated: whether their gradients are needed: DeepSpeed then gathers them for the backward pass.
+            used: the ids of parameters that must stay gathered.
         """
         from deepspeed.runtime.zero import register_external_parameter
 
+        if innermost_forward() is None:
+            self._make_room(sum(map(full_numel, parameters)), used)
         for parameter in parameters:
             if parameter.ds_status.name == "INFLIGHT":
                 raise ConfigurationError(
@@ -124,15 +134,24 @@ class UserAccess:
                 self._gathered[id(parameter)] = parameter
         parameters[0].all_gather(param_list=parameters)
 
+    def _make_room(self, num_elements: int, used: Collection[int]) -> None:
+        """Partition what was gathered first, so that `num_elements` more can be gathered: on all ranks the same."""
+        gathered = [p for p in self._gathered.values() if not isinstance(p, Partitioned)]
+        num_elements += sum(map(full_numel, gathered))
+        released = []
+        for parameter in gathered:
+            if num_elements > self.max_live and id(parameter) not in used and not parameter.ds_active_sub_modules:
+                num_elements -= full_numel(parameter)
+                released.append(self._gathered.pop(id(parameter)))
+        if released:
+            released[0].partition(param_list=released)
+
     def expose(self, parameter: Any) -> Tensor:
         """Return `parameter.data` for user code, which may write to it. *Collective* if it is partitioned."""
-        if is_partitioned(parameter):
+        if isinstance(parameter, Partitioned):
             self.gather([parameter], differentiated=False)
         self._exposed.add(id(parameter))
-        values = plain_data(parameter)
-        if is_stage3_parameter(parameter):
-            self._handed_out.setdefault(id(parameter), []).append(values)
-        return values
+        return self._handed_out.setdefault(id(parameter), plain_data(parameter)).detach()
 
     def assign(self, parameter: Any, values: Tensor) -> None:
         """Copy `values` into `parameter`, for `parameter.data = values`. *Collective* if it is partitioned.
@@ -172,25 +191,30 @@ class UserAccess:
             if any(map(self._may_be_written, self._parameters)):
                 self._take(self._parameters)
             return
-        self._check_kept()
         gathered = [parameter for parameter in self._gathered.values() if not is_partitioned(parameter)]
         self._gathered = {}
         self._take([p for p in self._parameters if not isinstance(p, Partitioned) and self._may_be_written(p)])
         to_release = [parameter for parameter in gathered if not parameter.ds_active_sub_modules]
         if to_release:
             to_release[0].partition(param_list=to_release)
+        self._check_kept()
 
     def mark_unwritten(self) -> None:
         """Treat the current values of parameters as those that DeepSpeed stores, as after loading a checkpoint."""
         self._exposed.clear()
         self._kept.clear()
-        self._versions = {id(parameter): version_of(parameter) for parameter in self._parameters}
+        self._versions = {id(parameter): self._version(parameter) for parameter in self._parameters}
 
     def _may_be_written(self, parameter: Any) -> bool:
         return id(parameter) in self._exposed or self._has_new_version(parameter)
 
     def _has_new_version(self, parameter: Any) -> bool:
-        return version_of(parameter) != self._versions[id(parameter)]
+        return self._version(parameter) != self._versions[id(parameter)]
+
+    def _version(self, parameter: Any) -> tuple[int, int]:
+        """Return the version of the parameter and that of its `data`, which user code may have kept."""
+        handed_out = self._handed_out.get(id(parameter))
+        return version_of(parameter), 0 if handed_out is None else version_of(handed_out)
 
     def _take(self, parameters: list[Any]) -> None:
         if parameters:
@@ -198,7 +222,7 @@ class UserAccess:
                 self.write_back([(parameter, plain_data(parameter)) for parameter in parameters])
             for parameter in parameters:
                 self._exposed.discard(id(parameter))
-                self._versions[id(parameter)] = version_of(parameter)
+                self._versions[id(parameter)] = self._version(parameter)
 
     def _compare_before(self, parameter: Any, partition: Callable[..., Any]) -> Any:
         """Return `partition`, the method of a parameter of stage 3, with a comparison before it."""
@@ -207,29 +231,31 @@ class UserAccess:
             parameters = [each for each in param_list or [parameter] if not is_partitioned(each)]
             self._take([each for each in parameters if self._may_be_written(each)])
             handed_out = [(each, self._handed_out.pop(id(each))) for each in parameters if id(each) in self._handed_out]
+            for each, _ in handed_out:
+                self._versions[id(each)] = self._version(each)
             result = partition(param_list, *args, **kwargs)
-            self._kept += [(each, kept, list(map(version_of, kept))) for each, kept in handed_out if _is_kept(kept)]
+            self._kept += [(each, kept, version_of(kept)) for each, kept in handed_out if _is_kept(kept)]
             return result
 
         return compare_and_partition
 
     def _check_kept(self) -> None:
         """Raise a `ConfigurationError` if user code has written to a tensor that was a parameter before."""
-        written = [p for p, kept, versions in self._kept if list(map(version_of, kept)) != versions]
+        written = [p for p, kept, version in self._kept if version_of(kept) != version]
         with DisableTorchFunctionSubclass():
             written += [p for p in self._parameters if isinstance(p, Partitioned) and self._has_new_version(p)]
         if written:
             raise ConfigurationError(
                 f"A tensor was written to that had shared memory with {self.names[id(written[0])]!r} in an earlier "
-                "hook or step. Under ZeRO stage 3 the parameter has other memory since. Use the parameter itself each "
-                "time, or train with paral_zero2 or paral_fsdp."
+                "hook or step, or before other parameters were used. Under ZeRO stage 3 the parameter has other memory "
+                "since. Use the parameter itself each time, or train with paral_zero2 or paral_fsdp."
             )
         self._kept = [entry for entry in self._kept if _is_kept(entry[1])]
 
 
-def _is_kept(tensors: list[Tensor]) -> bool:
-    """Return whether there are other references to the memory that `tensors` share, such as views of them."""
-    return use_count(tensors[0]) > len(tensors) + 1  # one of each tensor, and one of the storage object
+def _is_kept(handed_out: Tensor) -> bool:
+    """Return whether user code still has an alias of `handed_out`."""
+    return use_count(handed_out) > 2
 
 
 class Full:
@@ -263,8 +289,8 @@ class Full:
             raise HiddenGradientError(
                 f"parameter.grad of {self._access.names[id(self)]!r} was read, but under ZeRO gradients are sharded, "
                 "and not in parameter.grad. Read full gradients with `self.trainer.strategy.full_gradient(parameter)`, "
-                "read their norm with `self.trainer.strategy.gradient_norm()`, and clip them with "
-                "`self.clip_gradients(optimizer, ...)`."
+                "read their norm with `self.trainer.strategy.gradient_norm()`, clip them with "
+                "`self.clip_gradients(optimizer, ...)`, and zero them with `optimizer.zero_grad()`."
             )
         with DisableTorchFunctionSubclass():
             gradient: Tensor | None = _grad.__get__(self)
@@ -328,11 +354,12 @@ class Partitioned(Gathered):
         if func in _SHAPE_FUNCTIONS:
             shape = torch.empty(full_shape(args[0]), dtype=args[0].dtype, device="meta")
             return func(shape, *args[1:], **kwargs)
-        used = {id(each): each for each in tree_leaves((args, kwargs)) if isinstance(each, Partitioned)}
-        parameters: list[Any] = list(used.values())
+        used: dict[int, Any] = {id(each): each for each in tree_leaves((args, kwargs)) if isinstance(each, Gathered)}
+        parameters: list[Any] = [parameter for parameter in used.values() if isinstance(parameter, Partitioned)]
         trained = any(parameter.requires_grad for parameter in parameters)
         is_differentiated = trained and torch.is_grad_enabled() and func not in _NOT_DIFFERENTIABLE
-        parameters[0]._access.gather(parameters, differentiated=is_differentiated and innermost_forward() is not None)
+        is_differentiated = is_differentiated and innermost_forward() is not None
+        parameters[0]._access.gather(parameters, differentiated=is_differentiated, used=used)
         return func(*args, **kwargs)
 
 

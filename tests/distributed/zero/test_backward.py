@@ -1,6 +1,9 @@
-"""Backward passes that ZeRO would reduce or apply wrongly are refused; overlapped ones equal one process."""
+"""What ZeRO would reduce or apply wrongly is refused; overlapped backward passes equal one process."""
 
 import re
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -46,7 +49,9 @@ class ByHand(Regression):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
         optimizer: Any = self.optimizers()
         loss = super().training_step(batch, batch_idx)
-        if batch_idx == 0 or self.what != "loss.backward":
+        if self.what == "scaled":
+            self.manual_backward(loss, torch.tensor(2.0))
+        elif batch_idx == 0 or self.what != "loss.backward":
             self.manual_backward(loss)
         else:
             loss.backward()
@@ -54,6 +59,9 @@ class ByHand(Regression):
             optimizer.zero_grad()
         if self.what == "read early" and batch_idx == 1:
             self.trainer.strategy.gradient_norm()  # type: ignore[attr-defined]
+            self.manual_backward(super().training_step(batch, batch_idx))
+        if self.what == "clipped early" and batch_idx == 0:
+            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
             self.manual_backward(super().training_step(batch, batch_idx))
         optimizer.step()
         if self.what == "clamped":
@@ -82,6 +90,38 @@ class Unfreezing(Regression):
         self.hidden.requires_grad_(True)
 
 
+class Changing(Regression):
+    """Changes its optimizer after each batch, or before the run."""
+
+    def __init__(self, change: Callable[[Any], Any], early: bool = False) -> None:
+        super().__init__()
+        self.change, self.early = change, early
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return (self.change(optimizer) or optimizer) if self.early else optimizer
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if not self.early:
+            self.change(self.trainer.optimizers[0])
+
+
+def first_of(optimizer: Any) -> Any:
+    return optimizer.param_groups[0]["params"][0]
+
+
+def give_state(optimizer: Any) -> None:
+    optimizer.state[first_of(optimizer)]["step"] = torch.ones(())
+
+
+def wrap_step(optimizer: Any) -> None:
+    optimizer.step = partial(optimizer.step)
+
+
+def adagrad(optimizer: Any) -> Any:
+    return torch.optim.Adagrad(optimizer.param_groups[0]["params"])
+
+
 REFUSED = {
     "swapped on a rank": (lambda: Layered("swapped", "on rank 1"), "different order than on other ranks.* paral_fsdp"),
     "swapped later": (
@@ -99,9 +139,24 @@ REFUSED = {
             "not zeroed": "were not zeroed.* paral_fsdp",
             "read early": "after gradients of the same step were read",
             "read late": "There are no gradients now",
+            "clipped early": "after gradients of the same step were read or clipped",
+            "scaled": "got other arguments than the loss.* paral_fsdp",
             "clamped": "does not clip gradients by value.* paral_fsdp",
         }.items()
     },
+    **{
+        what: (lambda change=change: Changing(change), message)  # type: ignore[misc]
+        for what, change, message in (
+            ("states saved", lambda optimizer: optimizer.state_dict(), "optimizer.state was used.* paral_fsdp"),
+            ("states added up", lambda optimizer: sum(optimizer.state.values()), "optimizer.state was used"),
+            ("state set", lambda optimizer: optimizer.state.update({first_of(optimizer): {}}), "state was used"),
+            ("states cleared", lambda optimizer: optimizer.state.clear(), "optimizer.state was used"),
+            ("states replaced", lambda optimizer: setattr(optimizer, "state", defaultdict(dict)), "was replaced dur"),
+            ("step replaced", wrap_step, "optimizer.step was replaced.* paral_fsdp"),
+        )
+    },
+    "states from before": (lambda: Changing(give_state, early=True), "AdamW already has states.*ckpt_path.* paral_ddp"),
+    "Adagrad": (lambda: Changing(adagrad, early=True), "replaces Adagrad .*paral_fsdp"),
     "several optimizers": (Several, "returned 2 optimizers.* paral_fsdp"),
     "unfreezing": (
         Unfreezing,
@@ -119,7 +174,7 @@ def refused(stage: int) -> dict[str, Any]:
 def refusals(stage: int) -> list[str]:
     said = []
     for make, _ in refused(stage).values():
-        strategy = ParalZeROStrategy(stage=stage)
+        strategy = ParalZeROStrategy(stage=stage, trust_optimizer=True)
         try:
             quiet_trainer(max_epochs=1, devices=2, strategy=strategy).fit(make(), regression_data(3, 2))
             said.append("")
