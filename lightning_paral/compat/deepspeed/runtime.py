@@ -1,9 +1,11 @@
 """DeepSpeed's backend, operators and module-level state."""
 
-from collections.abc import Callable, Iterator
+import importlib.util
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache, partial, wraps
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -31,13 +33,9 @@ NAMES: Names = {
         "_release_process_group_references(group)": "make DeepSpeed forget its destroyed process groups",
     },
     "deepspeed.ops.op_builder.builder.OpBuilder": {
-        "jit_load(verbose)": "cache compiled operators by version and processor, one at a time",
-        "_loaded_ops": "let DeepSpeed find operators loaded from our folder",
+        "jit_load(verbose)": "compile an operator without importing it",
+        "_loaded_ops": "let DeepSpeed find operators that have been compiled once",
     },
-    "deepspeed.ops.op_builder.cpu": {
-        "AsyncIOBuilder": "compile the NVMe operator on a node that has GPUs but no CUDA toolkit",
-    },
-    "deepspeed.ops.op_builder.builder": {"CUDAOpBuilder": "know which operators depend on the CUDA toolkit"},
     "deepspeed.ops": {"__compatible_ops__": "keep DeepSpeed from compiling shared-memory collectives (deepspeed#7625)"},
     "deepspeed.runtime.torch_autocast": {
         "TORCH_AUTOCAST_INITIALIZED": "keep DeepSpeed from treating a later fp32 run as one under autocast",
@@ -120,56 +118,26 @@ def _cpu_info() -> Any:
     return get_cpu_info()
 
 
-# Replace the function that loads DeepSpeed's operators, and disable some operators
-#
-# DeepSpeed 0.19.8 compiles a missing operator silently, in any process that needs it, and stores it in torch's cache.
-# That cache does not distinguish versions, and a process waits forever for the lock of a process that was killed. All
-# operators are loaded by `OpBuilder.jit_load`, including those that users' code loads.
+# Operators. Keep backends from compiling those for shared-memory collectives
 
 _SHARED_MEMORY = ("deepspeed_shm_comm", "shm_comm")
 
 
-@contextmanager
-def load_operators_by(load: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[None]:
-    """Inside this context, call `load(builder, compile_and_load)` to load an operator that is not installed."""
+def load_compiled(name: str, file: Path) -> None:
+    """Load the compiled operator `name` from `file`, so that DeepSpeed finds it."""
+    from deepspeed.ops.op_builder import PinMemoryBuilder
     from deepspeed.ops.op_builder.builder import OpBuilder
 
-    plain = OpBuilder.jit_load
-    if hasattr(plain, "__wrapped__"):  # inside another such context
-        yield
+    if name in OpBuilder._loaded_ops:
         return
-
-    @wraps(plain)
-    def jit_load(self: Any, verbose: bool = True) -> Any:
-        builder = _without_cuda(self)
-        module = load(builder, partial(plain, builder, verbose))
-        OpBuilder._loaded_ops[self.name] = module
-        return module
-
-    OpBuilder.jit_load = jit_load
-    try:
-        yield
-    finally:
-        OpBuilder.jit_load = plain
-
-
-def _without_cuda(builder: Any) -> Any:
-    """Return the CPU builder in place of the CUDA builder of `async_io`, which compiles the same sources.
-
-    The sources do not use CUDA, but the CUDA builder needs the CUDA toolkit: without it, for example with torch's
-    wheels, it fails with a TypeError. It also links the CUDA driver's library, but does not search the
-    toolkit's folder of stubs.
-    """
-    from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
-
-    return AsyncIOBuilder() if is_for_cuda(builder) and builder.name == AsyncIOBuilder.NAME else builder
-
-
-def is_for_cuda(builder: Any) -> bool:
-    """Return whether `builder` compiles with the CUDA toolkit."""
-    from deepspeed.ops.op_builder.builder import CUDAOpBuilder
-
-    return isinstance(builder, CUDAOpBuilder)
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    OpBuilder._loaded_ops[name] = module
+    if name == PinMemoryBuilder.NAME:
+        PinMemoryBuilder().load()  # gives `async_io` its symbols
 
 
 def disable_shared_memory() -> None:

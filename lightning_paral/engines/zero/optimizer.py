@@ -20,7 +20,6 @@ from lightning_paral.checkpoint.optimizer_state import hyper_parameters, param_n
 from lightning_paral.compat.deepspeed.runtime import cache_cpu_info
 from lightning_paral.compat.lightning.strategies import is_mock_optimizer
 from lightning_paral.compat.torch import optimizers
-from lightning_paral.engines.zero.runtime.operators import load_operator
 from lightning_paral.errors import ConfigurationError
 
 _ELEMENTWISE = ("Adadelta", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -247,7 +246,6 @@ def _make_cpu_adam(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimi
     for group in groups:
         group["lr"] = float(group["lr"])  # torch also accepts tensors
         group["betas"] = tuple(float(beta) for beta in group["betas"])
-    load_operator("cpu_adam", "offload_optimizer")
     with cache_cpu_info():
         replacement: Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=decoupled.pop())
     first = groups[0]

@@ -23,14 +23,13 @@ from lightning_paral.engines.zero.build import (
     trained_parameters,
 )
 from lightning_paral.engines.zero.config import add_device_defaults
-from lightning_paral.engines.zero.construction import partition_parameters, warn_about_full_parameters
+from lightning_paral.engines.zero.construction import partition_parameters
 from lightning_paral.engines.zero.gradients import Gradients
 from lightning_paral.engines.zero.hooks import RootHooksOnce, forward_hook_keys, new_forward_hook_keys
 from lightning_paral.engines.zero.optimizer import UsersOptimizer, check_optimizers, choose_stepping_optimizer
 from lightning_paral.engines.zero.partition import check_not_empty, count_trained, is_partitioned, is_stage3_parameter
 from lightning_paral.engines.zero.restore import ModuleSnapshot
 from lightning_paral.engines.zero.run_settings import RunSettings
-from lightning_paral.engines.zero.runtime.nvme import check_buffers, check_space, load_async_io
 from lightning_paral.engines.zero.saved_weights import SavedWeights
 from lightning_paral.engines.zero.shards import EngineShards
 from lightning_paral.engines.zero.state import ZeroState
@@ -77,20 +76,6 @@ class ZeroRun(ZeroState):
 
     # Setup
 
-    def check_size(self) -> None:
-        """Warn about parameters that every rank built in full at stage 3, and check disk and buffers for NVMe.
-
-        Raises:
-            ConfigurationError: a disk has too little free space, or a buffer is too small for a parameter.
-        """
-        options, dims = self._settings.options, self._settings.dims
-        if options.stage == 3:
-            warn_about_full_parameters(self.module)
-        num_elements = count_trained(self.module.parameters())
-        check_space(options, num_elements * self._settings.ranks_per_node // dims.shard)
-        threshold = self._settings.config["zero_optimization"].get("stage3_param_persistence_threshold", 100_000)
-        check_buffers(options, self.module, dims.shard, threshold)
-
     def train(self, optimizers: Sequence[Any]) -> Any:
         """Build an engine, and return the module or engine that runs steps. *Collective* over the world.
 
@@ -122,7 +107,6 @@ class ZeroRun(ZeroState):
         return engine
 
     def _partition(self, deferred: DeferredConstruction | None = None) -> None:
-        load_async_io(self._settings.options)
         check_not_empty(self.module)
         partition_parameters(self.module, deferred, dict(self._settings.config))
 
