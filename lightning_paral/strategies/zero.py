@@ -17,7 +17,12 @@ from lightning_paral.engines.zero.construction import warn_about_full_parameters
 from lightning_paral.engines.zero.explain_errors import explanation
 from lightning_paral.engines.zero.hooks import allow_accumulation_schedules
 from lightning_paral.engines.zero.options import ZeROOptions, averaging_obstacle
-from lightning_paral.engines.zero.partition import full_shape, is_stage3_parameter, rejoin, show_full_shapes
+from lightning_paral.engines.zero.partition import (
+    check_not_partitioned,
+    full_shape,
+    is_stage3_parameter,
+    show_full_shapes,
+)
 from lightning_paral.engines.zero.precision import ZeROPrecision, as_zero_precision, check_clipping
 from lightning_paral.engines.zero.run import ZeroRun
 from lightning_paral.engines.zero.run_settings import RunSettings, check_run
@@ -152,7 +157,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
             ConfigurationError: ZeRO cannot train the module, or cannot use the optimizer of `configure_optimizers`.
         """
         module, is_fit = self._begin_setup(trainer)
-        rejoin(module)
+        check_not_partitioned(module)
         self._agreement.check_module(trains=is_fit)
         if is_fit:
             sync_batchnorm(module, layer_sync_of(self), self.root_device)
@@ -258,7 +263,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         """Return the module to the user, in full and on the CPU. *Collective* over the world.
 
         At stage 3, parameters stay partitioned after a failure with several ranks, or if a node lacks the memory for a
-        module that was built partitioned. A later run under ZeRO accepts such a module.
+        module that was built partitioned.
         """
         failed = self._watch.is_failing and self.world_size > 1  # a collective could hang: other ranks may not call it
         self.model = self.lightning_module

@@ -192,7 +192,7 @@ class ZeroRun(ZeroState):
     def restore(self, ended: EndedOptimizers, *, failed: bool) -> None:
         """Restore the full module in host memory, and remove what DeepSpeed added; see `ShardedState.restore`.
 
-        If the module must stay partitioned, the next run under ZeRO can use it as it is.
+        The module may have to stay partitioned, and can then be saved, but no run can use it.
         """
         self._settings.precision.end_fit()
         try:
@@ -242,8 +242,7 @@ class ZeroRun(ZeroState):
             if any(is_partitioned(parameter) for parameter in self.module.parameters()):
                 rank_zero_warn(
                     f"{name} stays partitioned, because the run failed: its parameters are empty on every rank, even "
-                    "in state_dict() and in copies. Load a checkpoint into a new module, or fit this one again under "
-                    "ZeRO stage 3, which can use it as it is."
+                    "in state_dict() and in copies. Load a checkpoint into a new module."
                 )
             return False
         if self._snapshot.was_full:

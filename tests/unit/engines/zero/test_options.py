@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer
 from lightning_paral import ConfigurationError, Offload, ParalZeROStrategy
 from lightning_paral.engines.zero import config as settings
 from lightning_paral.engines.zero.optimizer import UsersOptimizer, check_optimizers, choose_stepping_optimizer
+from lightning_paral.engines.zero.partition import check_not_partitioned
 from lightning_paral.engines.zero.runtime import deepspeed as runtime
 from lightning_paral.engines.zero.runtime.nvme import check_free_space
 from lightning_paral.engines.zero.runtime.operators import load_operators
@@ -140,6 +141,13 @@ def test_objects_that_are_not_optimizers_are_refused() -> None:
     module = Regression()
     with pytest.raises(ConfigurationError, match="returned object, which is not"):
         check_optimizers([object()], module)
+
+
+def test_module_that_is_partitioned_already_is_refused() -> None:
+    module = Regression()
+    module.out.weight.ds_id = 0  # type: ignore[assignment]
+    with pytest.raises(ConfigurationError, match=r"partitioned already.* load a checkpoint"):
+        check_not_partitioned(module)
 
 
 def test_module_without_trained_parameters_is_refused() -> None:
