@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -67,6 +68,18 @@ def use_backend(backend: Any) -> None:
     import deepspeed
 
     deepspeed.comm.comm.cdb = backend
+
+
+@contextmanager
+def answering_rank() -> Iterator[None]:
+    """Let DeepSpeed ask for the rank inside this context, also after a run, when it has no backend."""
+    backend = current_backend()
+    if backend is None:
+        use_backend(SimpleNamespace(is_initialized=lambda: True, get_rank=lambda group: 1))  # rank 0 prints messages
+    try:
+        yield
+    finally:
+        use_backend(backend)
 
 
 def use_new_names(backend: Any) -> None:

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch.nn import Module
 
+from lightning_paral.compat.deepspeed.runtime import answering_rank
 from lightning_paral.compat.private_name import Names, named
 from lightning_paral.compat.torch.modules import forward_hooks, own_parameters
 
@@ -32,7 +32,6 @@ NAMES: Names = {
         "swap_in(params, async_op)": "read and write a shard without an fp32 master",
         "swap_out_and_release(params)": "read and write a shard without an fp32 master",
         "remove_partition_and_release_buffers(params)": "read and write a shard without an fp32 master",
-        ".swap_folder": "keep files that hold the only copy of a parameter",
     },
     "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload": {
         "_register_deepspeed_module(module, count)": "number modules equally on all ranks (`count` is mutable)",
@@ -73,34 +72,27 @@ def is_from_deepspeed(name: str, value: Any) -> bool:
 # Files on NVMe that hold a rank's shards of stage-3 parameters
 
 
-def has_file(parameter: Any) -> bool:
-    """Return whether this rank's shard of `parameter` has a file on NVMe."""
-    return getattr(parameter, "nvme_swapper", None) is not None
-
-
 def is_in_file_only(parameter: Any) -> bool:
     """Return whether this rank's shard of `parameter` is only in its file, and not in memory."""
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
-    return has_file(parameter) and parameter.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
-
-
-def folder_of(parameter: Any) -> Path:
-    """Return the folder that contains the file of `parameter`, which must have one."""
-    return Path(parameter.nvme_swapper.swap_folder)
+    has_file = getattr(parameter, "nvme_swapper", None) is not None
+    return has_file and parameter.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
 
 
 @contextmanager
 def in_memory(parameter: Any, *, write: bool) -> Iterator[None]:
     """Keep this rank's shard of `parameter` in memory inside this context; if `write`, write changes to its file."""
-    swapped = is_in_file_only(parameter)
-    if swapped:
+    if not is_in_file_only(parameter):
+        yield
+        return
+    with answering_rank():
         parameter.nvme_swapper.swap_in([parameter], async_op=False)
-    yield
-    if swapped and write:
-        parameter.nvme_swapper.swap_out_and_release([parameter])
-    elif swapped:
-        parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])
+        yield
+        if write:
+            parameter.nvme_swapper.swap_out_and_release([parameter])
+        else:
+            parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])
 
 
 # The counters with which stage 3 numbers modules and parameters

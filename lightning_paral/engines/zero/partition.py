@@ -5,7 +5,6 @@ A partitioned parameter has this rank's shard and an empty `data`. While it is g
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,12 +99,6 @@ def write_gathered(parameter: Any, full: Tensor) -> None:
     """Copy the `full` tensor into a parameter of stage 3 if it is gathered now, as small ones are between steps."""
     if not is_partitioned(parameter):
         parameter.data.copy_(materialize(full).view(parameter.data.shape))
-
-
-def is_stored_in(folder: Path, parameter: Any) -> bool:
-    """Return whether this rank's shard of `parameter` is in a file below `folder`, and not in memory."""
-    on_nvme = is_partitioned(parameter) and stage3.is_in_file_only(parameter)
-    return on_nvme and stage3.folder_of(parameter).is_relative_to(folder)
 
 
 # Preparing modules and parameters for DeepSpeed

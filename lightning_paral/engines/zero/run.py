@@ -247,11 +247,12 @@ class ZeroRun(ZeroState):
             return False
         if self._snapshot.was_full:
             return True
-        obstacle: str | None = "its weights are on NVMe"
-        if not self._snapshot.is_on_nvme:
-            obstacle = host_memory_shortage(self._snapshot.num_bytes, self._settings.ranks_per_node)
+        obstacle = host_memory_shortage(self._snapshot.num_bytes, self._settings.ranks_per_node)
         if obstacle is not None:
-            rank_zero_warn(f"{name} stays partitioned: {obstacle}.")
+            rank_zero_warn(
+                f"{name} stays partitioned: {obstacle}. If its weights are not saved, call "
+                f"trainer.save_checkpoint(path, weights_only=True): no further run can use this {name}."
+            )
         return obstacle is None
 
 

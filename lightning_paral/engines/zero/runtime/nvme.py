@@ -5,14 +5,14 @@ import mmap
 import os
 import shutil
 import tempfile
-import weakref
 from contextlib import suppress
 from pathlib import Path
 
 from torch.nn import Module
 
+from lightning_paral.compat.deepspeed.stage3 import is_in_file_only
 from lightning_paral.engines.zero.options import ZeROOptions
-from lightning_paral.engines.zero.partition import count_trained, is_stored_in
+from lightning_paral.engines.zero.partition import count_trained
 from lightning_paral.engines.zero.runtime.operators import check_compiler, load_operators
 from lightning_paral.errors import ConfigurationError
 
@@ -145,17 +145,14 @@ class RunFolders:
         return folders
 
     def leave(self, module: Module | None) -> None:
-        """Remove this rank's files, except parameters of `module` that are stored nowhere else.
+        """Remove this rank's files, except shards of `module` that are stored nowhere else, until the process ends.
 
-        Those files are removed when `module` is garbage-collected. Files of other ranks are kept, because they may
-        still be in use. Files of a killed rank are removed when another rank of its node exits.
+        Files of other ranks are kept, because they may still be in use. Files of a killed rank are removed when another
+        rank of its node exits.
         """
+        keeps = module is not None and any(map(is_in_file_only, module.parameters()))
         for folder in self._paths:
-            if module is not None and any(is_stored_in(folder, parameter) for parameter in module.parameters()):
-                _remove_rank(folder / "zero_stage_3" / "optimizer", self._rank)
-                weakref.finalize(module, _remove_rank, folder, self._rank)
-            else:
-                _remove_rank(folder, self._rank)
+            _remove_rank(folder / "zero_stage_3" / "optimizer" if keeps else folder, self._rank)
         self._paths = []
 
 
