@@ -4,7 +4,6 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,20 +11,17 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_paral.compat.private_name import Names, named
-from lightning_paral.compat.torch.process_groups import all_gather_single, is_alive, reduce_scatter_single
+from lightning_paral.compat.torch.process_groups import is_alive
 
 NAMES: Names = {
     "deepspeed.comm.comm": {
         "cdb": "run DeepSpeed's collectives through our own backend, and to remove it after a run",
     },
     "deepspeed.comm.torch.TorchBackend": {
-        ".all_gather_function": "call torch's collective under its current name, which raises no warning",
-        ".reduce_scatter_function": "call torch's collective under its current name, which raises no warning",
         "reduce": "override it with an implementation for gloo",
         "reduce_scatter_tensor": "override it with an implementation for gloo",
         "all_reduce": "override it with an implementation for gloo",
         "all_gather_into_tensor": "override it with an implementation for gloo",
-        ".shm_comm_op": "check that shared-memory collectives are disabled",
     },
     "deepspeed.utils.groups": {
         "_WORLD_GROUP": "destroy the process group that a run has left behind",
@@ -82,15 +78,6 @@ def answering_rank() -> Iterator[None]:
         use_backend(backend)
 
 
-def use_new_names(backend: Any) -> None:
-    """Make `backend` call single-tensor collectives under their current names in torch.
-
-    A filter could not ignore these warnings only where DeepSpeed causes them: torch attributes them to its own file.
-    """
-    backend.all_gather_function = all_gather_single
-    backend.reduce_scatter_function = reduce_scatter_single
-
-
 # Process groups that DeepSpeed creates on demand, and keeps in module-level variables
 
 
@@ -103,32 +90,6 @@ def release_groups() -> None:
         if is_alive(group):  # otherwise it was destroyed with an earlier default group
             dist.destroy_process_group(group)
     groups._release_process_group_references()
-
-
-# The information that DeepSpeed reads about the processor
-
-
-@contextmanager
-def cache_cpu_info() -> Iterator[None]:
-    """Inside this context, make DeepSpeed's CPU optimizers read the processor's vendor only once per process.
-
-    Each `DeepSpeedCPUAdam` (0.19.8) reads it with `cpuinfo`, which starts a process and takes a second.
-    """
-    import cpuinfo
-
-    read = cpuinfo.get_cpu_info
-    cpuinfo.get_cpu_info = _cpu_info
-    try:
-        yield
-    finally:
-        cpuinfo.get_cpu_info = read
-
-
-@cache
-def _cpu_info() -> Any:
-    from cpuinfo.cpuinfo import get_cpu_info
-
-    return get_cpu_info()
 
 
 # Operators. Keep backends from compiling those for shared-memory collectives
@@ -159,12 +120,6 @@ def disable_shared_memory() -> None:
 
     for name in _SHARED_MEMORY:
         deepspeed.ops.__compatible_ops__[name] = False
-
-
-def check_shared_memory_disabled(backend: Any) -> None:
-    """Raise a `PrivateNameError` if `backend` has compiled shared-memory collectives."""
-    if backend.shm_comm_op is not None:
-        raise named(NAMES, "__compatible_ops__").error("it no longer disables them")
 
 
 # State that a run leaves in DeepSpeed's module-level variables and in a cache, which would affect the next run

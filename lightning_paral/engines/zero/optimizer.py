@@ -17,7 +17,6 @@ from torch.nn import Module
 from torch.optim import LBFGS, Adam, AdamW, Optimizer
 
 from lightning_paral.checkpoint.optimizer_state import hyper_parameters, param_names
-from lightning_paral.compat.deepspeed.runtime import cache_cpu_info
 from lightning_paral.compat.lightning.strategies import is_mock_optimizer
 from lightning_paral.compat.torch import optimizers
 from lightning_paral.errors import ConfigurationError
@@ -246,8 +245,7 @@ def _make_cpu_adam(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimi
     for group in groups:
         group["lr"] = float(group["lr"])  # torch also accepts tensors
         group["betas"] = tuple(float(beta) for beta in group["betas"])
-    with cache_cpu_info():
-        replacement: Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=decoupled.pop())
+    replacement: Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=decoupled.pop())
     first = groups[0]
     rank_zero_info(
         f"Offload: {class_name} was replaced by DeepSpeedCPUAdam with the same options in all {len(groups)} groups. In "

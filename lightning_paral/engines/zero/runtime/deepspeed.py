@@ -13,7 +13,6 @@ from lightning.fabric.plugins import ClusterEnvironment
 from packaging.version import Version
 
 from lightning_paral.compat.deepspeed.runtime import (
-    check_shared_memory_disabled,
     current_backend,
     disable_shared_memory,
     forget_autocast,
@@ -21,7 +20,6 @@ from lightning_paral.compat.deepspeed.runtime import (
     make_backend,
     release_groups,
     use_backend,
-    use_new_names,
 )
 from lightning_paral.compat.deepspeed.stage3 import forget_forwards, restart_counters
 from lightning_paral.compat.private_name import check_names
@@ -149,8 +147,6 @@ def join_deepspeed(level: int, device: torch.device) -> None:
         use_backend(make_backend(GlooBackend, "gloo"))
     else:
         deepspeed.comm.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)
-    check_shared_memory_disabled(current_backend())
-    use_new_names(current_backend())
     restart_counters()
 
 
