@@ -60,7 +60,7 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (ParalFSDPStrategy, {"plan": ["up"]}, "(plan=['up']): plan has to be 'auto' or a dict."),
     (ParalZeROStrategy, {"stage": True}, "stage has to be 1, 2 or 3. 1 shards the optimizer state"),
     (ParalZeROStrategy, {"offload_optimizer": "gpu"}, "has to be Offload(...), 'cpu', 'nvme' or None."),
-    (Offload, {"ratio": 2}, "Offload(ratio=2) is not between 0 (nothing) and 1 (everything)."),
+    (Offload, {"ratio": 2}, "All of the optimizer is offloaded."),
     (Offload, {"buffer_count": 0}, "buffer_count has to be an integer of at least 1."),
     (Offload, {"device": "nvme"}, "PARAL_NVME_PATH"),
     # What an engine cannot do

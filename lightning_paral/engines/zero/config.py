@@ -100,6 +100,12 @@ def load_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
             "deepspeed_config sets zero_optimization.round_robin_gradients=True, with which DeepSpeed 0.19.8 stores "
             "weights in an order that it does not tell: checkpoints would be wrong. Remove the setting."
         )
+    offload = zero.get("offload_optimizer")
+    if isinstance(offload, Mapping) and offload.get("ratio", 1.0) not in (1, "auto"):
+        raise ConfigurationError(
+            f"deepspeed_config sets zero_optimization.offload_optimizer.ratio={offload['ratio']!r}, but the optimizer "
+            "is offloaded as a whole. Remove the setting."
+        )
     for key, remedy in _OWNED.items():
         if config.get(key, "auto") != "auto":  # Hugging Face's Trainer and Accelerate fill in "auto"
             raise ConfigurationError(

@@ -27,7 +27,7 @@ from tests.running import quiet_trainer
     ("options", "message"),
     [
         ({"stage": 2, "offload_optimizer": Offload("nvme", path="/x")}, "needs stage=3, but stage=2. Use 'cpu'"),
-        ({"stage": 2, "offload_optimizer": Offload(ratio=0.5)}, r"Offload\(ratio=0.5\) needs stage=3"),
+        ({"deepspeed_config": {"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}}, "ratio=0.5.* as a whole"),
         ({"deepspeed_config": {"gradient_accumulation_steps": 4}}, r"gradient_accumulation_steps=4.*accumulate_grad"),
         ({"deepspeed_config": {"gradient_clipping": 1.0}}, r"gradient_clipping=1.0.*gradient_clip_val"),
         ({"deepspeed_config": {"optimizer": {"type": "Adam"}}}, "configure_optimizers"),
