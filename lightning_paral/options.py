@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import Precision
 from torch.nn import Module
 
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.option_types import AtLeast, Positive, checked
+from lightning_paral.option_types import Positive, checked
 
 UnitChoice = str | type[Module] | Sequence[str | type[Module]] | Callable[[str, Module], bool]
 """`"auto"`, a class or its name, a list of these, or a predicate of a submodule's dotted name and the submodule."""
@@ -70,9 +70,6 @@ class Offload:
     path: str | Path | None = None
     """For `"nvme"`: an existing folder. Each run creates a subfolder in it, and removes the subfolder at the end."""
 
-    ratio: Annotated[float, AtLeast(0)] = 1.0
-    """For the optimizer, at stage 3: the fraction to offload, from 0 to 1. The rest stays on the device."""
-
     pin_memory: bool | None = None
     """Whether to pin the copies in host memory, for faster transfers. `None`: on CUDA only."""
 
@@ -85,14 +82,14 @@ class Offload:
     max_in_cpu_numel: Positive = 1_000_000_000
     """For parameters on `"nvme"`: number of elements that may stay in host memory permanently."""
 
+    advice: ClassVar[dict[str, str]] = {"ratio": "All of the optimizer is offloaded. Leave out ratio."}
+
     def __post_init__(self) -> None:
         if self.device == "nvme" and self.path is None:
             raise ConfigurationError(
                 "Offload('nvme') needs a folder on the disk: Offload('nvme', path='/local/scratch'). For a strategy "
                 "selected by name, set the environment variable PARAL_NVME_PATH."
             )
-        if self.ratio > 1:
-            raise ConfigurationError(f"Offload(ratio={self.ratio!r}) is not between 0 (nothing) and 1 (everything).")
 
 
 @checked

@@ -74,13 +74,13 @@ class Compilation:
 
 def compile_or_say_what_is_missing(names: Iterable[str]) -> None:
     """Print for each operator `compiled`, or what to install."""
-    from lightning_paral.engines.zero.runtime.operators import load_operator
+    from lightning_paral.engines.zero.runtime.operators import load_operators
 
     for name in NEEDS:
         if name in names:
             missing = what_is_missing_for(name)
             if not missing:
-                load_operator(name, "the tests")  # type: ignore[arg-type]
+                load_operators({name: "the tests"})
             print(f"{name}: {missing or 'compiled'}", flush=True)
 
 

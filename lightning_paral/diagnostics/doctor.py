@@ -203,9 +203,7 @@ def operator_fact(operator: str) -> Fact:
         check_compiler("Offload", needs_aio=operator == "async_io")  # before each run, also if it is compiled
     except ConfigurationError as error:
         return Fact(name=operator, found="cannot be compiled", state="warning", advice=str(error), stops=stops)
-    builders = import_module("deepspeed.ops.op_builder")
-    builder = builders.CPUAdamBuilder() if operator == "cpu_adam" else builders.AsyncIOBuilder()
-    if (operator_folder(builder) / f"{builder.name}.so").is_file():
+    if (operator_folder() / f"{operator}.so").is_file():
         return Fact(name=operator, found="compiled")
     advice = ""
     if not os.path.isfile(os.path.join(sysconfig.get_path("include"), "Python.h")):

@@ -13,16 +13,21 @@ from torch import Tensor
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.compat.lightning.strategies import layer_sync_of, set_forward_redirection
 from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.engines.zero.construction import warn_about_full_parameters
 from lightning_paral.engines.zero.explain_errors import explanation
 from lightning_paral.engines.zero.hooks import allow_accumulation_schedules
 from lightning_paral.engines.zero.options import ZeROOptions, averaging_obstacle
-from lightning_paral.engines.zero.partition import full_shape, is_stage3_parameter, rejoin, show_full_shapes
+from lightning_paral.engines.zero.partition import (
+    check_not_partitioned,
+    full_shape,
+    is_stage3_parameter,
+    show_full_shapes,
+)
 from lightning_paral.engines.zero.precision import ZeROPrecision, as_zero_precision, check_clipping
 from lightning_paral.engines.zero.run import ZeroRun
 from lightning_paral.engines.zero.run_settings import RunSettings, check_run
 from lightning_paral.engines.zero.runtime.deepspeed import check_installed, deepspeed_process_group
-from lightning_paral.engines.zero.runtime.nvme import RunFolders
-from lightning_paral.engines.zero.runtime.operators import keep_operators
+from lightning_paral.engines.zero.runtime.nvme import RunFolders, check_size, load_needed_operators
 from lightning_paral.engines.zero.state import ZeroState
 from lightning_paral.model.checks import (
     check_embeddings,
@@ -114,7 +119,6 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         ranks = (self.global_rank, self.world_size, self.local_rank)
         level = self._options.logging_level
         self._at_end.enter_context(deepspeed_process_group(self.cluster_environment, ranks, level, self.root_device))
-        self._at_end.enter_context(keep_operators())
         folders = self._folders.make(self._options, self._watch.name, self.global_rank)
         self.config = self._options.engine_config(self._zero_precision.precision, self.root_device, folders)
 
@@ -153,7 +157,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
             ConfigurationError: ZeRO cannot train the module, or cannot use the optimizer of `configure_optimizers`.
         """
         module, is_fit = self._begin_setup(trainer)
-        rejoin(module)
+        check_not_partitioned(module)
         self._agreement.check_module(trains=is_fit)
         if is_fit:
             sync_batchnorm(module, layer_sync_of(self), self.root_device)
@@ -162,6 +166,9 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
             options=self._options, config=self.config, precision=precision, dims=self.dims, ranks_per_node=per_node
         )
         allow_accumulation_schedules(trainer)
+        if is_fit:
+            self._check_fit(module)
+        load_needed_operators(self._options, trains=is_fit)
         self.model = self.precision_plugin.convert_module(module)
         deferred, self._deferred = self._deferred, None
         run = ZeroRun(module, self.optimizers, self.root_device, self._ended, settings, deferred)
@@ -179,12 +186,18 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         """Return by name the parameters of which other ranks hold replicas: those that stage 3 has not partitioned."""
         return {name: each for name, each in super().replicas().items() if not is_stage3_parameter(each[0])}
 
-    def _setup_training(self, run: ZeroRun, module: LightningModule) -> None:
-        self.checkpoint_activations()
+    def _check_fit(self, module: LightningModule) -> None:
+        """Check what takes no time, before operators are compiled and files are written."""
         if module.trainer.gradient_clip_val:
             check_clipping(module.trainer.gradient_clip_algorithm)
         check_embeddings(module, self.dims.data_size, "ZeRO")
-        run.check_size()
+        threshold = self.config["zero_optimization"].get("stage3_param_persistence_threshold", 100_000)
+        check_size(self._options, module, threshold, self.dims.shard, self.num_processes)
+
+    def _setup_training(self, run: ZeroRun, module: LightningModule) -> None:
+        self.checkpoint_activations()
+        if self.stage == 3:
+            warn_about_full_parameters(module)
         with show_full_shapes(module):
             Strategy.setup_optimizers(self, module.trainer)
             self._agreement.check_optimizers()
@@ -250,7 +263,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         """Return the module to the user, in full and on the CPU. *Collective* over the world.
 
         At stage 3, parameters stay partitioned after a failure with several ranks, or if a node lacks the memory for a
-        module that was built partitioned. A later run under ZeRO accepts such a module.
+        module that was built partitioned.
         """
         failed = self._watch.is_failing and self.world_size > 1  # a collective could hang: other ranks may not call it
         self.model = self.lightning_module

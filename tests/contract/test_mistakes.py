@@ -60,7 +60,7 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (ParalFSDPStrategy, {"plan": ["up"]}, "(plan=['up']): plan has to be 'auto' or a dict."),
     (ParalZeROStrategy, {"stage": True}, "stage has to be 1, 2 or 3. 1 shards the optimizer state"),
     (ParalZeROStrategy, {"offload_optimizer": "gpu"}, "has to be Offload(...), 'cpu', 'nvme' or None."),
-    (Offload, {"ratio": 2}, "Offload(ratio=2) is not between 0 (nothing) and 1 (everything)."),
+    (Offload, {"ratio": 2}, "All of the optimizer is offloaded."),
     (Offload, {"buffer_count": 0}, "buffer_count has to be an integer of at least 1."),
     (Offload, {"device": "nvme"}, "PARAL_NVME_PATH"),
     # What an engine cannot do
@@ -77,9 +77,8 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     # DeepSpeed's configuration
     (ParalZeROStrategy, {"deepspeed_config": "ds.json"}, "'ds.json' is not a file. Give a JSON file or a dict."),
     (ParalZeROStrategy, {"deepspeed_config": {"gradient_clip": 1.0}}, "Did you mean 'gradient_clipping'?"),
-    (ParalZeROStrategy, {"deepspeed_config": {"zero_optimization": {"stag": 2}}}, "'stag' in zero_optimization"),
     (ParalZeROStrategy, {"deepspeed_config": {"zero_optimization": 2}}, "give a dict of its options"),
-    (ParalZeROStrategy, {"deepspeed_config": {"stage": 2}}, "Move it to the section zero_optimization"),
+    (ParalZeROStrategy, {"deepspeed_config": {"stage": 2}}, "belong to the section zero_optimization."),
     (ParalZeROStrategy, {"deepspeed_config": {"train_batch_size": 8}}, "train_batch_size=8, which Lightning controls"),
 ]
 
@@ -115,7 +114,7 @@ REAL_CONFIG = {
     "steps_per_print": 100,
     "wall_clock_breakdown": False,
     "communication_data_type": "fp32",
-    "zero_optimization": {"stage": "auto", "reduce_bucket_size": "auto", "round_robin_gradients": False},
+    "zero_optimization": {"stage": "auto", "reduce_bucket_size": "auto", "contiguous_gradients": True},
     "bf16": {"enabled": "auto"},
     "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1},
     "flops_profiler": {"enabled": False, "profile_step": 1, "module_depth": -1, "top_modules": 1, "detailed": True},

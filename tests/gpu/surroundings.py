@@ -19,14 +19,14 @@ def build_operators(device: str) -> Facts:
     """Compile DeepSpeed's operators for offload, or find them compiled."""
     check_installed("paral_zero")
     from lightning_paral.engines.zero.runtime.deepspeed import choose_accelerator
-    from lightning_paral.engines.zero.runtime.operators import load_operator
+    from lightning_paral.engines.zero.runtime.operators import load_operators
 
     choose_accelerator(torch.device(device))
     facts = Facts()
     for name in ("cpu_adam", "async_io"):
         began = time.perf_counter()
         try:
-            load_operator(name, "tests.gpu")  # type: ignore[arg-type]
+            load_operators({name: "tests.gpu"})
             facts[name] = f"{time.perf_counter() - began:.1f} s"
         except Exception as error:
             facts.require(False, f"{name}: {type(error).__name__}: {str(error)[-1500:]}")

@@ -21,8 +21,6 @@ NAMES: Names = {
         ".fp16_groups": "read and write this rank's fp32 weights and their states",
         ".fp32_partitioned_groups_flat": "read and write this rank's fp32 weights and their states",
         ".grad_position": "read and write this rank's fp32 weights and their states",
-        ".subgroup_to_device": "read and write this rank's fp32 weights and their states",
-        ".backup_optimizer": "read and write this rank's fp32 weights and their states",
         "_reassign_or_swap_out_partitioned_parameters": "make forward use weights that have been written",
         "_swappable_optimizer_subgroup(sub_group_id)": "hold a sub-group in memory while it is read",
         "_optimizer_states_and_gradient_swap_in(sub_group_id)": "hold a sub-group in memory while it is read",
@@ -105,13 +103,6 @@ def flat_weights(optimizer: Any, stage: int, index: int) -> Tensor:
     all_flat = optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
     flat: Tensor = all_flat[index]
     return flat
-
-
-def stepping_optimizer(optimizer: Any, stage: int, index: int) -> Any:
-    """Return the optimizer that updates flat weights: a different one if a sub-group is not offloaded."""
-    backup = getattr(optimizer, "backup_optimizer", None)
-    on_device = backup is not None and optimizer.subgroup_to_device[index] != "cpu"
-    return backup if on_device else optimizer.optimizer
 
 
 def position_of(optimizer: Any, parameter: Any) -> int:

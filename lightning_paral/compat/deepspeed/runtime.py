@@ -1,28 +1,27 @@
 """DeepSpeed's backend, operators and module-level state."""
 
-from collections.abc import Callable, Iterator
+import importlib.util
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache, partial, wraps
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 
 from lightning_paral.compat.private_name import Names, named
-from lightning_paral.compat.torch.process_groups import all_gather_single, is_alive, reduce_scatter_single
+from lightning_paral.compat.torch.process_groups import is_alive
 
 NAMES: Names = {
     "deepspeed.comm.comm": {
         "cdb": "run DeepSpeed's collectives through our own backend, and to remove it after a run",
     },
     "deepspeed.comm.torch.TorchBackend": {
-        ".all_gather_function": "call torch's collective under its current name, which raises no warning",
-        ".reduce_scatter_function": "call torch's collective under its current name, which raises no warning",
         "reduce": "override it with an implementation for gloo",
         "reduce_scatter_tensor": "override it with an implementation for gloo",
         "all_reduce": "override it with an implementation for gloo",
         "all_gather_into_tensor": "override it with an implementation for gloo",
-        ".shm_comm_op": "check that shared-memory collectives are disabled",
     },
     "deepspeed.utils.groups": {
         "_WORLD_GROUP": "destroy the process group that a run has left behind",
@@ -31,13 +30,9 @@ NAMES: Names = {
         "_release_process_group_references(group)": "make DeepSpeed forget its destroyed process groups",
     },
     "deepspeed.ops.op_builder.builder.OpBuilder": {
-        "jit_load(verbose)": "cache compiled operators by version and processor, one at a time",
-        "_loaded_ops": "let DeepSpeed find operators loaded from our folder",
+        "jit_load(verbose)": "compile an operator without importing it",
+        "_loaded_ops": "let DeepSpeed find operators that have been compiled once",
     },
-    "deepspeed.ops.op_builder.cpu": {
-        "AsyncIOBuilder": "compile the NVMe operator on a node that has GPUs but no CUDA toolkit",
-    },
-    "deepspeed.ops.op_builder.builder": {"CUDAOpBuilder": "know which operators depend on the CUDA toolkit"},
     "deepspeed.ops": {"__compatible_ops__": "keep DeepSpeed from compiling shared-memory collectives (deepspeed#7625)"},
     "deepspeed.runtime.torch_autocast": {
         "TORCH_AUTOCAST_INITIALIZED": "keep DeepSpeed from treating a later fp32 run as one under autocast",
@@ -71,13 +66,16 @@ def use_backend(backend: Any) -> None:
     deepspeed.comm.comm.cdb = backend
 
 
-def use_new_names(backend: Any) -> None:
-    """Make `backend` call single-tensor collectives under their current names in torch.
-
-    A filter could not ignore these warnings only where DeepSpeed causes them: torch attributes them to its own file.
-    """
-    backend.all_gather_function = all_gather_single
-    backend.reduce_scatter_function = reduce_scatter_single
+@contextmanager
+def answering_rank() -> Iterator[None]:
+    """Let DeepSpeed ask for the rank inside this context, also after a run, when it has no backend."""
+    backend = current_backend()
+    if backend is None:
+        use_backend(SimpleNamespace(is_initialized=lambda: True, get_rank=lambda group: 1))  # rank 0 prints messages
+    try:
+        yield
+    finally:
+        use_backend(backend)
 
 
 # Process groups that DeepSpeed creates on demand, and keeps in module-level variables
@@ -94,82 +92,26 @@ def release_groups() -> None:
     groups._release_process_group_references()
 
 
-# The information that DeepSpeed reads about the processor
-
-
-@contextmanager
-def cache_cpu_info() -> Iterator[None]:
-    """Inside this context, make DeepSpeed's CPU optimizers read the processor's vendor only once per process.
-
-    Each `DeepSpeedCPUAdam` (0.19.8) reads it with `cpuinfo`, which starts a process and takes a second.
-    """
-    import cpuinfo
-
-    read = cpuinfo.get_cpu_info
-    cpuinfo.get_cpu_info = _cpu_info
-    try:
-        yield
-    finally:
-        cpuinfo.get_cpu_info = read
-
-
-@cache
-def _cpu_info() -> Any:
-    from cpuinfo.cpuinfo import get_cpu_info
-
-    return get_cpu_info()
-
-
-# Replace the function that loads DeepSpeed's operators, and disable some operators
-#
-# DeepSpeed 0.19.8 compiles a missing operator silently, in any process that needs it, and stores it in torch's cache.
-# That cache does not distinguish versions, and a process waits forever for the lock of a process that was killed. All
-# operators are loaded by `OpBuilder.jit_load`, including those that users' code loads.
+# Operators. Keep backends from compiling those for shared-memory collectives
 
 _SHARED_MEMORY = ("deepspeed_shm_comm", "shm_comm")
 
 
-@contextmanager
-def load_operators_by(load: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[None]:
-    """Inside this context, call `load(builder, compile_and_load)` to load an operator that is not installed."""
+def load_compiled(name: str, file: Path) -> None:
+    """Load the compiled operator `name` from `file`, so that DeepSpeed finds it."""
+    from deepspeed.ops.op_builder import PinMemoryBuilder
     from deepspeed.ops.op_builder.builder import OpBuilder
 
-    plain = OpBuilder.jit_load
-    if hasattr(plain, "__wrapped__"):  # inside another such context
-        yield
+    if name in OpBuilder._loaded_ops:
         return
-
-    @wraps(plain)
-    def jit_load(self: Any, verbose: bool = True) -> Any:
-        builder = _without_cuda(self)
-        module = load(builder, partial(plain, builder, verbose))
-        OpBuilder._loaded_ops[self.name] = module
-        return module
-
-    OpBuilder.jit_load = jit_load
-    try:
-        yield
-    finally:
-        OpBuilder.jit_load = plain
-
-
-def _without_cuda(builder: Any) -> Any:
-    """Return the CPU builder in place of the CUDA builder of `async_io`, which compiles the same sources.
-
-    The sources do not use CUDA, but the CUDA builder needs the CUDA toolkit: without it, for example with torch's
-    wheels, it fails with a TypeError. It also links the CUDA driver's library, but does not search the
-    toolkit's folder of stubs.
-    """
-    from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
-
-    return AsyncIOBuilder() if is_for_cuda(builder) and builder.name == AsyncIOBuilder.NAME else builder
-
-
-def is_for_cuda(builder: Any) -> bool:
-    """Return whether `builder` compiles with the CUDA toolkit."""
-    from deepspeed.ops.op_builder.builder import CUDAOpBuilder
-
-    return isinstance(builder, CUDAOpBuilder)
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    OpBuilder._loaded_ops[name] = module
+    if name == PinMemoryBuilder.NAME:
+        PinMemoryBuilder().load()  # gives `async_io` its symbols
 
 
 def disable_shared_memory() -> None:
@@ -178,12 +120,6 @@ def disable_shared_memory() -> None:
 
     for name in _SHARED_MEMORY:
         deepspeed.ops.__compatible_ops__[name] = False
-
-
-def check_shared_memory_disabled(backend: Any) -> None:
-    """Raise a `PrivateNameError` if `backend` has compiled shared-memory collectives."""
-    if backend.shm_comm_op is not None:
-        raise named(NAMES, "__compatible_ops__").error("it no longer disables them")
 
 
 # State that a run leaves in DeepSpeed's module-level variables and in a cache, which would affect the next run

@@ -2,26 +2,23 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch.nn import Module
 
+from lightning_paral.compat.deepspeed.runtime import answering_rank
 from lightning_paral.compat.private_name import Names, named
 from lightning_paral.compat.torch.modules import forward_hooks, own_parameters
 
 NAMES: Names = {
     "deepspeed.runtime.zero.partition_parameters.Init": {
-        ".all_gather": "gather in this run's process group, also what an earlier run has sharded",
+        ".all_gather": "gather what user code or a backward pass uses",
         ".ds_id": "know this rank's shard, its full shape, and whether it is gathered",
         ".ds_status": "know this rank's shard, its full shape, and whether it is gathered",
         ".ds_tensor": "know this rank's shard, its full shape, and whether it is gathered",
         ".ds_shape": "know this rank's shard, its full shape, and whether it is gathered",
         ".ds_numel": "know this rank's shard, its full shape, and whether it is gathered",
         ".ds_zero_partition_rank": "know this rank's shard, its full shape, and whether it is gathered",
-        ".ds_zero_partition_world_size": "know this rank's shard, its full shape, and whether it is gathered",
-        ".ds_process_group": "gather in this run's process group, also what an earlier run has sharded",
-        ".ds_active_sub_modules": "gather in this run's process group, also what an earlier run has sharded",
         ".ds_persist": "know which parameters DeepSpeed keeps gathered between steps",
         ".partition": "detect when DeepSpeed gathers and releases parameters",
         ".is_external_param": "restore parameters as they were before the run",
@@ -35,16 +32,12 @@ NAMES: Names = {
         "swap_in(params, async_op)": "read and write a shard without an fp32 master",
         "swap_out_and_release(params)": "read and write a shard without an fp32 master",
         "remove_partition_and_release_buffers(params)": "read and write a shard without an fp32 master",
-        ".swap_folder": "keep files that hold the only copy of a parameter",
     },
     "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload": {
         "_register_deepspeed_module(module, count)": "number modules equally on all ranks (`count` is mutable)",
     },
     "deepspeed.runtime.zero.parameter_offload": {
         "FWD_MODULE_STACK": "know which module uses another's parameter; empty the list after a failure",
-    },
-    "deepspeed.runtime.zero.parameter_offload.ZeROOrderedDict": {
-        "._in_forward": "mark a forward that an exception has interrupted as ended",
     },
     "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module": {
         ".pre_bwd_fn": "remove it after a run: it would call or keep the destroyed engine",
@@ -67,21 +60,6 @@ NAMES: Names = {
 _UNPREFIXED = ("is_external_param", "nvme_swapper")
 
 
-def join_group(parameter: Any, group: Any) -> None:
-    """Set the process group of a sharded `parameter`, even if an exception has left it marked as in use."""
-    from deepspeed.runtime.zero.partition_parameters import Init
-
-    parameter.ds_process_group = group
-    parameter.ds_active_sub_modules.clear()
-    # The parameter's methods are closures over the `zero.Init` that sharded it.
-    cells = [cell.cell_contents for cell in parameter.all_gather.__closure__ or ()]
-    inits = [each for each in cells if isinstance(each, Init)]
-    if not inits:
-        raise named(NAMES, "all_gather").error("it is not a closure over the zero.Init that sharded the parameter")
-    for init in inits:
-        init.ds_process_group = group
-
-
 def is_from_deepspeed(name: str, value: Any) -> bool:
     """Return whether DeepSpeed, and not user code, has set attribute `name` of a sharded parameter to `value`."""
     return (
@@ -94,64 +72,42 @@ def is_from_deepspeed(name: str, value: Any) -> bool:
 # Files on NVMe that hold a rank's shards of stage-3 parameters
 
 
-def has_file(parameter: Any) -> bool:
-    """Return whether this rank's shard of `parameter` has a file on NVMe."""
-    return getattr(parameter, "nvme_swapper", None) is not None
-
-
 def is_in_file_only(parameter: Any) -> bool:
     """Return whether this rank's shard of `parameter` is only in its file, and not in memory."""
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
-    return has_file(parameter) and parameter.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
-
-
-def folder_of(parameter: Any) -> Path:
-    """Return the folder that contains the file of `parameter`, which must have one."""
-    return Path(parameter.nvme_swapper.swap_folder)
+    has_file = getattr(parameter, "nvme_swapper", None) is not None
+    return has_file and parameter.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
 
 
 @contextmanager
 def in_memory(parameter: Any, *, write: bool) -> Iterator[None]:
     """Keep this rank's shard of `parameter` in memory inside this context; if `write`, write changes to its file."""
-    swapped = is_in_file_only(parameter)
-    if swapped:
+    if not is_in_file_only(parameter):
+        yield
+        return
+    with answering_rank():
         parameter.nvme_swapper.swap_in([parameter], async_op=False)
-    yield
-    if swapped and write:
-        parameter.nvme_swapper.swap_out_and_release([parameter])
-    elif swapped:
-        parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])
+        yield
+        if write:
+            parameter.nvme_swapper.swap_out_and_release([parameter])
+        else:
+            parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])
 
 
-# The counters with which stage 3 numbers modules and parameters. DeepSpeed never resets them in a process
+# The counters with which stage 3 numbers modules and parameters
 
 
-def read_counters() -> list[int]:
-    """Return how many modules and parameters this process has numbered so far."""
-    from deepspeed.runtime.zero.partition_parameters import Init
+def restart_counters() -> None:
+    """Number the next module and the next parameter 0 on every rank, whatever runs the ranks took part in before.
 
-    return [_num_modules()[0], Init.param_id]
-
-
-def set_counters(values: list[int]) -> None:
-    """Set the numbers of the next module and of the next parameter to `values`, as `read_counters` returned them."""
-    from deepspeed.runtime.zero.partition_parameters import Init
-
-    _num_modules()[0], Init.param_id = values
-
-
-def _num_modules() -> list[int]:
+    DeepSpeed compares the numbers between ranks, but never resets them in a process.
+    """
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
 
-    defaults: Any = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
-    match defaults:
-        case ([int()],):
-            count: list[int] = defaults[0]
-            return count
-    raise named(NAMES, "_register_deepspeed_module").error(
-        f"its defaults are {defaults} instead of a list with one number"
-    )
+    Init.param_id = 0
+    DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ = ([0],)  # a mutable default counts modules
 
 
 # The modules whose forward is running at stage 3, kept in a module-level list of DeepSpeed
@@ -176,13 +132,6 @@ def forget_forwards() -> None:
 # Attributes that DeepSpeed sets on the modules of a stage-3 engine, and dictionaries that it replaces
 
 _ENGINE_ATTRIBUTES = ("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt")
-
-
-def end_forward(module: Module) -> None:
-    """Mark the forward of `module` as ended, but not those of its submodules."""
-    parameters: Any = own_parameters(module)
-    if hasattr(parameters, "_in_forward"):
-        parameters._in_forward = False
 
 
 def is_engine_attribute(name: str) -> bool:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_paral.engines.zero.config_keys import check_keys
 from lightning_paral.errors import ConfigurationError
+from lightning_paral.suggestions import did_you_mean, nearest_names
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 """The values of `Trainer(precision=...)` that ZeRO supports."""
@@ -20,6 +20,20 @@ _OWNED = {
     "scheduler": "return the scheduler from configure_optimizers",
 }
 """Maps each key that Lightning controls to what the user should do instead."""
+
+_TOP_LEVEL = """
+activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comet comms_logger communication_data_type compile
+compression_training csv_monitor data_efficiency data_types dataloader_drop_last datastates disable_allgather
+disable_python_gc dump_state elasticity expert_parallel flops_profiler fp16 gradient_accumulation_steps
+gradient_allreduce_op gradient_clipping gradient_predivide_factor hybrid_engine log_level
+managed_gradient_accumulation memory_breakdown optimizer pipeline prescale_gradients scheduler
+seq_parallel_communication_data_type steps_per_print tensor_parallel tensorboard timers torch_autocast
+train_batch_size train_micro_batch_size_per_gpu use_data_before_expert_parallelism vocabulary_size wandb
+wall_clock_breakdown weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+zero_optimization
+"""
+_KNOWN = frozenset(_TOP_LEVEL.split())
+"""The keys at the top level, where DeepSpeed ignores unknown ones. In the section of ZeRO it refuses them itself."""
 
 _EQUIVALENT_PRECISIONS = {
     "fp16": "16-true",
@@ -63,17 +77,34 @@ def load_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
         raise ConfigurationError(
             f"deepspeed_config must be a dict, or a JSON file that contains one, not {type(config).__name__}."
         )
-    check_keys(config)
-    zero = config.get("zero_optimization")
-    if isinstance(zero, Mapping) and zero.get("compute_grad_norm", True) not in (True, "auto"):
+    for key in config:
+        # Keys with an underscore are used for comments, which JSON lacks.
+        if isinstance(key, str) and not key.startswith("_") and key not in _KNOWN:
+            near = did_you_mean(nearest_names(key, _KNOWN, 2, 0.75), quoted=True)
+            raise ConfigurationError(
+                f"deepspeed_config has {key!r} at the top level, where DeepSpeed does not know it. "
+                f"{near or 'Options of ZeRO belong to the section zero_optimization.'}"
+            )
+    zero = config.get("zero_optimization", {})
+    if not isinstance(zero, Mapping):
+        raise ConfigurationError(
+            f"deepspeed_config has zero_optimization={zero!r}, which is a section: give a dict of its options."
+        )
+    if zero.get("compute_grad_norm", True) not in (True, "auto"):
         raise ConfigurationError(
             "deepspeed_config sets zero_optimization.compute_grad_norm=False. The norm is needed to clip gradients and "
             "to detect gradients that are not finite. Remove the setting."
         )
-    if isinstance(zero, Mapping) and zero.get("round_robin_gradients", False) not in (False, "auto"):
+    if zero.get("round_robin_gradients", False) not in (False, "auto"):
         raise ConfigurationError(
             "deepspeed_config sets zero_optimization.round_robin_gradients=True, with which DeepSpeed 0.19.8 stores "
             "weights in an order that it does not tell: checkpoints would be wrong. Remove the setting."
+        )
+    offload = zero.get("offload_optimizer")
+    if isinstance(offload, Mapping) and offload.get("ratio", 1.0) not in (1, "auto"):
+        raise ConfigurationError(
+            f"deepspeed_config sets zero_optimization.offload_optimizer.ratio={offload['ratio']!r}, but the optimizer "
+            "is offloaded as a whole. Remove the setting."
         )
     for key, remedy in _OWNED.items():
         if config.get(key, "auto") != "auto":  # Hugging Face's Trainer and Accelerate fill in "auto"

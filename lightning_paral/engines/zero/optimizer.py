@@ -18,10 +18,8 @@ from torch.nn import Module
 from torch.optim import LBFGS, Adam, AdamW, Optimizer
 
 from lightning_paral.checkpoint.optimizer_state import hyper_parameters, param_names
-from lightning_paral.compat.deepspeed.runtime import cache_cpu_info
 from lightning_paral.compat.lightning.strategies import is_mock_optimizer
 from lightning_paral.compat.torch import optimizers
-from lightning_paral.engines.zero.runtime.operators import load_operator
 from lightning_paral.errors import ConfigurationError
 
 _ELEMENTWISE = ("Adadelta", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -252,9 +250,7 @@ def _make_cpu_adam(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimi
     for group in groups:
         group["lr"] = float(group["lr"])  # torch also accepts tensors
         group["betas"] = tuple(float(beta) for beta in group["betas"])
-    load_operator("cpu_adam", "offload_optimizer")
-    with cache_cpu_info():
-        replacement: Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=decoupled.pop())
+    replacement: Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=decoupled.pop())
     first = groups[0]
     rank_zero_info(
         f"Offload: {class_name} was replaced by DeepSpeedCPUAdam with the same options in all {len(groups)} groups. In "

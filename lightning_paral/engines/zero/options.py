@@ -144,10 +144,6 @@ class ZeROOptions(RankOptions):
             )
         if optimizer is not None and optimizer.device == "nvme":
             raise ConfigurationError(f"offload_optimizer=Offload('nvme') {at_this_stage}. Use 'cpu'.")
-        if optimizer is not None and optimizer.ratio != 1.0:
-            raise ConfigurationError(
-                f"Offload(ratio={optimizer.ratio}) {at_this_stage}. Leave out ratio, or set stage=3."
-            )
 
     def engine_config(self, precision: str, device: torch.device, nvme_folders: Mapping[str, Path]) -> dict[str, Any]:
         """Return DeepSpeed's configuration for a run, without sizes that depend on the module.
@@ -181,9 +177,7 @@ class ZeROOptions(RankOptions):
             bucket = "stage3_prefetch_bucket_size" if self.stage == 3 else "allgather_bucket_size"
             section[bucket] = self.gather_bucket_numel
         if self.optimizer_offload is not None:
-            section["offload_optimizer"] = _device_section(self.optimizer_offload, pin_memory) | {
-                "ratio": self.optimizer_offload.ratio,
-            }
+            section["offload_optimizer"] = _device_section(self.optimizer_offload, pin_memory)
         if self.parameter_offload is not None:
             section["offload_param"] = _device_section(self.parameter_offload, pin_memory) | {
                 "buffer_size": self.parameter_offload.buffer_numel,

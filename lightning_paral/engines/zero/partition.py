@@ -5,7 +5,6 @@ A partitioned parameter has this rank's shard and an empty `data`. While it is g
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from lightning_paral.checkpoint.lazy_tensor import materialize, read_flat_range
 from lightning_paral.checkpoint.shards import FlatShard
 from lightning_paral.compat.deepspeed import stage3
-from lightning_paral.compat.deepspeed.stage3 import end_forward, join_group
 from lightning_paral.errors import ConfigurationError
 
 
@@ -103,12 +101,6 @@ def write_gathered(parameter: Any, full: Tensor) -> None:
         parameter.data.copy_(materialize(full).view(parameter.data.shape))
 
 
-def is_stored_in(folder: Path, parameter: Any) -> bool:
-    """Return whether this rank's shard of `parameter` is in a file below `folder`, and not in memory."""
-    on_nvme = is_partitioned(parameter) and stage3.is_in_file_only(parameter)
-    return on_nvme and stage3.folder_of(parameter).is_relative_to(folder)
-
-
 # Preparing modules and parameters for DeepSpeed
 
 
@@ -162,24 +154,11 @@ def check_not_empty(module: Module) -> None:
             )
 
 
-def rejoin(module: Module) -> None:
-    """Attach parameters that an earlier run partitioned to the process group of this run.
-
-    Forward passes that a failure of the earlier run interrupted are marked as ended.
-
-    Raises:
-        ConfigurationError: the earlier run had a different number of ranks, or this process had a different rank in it.
-    """
-    from deepspeed.comm import get_rank, get_world_group, get_world_size
-
-    partitioned: list[Any] = [parameter for parameter in module.parameters() if is_stage3_parameter(parameter)]
-    for part in module.modules():
-        end_forward(part)
-    for parameter in partitioned:
-        if parameter.ds_zero_partition_world_size != get_world_size() or parameter.ds_zero_partition_rank != get_rank():
-            raise ConfigurationError(
-                f"{type(module).__name__} was partitioned as rank {parameter.ds_zero_partition_rank} of "
-                f"{parameter.ds_zero_partition_world_size} ranks, and is now used as rank {get_rank()} of "
-                f"{get_world_size()}. Use the same ranks, or load a checkpoint into a new module."
-            )
-        join_group(parameter, get_world_group())
+def check_not_partitioned(module: Module) -> None:
+    """Raise a `ConfigurationError` if an earlier run has left `module` partitioned."""
+    if any(is_stage3_parameter(parameter) for parameter in module.parameters()):
+        name = type(module).__name__
+        raise ConfigurationError(
+            f"{name} is partitioned already: by an earlier run, which failed or had more weights than host memory, or "
+            f"by deepspeed.zero.Init. Construct a new {name}, without zero.Init, and load a checkpoint into it."
+        )

@@ -1,5 +1,6 @@
 """Record the attributes and hooks of a module before DeepSpeed changes them, and restore them after a run."""
 
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -39,11 +40,6 @@ class ModuleSnapshot:
         """Whether every rank had all parameters in full, in memory, before the run."""
 
     @property
-    def is_on_nvme(self) -> bool:
-        """Whether parameters were built in files on NVMe, where they stay."""
-        return any(stage3.has_file(parameter) for parameter, _ in self._parameters)
-
-    @property
     def num_bytes(self) -> int:
         """The size of all full parameters in bytes."""
         return sum(full_numel(parameter) * parameter.element_size() for parameter, _ in self._parameters)
@@ -71,9 +67,11 @@ def _users_attributes(parameter: Any) -> set[str]:
 
 
 def _full_on_host(parameter: Any) -> Tensor:
-    if is_partitioned(parameter):
-        parameter.all_gather()
-    full: Tensor = parameter.data.detach().to("cpu", copy=True).view(full_shape(parameter))
+    # A buffer of NVMe is needed by the next parameter.
+    with stage3.in_memory(parameter, write=False) if is_partitioned(parameter) else nullcontext():
+        if is_partitioned(parameter):
+            parameter.all_gather()
+        full: Tensor = parameter.data.detach().to("cpu", copy=True).view(full_shape(parameter))
     return full
 
 

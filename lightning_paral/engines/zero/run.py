@@ -23,14 +23,13 @@ from lightning_paral.engines.zero.build import (
     trained_parameters,
 )
 from lightning_paral.engines.zero.config import add_device_defaults
-from lightning_paral.engines.zero.construction import partition_parameters, warn_about_full_parameters
+from lightning_paral.engines.zero.construction import partition_parameters
 from lightning_paral.engines.zero.gradients import Gradients
 from lightning_paral.engines.zero.hooks import RootHooksOnce, forward_hook_keys, new_forward_hook_keys
 from lightning_paral.engines.zero.optimizer import UsersOptimizer, check_optimizers, choose_stepping_optimizer
 from lightning_paral.engines.zero.partition import check_not_empty, count_trained, is_partitioned, is_stage3_parameter
 from lightning_paral.engines.zero.restore import ModuleSnapshot
 from lightning_paral.engines.zero.run_settings import RunSettings
-from lightning_paral.engines.zero.runtime.nvme import check_buffers, check_space, load_async_io
 from lightning_paral.engines.zero.saved_weights import SavedWeights
 from lightning_paral.engines.zero.shards import EngineShards
 from lightning_paral.engines.zero.state import ZeroState
@@ -78,20 +77,6 @@ class ZeroRun(ZeroState):
 
     # Setup
 
-    def check_size(self) -> None:
-        """Warn about parameters that every rank built in full at stage 3, and check disk and buffers for NVMe.
-
-        Raises:
-            ConfigurationError: a disk has too little free space, or a buffer is too small for a parameter.
-        """
-        options, dims = self._settings.options, self._settings.dims
-        if options.stage == 3:
-            warn_about_full_parameters(self.module)
-        num_elements = count_trained(self.module.parameters())
-        check_space(options, num_elements * self._settings.ranks_per_node // dims.shard)
-        threshold = self._settings.config["zero_optimization"].get("stage3_param_persistence_threshold", 100_000)
-        check_buffers(options, self.module, dims.shard, threshold)
-
     def train(self, optimizers: Sequence[Any]) -> Any:
         """Build an engine, and return the module or engine that runs steps. *Collective* over the world.
 
@@ -124,7 +109,6 @@ class ZeroRun(ZeroState):
         return engine
 
     def _partition(self, deferred: DeferredConstruction | None = None) -> None:
-        load_async_io(self._settings.options)
         check_not_empty(self.module)
         partition_parameters(self.module, deferred, dict(self._settings.config))
 
@@ -210,7 +194,7 @@ class ZeroRun(ZeroState):
     def restore(self, ended: EndedOptimizers, *, failed: bool) -> None:
         """Restore the full module in host memory, and remove what DeepSpeed added; see `ShardedState.restore`.
 
-        If the module must stay partitioned, the next run under ZeRO can use it as it is.
+        The module may have to stay partitioned, and can then be saved, but no run can use it.
         """
         self._settings.precision.end_fit()
         try:
@@ -260,17 +244,17 @@ class ZeroRun(ZeroState):
             if any(is_partitioned(parameter) for parameter in self.module.parameters()):
                 rank_zero_warn(
                     f"{name} stays partitioned, because the run failed: its parameters are empty on every rank, even "
-                    "in state_dict() and in copies. Load a checkpoint into a new module, or fit this one again under "
-                    "ZeRO stage 3, which can use it as it is."
+                    "in state_dict() and in copies. Load a checkpoint into a new module."
                 )
             return False
         if self._snapshot.was_full:
             return True
-        obstacle: str | None = "its weights are on NVMe"
-        if not self._snapshot.is_on_nvme:
-            obstacle = host_memory_shortage(self._snapshot.num_bytes, self._settings.ranks_per_node)
+        obstacle = host_memory_shortage(self._snapshot.num_bytes, self._settings.ranks_per_node)
         if obstacle is not None:
-            rank_zero_warn(f"{name} stays partitioned: {obstacle}.")
+            rank_zero_warn(
+                f"{name} stays partitioned: {obstacle}. If its weights are not saved, call "
+                f"trainer.save_checkpoint(path, weights_only=True): no further run can use this {name}."
+            )
         return obstacle is None
 
 

@@ -85,9 +85,8 @@ class Partition:
     @property
     def state(self) -> dict[str, Any]:
         """The optimizer's state. Those of its tensors that are as long as `flat` are empty while `flat` is empty."""
-        stepping = zero_optimizer.stepping_optimizer(self._optimizer, self._stage, self._index)
         with self._users.flat():
-            state: dict[str, Any] = stepping.state[self.flat]
+            state: dict[str, Any] = self._optimizer.optimizer.state[self.flat]
         return state
 
     @property

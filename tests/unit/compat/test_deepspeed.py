@@ -101,11 +101,6 @@ CALLS = [
         ("self.torch_autocast_gradscaler", "self.loss_scaler"),
         "ZeRO scales losses in another way",
     ),
-    (
-        "deepspeed.ops.adam.DeepSpeedCPUAdam.__init__",
-        ("from cpuinfo import get_cpu_info",),
-        "DeepSpeedCPUAdam reads the processor in another way: cache_cpu_info has no effect",
-    ),
 ]
 """Functions and classes of DeepSpeed, what their source has to say, and what would break without it."""
 

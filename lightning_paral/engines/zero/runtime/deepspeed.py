@@ -13,7 +13,6 @@ from lightning.fabric.plugins import ClusterEnvironment
 from packaging.version import Version
 
 from lightning_paral.compat.deepspeed.runtime import (
-    check_shared_memory_disabled,
     current_backend,
     disable_shared_memory,
     forget_autocast,
@@ -21,9 +20,8 @@ from lightning_paral.compat.deepspeed.runtime import (
     make_backend,
     release_groups,
     use_backend,
-    use_new_names,
 )
-from lightning_paral.compat.deepspeed.stage3 import forget_forwards, read_counters, set_counters
+from lightning_paral.compat.deepspeed.stage3 import forget_forwards, restart_counters
 from lightning_paral.compat.private_name import check_names
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.tested_versions import TESTED_VERSIONS, oldest_tested
@@ -149,18 +147,7 @@ def join_deepspeed(level: int, device: torch.device) -> None:
         use_backend(make_backend(GlooBackend, "gloo"))
     else:
         deepspeed.comm.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)
-    check_shared_memory_disabled(current_backend())
-    use_new_names(current_backend())
-    _agree_on_counters()
-
-
-def _agree_on_counters() -> None:
-    # Stage 3 numbers modules and parameters with counters of the process, and compares the numbers between ranks. The
-    # counters differ if the ranks took part in different runs before: in runs with fewer ranks, or in failed ones.
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    counters = torch.tensor(read_counters(), device=device)
-    dist.all_reduce(counters, op=dist.ReduceOp.MAX)
-    set_counters(counters.tolist())
+    restart_counters()
 
 
 def leave_deepspeed() -> None:

@@ -5,15 +5,15 @@ import mmap
 import os
 import shutil
 import tempfile
-import weakref
 from contextlib import suppress
 from pathlib import Path
 
 from torch.nn import Module
 
+from lightning_paral.compat.deepspeed.stage3 import is_in_file_only
 from lightning_paral.engines.zero.options import ZeROOptions
-from lightning_paral.engines.zero.partition import is_stored_in
-from lightning_paral.engines.zero.runtime.operators import check_compiler, load_operator
+from lightning_paral.engines.zero.partition import count_trained
+from lightning_paral.engines.zero.runtime.operators import check_compiler, load_operators
 from lightning_paral.errors import ConfigurationError
 
 _BLOCK_BYTES = 4096
@@ -73,41 +73,38 @@ def check_offload(options: ZeROOptions) -> None:
         check_folder(offload.path)
 
 
-def load_async_io(options: ZeROOptions) -> None:
-    """Load the operator that reads and writes NVMe, if `options` need it.
+def load_needed_operators(options: ZeROOptions, *, trains: bool) -> None:
+    """Load the operators that a run with `options` needs.
 
-    Call this after all checks: compiling it may take minutes.
+    Call this after the checks of the run: compiling them may take minutes.
 
     Raises:
-        ConfigurationError: the operator does not compile.
+        ConfigurationError: an operator does not compile.
     """
-    for option in options.on_nvme:
-        load_operator("async_io", option)
+    needed = {}
+    if options.on_nvme:
+        needed["async_io"] = next(iter(options.on_nvme))
+    if trains and options.offload_optimizer is not None:
+        needed["cpu_adam"] = "offload_optimizer"
+    if needed:
+        load_operators(needed)
 
 
-def check_space(options: ZeROOptions, num_elements: int) -> None:
-    """Raise a `ConfigurationError` if the ranks of this node will write more than the disk has free.
+def check_size(options: ZeROOptions, module: Module, threshold: int, num_shards: int, ranks_per_node: int) -> None:
+    """Raise a `ConfigurationError` if `module` is too large for a disk or for the buffers of offload to NVMe.
 
     Args:
         options: the options of the strategy.
-        num_elements: the number of trained elements in the shards of all ranks of this node.
+        module: the module. The buffers are not checked for parameters that are partitioned.
+        threshold: the number of elements up to which parameters are not partitioned.
+        num_shards: the number of shards of a parameter.
+        ranks_per_node: the number of ranks that write to the disks of this node.
     """
+    num_elements = count_trained(module.parameters()) * ranks_per_node // num_shards
     for option, offload in options.on_nvme.items():
         assert offload.path is not None
         # For the optimizer: parameters, gradients and two moments, all fp32. For parameters: one copy, at most fp32.
-        bytes_per_element = 16 if option == "offload_optimizer" else 4
-        check_free_space(offload.path, num_elements * bytes_per_element)
-
-
-def check_buffers(options: ZeROOptions, module: Module, num_shards: int, threshold: int) -> None:
-    """Raise a `ConfigurationError` if a shard of a parameter is larger than the buffers of offload to NVMe.
-
-    Args:
-        options: the options of the strategy.
-        module: the module. Parameters that it creates partitioned in `configure_model` are not checked.
-        num_shards: the number of shards of a parameter.
-        threshold: the number of elements up to which parameters are not partitioned.
-    """
+        check_free_space(offload.path, num_elements * (16 if option == "offload_optimizer" else 4))
     offload = options.on_nvme.get("offload_parameters")
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters() if parameter.numel() > threshold}
     if offload is None or not sizes:
@@ -148,17 +145,14 @@ class RunFolders:
         return folders
 
     def leave(self, module: Module | None) -> None:
-        """Remove this rank's files, except parameters of `module` that are stored nowhere else.
+        """Remove this rank's files, except shards of `module` that are stored nowhere else, until the process ends.
 
-        Those files are removed when `module` is garbage-collected. Files of other ranks are kept, because they may
-        still be in use. Files of a killed rank are removed when another rank of its node exits.
+        Files of other ranks are kept, because they may still be in use. Files of a killed rank are removed when another
+        rank of its node exits.
         """
+        keeps = module is not None and any(map(is_in_file_only, module.parameters()))
         for folder in self._paths:
-            if module is not None and any(is_stored_in(folder, parameter) for parameter in module.parameters()):
-                _remove_rank(folder / "zero_stage_3" / "optimizer", self._rank)
-                weakref.finalize(module, _remove_rank, folder, self._rank)
-            else:
-                _remove_rank(folder, self._rank)
+            _remove_rank(folder / "zero_stage_3" / "optimizer" if keeps else folder, self._rank)
         self._paths = []
 
 

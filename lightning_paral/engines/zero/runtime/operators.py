@@ -1,30 +1,29 @@
-"""DeepSpeed's C++ operators: check for a compiler, compile once per version and processor, cache and load."""
+"""DeepSpeed's C++ operators for offload: check for a compiler, compile once, side by side, and load."""
 
-import fcntl
 import hashlib
-import importlib.util
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_paral.compat.deepspeed.runtime import is_for_cuda, load_operators_by
-from lightning_paral.engines.zero.runtime import ninja
-from lightning_paral.engines.zero.runtime.deepspeed import restore_variables
+from lightning_paral.compat.deepspeed.runtime import load_compiled
+from lightning_paral.engines.zero.runtime import compile_operator
 from lightning_paral.errors import ConfigurationError
 
 _AIO_PROGRAM = "#include <libaio.h>\nint main() { io_context_t context = 0; return io_setup(1, &context); }\n"
+
+_MAX_SECONDS = 1800.0
+"""How long operators may compile. They take minutes, several times as long on a busy machine."""
 
 
 def check_compiler(option: str, needs_aio: bool) -> None:
@@ -50,123 +49,48 @@ def check_compiler(option: str, needs_aio: bool) -> None:
         )
 
 
-def load_operator(name: Literal["cpu_adam", "async_io"], option: str) -> None:
-    """Load an operator into this process. If it is not cached, compile it first, which takes minutes.
+def load_operators(needed: Mapping[str, str]) -> None:
+    """Load operators into this process. Missing ones are compiled first, side by side, which takes minutes.
 
-    If several ranks need it, one compiles and the others wait.
+    If several ranks of a node need an operator, one compiles it and the others wait.
 
     Args:
-        name: DeepSpeed's name of the operator.
-        option: the name of the option that needs it, for messages.
+        needed: the name of the option that needs an operator, for messages, by the name of the operator: `"cpu_adam"`
+            or `"async_io"`.
 
     Raises:
-        ConfigurationError: the operator does not compile. The message ends with the output of the compiler.
+        ConfigurationError: an operator does not compile, or not in time. The message ends with what the compiler says.
     """
-    from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
+    from deepspeed.git_version_info import installed_ops
 
-    builder = CPUAdamBuilder() if name == "cpu_adam" else AsyncIOBuilder()
-    with keep_operators():
-        try:
-            builder.load(verbose=False)
-        except ConfigurationError:
-            raise
-        except Exception as error:
-            needs, instead = ("", "") if name == "cpu_adam" else (", libaio and its header", ', use Offload("cpu")')
-            raise ConfigurationError(
-                f"{option} needs DeepSpeed's operator {name!r}, which cannot be compiled on this node. It needs a "
-                f"C++ compiler (CXX, or g++), Python's headers (Debian: apt-get install python3-dev), ninja (pip "
-                f"install ninja){needs}, but no CUDA toolkit. Fix the error below{instead}, or leave out {option}."
-                f"\n{error}"
-            ) from error
+    if "async_io" in needed:  # which has the symbols of `pin_memory`, so that is loaded first
+        needed = {"pin_memory": needed["async_io"], **needed}
+    names = [name for name in needed if not installed_ops.get(name)]
+    folder = operator_folder()
+    missing = [name for name in names if not (folder / f"{name}.so").is_file()]
+    if missing:
+        _compile(missing, folder, needed)
+    for name in names:
+        load_compiled(name, folder / f"{name}.so")
 
 
-_VARIABLES = ("CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST")
-"""Environment variables that change how operators are compiled."""
-
-
-def keep_operators() -> AbstractContextManager[None]:
-    """Return a context in which DeepSpeed loads its operators from `operator_folder`, and compiles missing ones."""
-    return load_operators_by(_load)
-
-
-def _load(builder: Any, compile_and_load: Callable[[], Any]) -> Any:
-    folder = operator_folder(builder)
-    cached = folder / f"{builder.name}.so"
-    if cached.is_file():
-        return _import_extension(builder.name, cached)
-    toolkit = _toolkit_for(builder)
-    rank_zero_info(
-        f"Compiling DeepSpeed's operator {builder.name!r}, which takes a few minutes. This happens once for these "
-        f"versions of torch and DeepSpeed and this type of processor; the result is cached in {folder}."
-    )
-    start = time.monotonic()
-    with _compile_lock(folder, builder.name):
-        if cached.is_file():
-            return _import_extension(builder.name, cached)  # another rank has compiled it
-        # Each build has its own folder: a killed build leaves torch's lock file in it, and any later build in that
-        # folder would wait for the lock forever.
-        for left in folder.glob(f"{builder.name}-*"):
-            shutil.rmtree(left, ignore_errors=True)
-        building = Path(tempfile.mkdtemp(prefix=f"{builder.name}-", dir=folder))
-        with _build_environment(building, toolkit):
-            module = compile_and_load()
-        os.replace(module.__file__, cached)
-        module.__file__ = str(cached)
-        shutil.rmtree(building, ignore_errors=True)
-    rank_zero_info(f"Compiled {builder.name!r} in {time.monotonic() - start:.0f} s.")
-    return module
-
-
-def operator_folder(builder: Any) -> Path:
-    """Return the folder that caches the operator of `builder`.
+def operator_folder() -> Path:
+    """Return the folder of compiled operators.
 
     It is below TORCH_EXTENSIONS_DIR if that is set, else in the user's cache, which virtual environments share. Its
-    name contains a hash of everything that the machine code depends on.
+    name contains the versions, and a hash of the version of Python and the instruction set of the processor.
     """
     import deepspeed
 
-    on_cuda = torch.cuda.is_available()
-    depends_on = [
-        *(deepspeed.__version__, torch.__version__, torch.version.cuda, sysconfig.get_config_var("SOABI")),
-        *(platform.machine(), _processor()),
-        *(os.environ.get(name) for name in _VARIABLES),
-        *(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count() if on_cuda else 0)),
-    ]
-    if is_for_cuda(builder):  # an operator for the CPU can have the same name
-        depends_on += ["cuda", _cuda_home(), os.environ.get("CC")]
-    digest = hashlib.sha256(repr(depends_on).encode()).hexdigest()[:12]
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = Path(given) / "lightning_paral" if given else cache / "lightning_paral" / "ops"
+    depends_on = (sysconfig.get_config_var("SOABI"), platform.machine(), _processor())
+    digest = hashlib.sha256(repr(depends_on).encode()).hexdigest()[:12]
     return root / f"torch-{torch.__version__}-deepspeed-{deepspeed.__version__}-{digest}"
 
 
-def _toolkit_for(builder: Any) -> Path | None:
-    """Return the folder of the CUDA toolkit if `builder` needs it, else `None`.
-
-    Raises:
-        ConfigurationError: no CUDA toolkit was found.
-    """
-    if not is_for_cuda(builder) or not torch.cuda.is_available():
-        return None
-    home = _cuda_home()
-    if home is None:
-        raise ConfigurationError(
-            f"DeepSpeed's operator {builder.name!r} is compiled with the CUDA toolkit, which was not found: CUDA_HOME "
-            f"is not set, and nvcc is not on PATH. Install the toolkit of CUDA {torch.version.cuda}, or use an "
-            "optimizer that needs no operator, such as torch.optim.AdamW(fused=True)."
-        )
-    return Path(home)
-
-
-def _cuda_home() -> str | None:
-    from torch.utils import cpp_extension
-
-    return cpp_extension.CUDA_HOME
-
-
 def _processor() -> str:
-    # Operators are compiled for the instruction set of the processor.
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -174,50 +98,61 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-@contextmanager
-def _compile_lock(folder: Path, name: str) -> Iterator[None]:
-    """Hold the lock for compiling the operator `name` into `folder`. The system releases it if the process ends."""
+def _compile(names: Sequence[str], folder: Path, needed: Mapping[str, str]) -> None:
+    rank_zero_info(
+        f"Compiling DeepSpeed's operators {', '.join(names)}, which takes a few minutes. This happens once for these "
+        f"versions of torch and DeepSpeed and this type of processor; the result is kept in {folder}."
+    )
+    start = time.monotonic()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / f"{name}.turn", "w")  # noqa: SIM115
+        compilers = {name: _start(name, folder) for name in names}
     except OSError as error:
         raise ConfigurationError(
-            f"DeepSpeed's operator {name!r} must be compiled and cached in {folder}, which cannot be written: {error}. "
-            "Set TORCH_EXTENSIONS_DIR to a folder that this process can write to."
+            f"DeepSpeed's operators must be compiled and kept in {folder}, which cannot be written: {error}. Set "
+            "TORCH_EXTENSIONS_DIR to a folder that this process can write to."
         ) from error
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    try:
+        for name, compiler in compilers.items():
+            try:
+                said, _ = compiler.communicate(timeout=max(0.0, start + _MAX_SECONDS - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise ConfigurationError(
+                    f"DeepSpeed's operator {name!r}, which {needed[name]} needs, was not compiled within "
+                    f"{_MAX_SECONDS / 60:.0f} minutes. Start again when the machine is less busy."
+                ) from None
+            if compiler.returncode != 0:
+                raise ConfigurationError(_explain(name, needed[name], said))
+    finally:
+        for compiler in compilers.values():
+            if compiler.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(compiler.pid, signal.SIGKILL)
+                compiler.communicate()
+    rank_zero_info(f"Compiled {', '.join(names)} in {time.monotonic() - start:.0f} s.")
 
 
-@contextmanager
-def _build_environment(building: Path, toolkit: Path | None) -> Iterator[None]:
-    """Make torch build in the folder `building`, with a ninja that is terminated when this process ends.
+def _start(name: str, folder: Path) -> "subprocess.Popen[str]":
+    """Start to compile the operator `name` in a session of its own, as for a machine without accelerators.
 
-    LIBRARY_PATH includes the stubs of the CUDA `toolkit`, because some drivers are installed without the `libcuda.so`
-    that linkers look for.
+    DeepSpeed's operators for offload use no CUDA, but on a machine with GPUs it would require the CUDA toolkit.
     """
-    changed = {"TORCH_EXTENSIONS_DIR": str(building)}
-    if toolkit is not None:
-        paths = (os.environ.get("LIBRARY_PATH"), str(toolkit / "lib64" / "stubs"))
-        changed["LIBRARY_PATH"] = os.pathsep.join(filter(None, paths))
-    found = shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable))  # next to this Python
-    if found is not None:
-        commands = building / "bin"
-        commands.mkdir()
-        command = f"exec '{sys.executable}' -IS '{ninja.__file__}' {os.getpid()} '{found}' \"$@\""
-        (commands / "ninja").write_text(f"#!/bin/sh\n{command}\n")
-        (commands / "ninja").chmod(0o755)
-        changed["PATH"] = f"{commands}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    with restore_variables(changed):
-        os.environ.update(changed)
-        yield
+    path = os.pathsep.join((os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)))  # ninja may be there
+    return subprocess.Popen(
+        [sys.executable, compile_operator.__file__, name, str(folder), str(os.getpid())],
+        env=os.environ | {"DS_ACCELERATOR": "cpu", "PATH": path},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
 
-def _import_extension(name: str, path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def _explain(name: str, option: str, said: str) -> str:
+    needs, instead = ("", "") if name == "cpu_adam" else (", libaio and its header", ', use Offload("cpu")')
+    return (
+        f"{option} needs DeepSpeed's operator {name!r}, which cannot be compiled on this node. It needs a C++ compiler "
+        "(CXX, or g++), Python's headers (Debian: apt-get install python3-dev), ninja (pip install ninja)"
+        f"{needs}, but no CUDA toolkit. Fix the error below{instead}, or leave out {option}.\n{said[-8000:]}"
+    )

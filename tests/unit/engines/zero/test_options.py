@@ -13,9 +13,10 @@ from lightning.pytorch import Trainer
 from lightning_paral import ConfigurationError, Offload, ParalZeROStrategy
 from lightning_paral.engines.zero import config as settings
 from lightning_paral.engines.zero.optimizer import UsersOptimizer, check_optimizers, choose_stepping_optimizer
+from lightning_paral.engines.zero.partition import check_not_partitioned
 from lightning_paral.engines.zero.runtime import deepspeed as runtime
 from lightning_paral.engines.zero.runtime.nvme import check_free_space
-from lightning_paral.engines.zero.runtime.operators import load_operator
+from lightning_paral.engines.zero.runtime.operators import load_operators
 from lightning_paral.tested_versions import TESTED_VERSIONS
 from tests.compile_operators import skip_unless_compilable
 from tests.models.regression import Regression
@@ -26,7 +27,7 @@ from tests.running import quiet_trainer
     ("options", "message"),
     [
         ({"stage": 2, "offload_optimizer": Offload("nvme", path="/x")}, "needs stage=3, but stage=2. Use 'cpu'"),
-        ({"stage": 2, "offload_optimizer": Offload(ratio=0.5)}, r"Offload\(ratio=0.5\) needs stage=3"),
+        ({"deepspeed_config": {"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}}, "ratio=0.5.* as a whole"),
         ({"deepspeed_config": {"gradient_accumulation_steps": 4}}, r"gradient_accumulation_steps=4.*accumulate_grad"),
         ({"deepspeed_config": {"gradient_clipping": 1.0}}, r"gradient_clipping=1.0.*gradient_clip_val"),
         ({"deepspeed_config": {"optimizer": {"type": "Adam"}}}, "configure_optimizers"),
@@ -142,29 +143,23 @@ def test_objects_that_are_not_optimizers_are_refused() -> None:
         check_optimizers([object()], module)
 
 
+def test_module_that_is_partitioned_already_is_refused() -> None:
+    module = Regression()
+    module.out.weight.ds_id = 0  # type: ignore[assignment]
+    with pytest.raises(ConfigurationError, match=r"partitioned already.* load a checkpoint"):
+        check_not_partitioned(module)
+
+
 def test_module_without_trained_parameters_is_refused() -> None:
     module = Regression().requires_grad_(False)
     with pytest.raises(ConfigurationError, match="nothing to train"):
         UsersOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module)
 
 
-def test_operator_that_cannot_be_built_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    runtime.choose_accelerator(torch.device("cpu"))
-    from deepspeed.ops.op_builder.builder import OpBuilder
-
-    monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setenv("CXX", "/bin/false")
-    with pytest.raises(
-        ConfigurationError, match=r"ninja.* no CUDA toolkit. Fix the error.*leave out offload_optimizer"
-    ):
-        load_operator("cpu_adam", "offload_optimizer")
-
-
 @pytest.mark.deepspeed_operators("cpu_adam")
 def test_offload_carries_every_hyper_parameter() -> None:
-    load_operator("cpu_adam", "the test")
     runtime.choose_accelerator(torch.device("cpu"))
+    load_operators({"cpu_adam": "the test"})
     module = Regression()
     optimizer = torch.optim.Adam(
         [
