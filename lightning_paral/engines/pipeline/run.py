@@ -1,6 +1,7 @@
 """One run of a pipeline: divide the module among the stages, then train or evaluate it."""
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -149,7 +150,7 @@ class PipelineRun:
 
     def share_buffers(self) -> None:
         """Give all stages the buffers of the stage that computes them. *Collective* over the pipeline."""
-        share_buffers(self.division, self.dims, self._groups, self.device)
+        share_buffers(self.division, self.dims, self._groups)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -255,16 +256,17 @@ class PipelineRun:
             return
         self._checked_steps.add(number)
 
-        def forward(part: Any, is_checked: bool) -> Tensor | None:
+        def forward(part: Any, is_checked: bool) -> Tensor:
             with self._logging_to(LogRecord(1)):
                 result = self._forward("training_step", step, (part, *others), kwargs, 0, is_checked=is_checked)
             self._boundaries.take_received()  # no backward pass follows
-            return loss_of(result) if self._is_last_stage else None
+            return loss_of(result) if self._is_last_stage else result
 
         if self._options.check_steps:
             # Two samples may have equally many tokens by chance, so the first time more of them are compared.
             num_samples = 1 if self._num_micro_batches == 1 else _NUM_COMPARED if is_first else 2
-            self._step_check.run(batch, forward, num_samples, is_first=is_first)
+            at_once = math.ceil((num_samples_of(batch) or 1) / self._num_micro_batches)
+            self._step_check.run(batch, forward, num_samples, at_once, is_first=is_first)
 
     def _check_same_batch(self, step: str, batch: Any) -> None:
         """Check that all stages have the same batch. *Collective* over the pipeline."""
