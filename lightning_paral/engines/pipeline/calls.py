@@ -64,8 +64,6 @@ class UnitCalls:
         """The position of the unit that is called next; `None` outside of a forward pass."""
         self.first_nan: int | None = None
         """In a pass that is checked, the first unit of this stage that has returned NaN."""
-        self.is_in_backward = False
-        """Set it during backward passes, in which activation checkpointing calls units again."""
 
     def install(self, undo: ExitStack) -> None:
         """Replace the calls until `undo` is closed."""
@@ -120,7 +118,7 @@ class UnitCalls:
 
     def _call(self, number: int, run: Call, args: Any, kwargs: Any) -> Any:
         """Do what calling unit `number` does on this stage; `run` runs the unit."""
-        if self.is_in_backward:
+        if self._boundaries.is_in_backward:  # activation checkpointing calls it again
             return run(*args, **kwargs)
         self._check_call(number)
         if number == 0:
@@ -319,8 +317,9 @@ class _Nan(torch.autograd.Function):
     """NaN in `storage`. It depends on what was received, so that hooks on its gradient can be registered."""
 
     @staticmethod
-    def forward(ctx: Any, received: Tensor, storage: Any) -> Tensor:
-        return received.new_empty(0).set_(storage, 0, received.shape)  # no view, so that it can be written to
+    def forward(ctx: Any, received: Tensor, storage: Any) -> Any:
+        # No view, so that it can be written to.
+        return received.new_empty(0).set_(storage, 0, received.shape, received.stride())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

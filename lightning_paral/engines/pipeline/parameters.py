@@ -249,7 +249,7 @@ def share_buffers(division: Division, dims: ParallelDims, groups: PipelineGroups
                 (name, attribute, buffer.cpu(), attribute not in not_persistent(part))
                 for name, part in parts
                 for attribute, buffer in own_buffers(part).items()
-                if buffer is not None
+                if buffer is not None and not is_elsewhere(buffer)
             ]
         message = [values]
         dist.broadcast_object_list(message, source, group=groups.values)

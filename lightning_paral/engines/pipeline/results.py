@@ -167,8 +167,7 @@ def share_values(
                 computing.clear()
             return results.share_value(value)
 
-        shadow_method(metric, "compute", compute_on_last, None)
-        undo.callback(vars(metric).__setitem__, "compute", compute)
+        shadow_method(metric, "compute", compute_on_last, undo)
 
     for metric in find_metrics(roots):
         if isinstance(metric, Metric):
@@ -211,15 +210,13 @@ class SharedAttributes:
                 vars(self._module.get_submodule(name))[attribute] = value
 
     def _share_before(self, loop: Any, name: str, undo: ExitStack) -> None:
-        method, before = getattr(loop, name), vars(loop).get(name)
+        method = getattr(loop, name)
 
         def share_first(*args: Any, **kwargs: Any) -> Any:
             self.share()
             return method(*args, **kwargs)
 
-        shadow_method(loop, name, share_first, None if before is not None else undo)
-        if before is not None:
-            undo.callback(vars(loop).__setitem__, name, before)
+        shadow_method(loop, name, share_first, undo)
 
     def _attributes(self) -> Iterator[tuple[tuple[str, str], Any]]:
         for name, part in self._module.named_modules():

@@ -228,7 +228,8 @@ class StepCheck:
     def _hide(self, changed: list[tuple[str, str]]) -> list[str]:
         """Make what units of other stages have changed NaN here, and return the names of all. *Collective*."""
         own, modules = dict(self._parts_of_stage()), dict(self._module.named_modules())
-        attributes, buffers = [], []
+        attributes: list[str] = []
+        buffers: list[str] = []
         for name, attribute in dict.fromkeys(key for of_stage in self._of_all(changed) for key in of_stage):
             is_buffer = attribute in own_buffers(modules[name])
             (buffers if is_buffer else attributes).append(f"{name}.{attribute}")

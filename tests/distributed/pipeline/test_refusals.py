@@ -197,7 +197,7 @@ def are_first_two_blocks(name: str, _: nn.Module) -> bool:
     return name in ("blocks.0", "blocks.1")
 
 
-@pytest.mark.parametrize("options", [{}, {"balance": "time"}, {"balance": [1, 1, 1, 1]}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"balance": [1, 1, 1, 1]}], ids=str)
 def test_more_stages_than_units_are_refused(on_ranks, options: dict[str, Any]) -> None:
     messages = on_ranks(4, refusal, Chain, {"units": are_first_two_blocks, **options}, 4, {})
 
