@@ -83,11 +83,7 @@ def own_numbers(seed: int) -> Iterator[None]:
     if _shared:
         yield
         return
-    _shared.append(_returning())
-    _NUMPY.set_bit_generator(_OWN_OF_NUMPY)
-    seed_torch(seed)
-    np.random.seed(seed % MAX_NUMPY_SEED)
-    random.seed(seed)
+    _shared.append(draw_from(seed, _OWN_OF_NUMPY))
     try:
         yield
     finally:
@@ -107,6 +103,19 @@ def shared_numbers() -> Iterator[None]:
     finally:
         _shared.append(_returning())
         return_to_own()
+
+
+def draw_from(seed: int, of_numpy: np.random.MT19937) -> Callable[[], None]:
+    """Seed the global generators, and return a function that returns to their states before.
+
+    `of_numpy` takes the place of numpy's global generator until then. Calls that are nested need one each.
+    """
+    return_to_states = _returning()
+    _NUMPY.set_bit_generator(of_numpy)
+    seed_torch(seed)
+    np.random.seed(seed % MAX_NUMPY_SEED)
+    random.seed(seed)
+    return return_to_states
 
 
 def _returning() -> Callable[[], None]:

@@ -2,7 +2,7 @@
 
 import multiprocessing
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -14,7 +14,6 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_paral.compat.lightning.strategies import training_loaders
 from lightning_paral.compat.torch.tensors import hide_accelerators
@@ -253,39 +252,6 @@ def follow_fit(trainer: Trainer, module: LightningModule) -> FollowedSteps:
 def _patience(strategy: Any) -> float:
     """Return for how many seconds one rank may work while the others wait in a collective."""
     return min(300.0, float(strategy.timeout.total_seconds()) / 2)
-
-
-def count_unit_flops(trainer: Trainer, module: LightningModule, names: Sequence[str]) -> list[int]:
-    """Return the floating-point operations of each unit of a chain in a step of a fit, as `follow_fit` does.
-
-    What runs after a unit counts with it. The first unit also counts with the backward pass of what runs before it.
-
-    Args:
-        trainer: the Trainer.
-        module: the module of the fit.
-        names: the dotted names of the units, which are called in this order.
-
-    Raises:
-        ConfigurationError: the step cannot be followed, or has no counted operation in a unit.
-    """
-    strategy: Any = trainer.strategy
-
-    def count() -> list[int]:
-        fake = FakeModule(module, settings_of(trainer), vars(trainer).get("datamodule"), is_set_up=True)
-        fake.configure_optimizers()
-        batch = batch_of_loaders(training_loaders(trainer))
-        # oneDNN's LSTMs and the CPU's fused attention have no formula.
-        with torch.backends.mkldnn.flags(enabled=False), sdpa_kernel(SDPBackend.MATH):
-            step = follow_step(fake, batch, strategy.activation_checkpointing, names)
-        return [unit.flops for unit in step.units[:-1]]
-
-    try:
-        flops = run_isolated(count, _patience(strategy))
-    except IsolatedError as error:
-        raise ConfigurationError(f"the training step cannot be followed on tensors without values: {error}") from error
-    if not any(flops):
-        raise ConfigurationError("none of the units has a matrix product, a convolution or attention")
-    return flops
 
 
 # A fork

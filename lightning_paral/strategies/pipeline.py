@@ -16,7 +16,6 @@ from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.fsdp.optimizers import check_optimizers
 from lightning_paral.engines.fsdp.step_shards import StepShards
 from lightning_paral.engines.fsdp.units import local_replicas
-from lightning_paral.engines.pipeline.division import chain_of
 from lightning_paral.engines.pipeline.elsewhere import is_elsewhere, watch_state
 from lightning_paral.engines.pipeline.gradients import StageGradients
 from lightning_paral.engines.pipeline.options import PipelineOptions
@@ -33,7 +32,7 @@ from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.deferred.recording import has_mapped_weights, recording
 from lightning_paral.option_types import takes
 from lightning_paral.strategies.base import ParalStrategy, precision_made_by
-from lightning_paral.strategies.stages import CountedFlops, make_stage_shards
+from lightning_paral.strategies.stages import make_stage_shards
 
 
 class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
@@ -64,7 +63,6 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
         super().__init__(options)
         self.shares_buffers = options.broadcast_buffers
         self._has_printed_units = False
-        self._counted = CountedFlops()
         # Set during a run:
         self._deferred: DeferredConstruction | None = None
         self._pipeline: PipelineRun | None = None
@@ -114,13 +112,11 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
             check_before_fit(module, self.dims, has_sync_batchnorm=layer_sync_of(self) is not None)
         if trainer.state.fn == TrainerFn.PREDICTING:
             warn_of_repeated_predictions(vars(trainer)["callbacks"], self.dims)
-        counts = is_fit and self._options.balance == "time"
-        flops = self._counted.of_units(self, chain_of(module, self._options), trainer) if counts else None
         self.model = self.precision_plugin.convert_module(module)
         if is_fit:
             self.checkpoint_activations()
         self._shards = make_stage_shards(module, self.dims, self.root_device, trainer, is_fit=is_fit)
-        self._divide(module, flops)
+        self._divide(module)
         if is_fit:
             self._engine.start_fit()
             self._set_clipped(self._engine.gradients)
@@ -134,9 +130,9 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
         self.setup_precision_plugin()
         self.barrier()
 
-    def _divide(self, module: LightningModule, flops: list[int] | None) -> None:
+    def _divide(self, module: LightningModule) -> None:
         shards = self._shards
-        run = PipelineRun(module, self._options, self.dims, self.root_device, self._deferred, flops, shards)
+        run = PipelineRun(module, self._options, self.dims, self.root_device, self._deferred, shards)
         if shards is not None:
             shards.set_units(run.division.units)
         if not self._has_printed_units:

@@ -38,6 +38,7 @@ NAMES: Names = {
     "torch.nn.Module": {
         "._parameters; ._buffers; ._modules": "replace what a module has without calling its methods",
         "; ".join(f".{name}" for name in _TABLES): "remove or replace hooks on the user's modules",
+        "._non_persistent_buffers_set": "leave caches out where a state dict leaves them out",
         "_replicate_for_data_parallel": "copy a module without its parameters",
         "_compiled_call_impl": "recognize modules compiled by module.compile()",
         "_save_to_state_dict(destination, prefix, keep_vars)": "save shards in place of parameters",
@@ -64,6 +65,9 @@ own_parameters: Callable[[Module], dict[str, Parameter | None]] = attrgetter("_p
 
 own_buffers: Callable[[Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 """Return a module's own dictionary of its direct buffers."""
+
+not_persistent: Callable[[Module], set[str]] = attrgetter("_non_persistent_buffers_set")
+"""Return the names of the direct buffers that a state dict leaves out."""
 
 own_children: Callable[[Module], dict[str, Module | None]] = attrgetter("_modules")
 """Return a module's own dictionary of its direct submodules."""

@@ -1,6 +1,5 @@
 """Pass activations to the next stage, and their gradients back, within the autograd graphs of the stages."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -75,13 +74,8 @@ class Boundaries:
                 neighbor.activations.expect(num_micro_batches)
                 neighbor.gradients.expect(num_micro_batches)
 
-    def receive(self, given: Sequence[Tensor] = ()) -> Any:
-        """Return the output of the last unit of the stage before.
-
-        Args:
-            given: tensors on which it depends on the first stage. Gradients by them, which pass through other stages,
-                are then refused.
-        """
+    def receive(self) -> Any:
+        """Return the output of the last unit of the stage before."""
         assert self.before is not None
         values, tensors = self.before.activations.receive()
         specs = [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, TensorSpec)]
@@ -90,7 +84,7 @@ class Boundaries:
             without_graph = [tensors[number] for number in trained]
             received = ReceivedTensors(self, self.before.gradients, without_graph)
             with torch.enable_grad():
-                received_tensors = _Receive.apply(self._anchor, received, *given)  # type: ignore[no-untyped-call]
+                received_tensors = _Receive.apply(self._anchor, received)  # type: ignore[no-untyped-call]
             for number, tensor in zip(trained, received_tensors, strict=True):
                 tensors[number] = tensor
             self._unanswered = received
@@ -176,15 +170,15 @@ class ReceivedTensors:
 
 class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, received: ReceivedTensors, *given: Tensor) -> Any:
-        ctx.received, ctx.num_given = received, len(given)
+    def forward(ctx: Any, anchor: Tensor, received: ReceivedTensors) -> Any:
+        ctx.received = received
         tensors, received.tensors = received.tensors, []
         return tuple(tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ctx.received.answer(gradients)
-        return None, None, *[None] * ctx.num_given
+        return None, None
 
 
 class _Send(torch.autograd.Function):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import Module
 
-from lightning_paral.compat.torch.autograd import is_in_transform
+from lightning_paral.compat.torch.autograd import is_in_transform, sequence_number
 from lightning_paral.compat.torch.modules import subclass_of
 from lightning_paral.compat.torch.tensors import tree_leaves, tree_map_only
 from lightning_paral.engines.pipeline.boundaries import THROUGH_STAGES, Boundaries
@@ -55,13 +55,15 @@ class UnitCalls:
         self._on_first = on_first
         self._received: Any = None
         self._stand_in: Any = None
+        self._nans: dict[torch.dtype, Any] = {}
+        """Storages full of NaN."""
         self._has_grad = self._is_checked = False
+        self.inside = InsideUnits()
+        """Of the last pass that was checked."""
         self.next_unit: int | None = None
         """The position of the unit that is called next; `None` outside of a forward pass."""
         self.first_nan: int | None = None
         """In a pass that is checked, the first unit of this stage that has returned NaN."""
-        self.is_in_backward = False
-        """Set it during backward passes, in which activation checkpointing calls units again."""
 
     def install(self, undo: ExitStack) -> None:
         """Replace the calls until `undo` is closed."""
@@ -76,6 +78,7 @@ class UnitCalls:
             is_checked: whether to note units that return NaN, and to refuse gradients through earlier stages.
         """
         self.next_unit, self.first_nan, self._is_checked = 0, None, is_checked
+        self.inside = InsideUnits()
         self._has_grad = torch.is_grad_enabled()
         try:
             yield
@@ -115,28 +118,44 @@ class UnitCalls:
 
     def _call(self, number: int, run: Call, args: Any, kwargs: Any) -> Any:
         """Do what calling unit `number` does on this stage; `run` runs the unit."""
-        if self.is_in_backward:
+        if self._boundaries.is_in_backward:  # activation checkpointing calls it again
             return run(*args, **kwargs)
         self._check_call(number)
         if number == 0:
             self._on_first()
             if self._own.start > 0:
-                self._receive((args, kwargs))
+                self._received = self._boundaries.receive()
+            if self._own.start > 1:
+                self._stand_in = tree_map_only(Tensor, self._nan_like, self._received)
         self.next_unit = number + 1
         if number < self._own.start:
-            return self._received if number == self._own.start - 1 else self._stand_in
-        output = run(*args, **kwargs)
-        if self._is_checked and self.first_nan is None and _has_nan(output):
-            self.first_nan = number
+            output = self._received if number == self._own.start - 1 else self._stand_in
+            if self._is_checked:
+                given = [each for each in tree_leaves((args, kwargs)) if _requires_grad(each)]
+                output = tree_map_only(Tensor, partial(_of_earlier_stage, given), output)
+            return output
+        if not self._is_checked:
+            output = run(*args, **kwargs)
+        else:
+            output = self.inside.run(self._name(number), partial(run, *args, **kwargs))
+            if self.first_nan is None and _has_nan(output):
+                self.first_nan = number
         if number == self._own.stop - 1 and number < len(self._units) - 1:
             raise StageDone(self._boundaries.send(output, self._name(number)))
         return output
 
-    def _receive(self, arguments: Any) -> None:
-        leaves = tree_leaves(arguments) if self._is_checked else []
-        self._received = self._boundaries.receive([each for each in leaves if _requires_grad(each)])
-        if self._own.start > 1:  # a sum, and no new tensor, so that hooks on gradients can be registered
-            self._stand_in = tree_map_only(Tensor, _nan_like, self._received)
+    def _nan_like(self, received: Tensor) -> Tensor:
+        """Return NaN in the shape of `received`, which code between the units may write to."""
+        if not (received.is_floating_point() or received.is_complex()):
+            return received.clone()
+        if self._is_checked:
+            return received + float("nan")
+        storage = self._nans.get(received.dtype)  # shared by all passes, because filling it takes time
+        if storage is None or storage.nbytes() < received.nbytes:
+            storage = torch.full_like(received, float("nan")).untyped_storage()
+            self._nans[received.dtype] = storage
+        nan: Tensor = _Nan.apply(received, storage)  # type: ignore[no-untyped-call]
+        return nan
 
     def _check_call(self, number: int) -> None:
         if self.next_unit is None:
@@ -170,6 +189,64 @@ class UnitCalls:
 
     def _name(self, number: int) -> str:
         return self._units[number].name
+
+
+class InsideUnits:
+    """Finds uses of tensors from inside units, such as those that hooks collect, in the graph of one forward pass.
+
+    Other stages do not run these units, so they lack these tensors. The outputs of the units are cloned. A path into
+    the nodes that a unit has created, other than by these clones, is such a use.
+    """
+
+    def __init__(self) -> None:
+        self._units: list[tuple[str, range]] = []
+        self._outputs: set[int] = set()
+
+    def run(self, name: str, run: Callable[[], Any]) -> Any:
+        """Return what the unit `name` returns; `run` runs it."""
+        first = _next_sequence_number()
+        output = run()
+        self._units.append((name, range(first, _next_sequence_number())))
+        return tree_map_only(Tensor, self._clone, output)
+
+    def _clone(self, output: Tensor) -> Tensor:
+        clone = output.clone()
+        if clone.grad_fn is not None:
+            self._outputs.add(sequence_number(clone.grad_fn))
+        return clone
+
+    def used_by(self, result: Tensor) -> str | None:
+        """Return the name of a unit from inside of which `result` uses a tensor, if there is one."""
+        seen: set[Any] = {None}
+        remaining: list[Any] = [result.grad_fn]
+        while remaining:
+            node = remaining.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            unit = self._unit_of(node)
+            for after, _ in node.next_functions:
+                into = self._unit_of(after)
+                is_output = sequence_number(node) in self._outputs
+                if into not in (None, unit) and not is_output and not _is_of_parameters(after):
+                    return into
+                remaining.append(after)
+        return None
+
+    def _unit_of(self, node: Any) -> str | None:
+        number = -1 if node is None else sequence_number(node)
+        return next((name for name, inside in self._units if number in inside), None)
+
+
+def _next_sequence_number() -> int:
+    with torch.enable_grad():
+        node = torch.zeros((), requires_grad=True).clone().grad_fn
+    return 0 if node is None else sequence_number(node) + 1  # none in inference mode
+
+
+def _is_of_parameters(node: Any) -> bool:
+    """Return whether `node` computes with leaves only, such as a cast that autocast keeps for tied weights."""
+    return all(after is None or not after.next_functions for after, _ in node.next_functions)
 
 
 def replace_end_calls(ends: Sequence[End], calls: UnitCalls, undo: ExitStack) -> None:
@@ -236,8 +313,35 @@ def _has_nan(values: Any) -> bool:
     return any(bool(leaf.isnan().any()) for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
-def _nan_like(tensor: Tensor) -> Tensor:
-    return tensor + float("nan") if tensor.is_floating_point() or tensor.is_complex() else tensor
+class _Nan(torch.autograd.Function):
+    """NaN in `storage`. It depends on what was received, so that hooks on its gradient can be registered."""
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor, storage: Any) -> Any:
+        # No view, so that it can be written to.
+        return received.new_empty(0).set_(storage, 0, received.shape, received.stride())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, None
+
+
+class _OfEarlierStage(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, *given: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise ConfigurationError(THROUGH_STAGES)
+
+
+def _of_earlier_stage(given: Sequence[Tensor], value: Tensor) -> Tensor:
+    """In a checked pass, make `value` depend on the arguments of the unit, and refuse gradients by them."""
+    if not value.is_floating_point():
+        return value
+    output: Tensor = _OfEarlierStage.apply(value, *given)  # type: ignore[no-untyped-call]
+    return output
 
 
 def _nans_like(tensor: Tensor) -> Tensor:

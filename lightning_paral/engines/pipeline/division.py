@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
@@ -136,8 +137,6 @@ class Division:
     """The positions of the units of each stage in `units.inner`."""
     ends: Sequence[End]
     """The modules outside of the chain that one stage holds."""
-    flops: Sequence[int] | None
-    """The operations of each unit in a training step; `None` if they were not counted."""
 
     @property
     def placed(self) -> list[tuple[Module, int]]:
@@ -153,61 +152,43 @@ class Division:
 
     def __str__(self) -> str:
         line = f"Pipeline: {' + '.join(str(len(part)) for part in self.parts)} units on {len(self.parts)} stages"
-        if self.flops is not None:
-            shares = [sum(self.flops[number] for number in part) / sum(self.flops) for part in self.parts]
-            line += f", with {' + '.join(f'{share:.0%}' for share in shares)} of the operations"
         for end in self.ends:
             line += f", {end.name} on the {'first' if end.is_first else 'last'}"
         return f"{line}\n{as_tree(self.units)}"
 
 
-def divide(root: Module, options: PipelineOptions, num_stages: int, flops: Sequence[int] | None = None) -> Division:
+def divide(root: Module, options: PipelineOptions, num_stages: int) -> Division:
     """Divide the units of `root` among the stages.
 
     Args:
         root: the module.
         options: the options, of which `balance` says how to divide.
         num_stages: the number of stages.
-        flops: for `balance="time"`, the operations of each unit in a training step. `None`: divide by parameters.
 
     Raises:
         ConfigurationError: there is no chain of units, there are fewer units than stages, or an option does not fit.
     """
     units = chain_of(root, options)
-    check_number_of_units(units, num_stages)
-    ends = ends_of(units, options.first_stage, options.last_stage)
-    if not isinstance(options.balance, str):
-        return Division(units, _given_parts(units, options.balance), ends, None)
-    sizes = [unit.num_params for unit in units.inner]
-    for end in ends:
-        sizes[0 if end.is_first else -1] += end.num_params
-    return Division(units, balanced(flops or sizes, num_stages), ends, flops)
-
-
-def _given_parts(units: Units, balance: Sequence[int]) -> list[range]:
-    num_units = len(units.inner)
-    if sum(balance) != num_units:
-        raise ConfigurationError(
-            f"balance={list(balance)!r} has {sum(balance)} units, but {type(units.root.module).__name__} has "
-            f"{num_units}. Its numbers must add up to {num_units}."
-        )
-    stops = [sum(balance[: stage + 1]) for stage in range(len(balance))]
-    return [range(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
-
-
-def check_number_of_units(units: Units, num_stages: int) -> None:
-    """Check that each stage gets a unit.
-
-    Raises:
-        ConfigurationError: there are fewer units than stages.
-    """
     num_units = len(units.inner)
     if num_units < num_stages:
         names = ", ".join(unit.name for unit in units.inner)
         raise ConfigurationError(
-            f"{num_stages} stages need at least as many units, but {type(units.root.module).__name__} has {num_units}: "
-            f"{names}. Choose fewer stages, or smaller units with units=[...]."
+            f"{num_stages} stages need at least as many units, but {type(root).__name__} has {num_units}: {names}. "
+            "Choose fewer stages, or smaller units with units=[...]."
         )
+    ends = ends_of(units, options.first_stage, options.last_stage)
+    if isinstance(options.balance, str):
+        sizes = [unit.num_params for unit in units.inner]
+        for end in ends:
+            sizes[0 if end.is_first else -1] += end.num_params
+        return Division(units, balanced(sizes, num_stages), ends)
+    if sum(options.balance) != num_units:
+        raise ConfigurationError(
+            f"balance={list(options.balance)!r} has {sum(options.balance)} units, but {type(root).__name__} has "
+            f"{num_units}. Its numbers must add up to {num_units}."
+        )
+    stops = list(accumulate(options.balance))
+    return Division(units, [range(start, stop) for start, stop in pairwise([0, *stops])], ends)
 
 
 def balanced(costs: Sequence[float], num_parts: int) -> list[range]:

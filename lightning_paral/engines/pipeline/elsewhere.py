@@ -3,6 +3,7 @@
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -80,7 +81,8 @@ def elsewhere(parameter: Parameter, device: torch.device, description: str) -> P
         device: the device of this rank.
         description: names the parameter and its stage in errors.
     """
-    shard = FlatShard(parameter.shape, parameter.dtype, 0, 0, _Nothing(parameter.dtype), device=device)
+    nothing = partial(torch.empty, 0, dtype=parameter.dtype)  # unlike a lambda, it can be pickled
+    shard = FlatShard(parameter.shape, parameter.dtype, 0, 0, nothing, device=device)
     standing = Parameter(shard, requires_grad=parameter.requires_grad)
     standing.__class__ = ElsewhereParameter  # type: ignore[assignment]
     for name, value in vars(parameter).items():
@@ -92,17 +94,6 @@ def elsewhere(parameter: Parameter, device: torch.device, description: str) -> P
 def is_elsewhere(parameter: Tensor) -> bool:
     """Return whether `parameter` stands for one that only other stages have."""
     return isinstance(parameter, FlatShard)
-
-
-class _Nothing:
-    """Reads the elements of a tensor that this rank has: none. Unlike a lambda, it can be pickled."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def __call__(self) -> Tensor:
-        """Return an empty tensor."""
-        return torch.empty(0, dtype=self._dtype)
 
 
 class StageOptimizerState(defaultdict[Any, Any]):

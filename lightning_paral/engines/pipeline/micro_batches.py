@@ -1,14 +1,17 @@
 """What differs between the micro-batches of a step: the weights of their losses, and the random numbers of units."""
 
+import pickle
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_paral.compat.torch.tensors import divisor_of
-from lightning_paral.distributed.rng_state import derive_seed, seed_torch, set_torch_states, torch_states
+from lightning_paral.distributed.rng_state import derive_seed, draw_from, set_torch_states, torch_states
 
 
 class MicroBatchWeights:
@@ -36,7 +39,7 @@ class MicroBatchWeights:
     def known(self) -> tuple[list[float], float]:
         """Return the weights of all micro-batches, and by what their gradients have to be multiplied."""
         if not self._divisors:
-            return list(self._sizes), 1.0
+            return list(self._sizes), 1  # an integer, which costs no message
         # A step may leave the cross entropy out if a micro-batch has no targets.
         none = torch.zeros_like(self._estimate())
         divisors = [self._divisors.get(number, none) for number in range(len(self._sizes))]
@@ -49,11 +52,11 @@ class MicroBatchWeights:
 
 
 class RandomStreams:
-    """The states of torch's global generators in the forward passes of one stage.
+    """The states of the global generators of torch, numpy and `random` in the forward passes of one stage.
 
     All stages run the code of a step before its first unit, so it must draw the same numbers there. The units of each
-    stage then draw from a generator of their own, whose seed follows from the state of the global generator, the stage
-    and the number of the pass. After the pass, the global generators continue where the first unit was called, so that
+    stage then draw from generators of their own, whose seed follows from the state of torch's generator, the stage and
+    the number of the pass. After the pass, the global generators continue where the first unit was called, so that
     they stay equal on all stages, and need no state but that which every checkpoint has.
 
     Args:
@@ -65,6 +68,7 @@ class RandomStreams:
         self._module = module
         self._stage = stage
         self._micro_batch = 0
+        self._of_numpy = np.random.MT19937()
         self.is_watching = False
         """Set it to note in `has_drawn` whether units draw numbers."""
         self.has_drawn = False
@@ -80,14 +84,16 @@ class RandomStreams:
         """Let the units of this stage draw other numbers than those of other stages, until the pass ends."""
         self._until_end.callback(set_torch_states, torch_states())
         drawn = int(torch.randint(2**63 - 1, (), device="cpu"))
-        seed_torch(derive_seed(drawn, self._stage, self._module.trainer.fit_loop.total_batch_idx, self._micro_batch))
+        seed = derive_seed(drawn, self._stage, self._module.trainer.fit_loop.total_batch_idx, self._micro_batch)
+        self._until_end.callback(draw_from(seed, self._of_numpy))
         if self.is_watching:
-            self._until_end.callback(self._note_draws, generators_of_torch())
+            self._until_end.callback(self._note_draws, generator_states())
 
-    def _note_draws(self, before: list[bytes]) -> None:
-        self.has_drawn |= generators_of_torch() != before
+    def _note_draws(self, before: bytes) -> None:
+        self.has_drawn |= generator_states() != before
 
 
-def generators_of_torch() -> list[bytes]:
-    """Return the states of torch's global generators, which can be compared."""
-    return [state.numpy().tobytes() for state in torch_states()]
+def generator_states() -> bytes:
+    """Return the states of the global generators of torch, numpy and `random`, which can be compared."""
+    of_torch = [state.numpy().tobytes() for state in torch_states()]
+    return pickle.dumps((of_torch, np.random.get_state(), random.getstate()))

@@ -11,7 +11,7 @@ from lightning_paral.option_types import Positive
 from lightning_paral.options import RankOptions, UnitChoice, check_unit_choice
 from lightning_paral.planning.layout import Layout
 
-Balance = Literal["params", "time"] | Sequence[Positive]
+Balance = Literal["params"] | Sequence[Positive]
 MICRO_BATCHES_PER_STAGE = 4
 """With this number, a stage waits for less than a fifth of a step (Huang et al., arXiv:1811.06965)."""
 
@@ -27,10 +27,8 @@ class PipelineOptions(RankOptions):
             stage is idle for (stages - 1) / (micro_batches + stages - 1) of a step. `None`: four for each stage.
         schedule: `"1f1b"` keeps the activations of at most as many micro-batches as there are stages, `"gpipe"` those
             of all. Both take the same time.
-        balance: how the units are divided: `"params"` gives the stages similar numbers of parameters; `"time"` gives
-            them similar numbers of floating-point operations of matrix products, convolutions, attention and LSTMs in
-            a training step, with what follows the last unit, which are counted on the first batch without running it;
-            a list has the number of units of each stage. Outside of a fit, `"time"` divides by parameters.
+        balance: how the units are divided: `"params"` gives the stages similar numbers of parameters; a list has the
+            number of units of each stage.
         units: the submodules that form the chain: `"auto"`, which finds repeated blocks; classes or their names; or a
             function that takes a submodule's dotted name and the submodule, and returns whether to choose it. All other
             parameters are on every rank, except those of `first_stage` and `last_stage`.

@@ -13,7 +13,7 @@ from torch.nn import Module, Parameter
 
 from lightning_paral.checkpoint.shards import FlatShard
 from lightning_paral.comm.broadcast import broadcast
-from lightning_paral.compat.torch.modules import own_buffers, own_parameters
+from lightning_paral.compat.torch.modules import not_persistent, own_buffers, own_parameters
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.pipeline.boundaries import PipelineGroups
 from lightning_paral.engines.pipeline.division import Division
@@ -231,26 +231,41 @@ class StageParameters:
         return unsharded | self._originals
 
 
-def share_buffers(division: Division, dims: ParallelDims, groups: PipelineGroups | None, device: torch.device) -> None:
+def share_buffers(division: Division, dims: ParallelDims, groups: PipelineGroups | None) -> None:
     """Give all stages the buffers of the stage that computes them; those that are on all stages are the last stage's.
 
-    On a rank, those of other stages are still on the host, not on its `device`. *Collective* over the pipeline.
+    Units may register buffers in a step, which only one stage runs, so the stage names those that it has. *Collective*
+    over the pipeline.
     """
     if groups is None:
         return
-    of_stages: list[list[Tensor]] = [[] for _ in division.parts]
-    for module, stage in division.placed:
-        of_stages[stage] += module.buffers()
-    seen = {id(buffer) for of_stage in of_stages for buffer in of_stage}
-    of_stages[-1] += [buffer for buffer in division.units.root.module.buffers() if id(buffer) not in seen]
-    for stage, buffers in enumerate(of_stages):
-        _broadcast(buffers, device, groups.values, dist.get_group_rank(groups.values, dims.pipeline_ranks[stage]))
+    root = division.units.root.module
+    stage_of = {part: stage for module, stage in division.placed for part in module.modules()}
+    for stage, source in enumerate(dims.pipeline_ranks):
+        values: list[Any] = []
+        if stage == dims.stage:
+            parts = [pair for pair in root.named_modules() if stage_of.get(pair[1], dims.pipeline - 1) == stage]
+            values = [
+                (name, attribute, buffer.cpu(), attribute not in not_persistent(part))
+                for name, part in parts
+                for attribute, buffer in own_buffers(part).items()
+                if buffer is not None and not is_elsewhere(buffer)
+            ]
+        message = [values]
+        dist.broadcast_object_list(message, source, group=groups.values)
+        for name, attribute, value, is_persistent in message[0] if stage != dims.stage else ():
+            buffers = own_buffers(root.get_submodule(name))
+            current = buffers.get(attribute)
+            if current is not None and current.shape == value.shape:
+                current.data.copy_(value)
+            elif is_persistent:  # the stage has registered it, or replaced it with one of another shape, in a step
+                buffers[attribute] = value
 
 
-def _broadcast(tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup | None, source: int = 0) -> None:
-    """Give tensors, of which some are on the host, the values of rank `source` of `group`. *Collective*."""
+def _broadcast(tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup | None) -> None:
+    """Give tensors, of which some are on the host, the values of the first rank of `group`. *Collective*."""
     on_device = [tensor.data.to(device) for tensor in tensors]
-    broadcast(on_device, group, source)
+    broadcast(on_device, group, 0)
     for tensor, value in zip(tensors, on_device, strict=True):
         if value.data_ptr() != tensor.data_ptr():
             tensor.data.copy_(value)

@@ -1,5 +1,6 @@
 """Precision plugins that average and clip gradients of which this rank has only those of its stage."""
 
+from copy import copy
 from typing import Any
 
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
@@ -11,6 +12,8 @@ from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.gradients import clip_by_norm, clip_by_value
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-true")
+
+_PLUGINS = (Precision, HalfPrecision, DoublePrecision, MixedPrecision)
 
 
 class StageClipping(Precision):
@@ -35,39 +38,20 @@ class StageClipping(Precision):
         clip_by_value(self.main_params(optimizer), float(clip_val))
 
 
-class PipelineFullPrecision(StageClipping):
-    """`"32-true"`: weights, inputs, gradients and optimizer state in fp32."""
-
-
-class PipelineHalfPrecision(StageClipping, HalfPrecision):
-    """`"bf16-true"` and `"16-true"`: weights, inputs, gradients and optimizer state in 16 bits."""
-
-
-class PipelineDoublePrecision(StageClipping, DoublePrecision):
-    """`"64-true"`: weights, inputs, gradients and optimizer state in fp64."""
-
-
-class PipelineMixedPrecision(StageClipping, MixedPrecision):
-    """`"bf16-mixed"`: fp32 weights, and computation under autocast."""
-
-
 def stage_precision(plugin: Precision) -> Precision:
-    """Return the plugin for a pipeline with the same precision as `plugin`.
+    """Return a copy of `plugin` for a pipeline.
 
     Raises:
         ConfigurationError: a pipeline does not support the precision.
     """
     if isinstance(plugin, StageClipping):
         return plugin
-    if type(plugin) is Precision:
-        return PipelineFullPrecision()
-    if type(plugin) is HalfPrecision:
-        return PipelineHalfPrecision(plugin.precision)
-    if type(plugin) is DoublePrecision:
-        return PipelineDoublePrecision()
-    if type(plugin) is MixedPrecision and plugin.precision == "bf16-mixed":
-        return PipelineMixedPrecision(plugin.precision, plugin.device)
-    raise ConfigurationError(
-        f"{type(plugin).__name__} (precision={plugin.precision!r}) cannot be used in a pipeline. Set "
-        f"Trainer(precision=...) to one of {', '.join(PRECISIONS)}."
-    )
+    cls = type(plugin)
+    if cls not in _PLUGINS or plugin.precision not in PRECISIONS:
+        raise ConfigurationError(
+            f"{cls.__name__} (precision={plugin.precision!r}) cannot be used in a pipeline. Set "
+            f"Trainer(precision=...) to one of {', '.join(PRECISIONS)}."
+        )
+    plugin = copy(plugin)
+    plugin.__class__ = type(cls.__name__, (StageClipping, cls), {})
+    return plugin

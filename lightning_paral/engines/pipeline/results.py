@@ -18,8 +18,8 @@ from torchmetrics import Metric
 from lightning_paral.comm.channel import Channel, with_tensors
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.lightning.results import set_value_of_step, value_of_step
-from lightning_paral.compat.torch.autograd import version_of
-from lightning_paral.compat.torch.tensors import WithoutMemory, tree_flatten, tree_map
+from lightning_paral.compat.torch.autograd import identity_of
+from lightning_paral.compat.torch.tensors import WithoutMemory, tree_flatten, tree_leaves, tree_map
 from lightning_paral.data.metrics import find_metrics
 from lightning_paral.data.parts import LogRecord, merge_logs
 from lightning_paral.data.rollback import user_attributes
@@ -28,8 +28,7 @@ from lightning_paral.engines.pipeline.boundaries import PipelineGroups
 from lightning_paral.errors import ConfigurationError
 
 _OF_LIGHTNING = frozenset(vars(LightningModule()))
-_DATA = (bool, int, float, complex, str, bytes, type(None), set, frozenset, np.ndarray, np.generic)
-"""Types of values that are sent, besides tensors and containers of them."""
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,10 @@ class _Metric:
 
     name: str
     value_of_step: Any
+
+
+class _Float:
+    """Stands for a float in a message."""
 
 
 class StepResults:
@@ -83,10 +86,14 @@ class StepResults:
         if not self._channels:
             return value
         if not self.is_last:
-            return tree_map(self._unpacked, with_tensors(*self._channels[0].receive()))
-        packed = tree_map(self._packed, value)
+            values, floats = with_tensors(*self._channels[0].receive())
+            remaining = iter(floats.tolist())
+            return tree_map(lambda leaf: next(remaining) if leaf is _Float else self._unpacked(leaf), values)
+        # Floats that change are sent in a tensor. In the description, they would be a message more.
+        floats = [leaf for leaf in tree_leaves(value) if type(leaf) is float]
+        packed = tree_map(lambda leaf: _Float if type(leaf) is float else self._packed(leaf), value)
         for channel in self._channels:
-            channel.send(packed)
+            channel.send((packed, torch.tensor(floats, dtype=torch.float64)))
         return value
 
     def finish(self) -> None:
@@ -160,8 +167,7 @@ def share_values(
                 computing.clear()
             return results.share_value(value)
 
-        shadow_method(metric, "compute", compute_on_last, None)
-        undo.callback(vars(metric).__setitem__, "compute", compute)
+        shadow_method(metric, "compute", compute_on_last, undo)
 
     for metric in find_metrics(roots):
         if isinstance(metric, Metric):
@@ -204,15 +210,13 @@ class SharedAttributes:
                 vars(self._module.get_submodule(name))[attribute] = value
 
     def _share_before(self, loop: Any, name: str, undo: ExitStack) -> None:
-        method, before = getattr(loop, name), vars(loop).get(name)
+        method = getattr(loop, name)
 
         def share_first(*args: Any, **kwargs: Any) -> Any:
             self.share()
             return method(*args, **kwargs)
 
-        shadow_method(loop, name, share_first, None if before is not None else undo)
-        if before is not None:
-            undo.callback(vars(loop).__setitem__, name, before)
+        shadow_method(loop, name, share_first, undo)
 
     def _attributes(self) -> Iterator[tuple[tuple[str, str], Any]]:
         for name, part in self._module.named_modules():
@@ -228,16 +232,25 @@ def _fingerprint(value: Any) -> Any:
     Copies of shards and of weights of other stages do not count as data, because each stage has its own.
     """
     leaves, structure = tree_flatten(value)
-    if not all(isinstance(leaf, (Tensor, Module, *_DATA)) for leaf in leaves):
+    if not all(isinstance(leaf, Tensor | Module) or _is_plain(leaf) for leaf in leaves):
         return None
     if any(isinstance(leaf, WithoutMemory | DTensor) and not isinstance(leaf, Parameter) for leaf in leaves):
         return None
     return structure, [_of_leaf(leaf) for leaf in leaves]
 
 
+def _is_plain(value: Any) -> bool:
+    """Return whether `value` is a plain value, or an array or another container of them, such as a set or `Counter`."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value.keys(), *value.values())))
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN) or (isinstance(value, np.ndarray) and not value.dtype.hasobject)
+
+
 def _of_leaf(leaf: Any) -> Any:
     if isinstance(leaf, Parameter | Module):
         return "fixed"
     if isinstance(leaf, Tensor):
-        return id(leaf), version_of(leaf), tuple(leaf.shape)
+        return *identity_of(leaf), tuple(leaf.shape)
     return hashlib.blake2b(pickle.dumps(leaf)).digest()

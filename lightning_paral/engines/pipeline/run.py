@@ -1,16 +1,17 @@
 """One run of a pipeline: divide the module among the stages, then train or evaluate it."""
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.data.parts import LogRecord, join_training_output, num_samples_of, split_batch
 from lightning_paral.distributed.exchange import check_same_batch
@@ -57,7 +58,6 @@ class PipelineRun:
         dims: the arrangement of the ranks.
         device: the device of this rank.
         deferred: computes the values of parameters that have none yet; `None` if all have values.
-        flops: for `balance="time"`, the operations of each unit in a training step. `None`: divide by parameters.
         shards: shards the parameters of this stage between steps; `None` if each rank holds its whole stage.
 
     Raises:
@@ -71,14 +71,13 @@ class PipelineRun:
         dims: ParallelDims,
         device: torch.device,
         deferred: DeferredConstruction | None,
-        flops: Sequence[int] | None = None,
         shards: Shards | None = None,
     ) -> None:
         self.module = module
         self.dims = dims
         self.device = device
         self.is_fit = False
-        self.division = divide(module, options, dims.pipeline, flops)
+        self.division = divide(module, options, dims.pipeline)
         self._options = options
         self._num_micro_batches = options.num_micro_batches(dims.num_ranks)
         self._is_last_stage = dims.stage == dims.pipeline - 1
@@ -149,7 +148,7 @@ class PipelineRun:
 
     def share_buffers(self) -> None:
         """Give all stages the buffers of the stage that computes them. *Collective* over the pipeline."""
-        share_buffers(self.division, self.dims, self._groups, self.device)
+        share_buffers(self.division, self.dims, self._groups)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -175,7 +174,8 @@ class PipelineRun:
 
         if name == "training_step":
             check_new_parameters(self.module, self.module.trainer.optimizers, self._known)
-        with _with_attribute(self.module, name, run):
+        with ExitStack() as undo:
+            shadow_method(self.module, name, run, undo)
             yield
 
     def _train(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -255,16 +255,17 @@ class PipelineRun:
             return
         self._checked_steps.add(number)
 
-        def forward(part: Any, is_checked: bool) -> Tensor | None:
+        def forward(part: Any, is_checked: bool) -> Tensor:
             with self._logging_to(LogRecord(1)):
                 result = self._forward("training_step", step, (part, *others), kwargs, 0, is_checked=is_checked)
             self._boundaries.take_received()  # no backward pass follows
-            return loss_of(result) if self._is_last_stage else None
+            return loss_of(result) if self._is_last_stage else result
 
         if self._options.check_steps:
             # Two samples may have equally many tokens by chance, so the first time more of them are compared.
             num_samples = 1 if self._num_micro_batches == 1 else _NUM_COMPARED if is_first else 2
-            self._step_check.run(batch, forward, num_samples, is_first=is_first)
+            at_once = math.ceil((num_samples_of(batch) or 1) / self._num_micro_batches)
+            self._step_check.run(batch, forward, num_samples, at_once, is_first=is_first)
 
     def _check_same_batch(self, step: str, batch: Any) -> None:
         """Check that all stages have the same batch. *Collective* over the pipeline."""
@@ -294,7 +295,7 @@ class PipelineRun:
         return output
 
     def _backward(self, result: Tensor, received: ReceivedTensors | None) -> None:
-        self._calls.is_in_backward = self._boundaries.is_in_backward = True
+        self._boundaries.is_in_backward = True
         try:
             with torch.autocast(self.device.type, enabled=False):
                 if result.requires_grad:
@@ -302,22 +303,11 @@ class PipelineRun:
             if received is not None:
                 received.answer_if_unused(self.device)
         finally:
-            self._calls.is_in_backward = self._boundaries.is_in_backward = False
+            self._boundaries.is_in_backward = False
 
-    def _logging_to(self, record: LogRecord) -> AbstractContextManager[None]:
+    @contextmanager
+    def _logging_to(self, record: LogRecord) -> Iterator[None]:
         """Record the `self.log` calls inside the block instead of logging."""
-        return _with_attribute(self.module, "log", record.log)
-
-
-@contextmanager
-def _with_attribute(module: Module, name: str, value: Any) -> Iterator[None]:
-    """Inside the block, make `module.name` be `value`, which hides the method of the class."""
-    attributes = vars(module)
-    hidden = attributes.get(name)
-    attributes[name] = value
-    try:
-        yield
-    finally:
-        del attributes[name]
-        if hidden is not None:
-            attributes[name] = hidden
+        with ExitStack() as undo:
+            shadow_method(self.module, "log", record.log, undo)
+            yield

@@ -1,35 +1,41 @@
 """Check a training step before it trains: that a stage lacks nothing, and that the loss of a batch is a mean."""
 
 import math
-import pickle
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import Module
 from torchmetrics import Metric
 
+from lightning_paral.compat.torch.autograd import identity_of, version_of
+from lightning_paral.compat.torch.modules import own_buffers
 from lightning_paral.data.parts import first_samples, num_samples_of, weighted_mean
 from lightning_paral.data.rollback import rollback_side_effects, user_attributes
 from lightning_paral.distributed.exchange import gather_objects
 from lightning_paral.engines.pipeline.boundaries import PipelineGroups
 from lightning_paral.engines.pipeline.calls import UnitCalls
 from lightning_paral.engines.pipeline.elsewhere import is_elsewhere
-from lightning_paral.engines.pipeline.micro_batches import MicroBatchWeights, RandomStreams, generators_of_torch
+from lightning_paral.engines.pipeline.micro_batches import MicroBatchWeights, RandomStreams, generator_states
 from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.model.units import Unit
 
 _TOLERANCE = 1e-4
-_TOLERANCE_OF_16_BITS = 3e-2
+"""Relative to the largest of the compared losses."""
+_TOLERANCE_OF_16_BITS = 1e-2
+_ROUNDING = 1e-7
+"""What a loss that is zero may differ by."""
 
-Forward = Callable[[Any, bool], Tensor | None]
-"""Runs the step on a batch, and checks the pass if told to. Returns the loss on the last stage, otherwise `None`."""
+_LACKING = (
+    "In a pipeline, other stages do not have it. Let units return what other code needs, or train with paral_fsdp."
+)
+
+Forward = Callable[[Any, bool], Tensor]
+"""Runs the step on a batch, and checks the pass if told to. Returns the loss, on other stages what `send` does."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +43,12 @@ class _Found:
     """What a stage has found in the passes."""
 
     losses: Sequence[float]
-    """On the last stage, the loss of all samples, and then those of each."""
+    """On the last stage, the loss of all samples, that without what other stages lack, and then those of each."""
     weights: Sequence[float]
     """How much the loss of each sample counts."""
     first_nan: int | None
     kept: Sequence[str]
-    """The names of tensors that units keep in attributes."""
+    """The names of attributes and buffers of units that the pass of all samples has changed."""
     has_drawn: bool
     fault: str | None
 
@@ -75,8 +81,9 @@ class StepCheck:
         self._calls = calls
         self._streams = streams
         self._groups = groups
+        self._is_last = own.stop == len(units)
 
-    def run(self, batch: Any, forward: Forward, num_samples: int, *, is_first: bool) -> None:
+    def run(self, batch: Any, forward: Forward, num_samples: int, at_once: int, *, is_first: bool) -> None:
         """Check the step. *Collective* over the pipeline.
 
         Args:
@@ -84,24 +91,30 @@ class StepCheck:
             forward: runs the step.
             num_samples: the largest number of samples. If it is 1, because batches are not divided, the step runs on
                 the whole batch.
+            at_once: the largest number of samples that take no more memory than a training step.
             is_first: whether no optimizer step came before, so that a loss that is NaN is a fault.
 
         Raises:
             ConfigurationError: the step uses what its stage does not have, changes parameters, gradients or buffers, or
                 has a loss that is not the mean of those of the samples. Raised on all stages.
         """
-        whole, singles = batch, []
+        groups: list[tuple[Any, list[Any]]] = [(batch, [])]
         if num_samples > 1:
             total = num_samples_of(batch) or 1
             num_samples = min(num_samples, total)
-            distance = total // num_samples
-            whole = first_samples(batch, 0, distance * num_samples, distance)
-            singles = [first_samples(batch, at, at + 1) for at in range(0, distance * num_samples, distance)]
+            distance, at_once = total // num_samples, max(2, at_once)
+            chosen = range(0, distance * num_samples, distance)
+            places = [chosen[number : number + at_once] for number in range(0, num_samples, at_once)]
+            groups = [
+                (first_samples(batch, of.start, of.stop, of.step), [first_samples(batch, at, at + 1) for at in of])
+                for of in places
+            ]
         trained = [part for part in self._module.modules() if part.training]
         try:
-            if self._check(whole, singles, forward, is_first=is_first):  # dropout: compare without it
-                self._module.eval()
-                self._check(whole, singles, forward, is_first=is_first)
+            for whole, singles in groups:
+                if self._check(whole, singles, forward, is_first=is_first):  # dropout: compare without it
+                    self._module.eval()
+                    self._check(whole, singles, forward, is_first=is_first)
         except Exception as error:
             if num_samples > 1 and not isinstance(error, ParalError):
                 error.add_note(
@@ -122,25 +135,26 @@ class StepCheck:
         if fault is not None:
             raise ConfigurationError(f"{self._step} {fault}")
         losses, weights = next((each.losses, each.weights) for each in stages if each.losses)
-        if is_first and self._groups is not None and math.isnan(losses[0]):
+        loss, without, *of_samples = losses
+        if is_first and self._groups is not None and math.isnan(loss):
             self._refuse_nan([each.first_nan for each in stages if each.first_nan is not None])
+        if math.isnan(without) and not math.isnan(loss):
+            raise ConfigurationError(
+                f"The loss of {self._step} depends on what units keep in attributes, such as {', '.join(own.kept[:4])}."
+                f" {_LACKING}"
+            )
         if not singles:
             return False
-        mean = weighted_mean(losses[1:], weights, torch.device("cpu"))
-        if math.isnan(mean) and not math.isnan(losses[0]) and own.kept:
-            raise ConfigurationError(
-                f"The loss of {self._step} depends on tensors that units keep in attributes: {', '.join(own.kept)}. "
-                "In a pipeline, other stages do not have them. Let the units return them, or train with paral_fsdp."
-            )
         if any(each.has_drawn for each in stages):
             return True
         precision = self._module.trainer.precision
         tolerance = _TOLERANCE if "32" in precision or "64" in precision else _TOLERANCE_OF_16_BITS
-        if not np.isclose(losses[0], mean, tolerance, tolerance, equal_nan=True):
+        mean = weighted_mean(of_samples, weights, torch.device("cpu"))
+        if abs(loss - mean) > max(_ROUNDING, tolerance * max(map(abs, losses))):  # not if it is NaN
             raise ConfigurationError(
                 f"The loss of {self._step} is not a mean over samples, nor over the targets of a cross entropy, or it "
                 "depends on the batch before, such as by a hidden state or a counter in an attribute: it is "
-                f"{losses[0]:.6g} for {len(losses) - 1} samples of a batch, but the mean of their losses, computed one "
+                f"{loss:.6g} for {len(of_samples)} samples of a batch, but the mean of their losses, computed one "
                 f"after the other, is {mean:.6g}. A pipeline divides batches into micro-batches and averages their "
                 "losses, so it would train differently than one process. Set micro_batches=1, or train with "
                 "paral_fsdp. If the difference is intended, set check_steps=False."
@@ -149,20 +163,26 @@ class StepCheck:
 
     def _passes(self, whole: Any, singles: Sequence[Any], forward: Forward) -> _Found:
         streams, weights = self._streams, MicroBatchWeights([1] * len(singles))
-        before = _sums(self._module.named_parameters())
-        generators = _generators()
+        before, kept = _sums(self._module.named_parameters()), self._kept_by_units()
+        generators = generator_states()
         streams.is_watching, streams.has_drawn = True, False
         try:
             with _watched_gradients(self._module) as have_changed:
-                losses = [_without_graph(forward(whole, True))]
-                first_nan = self._calls.first_nan
-                kept = self._hide_kept_tensors()
+                result = forward(whole, True)
+                first_nan, used = self._calls.first_nan, self._calls.inside.used_by(result)
+                losses = [result.detach()] * 2
+                del result  # the graph, which takes memory
+                now = self._kept_by_units()
+                changed_by_units = self._hide([key for key, value in now.items() if value != kept.get(key)])
+                if changed_by_units:
+                    losses[1] = forward(whole, False).detach()
                 buffers = _sums(self._buffers())
                 for number, single in enumerate(singles):
-                    loss = forward(single, False)
-                    if loss is not None:
-                        weights.weighted(number, loss)
-                    losses.append(_without_graph(loss))
+                    result = forward(single, False)
+                    if self._is_last:
+                        weights.weighted(number, result)
+                    losses.append(result.detach())
+                    del result
                 has_changed_gradients = have_changed()
         finally:
             streams.is_watching = False
@@ -185,24 +205,38 @@ class StepCheck:
                 "than one process. Set micro_batches=1, or train with paral_fsdp. If the difference is intended, set "
                 "check_steps=False."
             )
-        has_drawn = streams.has_drawn or generators != _generators()
-        known = [float(each) for each in losses if each is not None]
-        return _Found(known, weights.known()[0], first_nan, kept, has_drawn, fault)
+        elif used is not None:
+            fault = f"uses a tensor from inside {used}, such as one that a hook collects. {_LACKING}"
+        has_drawn = streams.has_drawn or generators != generator_states()
+        known = [float(each) for each in losses] if self._is_last else []
+        return _Found(known, weights.known()[0], first_nan, changed_by_units, has_drawn, fault)
 
-    def _hide_kept_tensors(self) -> list[str]:
-        """Make tensors that units of other stages keep in attributes NaN, and return their names. *Collective*."""
+    def _parts_of_stage(self) -> Iterator[tuple[str, Module]]:
         parts = {part for number in self._own for part in self._units[number].module.modules()}
-        own = [
-            (name, attribute)
-            for name, part in self._module.named_modules()
-            if part in parts
-            for attribute, value in user_attributes(part).items()
-            if isinstance(value, Tensor) and value.grad_fn is not None
-        ]
-        kept = [pair for of_stage in self._of_all(own) for pair in of_stage]
-        for name, attribute in set(kept) - set(own):
-            vars(self._module.get_submodule(name))[attribute] = torch.tensor(float("nan"))
-        return [".".join(pair) for pair in kept]
+        return ((name, part) for name, part in self._module.named_modules() if part in parts)
+
+    def _kept_by_units(self) -> dict[tuple[str, str], Any]:
+        """Return by module and name what changes with the attributes and buffers of this stage's units."""
+        return {
+            (name, attribute): identity_of(value) if isinstance(value, Tensor) else repr(value)
+            for name, part in self._parts_of_stage()
+            if not isinstance(part, Metric)
+            for attribute, value in (user_attributes(part) | own_buffers(part)).items()
+            if isinstance(value, Tensor) or type(value) in (int, float)
+        }
+
+    def _hide(self, changed: list[tuple[str, str]]) -> list[str]:
+        """Make what units of other stages have changed NaN here, and return the names of all. *Collective*."""
+        own, modules = dict(self._parts_of_stage()), dict(self._module.named_modules())
+        attributes: list[str] = []
+        buffers: list[str] = []
+        for name, attribute in dict.fromkeys(key for of_stage in self._of_all(changed) for key in of_stage):
+            is_buffer = attribute in own_buffers(modules[name])
+            (buffers if is_buffer else attributes).append(f"{name}.{attribute}")
+            if name not in own:
+                values: Any = own_buffers(modules[name]) if is_buffer else vars(modules[name])
+                values[attribute] = torch.tensor(float("nan"))
+        return attributes + buffers
 
     def _of_all(self, value: Any) -> list[Any]:
         return [value] if self._groups is None else gather_objects(value, self._groups.values)
@@ -222,11 +256,6 @@ class StepCheck:
         return (pair for pair in self._module.named_buffers() if not pair[0].startswith(metrics))
 
 
-def _without_graph(loss: Tensor | None) -> Tensor | None:
-    """Return `loss` without what its backward pass would need, which takes memory."""
-    return None if loss is None else loss.detach()
-
-
 def _sums(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, list[float]]:
     """Return two sums over each tensor that this stage has, by which changes are found."""
     sums: dict[str, list[float]] = {}
@@ -242,19 +271,18 @@ def _changed(before: dict[str, list[float]], after: dict[str, list[float]]) -> s
     return next((name for name, sums in before.items() if repr(after.get(name, sums)) != repr(sums)), None)
 
 
-def _generators() -> bytes:
-    return pickle.dumps((generators_of_torch(), np.random.get_state(), random.getstate()))
-
-
 @contextmanager
 def _watched_gradients(module: Module) -> Iterator[Callable[[], bool]]:
-    """Give parameters gradients without memory inside the block; yield what tells whether they were replaced."""
+    """Give parameters zero gradients inside the block; yield what tells whether they have changed."""
     kept = [(each, each.grad) for each in module.parameters() if each.requires_grad and not is_elsewhere(each)]
-    shown = [torch.zeros((), dtype=each.dtype, device=each.device).expand(each.shape) for each, _ in kept]
-    for (parameter, _), empty in zip(kept, shown, strict=True):
-        parameter.grad = empty
+    shown = [torch.zeros_like(each) for each, _ in kept]
+    for (parameter, _), zeros in zip(kept, shown, strict=True):
+        parameter.grad = zeros
     try:
-        yield lambda: any(parameter.grad is not empty for (parameter, _), empty in zip(kept, shown, strict=True))
+        yield lambda: any(
+            parameter.grad is not zeros or version_of(zeros) > 0
+            for (parameter, _), zeros in zip(kept, shown, strict=True)
+        )
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient

@@ -1,14 +1,17 @@
 """What users do besides training gives the same in a pipeline: epochs, metrics, hooks, prediction, dropout, memory."""
 
+import random
 import warnings
+from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import BasePredictionWriter
-from torch import Tensor
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
 from lightning_paral import ParalPipelineStrategy, RankFailedError
@@ -85,6 +88,95 @@ def test_collected_outputs_metrics_and_predictions_are_those_of_one_process(
         assert found[1] == pytest.approx(validated, rel=1e-5)
         assert found[2] == pytest.approx(seen, rel=1e-5)
         torch.testing.assert_close(found[3], predicted, rtol=1e-5, atol=1e-6)
+
+
+class Caches(Block):
+    """Registers a buffer in its first call, and takes a count, which the code between the blocks changes."""
+
+    def forward(self, x: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        if not hasattr(self, "cache"):
+            self.register_buffer("cache", torch.full((3,), 2.0))
+        return super().forward(x) / count, count.clone()
+
+
+class KeepsContainers(Chain):
+    """Has sets of modules and parameters, which are not data, and a `Counter`, which is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Caches() for _ in range(NUM_BLOCKS))
+        self.slow = {self.first.weight, self.out.weight}
+        self.frozen = {self.blocks[0]}
+        self.counter = Counter[str]()
+        self.counted: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, count = torch.tanh(self.first(x)), torch.ones((), dtype=torch.long)
+        for block in self.blocks:
+            x, count = block(x, count)
+            count += 1
+        return self.out(x)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.counter["batches"] += 1
+
+    def on_train_epoch_start(self) -> None:
+        for parameter in (self.first.weight, self.out.weight):
+            if parameter in self.slow:
+                parameter.data.mul_(0.5)
+
+    def on_validation_epoch_end(self) -> None:
+        self.counted.append(self.counter["batches"])
+
+
+def fit_with_containers(strategy: Any, world_size: int, save_to: Any) -> Any:
+    _, module, _ = fit_chain(strategy, world_size, module=KeepsContainers, max_epochs=2, save_to=save_to)
+    return module.counted, {name: value.cpu() for name, value in module.state_dict().items()}
+
+
+def test_containers_caches_and_counts_of_units_are_those_of_one_process(on_ranks, tmp_path) -> None:
+    counted, weights = fit_with_containers("auto", 1, tmp_path / "one.ckpt")
+
+    for found, of_rank in on_ranks(2, fit_with_containers, strategy_for(2), 2, tmp_path / "two.ckpt"):
+        assert found == counted
+        torch.testing.assert_close(of_rank, weights, rtol=0.0, atol=1e-5)
+
+
+class Augmented(Dataset[Any]):
+    def __len__(self) -> int:
+        return 4 * GLOBAL_BATCH_SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((FEATURES,), random.random()), torch.full((3,), np.random.rand())
+
+
+class DrawsAtItsEnd(Chain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if random.random() < np.random.rand():
+            self.log("sometimes", loss)
+        return loss
+
+
+def drawn_batches() -> list[float]:
+    sums: list[float] = []
+
+    class Keep(Callback):
+        def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, *args: Any) -> None:
+            sums.append(float(batch[0].sum() + batch[1].sum()))
+
+    seed_everything(5)
+    trainer = quiet_trainer(devices=2, strategy="paral_pp", max_epochs=1, callbacks=[Keep()])
+    trainer.fit(DrawsAtItsEnd(), DataLoader(Augmented(), GLOBAL_BATCH_SIZE))
+    return sums
+
+
+def test_numbers_that_only_the_last_stage_draws_leave_all_stages_the_same_batches(on_ranks) -> None:
+    one, other = on_ranks(2, drawn_batches)
+
+    assert one == other
+    assert len(set(one)) == 4
 
 
 class Writes(BasePredictionWriter):

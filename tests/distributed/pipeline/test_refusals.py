@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,6 +64,73 @@ class KeepsLoss(Chain):
         return super()._loss(batch) + 0.1 * self.blocks[0].auxiliary
 
 
+class KeepsNumber(Chain):
+    """The first block keeps a number, which weighs the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].size = 1.0
+        self.blocks[0].register_forward_hook(self._keep)
+
+    def _keep(self, block: Any, inputs: Any, output: Tensor) -> None:
+        block.size = float(output.detach().abs().mean())
+
+    def _loss(self, batch: Any) -> Tensor:
+        return super()._loss(batch) * self.blocks[0].size
+
+
+class Collects(Chain):
+    """Hooks on blocks collect tensors in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Tensor] = []
+        for block in self.blocks:
+            block.register_forward_hook(lambda block, inputs, output: self.outputs.append(output))
+
+    def _loss(self, batch: Any) -> Tensor:
+        loss = super()._loss(batch) + 0.1 * sum(output.square().mean() for output in self.outputs)
+        self.outputs.clear()
+        return loss
+
+
+class Derives(Chain):
+    """Has a penalty on the derivative by what the blocks get, except for the first."""
+
+    def _loss(self, batch: Any) -> Tensor:
+        shift = torch.zeros(len(batch[0]), 1, requires_grad=True)
+        hidden = self.blocks[0](self.first(batch[0]))
+        for block in self.blocks[1:]:
+            hidden = block(hidden, shift)
+        (gradient,) = torch.autograd.grad(hidden.sum(), shift, create_graph=True)
+        return gradient.square().mean()
+
+
+class SumsSmall(Chain):
+    """Has a small loss, which is a sum."""
+
+    def _loss(self, batch: Any) -> Tensor:
+        return 1e-6 * (self(batch[0]) - batch[1]).square().sum()
+
+
+class ChangesGradients(Chain):
+    """Changes gradients in place, before or after the blocks."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.change = change
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.change == "zero":
+            self.optimizers().zero_grad(set_to_none=False)  # type: ignore[union-attr]
+        loss = self._loss(batch)
+        if self.change == "add":
+            self.scale.square().backward()
+        if self.change == "multiply" and self.scale.grad is not None:
+            self.scale.grad.mul_(2.0)
+        return loss
+
+
 class UsesFirst(Chain):
     """The third of four blocks also uses what the first has returned, as in a U-Net."""
 
@@ -102,7 +170,15 @@ def refusal(make: Callable[[], Any], options: dict[str, Any], world_size: int, t
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (KeepsLoss, {}, "depends on tensors that units keep in attributes: blocks.0.auxiliary"),
+        (KeepsLoss, {}, "depends on what units keep in attributes, such as blocks.0.auxiliary"),
+        (KeepsLoss, {"micro_batches": 1}, "depends on what units keep in attributes, such as blocks.0.auxiliary"),
+        (KeepsNumber, {}, "depends on what units keep in attributes, such as blocks.0.size"),
+        (Collects, {"micro_batches": 1}, "uses a tensor from inside blocks.3, such as one that a hook collects"),
+        (Derives, {}, "The code of a step computes gradients itself"),
+        (SumsSmall, {}, "is not a mean over samples"),
+        (partial(ChangesGradients, "zero"), {}, "changes gradients of parameters"),
+        (partial(ChangesGradients, "add"), {}, "changes gradients of parameters"),
+        (partial(ChangesGradients, "multiply"), {}, "changes gradients of parameters"),
         (UsesFirst, {}, "is NaN on the first samples, and blocks.2 is the first to return NaN"),
         (EndsAtOnce, {}, "training_step ended without calling blocks.1"),
         (HasDTensor, {}, "scale is a DTensor already"),
@@ -121,7 +197,7 @@ def are_first_two_blocks(name: str, _: nn.Module) -> bool:
     return name in ("blocks.0", "blocks.1")
 
 
-@pytest.mark.parametrize("options", [{}, {"balance": "time"}, {"balance": [1, 1, 1, 1]}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"balance": [1, 1, 1, 1]}], ids=str)
 def test_more_stages_than_units_are_refused(on_ranks, options: dict[str, Any]) -> None:
     messages = on_ranks(4, refusal, Chain, {"units": are_first_two_blocks, **options}, 4, {})
 
