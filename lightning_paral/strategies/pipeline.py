@@ -34,6 +34,7 @@ from lightning_paral.model.deferred.recording import has_mapped_weights, recordi
 from lightning_paral.option_types import takes
 from lightning_paral.strategies.base import ParalStrategy, precision_made_by
 from lightning_paral.strategies.stages import CountedFlops, make_stage_shards
+from lightning_paral.strategies.tensor_parallel import TensorParallel, gather_split
 
 
 class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
@@ -62,6 +63,7 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
     @takes(PipelineOptions)
     def __init__(self, options: PipelineOptions) -> None:
         super().__init__(options)
+        self.strategy_name = options.strategy_name
         self.shares_buffers = options.broadcast_buffers
         self._has_printed_units = False
         self._counted = CountedFlops()
@@ -69,6 +71,7 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
         self._deferred: DeferredConstruction | None = None
         self._pipeline: PipelineRun | None = None
         self._shards: StepShards | None = None
+        self._tensor: TensorParallel | None = None
 
     # Process group
 
@@ -136,9 +139,16 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
 
     def _divide(self, module: LightningModule, flops: list[int] | None) -> None:
         shards = self._shards
-        run = PipelineRun(module, self._options, self.dims, self.root_device, self._deferred, flops, shards)
+        in_full = {"in_full": gather_split} if self.dims.tensor > 1 else {}
+        run = PipelineRun(module, self._options, self.dims, self.root_device, self._deferred, flops, shards, **in_full)
         if shards is not None:
             shards.set_units(run.division.units)
+        if shards is not None and self.dims.tensor > 1:
+            others = {part for each, stage in run.division.placed if stage != self.dims.stage for part in each.modules()}
+            self._tensor = TensorParallel(
+                module, self._options, self.dims, shards.mesh, module.trainer, self.num_processes, others
+            )
+            shards.split, run.check_split = self._tensor.split, self._tensor.check
         if not self._has_printed_units:
             rank_zero_info(str(run))
             self._has_printed_units = True
@@ -172,6 +182,8 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the passes of all micro-batches, and return the mean loss on all stages. *Collective* over the world."""
+        if self._tensor is not None:
+            self._tensor.begin_step(args[0])
         with self._engine.replacing_step("training_step"):
             return super().training_step(*args, **kwargs)
 
@@ -236,7 +248,7 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
 
         It stays divided if ranks failed, or if a node lacks the memory for it.
         """
-        run, self._pipeline, self._deferred, self._shards = self._pipeline, None, None, None
+        run, self._pipeline, self._deferred, self._shards, self._tensor = self._pipeline, None, None, None, None
         self._set_clipped(None)
         try:
             if run is not None:

@@ -46,13 +46,22 @@ class UnitCalls:
         own: the positions of the units of this stage.
         boundaries: connects this stage with its neighbors.
         on_first: called when the first unit of the chain is called.
+        in_full: returns what a unit returns, with ordinary tensors in place of those that are split over tensor ranks.
     """
 
-    def __init__(self, units: Sequence[Unit], own: range, boundaries: Boundaries, on_first: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        own: range,
+        boundaries: Boundaries,
+        on_first: Callable[[], None],
+        in_full: Callable[[Any], Any],
+    ) -> None:
         self._units = units
         self._own = own
         self._boundaries = boundaries
         self._on_first = on_first
+        self._in_full = in_full
         self._received: Any = None
         self._stand_in: Any = None
         self._has_grad = self._is_checked = False
@@ -125,7 +134,7 @@ class UnitCalls:
         self.next_unit = number + 1
         if number < self._own.start:
             return self._received if number == self._own.start - 1 else self._stand_in
-        output = run(*args, **kwargs)
+        output = self._in_full(run(*args, **kwargs))
         if self._is_checked and self.first_nan is None and _has_nan(output):
             self.first_nan = number
         if number == self._own.stop - 1 and number < len(self._units) - 1:
