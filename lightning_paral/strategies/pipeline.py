@@ -144,17 +144,21 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
         if shards is not None:
             shards.set_units(run.division.units)
         if shards is not None and self.dims.tensor > 1:
-            others = {part for each, stage in run.division.placed if stage != self.dims.stage for part in each.modules()}
-            self._tensor = TensorParallel(
-                module, self._options, self.dims, shards.mesh, module.trainer, self.num_processes, others
-            )
-            shards.split, run.check_split = self._tensor.split, self._tensor.check
+            self._split(shards, run)
         if not self._has_printed_units:
             rank_zero_info(str(run))
             self._has_printed_units = True
         self._pipeline = run  # set before dividing, so that the teardown restores a module that is partly divided
         run.divide()
         self._deferred = None
+
+    def _split(self, shards: StepShards, run: PipelineRun) -> None:
+        """Plan how the layers of this stage are split over its tensor ranks. *Collective* over these."""
+        module, stage = run.module, self.dims.stage
+        others = {part for each, of_stage in run.division.placed if of_stage != stage for part in each.modules()}
+        trainer, per_node = module.trainer, self.num_processes
+        self._tensor = TensorParallel(module, self._options, self.dims, shards.mesh, trainer, per_node, others)
+        shards.split, run.check_split = self._tensor.split, self._tensor.check
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Create the optimizer and its schedulers. *Collective* over the world."""

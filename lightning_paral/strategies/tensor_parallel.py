@@ -66,7 +66,8 @@ class TensorParallel:
         if splits_positions:
             _check_not_compiled(module)
         self._module = module
-        self._dims = dims
+        # Each rank of a pipeline compares the gradients of its own samples.
+        self._averaged = dims if isinstance(options, FSDPOptions) else ParallelDims()
         self._mesh = mesh[TENSOR]
         self._ranks_per_node = ranks_per_node
         self._awaits_batch = True
@@ -132,11 +133,9 @@ class TensorParallel:
         if obstacle is not None:
             rank_zero_info(f"The plan of tensor parallelism is not checked: {obstacle}.")
             return
-        # The stages of a pipeline have gradients of their own samples.
-        dims = ParallelDims() if self._dims.pipeline > 1 else self._dims
         vars(self._module)["log"] = lambda *_, **__: None
         try:
-            check_split(self._module, batch, step, self.split, dims)
+            check_split(self._module, batch, step, self.split, self._averaged)
         except (ConfigurationError, RuntimeError) as error:
             if "torch.Tensor and DTensor" in str(error) and self.split.plan.splits:
                 raise ConfigurationError(

@@ -56,8 +56,8 @@ class StepShards:
     Args:
         root: the module that is sharded.
         dims: the arrangement of the ranks.
-        mesh: the device mesh of the ranks of the stage. Modules are sharded over its last dimension but that of the tensor
-            ranks.
+        mesh: the device mesh of the ranks of the stage, which are sharded over its last dimension but that of the
+            tensor ranks.
     """
 
     def __init__(self, root: Module, dims: ParallelDims, mesh: DeviceMesh) -> None:

@@ -107,9 +107,7 @@ class PipelineOptions(RankOptions):
         )
 
     def num_stages(self, world_size: int) -> int:
-        """Return the number of stages of `world_size` ranks; by default the length of `balance`, or one per
-        group of tensor ranks.
-        """
+        """Return the number of stages of `world_size` ranks; by default the length of `balance`, or as many as fit."""
         if self.stages is not None:
             return self.stages
         return world_size // self.tensor_parallel if isinstance(self.balance, str) else len(self.balance)

@@ -149,8 +149,10 @@ def _unsplit(module: Module, split: TensorSplit) -> Iterator[dict[str, Tensor]]:
     try:
         with ExitStack() as stack:
             for part in module.modules():
-                own = own_parameters(part).items()
-                shown = {name: each if each is None else full[each] for name, each in own}
+                own = own_parameters(part)
+                if any(isinstance(each, FlatShard) for each in own.values()):  # of another stage of a pipeline
+                    continue
+                shown = {name: each if each is None else full[each] for name, each in own.items()}
                 stack.enter_context(show_parameters(part, shown))
                 stack.enter_context(without_fsdp_loading(part))
             yield {names[parameter]: value for parameter, value in full.items()}
