@@ -193,18 +193,25 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the validation step, each stage its own units. *Collective* over the world."""
-        with self._engine.replacing_step("validation_step"):
+        with self._replacing("validation_step"):
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the test step, each stage its own units. *Collective* over the world."""
-        with self._engine.replacing_step("test_step"):
+        with self._replacing("test_step"):
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the predict step, each stage its own units. *Collective* over the world."""
-        with self._engine.replacing_step("predict_step"):
+        with self._replacing("predict_step"):
             return super().predict_step(*args, **kwargs)
+
+    @contextmanager
+    def _replacing(self, step: str) -> Generator[None, None, None]:
+        if self._tensor is not None:
+            self._tensor.split.begin_step()
+        with self._engine.replacing_step(step):
+            yield
 
     # Sampler injection: `ParalStrategy`.
 
