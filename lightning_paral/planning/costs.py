@@ -339,7 +339,7 @@ def _pipeline(case: Case) -> _Costs:
     under_way = min(stages, micro_batches) / micro_batches / stages  # of the activations of all stages
     # Outside of the units, the activations of one micro-batch: of the loss, for example.
     at_root = max(under_way, 1 / micro_batches)
-    sent = 2 * max((unit.output_bytes for unit in units), default=0) * case.settings.accumulate
+    sent = 2.0 * max((unit.output_bytes for unit in units), default=0) * case.settings.accumulate
     # Of tensor parallelism, two sums of activations in the forward pass of each unit, and two in its backward pass.
     sent += 8 * sum(unit.output_bytes for unit in units) / stages * case.settings.accumulate * (tensor - 1) / tensor
     return _Costs(

@@ -22,7 +22,7 @@ def in_one_process(accumulate: int) -> Result:
 
 
 def on_four_ranks(accumulate: int, options: dict[str, Any]) -> Result:
-    strategy = TwoByTwo(split="global", plan=PLAN, **options)
+    strategy = TwoByTwo(split="global", **{"plan": PLAN, **options})
     return result_of_fit(strategy, 4, module=SplitLayers, accumulate_grad_batches=accumulate)
 
 
@@ -31,6 +31,7 @@ def on_four_ranks(accumulate: int, options: dict[str, Any]) -> Result:
     [
         (1, {"schedule": "gpipe", "micro_batches": 3}),
         (3, {"first_stage": ["first"], "last_stage": ["twice", "alone", "out"], "divergence_check_every": 1}),
+        (1, {"plan": {"blocks.*.down": "colwise", "out": "rowwise"}}),  # units return tensors that are split
         (1, {"stages": 1, "checkpoint": "full"}),
         (3, {"stages": 1, "shard": True}),
     ],
