@@ -64,6 +64,7 @@ STRATEGIES = (
     _ours("paral_tp", _FSDP, "Tensor parallel: a node's ranks compute each layer together", tensor_parallel="node"),
     _ours("paral_fsdp_tp", _FSDP, "paral_tp over pairs of ranks, and paral_fsdp over the pairs", tensor_parallel=2),
     _ours("paral_pp", _PIPELINE, "Pipeline parallel: each rank has some of the layers, and passes on micro-batches"),
+    _ours("paral_pp_tp", _PIPELINE, "paral_pp with a pair of ranks per stage, and paral_tp in it", tensor_parallel=2),
 )
 
 

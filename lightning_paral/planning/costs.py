@@ -329,19 +329,23 @@ def _zero3(case: Case) -> _Costs:
 
 def _pipeline(case: Case) -> _Costs:
     """Each stage has consecutive units, and the activations of the micro-batches that are under way."""
-    states, units, stages = case.states, case.step.units, case.layout.stages or case.num_ranks
+    states, units, stages = case.states, case.step.units, case.layout.num_stages(case.num_ranks)
+    tensor = case.layout.tensor_ranks(case.num_ranks)
     *inner, root = [sum(states.parameters[number].num_bytes for number in unit.parameters) for unit in units]
     # The first and the last stage also have what is before and after the units; all of the root is an upper bound.
     largest = -(-len(inner) // stages) * max(inner, default=0) + root
-    share, replicas = min(1.0, largest / max(1, states.parameter_bytes)), case.num_ranks // stages
+    share, replicas = min(1.0, largest / max(1, states.parameter_bytes)) / tensor, case.num_ranks // stages // tensor
     micro_batches = case.layout.micro_batches or 4 * stages
     under_way = min(stages, micro_batches) / micro_batches / stages  # of the activations of all stages
     # Outside of the units, the activations of one micro-batch: of the loss, for example.
     at_root = max(under_way, 1 / micro_batches)
-    sent = 2 * max((unit.output_bytes for unit in units), default=0) * case.settings.accumulate
+    sent = 2.0 * max((unit.output_bytes for unit in units), default=0) * case.settings.accumulate
+    # Of tensor parallelism, two sums of activations in the forward pass of each unit, and two in its backward pass.
+    sent += 8 * sum(unit.output_bytes for unit in units) / stages * case.settings.accumulate * (tensor - 1) / tensor
     return _Costs(
         shares=[
-            ("parameters", "device", share * states.parameter_bytes),
+            # During a step, FSDP2, which holds the parts of tensor ranks, has a copy of them.
+            ("parameters", "device", share * states.parameter_bytes * (1 + (tensor > 1))),
             ("gradients", "device", share * states.gradient_bytes),
             ("optimizer", "device", share * states.optimizer_bytes),
             # Gradients of the micro-batches are added up beside those of the parameters.
@@ -349,5 +353,5 @@ def _pipeline(case: Case) -> _Costs:
         ],
         during=lambda point: Memory(activations=point.used * (at_root if point.unit == ROOT else under_way)),
         afterwards=[Memory(activations=share * case.step.temporary_bytes)],
-        wire_bytes=sent + 2 * states.gradient_bytes / stages * (replicas - 1) / replicas,
+        wire_bytes=sent + 2 * states.gradient_bytes / stages / tensor * (replicas - 1) / replicas,
     )

@@ -31,9 +31,9 @@ class Layout:
     reshards: bool = True
     """Whether FSDP reshards units between forward and backward."""
     tensor: int | None = 1
-    """Under FSDP, the number of tensor ranks; `None`: all of a node."""
+    """Under FSDP and in a pipeline, the number of tensor ranks; `None`: all of a node."""
     stages: int | None = None
-    """The number of stages of a pipeline; `None`: one per rank."""
+    """The number of stages of a pipeline; `None`: one per rank, or per group of tensor ranks."""
     micro_batches: int | None = None
     """Into how many parts a pipeline divides a batch; `None`: four per stage."""
     recomputes: bool = False
@@ -58,12 +58,19 @@ class Layout:
             return self.tensor
         return num_ranks if num_ranks % RANKS_PER_NODE else RANKS_PER_NODE
 
+    def num_stages(self, num_ranks: int) -> int:
+        """Return the number of stages of a pipeline on `num_ranks` ranks."""
+        return self.stages or num_ranks // self.tensor_ranks(num_ranks)
+
     def objection(self, num_ranks: int, num_units: int) -> str | None:
         """Return why `num_ranks` ranks cannot train a module of `num_units` units in this way; `None` if they can."""
         for option, parts in (("replicate", self.replicas), ("tensor_parallel", self.tensor), ("stages", self.stages)):
             if parts is not None and num_ranks % parts:
                 return f"{option}={parts} does not divide the {num_ranks} ranks of the plan"
-        stages = self.stages or num_ranks
+        stages, tensor = self.stages or 1, self.tensor or 1
+        if num_ranks % (stages * tensor):
+            return f"stages={stages} with tensor_parallel={tensor} do not divide the {num_ranks} ranks of the plan"
+        stages = self.num_stages(num_ranks)
         if self.engine == "pipeline" and num_units < stages:
             return f"{stages} stages need at least as many repeated blocks, but the module has {num_units}"
         return None
@@ -85,6 +92,7 @@ LAYOUTS = (
     Layout(strategy="paral_tp", engine="fsdp", tensor=None),
     Layout(strategy="paral_fsdp_tp", engine="fsdp", tensor=2),
     Layout(strategy="paral_pp", engine="pipeline"),
+    Layout(strategy="paral_pp_tp", engine="pipeline", tensor=2),
 )
 """One for each registered strategy but `paral_auto`, which becomes one of them."""
 

@@ -33,6 +33,7 @@ from lightning_paral.model.deferred.recording import has_mapped_weights, recordi
 from lightning_paral.option_types import takes
 from lightning_paral.strategies.base import ParalStrategy, precision_made_by
 from lightning_paral.strategies.stages import make_stage_shards
+from lightning_paral.strategies.tensor_parallel import TensorParallel, gather_split
 
 
 class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
@@ -61,12 +62,14 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
     @takes(PipelineOptions)
     def __init__(self, options: PipelineOptions) -> None:
         super().__init__(options)
+        self.strategy_name = options.strategy_name
         self.shares_buffers = options.broadcast_buffers
         self._has_printed_units = False
         # Set during a run:
         self._deferred: DeferredConstruction | None = None
         self._pipeline: PipelineRun | None = None
         self._shards: StepShards | None = None
+        self._tensor: TensorParallel | None = None
 
     # Process group
 
@@ -132,15 +135,26 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
 
     def _divide(self, module: LightningModule) -> None:
         shards = self._shards
-        run = PipelineRun(module, self._options, self.dims, self.root_device, self._deferred, shards)
+        in_full = {"in_full": gather_split} if self.dims.tensor > 1 else {}
+        run = PipelineRun(module, self._options, self.dims, self.root_device, self._deferred, shards, **in_full)
         if shards is not None:
             shards.set_units(run.division.units)
+        if shards is not None and self.dims.tensor > 1:
+            self._split(shards, run)
         if not self._has_printed_units:
             rank_zero_info(str(run))
             self._has_printed_units = True
         self._pipeline = run  # set before dividing, so that the teardown restores a module that is partly divided
         run.divide()
         self._deferred = None
+
+    def _split(self, shards: StepShards, run: PipelineRun) -> None:
+        """Plan how the layers of this stage are split over its tensor ranks. *Collective* over these."""
+        module, stage = run.module, self.dims.stage
+        others = {part for each, of_stage in run.division.placed if of_stage != stage for part in each.modules()}
+        trainer, per_node = module.trainer, self.num_processes
+        self._tensor = TensorParallel(module, self._options, self.dims, shards.mesh, trainer, per_node, others)
+        shards.split, run.check_split = self._tensor.split, self._tensor.check
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Create the optimizer and its schedulers. *Collective* over the world."""
@@ -168,23 +182,32 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the passes of all micro-batches, and return the mean loss on all stages. *Collective* over the world."""
+        if self._tensor is not None:
+            self._tensor.begin_step(args[0])
         with self._engine.replacing_step("training_step"):
             return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the validation step, each stage its own units. *Collective* over the world."""
-        with self._engine.replacing_step("validation_step"):
+        with self._replacing("validation_step"):
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the test step, each stage its own units. *Collective* over the world."""
-        with self._engine.replacing_step("test_step"):
+        with self._replacing("test_step"):
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the predict step, each stage its own units. *Collective* over the world."""
-        with self._engine.replacing_step("predict_step"):
+        with self._replacing("predict_step"):
             return super().predict_step(*args, **kwargs)
+
+    @contextmanager
+    def _replacing(self, step: str) -> Generator[None, None, None]:
+        if self._tensor is not None:
+            self._tensor.split.begin_step()
+        with self._engine.replacing_step(step):
+            yield
 
     # Sampler injection: `ParalStrategy`.
 
@@ -232,7 +255,7 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
 
         It stays divided if ranks failed, or if a node lacks the memory for it.
         """
-        run, self._pipeline, self._deferred, self._shards = self._pipeline, None, None, None
+        run, self._pipeline, self._deferred, self._shards, self._tensor = self._pipeline, None, None, None, None
         self._set_clipped(None)
         try:
             if run is not None:

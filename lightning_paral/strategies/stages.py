@@ -20,7 +20,7 @@ def make_stage_shards(
         ConfigurationError: `module` or a callback cannot be used with shards, or an earlier run left shards in it.
     """
     check_module(module)
-    if dims.shard == 1:
+    if dims.shard == dims.tensor == 1:
         return None
     evaluate_without_inference_mode(trainer)
     if is_fit:

@@ -1,7 +1,8 @@
 """Plan how the layers of a module are split over the tensor ranks, split them, and check the first step."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Module
 
 from lightning_paral.compat.torch.modules import is_compiled
 from lightning_paral.compat.torch.tensors import tree_map_only
@@ -17,7 +19,8 @@ from lightning_paral.distributed.mesh import TENSOR, ParallelDims
 from lightning_paral.distributed.rng_state import current_states, restore_states
 from lightning_paral.engines.fsdp.options import FSDPOptions
 from lightning_paral.engines.fsdp.run import FSDPRun
-from lightning_paral.engines.tensor.check import check_split
+from lightning_paral.engines.pipeline.options import PipelineOptions
+from lightning_paral.engines.tensor.check import Step, check_split
 from lightning_paral.engines.tensor.plan import TensorPlan
 from lightning_paral.engines.tensor.planner import make_plan
 from lightning_paral.engines.tensor.split import TensorSplit
@@ -36,6 +39,7 @@ class TensorParallel:
         mesh: the device mesh of all ranks.
         trainer: the Trainer.
         ranks_per_node: the number of ranks that share the memory of a node.
+        elsewhere: modules that other stages of a pipeline have. Their layers are not split on this rank.
 
     Raises:
         ConfigurationError: the plan cannot be carried out, or `sequence_parallel` is given for a compiled module.
@@ -44,11 +48,12 @@ class TensorParallel:
     def __init__(
         self,
         module: LightningModule,
-        options: FSDPOptions,
+        options: FSDPOptions | PipelineOptions,
         dims: ParallelDims,
         mesh: DeviceMesh,
         trainer: Trainer,
         ranks_per_node: int,
+        elsewhere: Collection[Module] = (),
     ) -> None:
         _ignore_sequential_gathers()
         if ranks_per_node % dims.tensor:
@@ -57,18 +62,22 @@ class TensorParallel:
                 "different nodes, and send activations over the network in each layer. Choose a number that divides "
                 "the ranks of a node, or 'node'."
             )
-        if options.sequence_parallel:
+        splits_positions = isinstance(options, FSDPOptions) and options.sequence_parallel
+        if splits_positions:
             _check_not_compiled(module)
         self._module = module
-        self._dims = dims
+        # Each rank of a pipeline compares the gradients of its own samples.
+        self._averaged = dims if isinstance(options, FSDPOptions) else ParallelDims()
         self._mesh = mesh[TENSOR]
         self._ranks_per_node = ranks_per_node
         self._awaits_batch = True
         self._awaits_check = options.check_plan and module.automatic_optimization
         plan = make_plan(module, dims.tensor, options.plan)
         self._device = trainer.strategy.root_device
-        self.split = TensorSplit(module, plan, self._mesh, self._device, splits_positions=options.sequence_parallel)
         rank_zero_info(_summary(plan, dims.tensor))
+        own = {name: split for name, split in plan.splits.items() if module.get_submodule(name) not in elsewhere}
+        plan = replace(plan, splits=own)
+        self.split = TensorSplit(module, plan, self._mesh, self._device, splits_positions=splits_positions)
         self.share_random_states()
 
     def before_step(self, engine: FSDPRun, context: Callable[[], Any], args: tuple[Any, ...]) -> None:
@@ -82,19 +91,7 @@ class TensorParallel:
         Raises:
             ConfigurationError: splitting the layers changes the loss or a gradient.
         """
-        self.split.begin_step()
-        if self._awaits_batch:
-            check_same_batch("training_step", args[0], "The tensor ranks", self._mesh.get_group())
-            self._awaits_batch = False
-        if self.split.may_draw:
-            self.share_random_states()
-        if not self._awaits_check:
-            return
-        self._awaits_check = False
-        obstacle = "training_step draws its batches itself" if isinstance(args[0], Iterator) else self._shortage()
-        if obstacle is not None:
-            rank_zero_info(f"The plan of tensor parallelism is not checked: {obstacle}.")
-            return
+        self.begin_step(args[0])
 
         def step(batch: Any) -> Tensor | None:
             def run(*args: Any) -> Any:
@@ -107,10 +104,38 @@ class TensorParallel:
                 engine.backward(_backward, loss, (), {})
             return loss
 
+        with engine.reducing():
+            self.check(args[0], step)
+
+    def begin_step(self, batch: Any) -> None:
+        """Prepare for a training step. *Collective* over the tensor ranks in the first one, or if there is dropout."""
+        self.split.begin_step()
+        if self._awaits_batch:
+            check_same_batch("training_step", batch, "The tensor ranks", self._mesh.get_group())
+            self._awaits_batch = False
+        if self.split.may_draw:
+            self.share_random_states()
+
+    def check(self, batch: Any, step: Step) -> None:
+        """Check in the first step that splitting the layers changes neither the loss nor a gradient. *Collective*.
+
+        Args:
+            batch: the batch of the step.
+            step: runs the step, and its backward pass, on other batches.
+
+        Raises:
+            ConfigurationError: it does.
+        """
+        if not self._awaits_check:
+            return
+        self._awaits_check = False
+        obstacle = "training_step draws its batches itself" if isinstance(batch, Iterator) else self._shortage()
+        if obstacle is not None:
+            rank_zero_info(f"The plan of tensor parallelism is not checked: {obstacle}.")
+            return
         vars(self._module)["log"] = lambda *_, **__: None
         try:
-            with engine.reducing():
-                check_split(self._module, args[0], step, self.split, self._dims)
+            check_split(self._module, batch, step, self.split, self._averaged)
         except (ConfigurationError, RuntimeError) as error:
             if "torch.Tensor and DTensor" in str(error) and self.split.plan.splits:
                 raise ConfigurationError(

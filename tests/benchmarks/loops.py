@@ -46,7 +46,7 @@ def counterpart(name: str) -> str:
 ON_ONE_DEVICE = tuple(
     entry.name
     for entry in STRATEGIES
-    if entry.name not in ("paral_auto", "paral_fsdp_tp") and not needs_operators(entry.name)
+    if entry.name not in ("paral_auto", "paral_fsdp_tp", "paral_pp_tp") and not needs_operators(entry.name)
 )
 
 

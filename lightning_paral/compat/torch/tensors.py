@@ -153,7 +153,8 @@ without_modes: Callable[[], Any] = _disable_current_modes
 
 # What a cross entropy divides by
 
-_MEAN = 1
+MEAN = 1
+"""`reduction="mean"`, as a node of the graph has it."""
 _NUM_NODES = 32
 
 
@@ -168,7 +169,7 @@ def divisor_of(loss: Any) -> Any:
     """
     nodes: list[Any] = [loss.grad_fn]
     for node in nodes:
-        if getattr(node, "_saved_reduction", None) == _MEAN and hasattr(node, "_saved_total_weight"):
+        if getattr(node, "_saved_reduction", None) == MEAN and hasattr(node, "_saved_total_weight"):
             return node._saved_total_weight
         if len(nodes) < _NUM_NODES:
             nodes += [following for following, _ in getattr(node, "next_functions", ())]

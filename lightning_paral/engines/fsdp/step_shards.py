@@ -1,9 +1,9 @@
 """Shards that are unsharded for a whole step, however often the step runs their modules."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,11 @@ from lightning_paral.compat.torch.fsdp import (
     initialize,
     keep_unsharded,
     prepare_class,
+    unshard_replicas_to_plain,
     unsharded_param,
 )
 from lightning_paral.compat.torch.modules import own_parameters
-from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.distributed.mesh import ParallelDims, data_mesh
 from lightning_paral.engines.fsdp.gradients import scatter_gradients
 from lightning_paral.engines.fsdp.refusals import explanation
 from lightning_paral.engines.fsdp.restore import LEFT_SHARDED, GatherToHost, ModuleSnapshot
@@ -30,7 +31,18 @@ from lightning_paral.engines.fsdp.units import check_dtypes, unshardable_paramet
 from lightning_paral.engines.fsdp.user_writes import UserWrites
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.checks import explain
+from lightning_paral.model.gradients import local_part
 from lightning_paral.model.units import Units
+
+
+class SplitParameters(Protocol):
+    """Splits layers over the tensor ranks."""
+
+    def split(self, parts: Sequence[Module], whole: Iterable[Parameter]) -> None:
+        """Replace the parameters of `parts` by DTensors on the tensor ranks, except those of `whole`."""
+
+    def install(self) -> None:
+        """Make the layers compute with this rank's part."""
 
 
 class StepShards:
@@ -44,12 +56,16 @@ class StepShards:
     Args:
         root: the module that is sharded.
         dims: the arrangement of the ranks.
-        mesh: the device mesh of the ranks that hold the same modules, which are sharded over its last dimension.
+        mesh: the device mesh of the ranks of the stage, which are sharded over its last dimension but that of the
+            tensor ranks.
     """
 
     def __init__(self, root: Module, dims: ParallelDims, mesh: DeviceMesh) -> None:
         self._root = root
-        self._mesh = mesh
+        self.mesh = mesh
+        self._mesh = data_mesh(mesh)
+        self.split: SplitParameters | None = None
+        """Splits the parameters of this stage over the tensor ranks, if there are any. Set it before `shard`."""
         self._replica_ranks = dims.replica_ranks
         group = dims.replica_group() or dist.group.WORLD
         assert group is not None
@@ -91,13 +107,16 @@ class StepShards:
             module: the unit.
             parts: the unit and those of its submodules whose parameters are sharded with it.
         """
-        own = dict.fromkeys(each for part in parts for each in own_parameters(part).values() if each is not None)
+        own = _parameters_of(parts)
         unshardable = set(unshardable_parameters(module, self._mesh.size(-1)))
         self.replicated += [each for each in own if each in unshardable]
         for each in own:
             if not each.is_contiguous():
                 each.data = each.data.contiguous()
         snapshot = ModuleSnapshot(parts)
+        if self.split is not None:
+            self.split.split(parts, unshardable)
+        own = _parameters_of(parts)
         self._snapshots.update(dict.fromkeys(parts, snapshot))
         others = {part: set(vars(part)) for part in module.modules() if part not in self._snapshots}
         prepare_class(module)
@@ -120,6 +139,10 @@ class StepShards:
             ForwardHooks(module)
         initialize(self._root)
         self._groups = [group for module in self._sharded for group in groups_of(module)]
+        if self.split is not None:
+            self.split.install()
+            for param in self._params():
+                unshard_replicas_to_plain(param)
         for snapshot in dict.fromkeys(self._snapshots.values()):
             snapshot.mark_added()
         self.writes = UserWrites(
@@ -162,7 +185,7 @@ class StepShards:
         for param in self._params():
             unsharded = unsharded_param(param)
             if unsharded is not None and unsharded.grad is not None:
-                taken.append((param.sharded_param, unsharded.grad))
+                taken.append((param.sharded_param, local_part(unsharded.grad)))
                 unsharded.grad = None
         return taken
 
@@ -188,7 +211,7 @@ class StepShards:
                 similar = [param for param in trained if param.orig_dtype == dtype]
                 full = [of_shard.pop(id(param.sharded_param), None) for param in similar]
                 dense = [each.to_dense() if each is not None and each.is_sparse else each for each in full]
-                scatter_gradients(similar, dense, self._group)
+                scatter_gradients(similar, dense, self._mesh.get_group(-1))
 
     def explain(self, error: BaseException) -> None:
         """Prepend an explanation to the message of `error`, which a hook raised, if sharding has caused it."""
@@ -219,3 +242,7 @@ class StepShards:
 
     def _params(self) -> list[Any]:
         return [param for group in self._groups for param in group.fsdp_params]
+
+
+def _parameters_of(parts: Sequence[Module]) -> dict[Parameter, None]:
+    return dict.fromkeys(each for part in parts for each in own_parameters(part).values() if each is not None)

@@ -46,13 +46,22 @@ class UnitCalls:
         own: the positions of the units of this stage.
         boundaries: connects this stage with its neighbors.
         on_first: called when the first unit of the chain is called.
+        in_full: returns what a unit returns, with ordinary tensors in place of those that are split over tensor ranks.
     """
 
-    def __init__(self, units: Sequence[Unit], own: range, boundaries: Boundaries, on_first: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        own: range,
+        boundaries: Boundaries,
+        on_first: Callable[[], None],
+        in_full: Callable[[Any], Any],
+    ) -> None:
         self._units = units
         self._own = own
         self._boundaries = boundaries
         self._on_first = on_first
+        self._in_full = in_full
         self._received: Any = None
         self._stand_in: Any = None
         self._nans: dict[torch.dtype, Any] = {}
@@ -134,12 +143,13 @@ class UnitCalls:
                 given = [each for each in tree_leaves((args, kwargs)) if _requires_grad(each)]
                 output = tree_map_only(Tensor, partial(_of_earlier_stage, given), output)
             return output
-        if not self._is_checked:
-            output = run(*args, **kwargs)
-        else:
-            output = self.inside.run(self._name(number), partial(run, *args, **kwargs))
-            if self.first_nan is None and _has_nan(output):
-                self.first_nan = number
+
+        def compute() -> Any:
+            return self._in_full(run(*args, **kwargs))
+
+        output = self.inside.run(self._name(number), compute) if self._is_checked else compute()
+        if self._is_checked and self.first_nan is None and _has_nan(output):
+            self.first_nan = number
         if number == self._own.stop - 1 and number < len(self._units) - 1:
             raise StageDone(self._boundaries.send(output, self._name(number)))
         return output

@@ -44,6 +44,11 @@ class PipelineOptions(RankOptions):
             embedding. Only the first unit may use what they return.
         last_stage: the dotted names of submodules that only the last stage holds, such as a head. They may be called
             after the last unit only.
+        tensor_parallel: the number of ranks of a stage that compute each layer together: each has some of the features.
+            They are consecutive, and draw the same samples.
+        plan: with `tensor_parallel`, the layers to split, as in `ParalFSDPStrategy`.
+        check_plan: with `tensor_parallel`, compare the loss and the gradients of two samples with those of the unsplit
+            module before the first training step, unless one rank lacks memory for the whole module.
 
     Raises:
         ConfigurationError: an option has an invalid value, or options contradict each other.
@@ -60,10 +65,18 @@ class PipelineOptions(RankOptions):
     shard: bool | Positive = False
     first_stage: Sequence[str] = ()
     last_stage: Sequence[str] = ()
+    tensor_parallel: Positive = 1
+    plan: Literal["auto"] | dict[str, str] = "auto"
+    check_plan: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_unit_choice(self.units, self.min_params)
+        if self.tensor_parallel == 1 and self.plan != "auto":
+            raise ConfigurationError(
+                "plan=... says which layers are split over tensor ranks, but tensor_parallel=1. Set tensor_parallel to "
+                "the number of ranks that compute each layer together, such as 2."
+            )
         if isinstance(self.balance, str):
             return
         if not self.balance:
@@ -75,21 +88,27 @@ class PipelineOptions(RankOptions):
             )
 
     @property
+    def strategy_name(self) -> str:
+        """The registered name that is closest to these options."""
+        return "paral_pp" if self.tensor_parallel == 1 else "paral_pp_tp"
+
+    @property
     def layout(self) -> Layout:
         """How a plan counts the strategy."""
         return Layout(
-            strategy="paral_pp",
+            strategy=self.strategy_name,
             engine="pipeline",
             stages=self.stages,
+            tensor=self.tensor_parallel,
             micro_batches=self.micro_batches,
             recomputes=self.activation_checkpointing is not None,
         )
 
     def num_stages(self, world_size: int) -> int:
-        """Return the number of stages of `world_size` ranks; by default the length of `balance`, or one per rank."""
+        """Return the number of stages of `world_size` ranks; by default the length of `balance`, or as many as fit."""
         if self.stages is not None:
             return self.stages
-        return world_size if isinstance(self.balance, str) else len(self.balance)
+        return world_size // self.tensor_parallel if isinstance(self.balance, str) else len(self.balance)
 
     def num_micro_batches(self, world_size: int) -> int:
         """Return the largest number of parts into which a batch is divided."""
@@ -98,21 +117,26 @@ class PipelineOptions(RankOptions):
     def arrange(self, rank: int, world_size: int) -> ParallelDims:
         """Return the arrangement of `world_size` ranks; `check_world_size` has found that it is possible."""
         stages = self.num_stages(world_size)
-        per_stage = world_size // stages
+        per_stage = world_size // (stages * self.tensor_parallel)
         shard = (per_stage if self.shard else 1) if isinstance(self.shard, bool) else self.shard
-        return ParallelDims(rank=rank, pipeline=stages, replicate=per_stage // shard, shard=shard)
+        return ParallelDims(
+            rank=rank, pipeline=stages, replicate=per_stage // shard, shard=shard, tensor=self.tensor_parallel
+        )
 
     def check_world_size(self, world_size: int) -> None:
         """Raise a `ConfigurationError` if `world_size` ranks cannot be divided into the stages, and these into shards.
 
         One rank may shard over itself, so that a configuration also works on one device.
         """
+        tensor = self.tensor_parallel
+        check_divides(f"tensor_parallel={tensor}", tensor, world_size, "ranks", "1 splits no layers")
         stages = self.num_stages(world_size)
         given = (
             f"stages={stages}" if isinstance(self.balance, str) else f"balance={list(self.balance)}, {stages} stages,"
         )
-        check_divides(given, stages, world_size, "ranks", "the ranks of a stage draw different samples")
-        per_stage = world_size // stages
+        groups = "ranks" if tensor == 1 else f"groups of tensor_parallel={tensor} ranks"
+        check_divides(given, stages, world_size // tensor, groups, "the ranks of a stage draw different samples")
+        per_stage = world_size // (stages * tensor)
         if self.shard is True and per_stage == 1 and world_size > 1:
             raise ConfigurationError(
                 f"shard=True shards each stage over its ranks, but with {stages} stages on {world_size} ranks, each "

@@ -39,6 +39,8 @@ from lightning_paral.model.user_hooks import has_hook
 log = logging.getLogger(__name__)
 
 Step = Callable[..., Any]
+CheckSplit = Callable[[Any, Callable[[Any], Tensor | None]], None]
+"""Called with the first batch, and with what runs the passes of a batch that is not divided."""
 _CHECKED_STEPS = (0, 1, 2, 4)
 """Numbers of optimizer steps after which a training step is checked."""
 _NUM_COMPARED = 8
@@ -59,6 +61,8 @@ class PipelineRun:
         device: the device of this rank.
         deferred: computes the values of parameters that have none yet; `None` if all have values.
         shards: shards the parameters of this stage between steps; `None` if each rank holds its whole stage.
+        in_full: returns what a unit or a step returns, with ordinary tensors in place of those that are split over
+            tensor ranks.
 
     Raises:
         ConfigurationError: the module has no chain of units, or fewer units than there are stages.
@@ -72,6 +76,7 @@ class PipelineRun:
         device: torch.device,
         deferred: DeferredConstruction | None,
         shards: Shards | None = None,
+        in_full: Callable[[Any], Any] = lambda output: output,
     ) -> None:
         self.module = module
         self.dims = dims
@@ -83,13 +88,16 @@ class PipelineRun:
         self._is_last_stage = dims.stage == dims.pipeline - 1
         self._undo = ExitStack()
         self._shards = shards
+        self._in_full = in_full
+        self.check_split: CheckSplit | None = None
+        """Checks in the first training step that splitting layers over tensor ranks changes nothing."""
         self._groups = groups = PipelineGroups(dims) if dims.pipeline > 1 else None
         self.parameters = StageParameters(self.division, dims, groups, device, deferred, shards)
         units = self.division.units.inner
         self._boundaries = Boundaries(dims, groups, device)
         self._streams = RandomStreams(module, dims.stage)
         own = self.division.parts[dims.stage]
-        self._calls = UnitCalls(units, own, self._boundaries, self._streams.enter_units)
+        self._calls = UnitCalls(units, own, self._boundaries, self._streams.enter_units, in_full)
         self._results = StepResults(module, dims, groups, device)
         self._step_check = StepCheck(module, units, own, self._calls, self._streams, groups)
         self._checked_steps: set[int] = set()
@@ -266,6 +274,22 @@ class PipelineRun:
             num_samples = 1 if self._num_micro_batches == 1 else _NUM_COMPARED if is_first else 2
             at_once = math.ceil((num_samples_of(batch) or 1) / self._num_micro_batches)
             self._step_check.run(batch, forward, num_samples, at_once, is_first=is_first)
+        if is_first and self.check_split is not None:
+            self.check_split(batch, lambda part: self._passes_of_one(step, (part, *others), kwargs))
+
+    def _passes_of_one(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """Run the passes of a batch that is not divided; return the loss on the last stage. *Collective*.
+
+        The gradients are those that this stage computes.
+        """
+        self._boundaries.expect(1)
+        with self._logging_to(LogRecord(1)):
+            result = self._forward("training_step", step, args, kwargs, 0)
+        if self._is_last_stage:
+            result = loss_of(result)
+        self._backward(result, self._boundaries.take_received())
+        self._boundaries.finish()
+        return result if self._is_last_stage else None
 
     def _check_same_batch(self, step: str, batch: Any) -> None:
         """Check that all stages have the same batch. *Collective* over the pipeline."""
@@ -280,10 +304,10 @@ class PipelineRun:
     ) -> Any:
         """Return what `step` returns on the last stage; on other stages, what stands for the activations it sent."""
         if self.dims.pipeline == 1:
-            return step(*args, **kwargs)
+            return self._in_full(step(*args, **kwargs))
         with self._calls.forward_pass(is_checked=is_checked), self._streams.of_pass(micro_batch):
             try:
-                output = step(*args, **kwargs)
+                output = self._in_full(step(*args, **kwargs))
                 self._calls.check_complete(name)
             except StageDone as done:
                 return done.sent

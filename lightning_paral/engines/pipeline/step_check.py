@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torchmetrics import Metric
 
@@ -22,6 +23,7 @@ from lightning_paral.engines.pipeline.calls import UnitCalls
 from lightning_paral.engines.pipeline.elsewhere import is_elsewhere
 from lightning_paral.engines.pipeline.micro_batches import MicroBatchWeights, RandomStreams, generator_states
 from lightning_paral.errors import ConfigurationError, ParalError
+from lightning_paral.model.gradients import local_part
 from lightning_paral.model.units import Unit
 
 _TOLERANCE = 1e-4
@@ -261,7 +263,8 @@ def _sums(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, list[float]]:
     sums: dict[str, list[float]] = {}
     for name, tensor in tensors:
         if not (is_elsewhere(tensor) or tensor.is_meta):
-            values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+            values = local_part(tensor.detach())
+            values = torch.view_as_real(values) if values.is_complex() else values
             sums[name] = [float(each.sum(dtype=torch.float64)) for each in (values, values * values)]
     return sums
 
@@ -274,7 +277,8 @@ def _changed(before: dict[str, list[float]], after: dict[str, list[float]]) -> s
 @contextmanager
 def _watched_gradients(module: Module) -> Iterator[Callable[[], bool]]:
     """Give parameters zero gradients inside the block; yield what tells whether they have changed."""
-    kept = [(each, each.grad) for each in module.parameters() if each.requires_grad and not is_elsewhere(each)]
+    own = (each for each in module.parameters() if each.requires_grad and not is_elsewhere(each))
+    kept = [(each, each.grad) for each in own if not isinstance(each, DTensor)]  # split ones get no plain tensor
     shown = [torch.zeros_like(each) for each, _ in kept]
     for (parameter, _), zeros in zip(kept, shown, strict=True):
         parameter.grad = zeros

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.checkpoint.dtensor_chunks import chunk_of_dtensor
+from lightning_paral.checkpoint.shards import FlatShard
 from lightning_paral.compat.torch.modules import own_parameters, show_parameters, without_fsdp_loading
 from lightning_paral.data.parts import first_samples
 from lightning_paral.data.rollback import rollback_side_effects
@@ -105,7 +106,11 @@ def _different_gradient(
     worst, text = tolerance, ""
     # Some modules, such as LSTMs, keep references to their own parameters, and do not compute with the gathered ones.
     has_gradient = gather_int_lists([int(parameter.grad is not None) for parameter in full.values()])
-    used = [name for name, *ranks in zip(full, *has_gradient, strict=True) if any(ranks)]
+    used = [
+        name
+        for name, *ranks in zip(full, *has_gradient, strict=True)
+        if any(ranks) and not isinstance(full[name], FlatShard)  # of another stage of a pipeline
+    ]
     for name in used:
         parameter = full[name]
         if parameter.grad is None:
@@ -137,13 +142,17 @@ def _different_gradient(
 def _unsplit(module: Module, split: TensorSplit) -> Iterator[dict[str, Tensor]]:
     """Let layers compute with full parameters inside the block; yield these by name. *Collective* over the world."""
     names = {parameter: name for name, parameter in module.named_parameters()}
-    full = {each: Parameter(full_copy(each), each.requires_grad) for each in names}
+    full = {
+        each: each if isinstance(each, FlatShard) else Parameter(full_copy(each), each.requires_grad) for each in names
+    }
     split.is_paused = True
     try:
         with ExitStack() as stack:
             for part in module.modules():
-                own = own_parameters(part).items()
-                shown = {name: each if each is None else full[each] for name, each in own}
+                own = own_parameters(part)
+                if any(isinstance(each, FlatShard) for each in own.values()):  # of another stage of a pipeline
+                    continue
+                shown = {name: each if each is None else full[each] for name, each in own.items()}
                 stack.enter_context(show_parameters(part, shown))
                 stack.enter_context(without_fsdp_loading(part))
             yield {names[parameter]: value for parameter, value in full.items()}
@@ -157,7 +166,7 @@ def _weights_kept(module: Module) -> Iterator[None]:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()  # with reshard_after_forward=False, an evaluation leaves parameters unsharded
-    own = [each.detach() for each in module.parameters()]
+    own = [each.detach() for each in module.parameters() if not isinstance(each, FlatShard)]
     local = [each.to_local() if isinstance(each, DTensor) else each for each in own]
     before = [each.clone() for each in local]
     try:

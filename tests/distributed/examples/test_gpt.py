@@ -37,7 +37,7 @@ def last_loss(overlay: str, folder: str, *more: str) -> float:
     return Witness.trainer.callback_metrics["train_loss"].item()
 
 
-IN_FULL = ("fsdp", "zero2", "tp", "pp")
+IN_FULL = ("fsdp", "zero2", "tp", "pp", "pp_tp")
 """One overlay of each engine, for the full lane."""
 
 
@@ -50,12 +50,12 @@ IN_FULL = ("fsdp", "zero2", "tp", "pp")
     ],
 )
 def test_loss_equals_that_under_ddp(on_ranks, tmp_path: Path, overlay: str) -> None:
-    more = GLOBAL_BATCHES if overlay in ("pp", "tp") else ()  # all ranks draw the same samples
+    more = GLOBAL_BATCHES if overlay in ("pp", "tp", "pp_tp") else ()  # all ranks draw the same samples
     expected = on_ranks(NUM_RANKS, last_loss, "ddp", str(tmp_path), *more)
     if more:
         expected = [sum(expected) / NUM_RANKS] * NUM_RANKS
 
-    if overlay == "fsdp_tp":  # pairs of ranks draw the same samples
+    if overlay in ("fsdp_tp", "pp_tp"):  # 4 ranks, of which pairs, or all, draw the same samples
         expected = [loss for loss in expected for _ in range(2)]
 
     losses = on_ranks(len(expected), last_loss, overlay, str(tmp_path))

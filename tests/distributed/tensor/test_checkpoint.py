@@ -20,11 +20,13 @@ LAYOUTS: dict[str, Layout] = {
     "2 tensor ranks, full": (2, partial(ParalFSDPStrategy, tensor_parallel=2, plan=PLAN, checkpoint="full")),
     "4 tensor ranks": (4, partial(ParalFSDPStrategy, tensor_parallel=4, plan=FOUR_WAYS)),
     "2 shards x 2 tensor ranks": (4, partial(ParalFSDPStrategy, tensor_parallel=2, plan=PLAN)),
+    "2 stages x 2 tensor ranks": (4, partial(ParalPipelineStrategy, stages=2, tensor_parallel=2, plan=PLAN)),
     "2 replicas x 2 tensor ranks": (4, partial(ParalFSDPStrategy, tensor_parallel=2, replicate=2, plan=PLAN)),
 }
 SPLIT = [layout for layout in LAYOUTS if "tensor" in layout]
 OTHERS = [layout for layout in LAYOUTS if layout not in SPLIT]
-MIXED = ["2 tensor ranks", "2 shards x 2 tensor ranks"]
+STAGES = "2 stages x 2 tensor ranks"
+MIXED = ["2 tensor ranks", "2 shards x 2 tensor ranks", STAGES]
 ZERO = "paral_zero3"
 
 
@@ -39,12 +41,13 @@ def resuming(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> R
         [
             ("2 tensor ranks", [layout for layout in LAYOUTS if layout not in (ZERO, "paral_ddp")]),
             ("2 shards x 2 tensor ranks", ["one process", "paral_fsdp", "2 stages", *SPLIT]),
+            (STAGES, ["one process", "paral_fsdp", "2 stages", *SPLIT]),
             *((layout, ["one process", *MIXED]) for layout in SPLIT if layout not in MIXED),
             *((layout, MIXED) for layout in OTHERS if layout != ZERO),
             (ZERO, MIXED),
             ("2 shards x 2 tensor ranks", [ZERO]),
         ],
-        full=("2 tensor ranks", "paral_fsdp", ZERO),
+        full=("2 tensor ranks", STAGES, "paral_fsdp", ZERO),
     ),
 )
 def test_resumed_run_equals_the_uninterrupted_one(resuming: Resuming, target: str, sources: list[str]) -> None:
