@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import Any, Protocol
 from weakref import ref
 
@@ -174,20 +175,20 @@ class ColwiseLayer(SplitLayer):
         self.num_features = _num_features(layer, 0)
         self.segments: tuple[int, ...] = (self.num_features,)
         """The segments of the output, of which each rank computes a part, as in `Layout`."""
-        self._cuts: set[int] = set()
+        self._learned = self.segments
 
     def learn(self, cuts: Iterable[int]) -> None:
         """Note that code cuts the output at these features, as into queries, keys and values.
 
-        From the next step on, each rank computes a part of each piece.
+        From the next step on, each rank computes a part of each piece, if the ranks divide it.
         """
-        self._cuts |= {*cuts}
+        segments = sizes_between({*accumulate(self._learned), *cuts}, self.num_features)
+        if Layout(0, segments).is_even(dist.get_world_size(self.group)):
+            self._learned = segments
 
     def begin_step(self) -> None:
         """Use the cuts that were learned: not within a step, since a backward pass may compute the layer again."""
-        segments = sizes_between(self._cuts, self.num_features)
-        if Layout(0, segments).is_even(dist.get_world_size(self.group)):
-            self.segments = segments
+        self.segments = self._learned
 
     def prepare(self, value: Tensor) -> Tensor:
         """Return the full input, whose gradients are summed over the ranks."""
@@ -203,7 +204,7 @@ class ColwiseLayer(SplitLayer):
     def finish(self, output: Tensor) -> Tensor:
         """Return the output, of which each rank has a part."""
         if self.split.gathers_output:
-            return gather_features(output, self.num_features, self.group)
+            return gather_features(output, (self.num_features,), self.group)
         if self.split.is_local:
             return output
         split = SplitTensor.of(output, Layout(output.ndim - 1, self.segments), self.group, self.run.streams)
@@ -233,7 +234,7 @@ class RowwiseLayer(SplitLayer):
         if isinstance(value, SplitTensor) and value.parts == Layout(value.ndim - 1, (self.num_inputs,)):
             value = value.local
         elif not self.split.is_local or isinstance(value, SplitTensor) or value.shape[-1] == self.num_inputs:
-            value = split_features(full(value), self.group)
+            value = split_features(full(value), (self.num_inputs,), self.group)
         self._bias = own_parameters(self.layer).get("bias")
         if self._bias is not None:
             self.hide("bias", torch.zeros_like(self._bias) if is_conv1d(self.layer) else None)
