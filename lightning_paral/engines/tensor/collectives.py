@@ -131,7 +131,7 @@ def _are_rows(segments: tuple[int, ...]) -> bool:
 
 
 def _unflattened(tensor: Tensor, num_rows: int) -> Tensor:
-    return tensor.unflatten(-1, (num_rows, tensor.shape[-1] // num_rows))
+    return tensor.reshape(*tensor.shape[:-1], num_rows, tensor.shape[-1] // num_rows)
 
 
 def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

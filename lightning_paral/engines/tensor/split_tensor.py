@@ -283,7 +283,7 @@ class SplitTensor(Tensor):
         # Not collective: often one rank prints alone.
         own = ", ".join(f"{each.start}:{each.stop}" for each in own_ranges(self.parts.segments, self.group))
         where = f"{own} of dimension {self.parts.dim} on this rank"
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, {where}={self.local!r})"
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, {where}={self._local!r})"
 
     @classmethod
     def __torch_function__(
