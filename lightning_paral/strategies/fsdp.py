@@ -208,7 +208,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
 
     def _evaluated(self, step: Any, args: Any, kwargs: Any) -> Any:
         if self._tensor is not None:
-            self._tensor.split.begin_step()
+            self._tensor.before_evaluation(self._engine, step, args)
         return self._gathered(self._engine.evaluation_step(step, args, kwargs))
 
     def _gathered(self, output: Any) -> Any:

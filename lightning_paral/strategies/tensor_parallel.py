@@ -1,7 +1,7 @@
 """Plan how the layers of a module are split over the tensor ranks, split them, and check the first step."""
 
-import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +42,7 @@ class TensorParallel:
         elsewhere: modules that other stages of a pipeline have. Their layers are not split on this rank.
 
     Raises:
-        ConfigurationError: the plan cannot be carried out, or `sequence_parallel` is given for a compiled module.
+        ConfigurationError: the plan cannot be carried out, or a part of the module is compiled.
     """
 
     def __init__(
@@ -55,7 +55,6 @@ class TensorParallel:
         ranks_per_node: int,
         elsewhere: Collection[Module] = (),
     ) -> None:
-        _ignore_sequential_gathers()
         if ranks_per_node % dims.tensor:
             rank_zero_warn(
                 f"tensor_parallel={dims.tensor}, but a node has {ranks_per_node} rank(s): tensor ranks are on "
@@ -63,15 +62,15 @@ class TensorParallel:
                 "the ranks of a node, or 'node'."
             )
         splits_positions = isinstance(options, FSDPOptions) and options.sequence_parallel
-        if splits_positions:
-            _check_not_compiled(module)
+        _check_not_compiled(module)
         self._module = module
         # Each rank of a pipeline compares the gradients of its own samples.
         self._averaged = dims if isinstance(options, FSDPOptions) else ParallelDims()
         self._mesh = mesh[TENSOR]
         self._ranks_per_node = ranks_per_node
         self._awaits_batch = True
-        self._awaits_check = options.check_plan and module.automatic_optimization
+        self._checks = options.check_plan
+        self._checked: set[str] = set() if module.automatic_optimization else {"training_step"}
         plan = make_plan(module, dims.tensor, options.plan)
         self._device = trainer.strategy.root_device
         rank_zero_info(_summary(plan, dims.tensor))
@@ -105,7 +104,7 @@ class TensorParallel:
             return loss
 
         with engine.reducing():
-            self.check(args[0], step)
+            self.check_training_step(args[0], step)
 
     def begin_step(self, batch: Any) -> None:
         """Prepare for a training step. *Collective* over the tensor ranks in the first one, or if there is dropout."""
@@ -116,7 +115,7 @@ class TensorParallel:
         if self.split.may_draw:
             self.share_random_states()
 
-    def check(self, batch: Any, step: Step) -> None:
+    def check_training_step(self, batch: Any, step: Step) -> None:
         """Check in the first step that splitting the layers changes neither the loss nor a gradient. *Collective*.
 
         Args:
@@ -126,27 +125,52 @@ class TensorParallel:
         Raises:
             ConfigurationError: it does.
         """
-        if not self._awaits_check:
-            return
-        self._awaits_check = False
-        obstacle = "training_step draws its batches itself" if isinstance(batch, Iterator) else self._shortage()
+        if self._awaits_check("training_step", batch):
+            with self._without_log():
+                check_split(self._module, batch, step, self.split, self._averaged, "training_step")
+            self.split.begin_step()
+
+    def before_evaluation(self, engine: FSDPRun, step: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Prepare for an evaluation step; check the first one of each kind. *Collective* over the world in this one.
+
+        Args:
+            engine: the run of FSDP.
+            step: `validation_step`, `test_step` or `predict_step` of the strategy, without what the engine adds.
+            args: its arguments.
+
+        Raises:
+            ConfigurationError: splitting the layers changes what the step returns or logs.
+        """
+        self.split.begin_step()
+        if self._awaits_check(step.__name__, args[0]):
+            with self._without_log() as logged:
+
+                def run(batch: Any) -> Any:
+                    logged.clear()
+                    return gather_split((engine.evaluation_step(step, (batch, *args[1:]), {}), *logged))
+
+                check_split(self._module, args[0], run, self.split, self._averaged, step.__name__)
+            self.split.begin_step()
+
+    def _awaits_check(self, step: str, batch: Any) -> bool:
+        """Return whether a step has to be checked now, which it will be; log if it cannot be. *Collective* if so."""
+        if not self._checks or step in self._checked:
+            return False
+        self._checked.add(step)
+        obstacle = f"{step} draws its batches itself" if isinstance(batch, Iterator) else self._shortage()
         if obstacle is not None:
             rank_zero_info(f"The plan of tensor parallelism is not checked: {obstacle}.")
-            return
-        vars(self._module)["log"] = lambda *_, **__: None
+        return obstacle is None
+
+    @contextmanager
+    def _without_log(self) -> Iterator[list[Any]]:
+        """Let `self.log` only note values, in the list that is yielded."""
+        logged: list[Any] = []
+        vars(self._module)["log"] = lambda name, value, *_, **__: logged.append(value)
         try:
-            check_split(self._module, batch, step, self.split, self._averaged)
-        except (ConfigurationError, RuntimeError) as error:
-            if "torch.Tensor and DTensor" in str(error) and self.split.plan.splits:
-                raise ConfigurationError(
-                    f"{error}\nIf the weight is that of a layer that is split over the tensor ranks, give a plan "
-                    "without this layer, such as plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}, or train "
-                    "with paral_fsdp."
-                ) from error
-            raise
+            yield logged
         finally:
             vars(self._module).pop("log", None)
-        self.split.begin_step()
 
     def _shortage(self) -> str | None:
         """Return why a rank lacks memory for the whole module and its gradients, or `None`. *Collective*."""
@@ -166,26 +190,13 @@ class TensorParallel:
         restore_states([shared], RankGroup(), devices)
 
 
-def _ignore_sequential_gathers() -> None:
-    """Ignore torch's advice, logged at the first gather of a parameter that FSDP and tensor ranks share, to use one.
-
-    torch (2.13) cannot gather such parameters in one operation. The advice also says that results may differ between
-    ranks, which is not true of gathers.
-    """
-    logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_no_advice)
-
-
-def _is_no_advice(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith("While redistributing from")
-
-
 def _check_not_compiled(module: LightningModule) -> None:
     """Raise a `ConfigurationError` if a part of `module` is compiled: it could not take tensors that are split."""
     for name, part in module.named_modules():
         if is_compiled(part):
             raise ConfigurationError(
-                f"sequence_parallel=True cannot be used with compiled modules, such as {name or 'the module'}, "
-                "which take whole tensors only. Leave sequence_parallel out, or do not compile them."
+                f"tensor_parallel cannot be used with compiled modules, such as {name or 'the module'}, which take "
+                "whole tensors only. Do not compile them, or train with paral_fsdp."
             )
 
 

@@ -41,7 +41,8 @@ class FSDPOptions(RankOptions):
             attention and feed-forward networks, where norms, dropout and residual connections act. It saves memory and
             sends as much. The ranks then have dropout masks of their own there.
         check_plan: with `tensor_parallel`, compare the loss and the gradients of two samples with those of the unsplit
-            module before the first training step, unless one rank lacks memory for the whole module.
+            module before the first training step, and the results of the first step of each evaluation, unless one
+            rank lacks memory for the whole module.
 
     Raises:
         ConfigurationError: an option has an invalid value, or options contradict each other.

@@ -1,4 +1,4 @@
-"""Check before the first training step that splitting layers changes neither the loss nor the gradients."""
+"""Check before the first step of each kind that splitting layers changes neither its results nor its gradients."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +15,7 @@ from torch.nn import Module, Parameter
 from lightning_paral.checkpoint.dtensor_chunks import chunk_of_dtensor
 from lightning_paral.checkpoint.shards import FlatShard
 from lightning_paral.compat.torch.modules import own_parameters, show_parameters, without_fsdp_loading
+from lightning_paral.compat.torch.tensors import tree_leaves
 from lightning_paral.data.parts import first_samples
 from lightning_paral.data.rollback import rollback_side_effects
 from lightning_paral.distributed.exchange import any_rank, gather_int_lists, gather_objects
@@ -30,11 +31,13 @@ _CANCELLED = 0.05
 """Gradients smaller than this part of the largest one are compared with this part of it. Gradients before a BatchNorm,
 for example, are what rounding leaves of larger numbers, which cancel."""
 
-Step = Callable[[Any], Tensor | None]
-"""Runs the training step on a batch and the backward pass of its loss, and returns the loss; `None` without one."""
+Step = Callable[[Any], Any]
+"""Runs a step on a batch. Returns the loss, after its backward pass; or what an evaluation returns and logs."""
 
 
-def check_split(module: LightningModule, batch: Any, step: Step, split: TensorSplit, dims: ParallelDims) -> None:
+def check_split(
+    module: LightningModule, batch: Any, step: Step, split: TensorSplit, dims: ParallelDims, what: str
+) -> None:
     """Compare a step on two samples with that of the unsplit module, without side effects. *Collective* over the world.
 
     For the unsplit module, each rank gathers all parameters. Gradients of both steps are averages over the data ranks.
@@ -42,28 +45,30 @@ def check_split(module: LightningModule, batch: Any, step: Step, split: TensorSp
     are not compared.
 
     Args:
-        module: the LightningModule, whose parameters are split and sharded. It has no gradients.
-        batch: the first training batch of this rank.
+        module: the LightningModule, whose parameters are split and sharded.
+        batch: the first batch of this rank.
         step: runs a step.
         split: the layers that are split.
         dims: the arrangement of the ranks.
+        what: the name of the step. Before a `"training_step"`, parameters must have no gradients, and these are
+            compared too.
 
     Raises:
-        ConfigurationError: the loss or a gradient differs. Raised on all ranks.
+        ConfigurationError: the result or a gradient differs. Raised on all ranks.
     """
     two = _two_samples(batch)
     trained = [part for part in module.modules() if part.training]
-    if split.may_draw or any_rank(_split_step(module, two, step)[2]):
+    if split.may_draw or any_rank(_split_step(module, two, step, what)[2]):
         module.eval()
     try:
-        found = _difference(module, two, step, split, dims)
+        found = _difference(module, two, step, split, dims, what)
     finally:
         for part in trained:
             part.training = True
     faults = [fault for fault in gather_objects(found) if fault]
     if faults:
         raise ConfigurationError(
-            f"Splitting the layers of {type(module).__name__} changes its training step. On two samples of the first "
+            f"Splitting the layers of {type(module).__name__} changes its {what}. On two samples of the first "
             f"batch, {faults[0]}. Give a plan without the layers whose code depends on their sizes: "
             "plan={...} with patterns of names, such as {'blocks.*.up': 'colwise'}. `paral plan --tensor-parallel` "
             "prints the current plan. If the difference is intended, for example because the step is random, set "
@@ -71,31 +76,35 @@ def check_split(module: LightningModule, batch: Any, step: Step, split: TensorSp
         )
 
 
-def _split_step(module: LightningModule, batch: Any, step: Step) -> tuple[float | None, dict[str, Tensor | None], bool]:
-    """Return the loss of a step, its gradients, and whether it has drawn random numbers that all ranks share."""
+def _split_step(
+    module: LightningModule, batch: Any, step: Step, what: str
+) -> tuple[list[Tensor], dict[str, Tensor | None], bool]:
+    """Return the results of a step, its gradients, and whether it has drawn random numbers that all ranks share."""
     before = global_states()[0]
     with rollback_side_effects(module), _weights_kept(module):
-        loss = _loss_of(step(batch))
+        results = _numbers_of(step(batch))
         draws = not torch.equal(before, global_states()[0])
-    gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
-    _drop_gradients(module)
-    return loss, gradients, draws
+    return results, _taken_gradients(module, what), draws
 
 
-def _difference(module: LightningModule, batch: Any, step: Step, split: TensorSplit, dims: ParallelDims) -> str:
+def _difference(
+    module: LightningModule, batch: Any, step: Step, split: TensorSplit, dims: ParallelDims, what: str
+) -> str:
     """Return what differs between the split and the unsplit module; empty if nothing, or if numbers are drawn."""
-    loss, gradients, draws = _split_step(module, batch, step)
+    results, gradients, draws = _split_step(module, batch, step, what)
     if any_rank(draws):
         return ""
     with rollback_side_effects(module), _unsplit(module, split) as full:
-        expected = _loss_of(step(batch))
-    _drop_gradients(module)
+        expected = _numbers_of(step(batch))
     tolerance = _TOLERANCE_OF_16_BITS if "16" in str(module.trainer.precision) else _TOLERANCE
-    different = _different_gradient(gradients, full, dims, tolerance)  # collective, so before ranks return
-    if loss is None or expected is None:
-        return different
-    if abs(loss - expected) > tolerance * max(1.0, abs(expected)):
-        return f"the loss is {loss:.6g} instead of {expected:.6g}"
+    different = ""
+    if gradients:
+        _taken_gradients(module, what)
+        different = _different_gradient(gradients, full, dims, tolerance)  # collective, so before ranks return
+    for found, other in zip(results, expected, strict=False):
+        difference = _largest(found - other) if found.shape == other.shape else 0.0
+        if difference > tolerance * max(1.0, _largest(other)):
+            return f"{'the loss' if gradients else 'what it returns or logs'} differs by {difference:.2g}"
     return different
 
 
@@ -185,14 +194,19 @@ def _two_samples(batch: Any) -> Any:
     return batch if two is None else two
 
 
-def _loss_of(output: Any) -> float | None:
-    return None if output is None else float(output.detach())
+def _numbers_of(output: Any) -> list[Tensor]:
+    leaves = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+    return [each.detach() for each in leaves if each.is_floating_point()]
 
 
 def _largest(gradient: Tensor | None) -> float:
     return 0.0 if gradient is None or gradient.numel() == 0 else gradient.abs().max().item()
 
 
-def _drop_gradients(module: Module) -> None:
-    for parameter in module.parameters():
-        parameter.grad = None
+def _taken_gradients(module: Module, what: str) -> dict[str, Tensor | None]:
+    """Return the gradients that a training step has left, by name, and remove them. Evaluations leave none."""
+    gradients: dict[str, Tensor | None] = {}
+    if what == "training_step":
+        for name, parameter in module.named_parameters():
+            gradients[name], parameter.grad = parameter.grad, None
+    return gradients

@@ -6,6 +6,7 @@ as well. Each is *collective* over `group` in the forward pass, the backward pas
 says. All ranks of `group` must have the same gradient of a full tensor.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -39,24 +40,24 @@ class _Sum(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gathered(tensor, size, group)
+    def forward(ctx: Any, tensor: Tensor, segments: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+        ctx.segments, ctx.group = segments, group
+        return _gathered(tensor, segments, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return split_features(gradient, ctx.group), None, None
+        return split_features(gradient, ctx.segments, ctx.group), None, None
 
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group, ctx.size = group, tensor.shape[-1]
-        return tensor[..., own_range(ctx.size, group)].contiguous()
+    def forward(ctx: Any, tensor: Tensor, segments: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+        ctx.segments, ctx.group = segments, group
+        return torch.cat([tensor[..., each] for each in own_ranges(segments, group)], dim=-1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gather_features(gradient, ctx.size, ctx.group), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gather_features(gradient, ctx.segments, ctx.group), None, None
 
 
 def copy_to_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -74,24 +75,28 @@ def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return summed
 
 
-def gather_features(tensor: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the ranks' parts of the last dimension, of which there are `size` in all, joined. *Collective* in forward.
+def gather_features(tensor: Tensor, segments: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+    """Return the ranks' parts of the last dimension joined. *Collective* in the forward pass.
 
     Args:
-        tensor: shape `[..., n]`, where n is the length of this rank's `own_range`.
-        size: the full size of the last dimension.
+        tensor: this rank's `own_ranges` of the last dimension, one after another.
+        segments: the full sizes of the segments of which the last dimension consists.
         group: the ranks.
     """
-    gathered: Tensor = _Gather.apply(tensor, size, group)  # type: ignore[no-untyped-call]
+    if _are_rows(segments):
+        return gather_features(_unflattened(tensor, len(segments)), segments[:1], group).flatten(-2)
+    gathered: Tensor = _Gather.apply(tensor, segments, group)  # type: ignore[no-untyped-call]
     return gathered
 
 
-def split_features(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's part of the last dimension of `tensor`, which is equal on all ranks.
+def split_features(tensor: Tensor, segments: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's `own_ranges` of the last dimension of `tensor`, which is equal on all ranks.
 
     *Collective* in the backward pass.
     """
-    split: Tensor = _Split.apply(tensor, group)  # type: ignore[no-untyped-call]
+    if _are_rows(segments):
+        return split_features(_unflattened(tensor, len(segments)), segments[:1], group).flatten(-2)
+    split: Tensor = _Split.apply(tensor, segments, group)  # type: ignore[no-untyped-call]
     return split
 
 
@@ -100,10 +105,33 @@ def own_range(size: int, group: dist.ProcessGroup) -> slice:
     return range_of(dist.get_rank(group), size, dist.get_world_size(group))
 
 
+def own_ranges(segments: Iterable[int], group: dist.ProcessGroup) -> list[slice]:
+    """Return the indices that belong to this rank in a dimension of several segments, one slice for each segment."""
+    return _ranges_of(dist.get_rank(group), segments, dist.get_world_size(group))
+
+
 def range_of(rank: int, size: int, num_ranks: int) -> slice:
     """Return the indices, among `size`, that belong to `rank` of `num_ranks`. The last ranks may have fewer or none."""
     length = -(-size // num_ranks)
     return slice(min(rank * length, size), min((rank + 1) * length, size))
+
+
+def _ranges_of(rank: int, segments: Iterable[int], num_ranks: int) -> list[slice]:
+    start, found = 0, []
+    for size in segments:
+        own = range_of(rank, size, num_ranks)
+        found.append(slice(start + own.start, start + own.stop))
+        start += size
+    return found
+
+
+def _are_rows(segments: tuple[int, ...]) -> bool:
+    """Return whether all segments are alike. They are often many: each row of logits that are viewed as one row."""
+    return len(segments) > 1 and len(set(segments)) == 1
+
+
+def _unflattened(tensor: Tensor, num_rows: int) -> Tensor:
+    return tensor.reshape(*tensor.shape[:-1], num_rows, tensor.shape[-1] // num_rows)
 
 
 def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -112,15 +140,17 @@ def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return summed
 
 
-def _gathered(tensor: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+def _gathered(tensor: Tensor, segments: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
     num_ranks = dist.get_world_size(group)
-    length = -(-size // num_ranks)
-    padded = torch.nn.functional.pad(tensor, (0, length - tensor.shape[-1])).contiguous()
+    ranges = [_ranges_of(rank, segments, num_ranks) for rank in range(num_ranks)]
+    lengths = [[each.stop - each.start for each in own] for own in ranges]
+    longest = sum(lengths[0])
+    padded = torch.nn.functional.pad(tensor, (0, longest - tensor.shape[-1])).contiguous()
     parts = padded.new_empty(num_ranks, *padded.shape)
     all_gather_single(parts.view(-1), padded.view(-1), group=group)
-    lengths = [rows.stop - rows.start for rows in (range_of(rank, size, num_ranks) for rank in range(num_ranks))]
+    pieces = [part.split([*own, longest - sum(own)], dim=-1) for part, own in zip(parts, lengths, strict=True)]
     # A new tensor, not a view: autograd refuses to change views that a Function returns in place, as by ReLU(inplace).
-    return torch.cat([part[..., :length] for part, length in zip(parts, lengths, strict=True)], dim=-1)
+    return torch.cat([of_rank[number] for number in range(len(segments)) for of_rank in pieces], dim=-1)
 
 
 def own_rows_of_segments(rows: Tensor, segments: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
@@ -166,12 +196,8 @@ def _plan(segments: tuple[int, ...], rank: int, num_ranks: int) -> tuple[Tensor,
 
 
 def _rows_of(rank: int, segments: tuple[int, ...], num_ranks: int) -> Tensor:
-    start, found = 0, []
-    for size in segments:
-        own = range_of(rank, size, num_ranks)
-        found.append(torch.arange(start + own.start, start + own.stop, device="cpu"))
-        start += size
-    return torch.cat(found)
+    ranges = _ranges_of(rank, segments, num_ranks)
+    return torch.cat([torch.arange(each.start, each.stop, device="cpu") for each in ranges])
 
 
 def _exchanged(rows: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -30,8 +30,8 @@ def split_cross_entropy(
     with in float32.
 
     Args:
-        logits: a `SplitTensor` of shape `[V]` or `[N, V]`.
-        target: class indices of dtype int64 and shape `[]` or `[N]`, equal on all ranks.
+        logits: a `SplitTensor` of shape `[V]` or `[N, V, ...]`.
+        target: class indices of dtype int64 and shape `[]` or `[N, ...]`, equal on all ranks.
         weight: has to be `None`.
         size_average: has to be `None`.
         ignore_index: as in torch.
@@ -42,19 +42,19 @@ def split_cross_entropy(
     Raises:
         IndexError: a target is not a class. On CUDA, the kernel's assertion fails instead.
     """
+    classes = min(1, logits.ndim - 1)
     is_split = (
         (weight, size_average, reduce) == (None, None, None)
         and reduction in ("mean", "sum", "none")
         and 0.0 <= label_smoothing <= 1.0
-        and logits.parts == Layout(logits.ndim - 1, (logits.shape[-1],))
-        and logits.ndim in (1, 2)
+        and logits.parts == Layout(classes, (logits.shape[classes],))
         and type(target) is Tensor
         and (target.dtype, target.device) == (torch.int64, logits.device)
-        and target.shape == logits.shape[:-1]
+        and target.shape == logits.shape[:classes] + logits.shape[classes + 1 :]
     )
     if not is_split:  # torch computes it, or raises its own error
         return NotImplemented
-    local, size, group = logits.local, logits.parts.size, logits.group
+    local, size, group = logits.local.movedim(classes, -1), logits.parts.size, logits.group
     wide = local.to(torch.promote_types(local.dtype, torch.float32)).reshape(-1, local.shape[-1])
     rows = own_range(size, group)
     flat = target.reshape(-1)
@@ -62,12 +62,13 @@ def split_cross_entropy(
     is_own, positions = _positions(flat, counted, rows, size)
     highest = wide.detach().amax(1)
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-    at_target = wide.gather(1, positions[:, None])[:, 0].masked_fill(~is_own, 0.0)
-    sums = [(wide - highest[:, None]).exp_().sum(1), at_target]
-    if label_smoothing > 0:
-        sums.append(wide.sum(1))
+    # Less the highest logit, as torch computes: the loss is often much smaller than the logits.
+    at_target = (wide.gather(1, positions[:, None])[:, 0] - highest).masked_fill(~is_own, 0.0)
+    shifted = wide - highest[:, None]
+    totals = [shifted.sum(1)] if label_smoothing > 0 else []
+    sums = [shifted.exp_().sum(1), at_target, *totals]
     exponentials, logit, *all_logits = sum_over_ranks(torch.stack(sums), group).unbind()
-    log_sum = exponentials.log() + highest
+    log_sum = exponentials.log()
     losses = log_sum - logit
     if label_smoothing > 0:
         losses = (1 - label_smoothing) * losses + label_smoothing * (log_sum - all_logits[0] / size)

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import Any, Protocol
 from weakref import ref
 
@@ -17,7 +18,6 @@ from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.engines.tensor.candidates import is_conv1d
 from lightning_paral.engines.tensor.collectives import (
     copy_to_ranks,
-    gather_features,
     own_range,
     own_rows_of_segments,
     split_features,
@@ -174,20 +174,20 @@ class ColwiseLayer(SplitLayer):
         self.num_features = _num_features(layer, 0)
         self.segments: tuple[int, ...] = (self.num_features,)
         """The segments of the output, of which each rank computes a part, as in `Layout`."""
-        self._cuts: set[int] = set()
+        self._learned: tuple[int, ...] = self.segments
 
     def learn(self, cuts: Iterable[int]) -> None:
         """Note that code cuts the output at these features, as into queries, keys and values.
 
-        From the next step on, each rank computes a part of each piece.
+        From the next step on, each rank computes a part of each piece, if the ranks divide it.
         """
-        self._cuts |= {*cuts}
+        segments = sizes_between({*accumulate(self._learned), *cuts}, self.num_features)
+        if Layout(0, segments).is_even(dist.get_world_size(self.group)):
+            self._learned = segments
 
     def begin_step(self) -> None:
         """Use the cuts that were learned: not within a step, since a backward pass may compute the layer again."""
-        segments = sizes_between(self._cuts, self.num_features)
-        if Layout(0, segments).is_even(dist.get_world_size(self.group)):
-            self.segments = segments
+        self.segments = self._learned
 
     def prepare(self, value: Tensor) -> Tensor:
         """Return the full input, whose gradients are summed over the ranks."""
@@ -202,8 +202,6 @@ class ColwiseLayer(SplitLayer):
 
     def finish(self, output: Tensor) -> Tensor:
         """Return the output, of which each rank has a part."""
-        if self.split.gathers_output:
-            return gather_features(output, self.num_features, self.group)
         if self.split.is_local:
             return output
         split = SplitTensor.of(output, Layout(output.ndim - 1, self.segments), self.group, self.run.streams)
@@ -233,7 +231,7 @@ class RowwiseLayer(SplitLayer):
         if isinstance(value, SplitTensor) and value.parts == Layout(value.ndim - 1, (self.num_inputs,)):
             value = value.local
         elif not self.split.is_local or isinstance(value, SplitTensor) or value.shape[-1] == self.num_inputs:
-            value = split_features(full(value), self.group)
+            value = split_features(full(value), (self.num_inputs,), self.group)
         self._bias = own_parameters(self.layer).get("bias")
         if self._bias is not None:
             self.hide("bias", torch.zeros_like(self._bias) if is_conv1d(self.layer) else None)
@@ -288,8 +286,7 @@ def own_rows_of_ids(ids: Tensor, rows: slice, num_embeddings: int) -> tuple[Tens
         num_embeddings: the number of rows of all ranks.
 
     Returns:
-        The indices among this rank's rows, of the shape of `ids`, or of shape `[0]` if this rank has no rows; and a
-        mask of the shape of `ids`.
+        The indices among this rank's rows, and a mask, both of the shape of `ids`.
 
     Raises:
         IndexError: an id is not a row. On CUDA, the kernel's assertion fails instead.
@@ -299,8 +296,6 @@ def own_rows_of_ids(ids: Tensor, rows: slice, num_embeddings: int) -> tuple[Tens
         wrong = int(ids[is_wrong][0])
         raise IndexError(f"index {wrong} is out of range for an embedding with {num_embeddings} rows")
     is_elsewhere = (ids < rows.start) | (ids >= rows.stop)
-    if rows.start == rows.stop:
-        return ids.new_empty(0), is_elsewhere
     local_ids = (ids - rows.start).masked_fill(is_elsewhere, 0)
     # An index out of range makes the kernel fail, without a wait for the device here.
     return local_ids.masked_fill(is_wrong, rows.stop - rows.start), is_elsewhere
@@ -312,13 +307,10 @@ def rows_of_ids(output: Tensor, is_elsewhere: Tensor, group: dist.ProcessGroup) 
     The result is exact: one rank contributes each row, and the others add zeros.
 
     Args:
-        output: what this rank has looked up, of shape `[*ids.shape, d]`, or `[0, d]` if it has no rows.
+        output: what this rank has looked up, of shape `[*ids.shape, d]`.
         is_elsewhere: the mask that `own_rows_of_ids` has returned.
         group: the ranks.
     """
-    if output.shape[:-1] != is_elsewhere.shape:
-        # Zeros that depend on the weight, so that it gets a gradient as on the other ranks.
-        output = output.sum(0).expand(*is_elsewhere.shape, output.shape[-1])
     return sum_over_ranks(output.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), group)
 
 

@@ -34,9 +34,6 @@ class Split:
     """`"local"`: a layer that is not split, inside of those that are, such as a norm of each head. Its gradients are
     summed over the ranks."""
 
-    gathers_output: bool = False
-    """For `"colwise"`: whether the output is gathered at once, for code that takes ordinary tensors only."""
-
     is_local: bool = False
     """For `"colwise"` and `"rowwise"`: whether the code between gets this rank's features as ordinary tensors, because
     transformers plans it so."""

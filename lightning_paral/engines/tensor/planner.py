@@ -5,7 +5,6 @@ from types import MappingProxyType
 
 from torch.nn import Module
 
-from lightning_paral.compat.torch.modules import is_compiled
 from lightning_paral.engines.tensor.candidates import Layer, Tie, find_ties, layers_of, refusals
 from lightning_paral.engines.tensor.plan import Split, TensorPlan, check_plan, styles_of
 from lightning_paral.engines.tensor.shapes import Chain, plain_chains
@@ -49,8 +48,6 @@ class _Planner:
         self.whole = refusals(module, self.layers)
         tied = {name: "its weight is shared" for tie in self.ties for name in tie.layers}
         self.library_chains = library_chains(module, self.library, self.layers, self.whole | tied)
-        # Compiled code takes ordinary tensors only.
-        self.gathers = any(is_compiled(part) for part in module.modules())
 
     # Automatic
 
@@ -65,7 +62,7 @@ class _Planner:
                 self._add_library_chain(chain)
         for chain in plain_chains(self.module, self.layers):
             if self._can_be_split(chain):
-                self.splits |= {name: Split(style="colwise", gathers_output=self.gathers) for name in chain.opening}
+                self.splits |= {name: Split(style="colwise") for name in chain.opening}
                 self.splits |= {name: Split(style="rowwise") for name in chain.closing}
         for name, layer in self.layers.items():
             if name in self.splits or name in self.whole:
@@ -124,13 +121,9 @@ class _Planner:
         return not kept
 
     def _add_library_chain(self, chain: Chain) -> None:
-        is_local = not self.gathers
-        for name in chain.opening:
-            self.splits[name] = Split(style="colwise", gathers_output=self.gathers, is_local=is_local)
-        for name in chain.closing:
-            self.splits[name] = Split(style="rowwise", is_local=is_local)
-        if is_local:
-            self.splits |= {name: Split(style="local") for name in chain.local}
+        self.splits |= {name: Split(style="colwise", is_local=True) for name in chain.opening}
+        self.splits |= {name: Split(style="rowwise", is_local=True) for name in chain.closing}
+        self.splits |= {name: Split(style="local") for name in chain.local}
 
     # By the user
 
@@ -138,7 +131,7 @@ class _Planner:
         styles = styles_of(self.module, plan, self.layers)
         for name, (style, pattern) in styles.items():
             self._check(name, style, pattern)
-            self.splits[name] = Split(style=style, gathers_output=self.gathers)  # type: ignore[arg-type]  # checked
+            self.splits[name] = Split(style=style)  # type: ignore[arg-type]  # checked
         for tie in self.ties:
             self._check_tie(tie)
         for chain in self.library_chains:

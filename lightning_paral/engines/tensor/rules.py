@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import accumulate, chain, product
 from typing import Any
 
 import torch
@@ -23,6 +23,10 @@ _LONGER = 7
 
 LayoutOf = Callable[[Tensor], Layout | None]
 """Returns the layout of a tensor; `None` for one that every rank has in full."""
+
+
+Cuts = frozenset[int]
+"""Places between features where code cuts them, as into queries, keys and values."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ _IN_PLACE = " ".join(f"{name}_" for name in (_UNARY + " " + _BINARY).split())
 _OTHERS = (
     "rsub where logaddexp polar matmul bmm einsum linear layer_norm rms_norm sum "
     "mean amax amin var std logsumexp prod norm transpose swapaxes swapdims movedim moveaxis permute unbind "
-    "select stack view_as_complex view_as_real repeat_interleave repeat"
+    "select stack t view_as_complex view_as_real repeat_interleave repeat"
 )
 ALIKE = named(f"{_UNARY} {_BINARY} {_IN_PLACE} {_OTHERS}") | named(
     " ".join(f"__{name}__" for name in _OPERATORS.split()), Tensor
@@ -79,16 +83,19 @@ OF_LAST = named("tril triu scaled_dot_product_attention")
 CONVERSIONS = named("to type type_as float half bfloat16 double contiguous clone cuda")
 RESHAPES = named("view reshape flatten unflatten squeeze unsqueeze view_as reshape_as")
 PIECES = named("chunk split __getitem__ narrow")
-VIEWS = RESHAPES | PIECES | named("transpose swapaxes swapdims movedim moveaxis permute unbind select expand")
-"""Functions whose result shares memory with their first argument."""
 _MAY_REPEAT = named("repeat_interleave")
+_ATTENTION = functional.scaled_dot_product_attention
+_MAX_WHOLE = 4
+"""Tensors that every rank has in full, of which parts are tried: each one doubles what there is to try."""
 _JOINS = named("cat concat concatenate")
 
 
 def find(
     function: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], layout_of: LayoutOf, ranks: int
-) -> Found | None:
+) -> Found | Cuts | None:
     """Return the `Found` of a call; `None` if the ranks cannot compute it on their parts.
+
+    If they could, were the dimension that is split cut into segments at certain places, return these.
 
     Args:
         function: the function of torch.
@@ -103,9 +110,14 @@ def find(
     if function in RESHAPES and first is not None and layout is not None:
         return _reshaped(function, args, kwargs, first, layout, ranks)
     if function in PIECES and first is not None and layout is not None:
-        return _in_pieces(function, args, kwargs, first, layout, ranks)
+        if len(tensors) > 1:
+            is_index = function is Tensor.__getitem__ and all(layout_of(each) is None for each in tensors[1:])
+            return _indexed(args[1], first, layout) if is_index else None
+        return _alike(function, args, kwargs, tensors, [layout], ranks) or _in_pieces(
+            function, args, kwargs, first, layout, ranks
+        )
     if function is Tensor.expand and first is not None and layout is not None:
-        return _expanded(args, first, layout)
+        return _expanded([*args[1:], *kwargs.values()], first, layout)
     layouts = [layout_of(each) for each in tensors]
     if function in ALONG:
         return _along(function, args, kwargs, tensors, layouts, ranks)
@@ -113,19 +125,6 @@ def find(
         places = [each.dim - tensor.ndim for tensor, each in zip(tensors, layouts, strict=True) if each is not None]
         return None if max(places) >= -2 else _alike(function, args, kwargs, tensors, layouts, ranks)
     return _alike(function, args, kwargs, tensors, layouts, ranks) if function in ALIKE else None
-
-
-def possible_cuts(size: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Iterable[int]]:
-    """Yield where a function may cut a dimension: in two or three, at given sizes, or around a slice."""
-    for count in (2, 3):
-        if size % count == 0:
-            yield range(size // count, size, size // count)
-    for value in (*args[1:], *kwargs.values()):
-        if isinstance(value, list | tuple) and all(isinstance(each, int) for each in value) and sum(value) == size:
-            yield [*accumulate(value)][:-1]
-        last = value[-1] if isinstance(value, tuple) and value else None
-        if isinstance(last, slice):
-            yield {*last.indices(size)[:2]}
 
 
 # Functions that treat a dimension alike
@@ -138,9 +137,12 @@ def _alike(
         return None
     split = [each for each in layouts if each is not None]
     given = split[0]
-    if any(each.segments != given.segments and (each.size == given.size or len(each.segments) > 1) for each in split):
+    if any(each.segments != given.segments for each in split) and not _are_grouped_heads(function, split, ranks):
         return None
-    shapes = _shapes_of(_result(function, args, kwargs))
+    if len(layouts) - len(split) > _MAX_WHOLE:
+        return None
+    result = _result(function, args, kwargs)
+    shapes = _shapes_of(result)
     choices = [
         (None, *(Layout(dim, given.segments) for dim, size in enumerate(tensor.shape) if size == given.size))
         for tensor, layout in zip(tensors, layouts, strict=True)
@@ -149,15 +151,30 @@ def _alike(
     for parts in product(*choices):
         chosen = iter(parts)
         longer = [layout or next(chosen) for layout in layouts]
+        if function is _ATTENTION and not _has_same_heads(args, kwargs, tensors, longer):
+            continue
         found = _shapes_of(_result(function, args, kwargs, longer))
         results = [_carried(before, after, given) for before, after in zip(shapes, found, strict=False)]
         known = [each for each in results if each is not None]
         if not known or len(known) != len(shapes) or len(known) != len(found):
             continue
-        if any(each.size != given.size for each in known) and (function not in _MAY_REPEAT or not given.is_even(ranks)):
+        repeats = function in _MAY_REPEAT and len(shapes[0]) == tensors[0].ndim and given.is_even(ranks)
+        if any(each.size != given.size for each in known) and not repeats:
             return None
-        return Found(tuple(known) if len(known) > 1 else known[0], parts)
+        return Found(known[0] if isinstance(result, Tensor) else tuple(known), parts)
     return None
+
+
+def _are_grouped_heads(function: Any, split: Sequence[Layout], ranks: int) -> bool:
+    """Return whether an attention has fewer heads of keys than of queries, and each rank those that belong together."""
+    return function is _ATTENTION and all(len(each.segments) == 1 and each.is_even(ranks) for each in split)
+
+
+def _has_same_heads(args: Any, kwargs: Any, tensors: Sequence[Tensor], layouts: Sequence[Layout | None]) -> bool:
+    """Return whether all of queries, keys and values are split at the same place: their sizes need not be equal."""
+    mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+    pairs = zip(tensors, layouts, strict=True)
+    return len({each and each.dim - tensor.ndim for tensor, each in pairs if tensor is not mask}) == 1
 
 
 def _carried(before: Sequence[int], after: Sequence[int], layout: Layout) -> Layout | None:
@@ -190,12 +207,19 @@ def _along(
 # Functions that change the shape
 
 
-def _reshaped(function: Any, args: Any, kwargs: Any, first: Tensor, layout: Layout, ranks: int) -> Found | None:
+def _reshaped(function: Any, args: Any, kwargs: Any, first: Tensor, layout: Layout, ranks: int) -> Found | Cuts | None:
+    if any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
+        return None  # a view of the same bytes
     result = _result(function, args, kwargs)
-    found = None
-    if isinstance(result, Tensor) and result.dtype == first.dtype:
-        found = reshaped(first.shape, result.shape, layout, ranks)
+    if not isinstance(result, Tensor):
+        return None
+    found = reshaped(first.shape, result.shape, layout, ranks)
     if found is None:
+        for count in (2, 3, 4):  # such as a view of queries, keys and values
+            size, rest = divmod(layout.size, count)
+            cut = Layout(layout.dim, (size,) * count)
+            if not rest and reshaped(first.shape, result.shape, cut, ranks) is not None:
+                return frozenset(range(size, layout.size, size))
         return None
     shape = list(result.shape)
     shape[found.dim] = -1
@@ -259,42 +283,41 @@ def _segments(runs: list[int], num_pieces: int, behind: int) -> tuple[int, ...] 
     return tuple(size // behind for size in runs[:count])
 
 
-def _expanded(args: Any, first: Tensor, layout: Layout) -> Found | None:
-    sizes = list(args[1]) if len(args) == 2 and isinstance(args[1], Sequence) else list(args[1:])
+def _expanded(given: list[Any], first: Tensor, layout: Layout) -> Found | None:
+    sizes = list(given[0]) if len(given) == 1 and isinstance(given[0], Sequence) else given
     dim = layout.dim + len(sizes) - first.ndim
-    if not all(isinstance(size, int) for size in sizes) or sizes[dim] not in (-1, layout.size):
+    if len(sizes) < first.ndim or not all(isinstance(size, int) for size in sizes):
+        return None
+    if sizes[dim] not in (-1, layout.size):
         return None
     sizes[dim] = -1
     return Found(layout.moved(dim), function=Tensor.expand, rest=(sizes,))
 
 
-def _in_pieces(function: Any, args: Any, kwargs: Any, first: Tensor, layout: Layout, ranks: int) -> Found | None:
-    """Find the pieces by the strides of views: only the dimension that is split has one that is not 0."""
-    if function is Tensor.__getitem__ and not _is_basic(args[1]):
-        return _indexed(args[1], first, layout)
-    strides = [int(dim == layout.dim) for dim in range(first.ndim)]
+def _in_pieces(function: Any, args: Any, kwargs: Any, first: Tensor, layout: Layout, ranks: int) -> Found | Cuts | None:
+    """Find where pieces of the dimension that is split begin and end: only this one has a stride that is not 0."""
+    strides = [2 * int(dim == layout.dim) for dim in range(first.ndim)]  # not 1, as of copies
     try:
         result = function(torch.empty_strided(first.shape, strides, device="meta"), *args[1:], **kwargs)
     except Exception:
         return None
     pieces = [result] if isinstance(result, Tensor) else list(result)
-    layouts, places = [], []
+    places = []
     for piece in pieces:
-        dims = [dim for dim, stride in enumerate(piece.stride()) if stride == 1]
-        if len(dims) != 1:
+        is_view = [*piece.stride()] == strides and _others(piece, layout.dim) == _others(first, layout.dim)
+        if not is_view or not piece.numel():
             return None
-        start, size = int(piece.storage_offset()), piece.shape[dims[0]]
-        segments = _whole_segments(layout, start, start + size)
-        if segments is None or (size != layout.size and not layout.is_even(ranks)):
-            return None
-        layouts.append(Layout(dims[0], segments))
-        places.append(slice(None) if size == layout.size else slice(start // ranks, (start + size) // ranks))
-    found = layouts[0] if isinstance(result, Tensor) else tuple(layouts)
-    if function is Tensor.__getitem__:
-        return Found(found, function=function, rest=(_with_item(args[1], first.ndim, layout.dim, places[0]),))
-    if _others(pieces[0], layout.dim) != _others(first, layout.dim):
-        return Found(found)  # of another dimension
-    return Found(found, function=_cut, rest=(layout.dim, places, isinstance(result, Tensor)))
+        start = int(piece.storage_offset()) // 2
+        places.append((start, start + piece.shape[layout.dim]))
+    ends = [0, *accumulate(layout.segments)]
+    cuts = frozenset(chain(*places)).difference(ends)
+    is_whole = places == [(0, layout.size)]
+    if cuts or not (is_whole or layout.is_even(ranks)):
+        return cuts or None
+    layouts = [Layout(layout.dim, layout.segments[ends.index(start) : ends.index(stop)]) for start, stop in places]
+    slices = [slice(None) if is_whole else slice(start // ranks, stop // ranks) for start, stop in places]
+    is_one = isinstance(result, Tensor)
+    return Found(layouts[0] if is_one else tuple(layouts), function=_cut, rest=(layout.dim, slices, is_one))
 
 
 def _others(tensor: Tensor, dim: int) -> list[int]:
@@ -306,38 +329,9 @@ def _cut(local: Tensor, dim: int, places: Sequence[slice], is_one: bool) -> Any:
     return pieces[0] if is_one else pieces
 
 
-def _whole_segments(layout: Layout, start: int, stop: int) -> tuple[int, ...] | None:
-    """Return the segments between two indices, if these are at their ends."""
-    ends = [0, *accumulate(layout.segments)]
-    if start >= stop or start not in ends or stop not in ends:
-        return None
-    return layout.segments[ends.index(start) : ends.index(stop)]
-
-
-def _items(index: Any) -> list[Any]:
-    return list(index) if isinstance(index, tuple) else [index]
-
-
-def _is_basic(index: Any) -> bool:
-    return all(
-        item is None or item is Ellipsis or (isinstance(item, int | slice) and not isinstance(item, bool))
-        for item in _items(index)
-    )
-
-
-def _with_item(index: Any, num_dims: int, dim: int, item: slice) -> tuple[Any, ...]:
-    """Return a basic index with another item for a dimension."""
-    items = _items(index)
-    given = sum(isinstance(each, int | slice) for each in items)
-    at = next((number for number, each in enumerate(items) if each is Ellipsis), len(items))
-    items[at : at + 1] = [slice(None)] * (num_dims - given)
-    position = [number for number, each in enumerate(items) if each is not None][dim]
-    return (*items[:position], item, *items[position + 1 :])
-
-
 def _indexed(index: Any, first: Tensor, layout: Layout) -> Found | None:
     """Index other dimensions than the last one by tensors, such as a mask of positions."""
-    items = _items(index)
+    items = list(index) if isinstance(index, tuple) else [index]
     if not all(isinstance(item, Tensor | slice) for item in items) or layout.dim != first.ndim - 1:
         return None
     masks = (torch.bool, torch.uint8)
@@ -361,7 +355,8 @@ def _result(function: Any, args: Any, kwargs: Any, longer: Iterable[Layout | Non
         shape, layout = list(tensor.shape), next(layouts, None)
         if layout is not None:
             shape[layout.dim] *= _LONGER
-        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+        # One dtype for all numbers: autocast, which may make dtypes equal, does not do so here.
+        return torch.empty(shape, dtype=torch.float32 if tensor.is_floating_point() else tensor.dtype, device="meta")
 
     args, kwargs = with_tensors((args, kwargs), empty)
     try:
@@ -377,7 +372,10 @@ def _shapes_of(result: Any) -> list[torch.Size]:
 
 
 def tensors_in(args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors among the arguments, and in tuples, lists and dicts of them, in order."""
+    """Return the tensors among the arguments, and in tuples, lists and dicts of them, in order.
+
+    Not in those of other classes, such as named tuples.
+    """
     found: list[Tensor] = []
     _collect(args, found)
     if kwargs:
@@ -389,9 +387,9 @@ def _collect(values: Any, found: list[Tensor]) -> None:
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
-        elif isinstance(value, tuple | list):
+        elif type(value) in (tuple, list):
             _collect(value, found)
-        elif isinstance(value, dict):
+        elif type(value) is dict:
             _collect(value.values(), found)
 
 
@@ -411,7 +409,7 @@ def with_tensors(value: Any, replace: Callable[[Tensor], Any]) -> Any:
 def signature(value: Any, layout_of: LayoutOf) -> Any:
     """Return what the shapes of a result depend on, as a key; it cannot be hashed if an argument cannot."""
     if isinstance(value, Tensor):
-        return tuple(value.shape), value.dtype, layout_of(value)
+        return tuple(value.shape), value.is_floating_point() or value.dtype, layout_of(value)
     if isinstance(value, tuple | list):
         return type(value), tuple([signature(each, layout_of) for each in value])
     if isinstance(value, dict):

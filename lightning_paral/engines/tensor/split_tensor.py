@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Self
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -15,14 +14,15 @@ from torch.utils.hooks import RemovableHandle
 from lightning_paral.compat.torch.autograd import GRAPH_ATTRIBUTES, DisableTorchFunctionSubclass, version_of
 from lightning_paral.compat.torch.tensors import schema_of, tree_leaves, tree_map_only, without_memory
 from lightning_paral.engines.tensor import rules
-from lightning_paral.engines.tensor.collectives import copy_to_ranks
+from lightning_paral.engines.tensor.collectives import copy_to_ranks, own_ranges
 from lightning_paral.engines.tensor.cross_entropy import split_cross_entropy
-from lightning_paral.engines.tensor.layout import Layout, gather_parts, own_parts, own_ranges, sizes_between
+from lightning_paral.engines.tensor.layout import Layout, gather_parts, own_parts
 from lightning_paral.engines.tensor.random_streams import SplitStreams
 from lightning_paral.errors import ConfigurationError
 
 _MAX_KNOWN = 10_000
-_known: dict[Any, rules.Found | None] = {}
+"""After that many, the oldest is forgotten."""
+_known: dict[Any, rules.Found | rules.Cuts | None] = {}
 """What `rules.find` has found, by the shapes of the arguments."""
 
 
@@ -54,8 +54,8 @@ class SplitTensor(Tensor):
     """The version of this rank's part that autograd has recorded for code outside of Python."""
     _full: tuple[Tensor, float] | None
     """The full tensor, and the version of this rank's part from which it was gathered."""
-    _copies: list[tuple[ref[Tensor], int]]
-    """The gathered copies and their versions, of this tensor and of those that share memory with it."""
+    _copies: list[tuple[Tensor, int]]
+    """The gathered copies of which code has views, and their versions; also of tensors that share memory with this."""
 
     @classmethod
     def of(cls, local: Tensor, parts: Layout, group: dist.ProcessGroup, streams: SplitStreams | None = None) -> Self:
@@ -91,7 +91,13 @@ class SplitTensor(Tensor):
 
     @property
     def local(self) -> Tensor:
-        """This rank's part."""
+        """This rank's part.
+
+        Raises:
+            ConfigurationError: a gathered copy has been changed in place.
+        """
+        if self._copies:
+            self.check_unchanged()
         with DisableTorchFunctionSubclass():
             node = self.grad_fn
         if node is not self._node:  # the result of an `autograd.Function`, whose forward has no graph
@@ -119,7 +125,6 @@ class SplitTensor(Tensor):
         with torch.inference_mode(False), torch.set_grad_enabled(needs_graph):
             full = gather_parts(local, self.parts, self.group)
         self._full = full, self.local_version()
-        self._copies.append((ref(full), version_of(full)))
         return full
 
     def local_version(self) -> float:
@@ -127,17 +132,16 @@ class SplitTensor(Tensor):
         # Tensors of inference mode do not count changes, and NaN is not equal to itself.
         return float("nan") if self._local.is_inference() else version_of(self._local)
 
-    def with_local(self, local: Tensor, layout: Layout | None = None, *, shares_memory: bool = False) -> Self:
+    def with_local(self, local: Tensor, layout: Layout | None = None) -> Self:
         """Return another tensor that is split over the same ranks.
 
         Args:
-            local: this rank's part of it.
+            local: this rank's part of it. If it shares memory with this one's, the full tensor would do so as well.
             layout: its layout; by default that of this tensor.
-            shares_memory: whether the full tensor would share memory with this one.
         """
         split = type(self).of(local, layout or self.parts, self.group, self.streams)
         split.learn = self.learn if split.parts.segments == self.parts.segments else None
-        if shares_memory:
+        if _memory_of(local) == _memory_of(self._local):
             split._copies = self._copies
         return split
 
@@ -147,13 +151,11 @@ class SplitTensor(Tensor):
 
     def check_unchanged(self) -> None:
         """Raise a `ConfigurationError` if a gathered copy has been changed in place."""
-        for copied, version in self._copies:
-            found = copied()
-            if found is not None and version_of(found) != version:
-                raise _in_place_error(
-                    "changed by an operation with inplace=True, or through a view such as x[..., 0]",
-                    "Use an operation that returns a new tensor, or copied = x + 0.",
-                )
+        if any(version_of(copied) != version for copied, version in self._copies):
+            raise _in_place_error(
+                "changed by an operation with inplace=True, or through a view such as x[..., 0]",
+                "Use an operation that returns a new tensor, or copied = x + 0.",
+            )
 
     def check_graph(self, func: Any) -> None:
         """Raise a `ConfigurationError` if `func`, which code outside of Python calls, would get an outdated graph."""
@@ -172,54 +174,40 @@ class SplitTensor(Tensor):
             return NotImplemented
         split = [each for each in tensors if isinstance(each, SplitTensor)]
         first = split[0]
-        is_of_first = args and args[0] is first and len(split) == 1
         if func is functional.cross_entropy:
+            is_of_first = args and args[0] is first and len(split) == 1
             return split_cross_entropy(*args, **kwargs) if is_of_first else NotImplemented
         if func in rules.CONVERSIONS:
-            return first._converted(func, args[1:], kwargs) if is_of_first else NotImplemented
+            return _converted(func, args, kwargs)
         is_random = rules.draws(func, args, kwargs)
         found = None if is_random and first.streams is None else first._find(func, args, kwargs, tensors)
         return NotImplemented if found is None else first._compute(found, func, args, kwargs, is_random)
 
-    def _converted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        local = func(self.local, *args, **kwargs)
-        if not isinstance(local, Tensor):
-            return local  # the name of the type
-        return self.with_local(local) if local.device == self.device else NotImplemented
-
     def _find(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> rules.Found | None:
         """Return what `rules.find` finds, now or for arguments of the same shapes."""
-        ranks, learns = dist.get_world_size(self.group), self.learn is not None
-        key = (func, ranks, learns, rules.signature(args, _layout_of), rules.signature(kwargs, _layout_of))
+        ranks = dist.get_world_size(self.group)
+        key = (func, ranks, rules.signature(args, _layout_of), rules.signature(kwargs, _layout_of))
         try:
-            if key in _known:
-                return _known[key]
+            is_known = key in _known
         except TypeError:  # an argument cannot be hashed
-            key = None  # type: ignore[assignment]
-        with DisableTorchFunctionSubclass(), torch.no_grad():
-            found = rules.find(func, args, kwargs, tensors, _layout_of, ranks)
-            if found is None and self._learns_cuts(func, args, kwargs, tensors, ranks):
-                return None
-        if key is not None and len(_known) < _MAX_KNOWN:
-            _known[key] = found
+            is_known, key = False, None  # type: ignore[assignment]
+        if is_known:
+            found = _known[key]
+        else:
+            with DisableTorchFunctionSubclass(), torch.no_grad():
+                found = rules.find(func, args, kwargs, tensors, _layout_of, ranks)
+            if key is not None:
+                if len(_known) >= _MAX_KNOWN:
+                    del _known[next(iter(_known))]
+                _known[key] = found
+        if isinstance(found, frozenset):
+            if self.learn is not None:
+                self.learn(found)
+            return None
         return found
 
-    def _learns_cuts(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], ranks: int) -> bool:
-        """Return whether a function could compute with the parts if the features were cut; tell it the layer."""
-        if self.learn is None:
-            return False
-        for cuts in rules.possible_cuts(self.parts.size, args, kwargs):
-            other = Layout(self.parts.dim, sizes_between(cuts, self.parts.size))
-
-            def layout_of(tensor: Tensor, other: Layout = other) -> Layout | None:
-                return other if tensor is self else _layout_of(tensor)
-
-            if other.is_even(ranks) and rules.find(func, args, kwargs, tensors, layout_of, ranks) is not None:
-                self.learn(cuts)
-                return True
-        return False
-
     def _compute(self, found: rules.Found, func: Any, args: Any, kwargs: Any, is_random: bool) -> Any:
+        version = self.local_version()
         if found.function is not None:
             result = found.function(args[0].local, *found.rest)
         else:
@@ -239,13 +227,14 @@ class SplitTensor(Tensor):
                     result = func(*own_args, **own_kwargs)
             else:
                 result = func(*own_args, **own_kwargs)
-        shares_memory = func in rules.VIEWS or rules.is_in_place(func)
+        if self._copies and self.local_version() > version:
+            raise _in_place_error(
+                "gathered for a view such as x[..., 0], which would not change",
+                "Use an operation that returns a new tensor.",
+            )
         if isinstance(found.result, Layout):
-            return self.with_local(result, found.result, shares_memory=shares_memory)
-        return tuple(
-            self.with_local(each, parts, shares_memory=shares_memory)
-            for each, parts in zip(result, found.result, strict=True)
-        )
+            return self.with_local(result, found.result)
+        return tuple(self.with_local(each, parts) for each, parts in zip(result, found.result, strict=True))
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
         """Call `hook` with the gradient, which is split too, and continue with the gradient that it returns."""
@@ -292,9 +281,9 @@ class SplitTensor(Tensor):
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         # Not collective: often one rank prints alone.
-        own = ", ".join(f"{each.start}:{each.stop}" for each in own_ranges(self.parts, self.group))
+        own = ", ".join(f"{each.start}:{each.stop}" for each in own_ranges(self.parts.segments, self.group))
         where = f"{own} of dimension {self.parts.dim} on this rank"
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, {where}={self.local!r})"
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, {where}={self._local!r})"
 
     @classmethod
     def __torch_function__(
@@ -306,15 +295,12 @@ class SplitTensor(Tensor):
                 return func(*args, **kwargs)
         tensors = rules.tensors_in(args, kwargs)
         used = [each for each in tensors if isinstance(each, SplitTensor)]
-        for each in used:
-            if each._copies:
-                each.check_unchanged()
         if func is torch.autograd.grad:
             return _gradients(*args, **kwargs)
         if func is Tensor.view_as and isinstance(args[0], SplitTensor) and args[1] is args[0]:
             # Also where an `autograd.Function` returns its input, as FSDP2's does at each unit.
             args[0].check_graph(func)
-            return args[0].with_local(args[0].local.view_as(args[0].local), shares_memory=True)
+            return args[0].with_local(args[0].local.view_as(args[0].local))
         if func in _OF_ALL and args and isinstance(args[0], SplitTensor):
             return _OF_ALL[func](func, *args, **kwargs)
         if any(isinstance(each, SplitTensor) for each in rules.tensors_in((kwargs.get("out"),), {})):
@@ -326,9 +312,14 @@ class SplitTensor(Tensor):
         if args and isinstance(args[0], SplitTensor):
             _check_not_written(func)
         args, kwargs = tree_map_only(SplitTensor, SplitTensor.full, (args, kwargs))
+        copies = [each._full[0] for each in used if each._full is not None]
+        versions = [version_of(each) for each in copies]
         result = func(*args, **kwargs)
-        for each in used:
-            each.check_unchanged()
+        shown = {_memory_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        for each, copied, version in zip(used, copies, versions, strict=True):
+            if _memory_of(copied) in shown or version_of(copied) != version:
+                each._copies.append((copied, version))
+                each.check_unchanged()
         return result
 
     @classmethod
@@ -377,6 +368,26 @@ class _Unwrap(torch.autograd.Function):
         return wrapped
 
 
+def _converted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return a tensor in another dtype, which the first or another argument gives."""
+    first = args[0]
+    own_args, own_kwargs = rules.with_tensors((args, kwargs), _local)
+    converted = func(*own_args, **own_kwargs)
+    if not isinstance(first, SplitTensor) or not isinstance(converted, Tensor):
+        return converted  # or the name of the type
+    if converted is own_args[0]:
+        return first
+    return first.with_local(converted) if converted.device == first.device else NotImplemented
+
+
+def _memory_of(tensor: Tensor) -> int | None:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.local if isinstance(tensor, SplitTensor) else tensor
+
+
 def _layout_of(tensor: Tensor) -> Layout | None:
     return tensor.parts if isinstance(tensor, SplitTensor) else None
 
@@ -416,7 +427,7 @@ def _gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: A
 
 def _detach(func: Any, split: SplitTensor, *args: Any) -> SplitTensor:
     """Compute `Tensor.detach`, or return `Tensor.data`."""
-    return split.with_local(split.local.detach(), shares_memory=True)
+    return split.with_local(split.local.detach())
 
 
 def _of_same_shape(func: Any, split: SplitTensor, *args: Any, **kwargs: Any) -> Any:
@@ -432,7 +443,7 @@ _METADATA = {
     *_getters(" ".join(GRAPH_ATTRIBUTES)),
     *_getters("shape dtype device ndim requires_grad is_leaf layout itemsize nbytes"),
     *_getters("is_cuda is_cpu is_meta is_mps is_xpu is_sparse is_sparse_csr is_quantized is_mkldnn is_nested"),
-    *rules.named("size dim ndimension numel nelement element_size stride storage_offset is_contiguous get_device"),
+    *rules.named("size dim ndimension numel nelement element_size stride storage_offset get_device"),
     *rules.named("is_floating_point is_complex is_signed is_inference is_conj is_neg __len__ __hash__ __dir__"),
 }
 """What is known without the values. Of strides, those of the gathered tensor."""
@@ -444,6 +455,7 @@ _OF_ALL: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(rules.named("detach"), _detach),
     **dict.fromkeys(_getters("data"), _detach),
     **dict.fromkeys(_OF_SHAPE, _of_same_shape),
+    Tensor.is_contiguous: lambda func, split, *args, **kwargs: split.local.is_contiguous(*args, **kwargs),
     Tensor.__iter__: lambda func, split: iter(split.unbind(0)),
     Tensor.mT.__get__: lambda func, split: split.transpose(-2, -1),  # type: ignore[attr-defined]
     Tensor.T.__get__: lambda func, split: split.permute(*reversed(range(split.ndim))),  # type: ignore[attr-defined]

@@ -32,9 +32,20 @@ class WritesInStep(SplitLayers):
         return super().training_step(batch, batch_idx)
 
 
-class UsesWeightDirectly(SplitLayers):
+class UsesWeightsDirectly(SplitLayers):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + nn.functional.linear(torch.tanh(self.first(x)), self.alone.weight)[:, :3]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        penalty = self.alone.weight.square().sum() + self.twice.weight.norm()
+        return super().training_step(batch, batch_idx) + 0.01 * penalty
+
+
+class ValidatesByRank(SplitLayers):
+    """Only the logged loss of an evaluation depends on the rank."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self._loss((batch[0] * (1.0 + 0.1 * dist.get_rank()), batch[1])))
 
 
 class IsSplitAlready(SplitLayers):
@@ -69,8 +80,9 @@ ALL = {"twice": "colwise", "alone": "rowwise"}
         (2, SplitLayers, {"tensor_parallel": 2, "plan": {"twice": "columns"}}, "colwise"),
         (2, SplitLayers, {"tensor_parallel": 2, "plan": {"first": "rowwise"}}, "do not divide its 5 input features"),
         (2, DependsOnTheRank, {"tensor_parallel": 2, "plan": ALL}, "Splitting the layers of DependsOnTheRank changes"),
+        (2, ValidatesByRank, {"tensor_parallel": 2, "plan": ALL}, "changes its validation_step"),
         (2, IsSplitAlready, {"tensor_parallel": 2, "plan": {"own": "colwise"}}, "own"),
-        (2, IsCompiled, {"tensor_parallel": 2, "sequence_parallel": True}, "compiled modules, such as blocks.1"),
+        (2, IsCompiled, {"tensor_parallel": 2}, "compiled modules, such as blocks.1"),
         (1, SplitLayers, {"sequence_parallel": True}, "but tensor_parallel=1"),
     ],
 )
@@ -84,8 +96,9 @@ def trained(world_size: int, module: type[LightningModule]) -> dict[str, Tensor]
     return fit_chain(strategy, world_size, module=module)[1].state_dict()
 
 
-@pytest.mark.parametrize(("world_size", "module"), [(2, WritesInStep), (4, WritesInStep), (2, UsesWeightDirectly)])
-def test_steps_use_and_change_split_weights_as_in_one_process(on_ranks, world_size: int, module: Any) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("module", [WritesInStep, UsesWeightsDirectly])
+def test_steps_use_split_weights_as_in_one_process(on_ranks, world_size: int, module: type[LightningModule]) -> None:
     expected = trained(1, module)
     for found in on_ranks(world_size, trained, world_size, module):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)

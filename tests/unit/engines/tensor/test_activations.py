@@ -1,7 +1,7 @@
 """Functions on activations of which each rank has some of the heads equal those on whole activations."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -9,8 +9,10 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from lightning_paral.engines.tensor import split_tensor
 from lightning_paral.engines.tensor.layout import Layout, own_parts
 from lightning_paral.engines.tensor.split_tensor import SplitTensor
+from lightning_paral.errors import ConfigurationError
 from tests.unit.engines.tensor.logits import OnRanks, Same, Square, counted
 
 BATCH, LENGTH, HEADS, SIZE = 2, 3, 4, 6
@@ -52,8 +54,29 @@ def changed_in_place(x: Tensor) -> Tensor:
     return x.relu_()
 
 
+def in_half(x: Tensor) -> Tensor:
+    """Queries and keys in another dtype than values, as by rotary embeddings under autocast."""
+    x = heads(x).bfloat16()
+    turned = x * values(LENGTH, SIZE).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = (x @ x.mT).softmax(-1, dtype=torch.float32)
+        return F.scaled_dot_product_attention(turned, turned, x) + scores @ x
+
+
+def grouped(x: Tensor) -> Tensor:
+    """Fewer heads of keys than of queries, of which each rank has some as well."""
+    keys = heads(x)
+    return F.scaled_dot_product_attention(keys.repeat_interleave(2, dim=1), keys, keys, enable_gqa=True)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
 BIAS, MASK = values(1, HEADS, LENGTH, SIZE, seed=1), values(LENGTH, SIZE, seed=2) > 0.5
 MATRIX = values(SIZE, 5, seed=4)
+KEYS = values(BATCH, HEADS, LENGTH, SIZE, seed=7)
 POSITIONS = values(1, HEADS, LENGTH, LENGTH, seed=5)
 
 ON_HEADS: dict[str, Callable[[Any], Any]] = {
@@ -85,6 +108,14 @@ ON_HEADS: dict[str, Callable[[Any], Any]] = {
     "attention": lambda x: F.scaled_dot_product_attention(heads(x), heads(x), heads(x), is_causal=True),
     "attention with mask": lambda x: F.scaled_dot_product_attention(heads(x), heads(x), heads(x), POSITIONS, scale=0.1),
     "triangle": lambda x: (heads(x) @ heads(x).mT).tril(),
+    "grouped heads": grouped,
+    "whole keys": lambda x: F.scaled_dot_product_attention(heads(x), KEYS, KEYS, enable_gqa=True),
+    "dtypes": in_half,
+    "dtype of another": lambda x: (x.float().type_as(x) * 2).to(x[:, :1]) + BIAS.new_ones(()).to(x),
+    "new dimension at the end": lambda x: x[..., None] * values(5),
+    "rows of a batch of one": lambda x: torch.stack([row * 2 for row in x[:1]]),
+    "expand by name": lambda x: x[:, :1].expand(size=(BATCH, 7, WIDTH)),
+    "transposed": lambda x: x[0].t() * 2,
     "in place": changed_in_place,
     "in place, then own functions": lambda x: Square.apply(Same.apply(heads(x * 1.0).add_(BIAS).relu_())),
     "checkpoint": lambda x: torch.utils.checkpoint.checkpoint(lambda y: heads(y).exp(), x, use_reentrant=False),
@@ -109,6 +140,12 @@ NEEDS_ALL: dict[str, Callable[[Any], Any]] = {
     "attention of positions": lambda x: F.scaled_dot_product_attention(*[heads(x).transpose(1, 2)] * 3, is_causal=True),
     "triangle": lambda x: heads(x).transpose(1, 2).tril(),
     "repeat": lambda x: heads(x).repeat(1, 2, 1, 1),
+    "repeat flat": lambda x: x.repeat_interleave(2),
+    "fewer keys": lambda x: F.scaled_dot_product_attention(heads(x), KEYS[:, :2], KEYS[:, :2], enable_gqa=True),
+    "rows": lambda x: x.flatten().mean(),
+    "merged heads": lambda x: heads(x).reshape(BATCH * HEADS, LENGTH, SIZE).softmax(0),
+    "many": lambda x: torch.stack([x, *[values(*x.shape, seed=seed) for seed in range(12)]]),
+    "some features": lambda x: x[..., [0, 1, 2]] if x.ndim > 3 else x[0, 0][[0, 1, 2]],
 }
 
 
@@ -146,6 +183,67 @@ def compare_gathered() -> None:
         assert len(compare(function, Layout(2, (WIDTH,)), (BATCH, LENGTH, WIDTH))) == 1, name
     for name, function in ON_SEGMENTS.items():  # consecutive features are not the heads of three tensors
         assert compare(function, Layout(2, (3 * WIDTH,)), (BATCH, LENGTH, 3 * WIDTH)), name
+
+
+def compare_gathered_twice() -> None:
+    shape = (WIDTH, WIDTH)
+    for function in (lambda x: torch.cat(Pair(x, x * 2), dim=-1), lambda x: x[(x[0] * 0).to(torch.long)]):
+        assert len(compare(function, Layout(1, (WIDTH,)), shape)) == 2
+
+
+def zero_view_before(use: Callable[[SplitTensor], Any]) -> Callable[[SplitTensor], Any]:
+    def write(x: SplitTensor) -> Any:
+        x[..., :5].zero_()
+        return use(x)
+
+    return write
+
+
+CHANGED: dict[str, Callable[[SplitTensor], Any]] = {
+    "before a layer": zero_view_before(lambda x: x.local),
+    "of the same": lambda x: (x.contiguous()[..., :5].zero_(), x * 2),
+    "of the result in place": lambda x: (F.relu(x, inplace=True)[..., :5].zero_(), x * 2),
+    "of a view": lambda x: (heads(x)[:, 1].zero_(), x * 2),
+    "after a view": lambda x: (x[..., :5], x.add_(1.0)),
+}
+
+
+def errors_of_changes() -> None:
+    for name, function in CHANGED.items():
+        x = pair((BATCH, LENGTH, WIDTH), Layout(2, (WIDTH,)))[2].detach()
+        with pytest.raises(ConfigurationError, match="cannot be changed in place"):
+            [function(x), pytest.fail(name)]
+
+
+def learned() -> list[list[int]]:
+    found: list[list[int]] = []
+    for function in (
+        lambda x: x.chunk(6, dim=-1),
+        lambda x: x.split([8, 16], dim=-1),
+        lambda x: x.view(BATCH, LENGTH, 3, 2, -1),
+        lambda x: x[..., 8:],
+    ):
+        x = pair((BATCH, LENGTH, WIDTH), Layout(2, (WIDTH,)))[2].detach()
+        x.learn = lambda cuts: found.append(sorted(cuts))
+        function(x)
+    return found
+
+
+def test_layers_learn_where_code_cuts_their_features(on_ranks: OnRanks) -> None:
+    assert on_ranks(2, learned) == [[[4, 8, 12, 16, 20], [8], [8, 16], [8]]] * 2
+
+
+def forgets() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(split_tensor, "_MAX_KNOWN", 1)
+        x = pair((BATCH, LENGTH, WIDTH), Layout(2, (WIDTH,)))[2]
+        x.exp(), x.tanh()
+    assert Tensor.tanh in {key[0] for key in split_tensor._known}
+
+
+@pytest.mark.parametrize("run", [forgets, errors_of_changes, compare_gathered_twice])
+def test_on_two_ranks(on_ranks: OnRanks, run: Any) -> None:
+    on_ranks(2, run)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -53,13 +53,15 @@ def compare_more_losses() -> None:
         probabilities = torch.softmax(pair((4, size), seed=1)[0].detach(), -1)
         values = torch.randn(5, size, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) * 1000
         values[:, 0] = -torch.inf
+        large = 1e4 + torch.tensor([[12.0, *range(size - 1)]])  # of which the loss is a small part
         for logits, target, change, options in (
             (pair((6, size)), targets(size, (6,)), Tensor.clone, {"ignore_index": IGNORED}),
             (pair((size,)), targets(size, ()), Tensor.clone, {}),
             (pair((size,)), targets(size, ()), Tensor.clone, {"reduction": "none"}),
             (pair((0, size)), targets(size, (0,)), Tensor.clone, {}),
             (pair((4, size)), probabilities, Tensor.clone, {}),  # gathered
-            (pair((2, 3, size)), targets(size, (2, 3)), lambda x: x.transpose(1, 2), {}),  # gathered
+            (pair((2, 3, size)), targets(size, (2, 3)), lambda x: x.transpose(1, 2), {}),
+            (split(large), targets(1, (1,)), Tensor.clone, {"label_smoothing": 1e-6}),
             (split(values), targets(size, (5,)).clamp(min=1), Tensor.clone, {}),
         ):
             whole, local, found_in = logits

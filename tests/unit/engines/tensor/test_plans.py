@@ -72,13 +72,6 @@ def test_examples_gpt() -> None:
     assert plan.whole == {"position_embedding": "it has only 64 rows"}
 
 
-def test_compiled_code_gets_ordinary_tensors() -> None:
-    module = Classifier()
-    module.blocks[0].compile(backend="eager")
-
-    assert all(split.gathers_output for split in make_plan(module, 2).splits.values() if split.style == "colwise")
-
-
 @pytest.mark.parametrize(
     ("sizes", "chains"),
     [
