@@ -80,7 +80,7 @@ def error_of(module: Any, options: dict[str, Any]) -> str:
 
 def test_a_split_that_changes_the_step_is_refused(on_ranks) -> None:
     for message in on_ranks(4, error_of, DependsOnTheRank, {}):
-        assert "Splitting the layers of DependsOnTheRank changes its training step" in message
+        assert "Splitting the layers of DependsOnTheRank changes its training_step" in message
 
 
 @pytest.mark.parametrize(
