@@ -50,7 +50,7 @@ def attributes_without_engine(attributes: dict[str, Any], cls: type) -> dict[str
 
 
 def _is_engine_attribute(name: str) -> bool:
-    return is_fsdp_attribute(name) or is_zero_attribute(name) or name.startswith("applied_pre_backward")
+    return is_fsdp_attribute(name) or is_zero_attribute(name)
 
 
 def _shadows(name: str, value: Any, cls: type) -> bool:

@@ -23,6 +23,8 @@ NAMES: Names = {
         "_wait_for_offload_copies": "read gradients in host memory only after they have been copied there",
     },
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": {
+        ".clip_grad": "clip gradients by the norm that Lightning passes for each step",
+        ".loss_scaler": "scale losses as torch.amp.GradScaler does",
         "_get_norm_groups": "read the norm of gradients before the step that clips them",
     },
 }

@@ -20,6 +20,7 @@ NAMES: Names = {
         ".fp16_partitioned_groups_flat": "let fp32 masters share the memory of fp32 weights",
         ".fp16_groups": "read and write this rank's fp32 weights and their states",
         ".fp32_partitioned_groups_flat": "read and write this rank's fp32 weights and their states",
+        "get_param_id(param)": "read and write this rank's fp32 weights and their states",
         ".grad_position": "read and write this rank's fp32 weights and their states",
         "_reassign_or_swap_out_partitioned_parameters": "make forward use weights that have been written",
         "_swappable_optimizer_subgroup(sub_group_id)": "hold a sub-group in memory while it is read",
@@ -29,6 +30,10 @@ NAMES: Names = {
     },
     "deepspeed.utils.mixed_precision_linkage.link_hp_params": {
         "._hp_mapping": "know which flat range of a parameter this rank updates, and where its master is",
+    },
+    "deepspeed.utils.tensor_fragment.tensor_fragment": {
+        ".lp_fragment_address": "know which flat range of a parameter this rank updates, and where its master is",
+        ".hp_fragment_address": "know which flat range of a parameter this rank updates, and where its master is",
     },
 }
 

@@ -25,12 +25,9 @@ NAMES: Names = {
     },
     "deepspeed.utils.groups": {
         "_WORLD_GROUP": "destroy the process group that a run has left behind",
-        "_ZERO_PARAM_INTRA_PARALLEL_GROUP": "destroy the process group that a run has left behind",
-        "_ALL_TO_ALL_GROUP": "destroy the process group that a run has left behind",
         "_release_process_group_references(group)": "make DeepSpeed forget its destroyed process groups",
     },
     "deepspeed.ops.op_builder.builder.OpBuilder": {
-        "jit_load(verbose)": "compile an operator without importing it",
         "_loaded_ops": "let DeepSpeed find operators that have been compiled once",
     },
     "deepspeed.ops": {"__compatible_ops__": "keep DeepSpeed from compiling shared-memory collectives (deepspeed#7625)"},
@@ -82,13 +79,14 @@ def answering_rank() -> Iterator[None]:
 
 
 def release_groups() -> None:
-    """Destroy DeepSpeed's process groups that still exist, and make it forget all of them."""
+    """Destroy DeepSpeed's process group of all ranks, and make it forget all of them.
+
+    Those of ZeRO++ stay until the default group is destroyed.
+    """
     from deepspeed.utils import groups
 
-    made = (groups._WORLD_GROUP, groups._ZERO_PARAM_INTRA_PARALLEL_GROUP, *groups._ALL_TO_ALL_GROUP.values())
-    for group in made:
-        if is_alive(group):  # otherwise it was destroyed with an earlier default group
-            dist.destroy_process_group(group)
+    if is_alive(groups._WORLD_GROUP):  # otherwise it was destroyed with an earlier default group
+        dist.destroy_process_group(groups._WORLD_GROUP)
     groups._release_process_group_references()
 
 

@@ -20,10 +20,17 @@ NAMES: Names = {
         ".ds_numel": "know this rank's shard, its full shape, and whether it is gathered",
         ".ds_zero_partition_rank": "know this rank's shard, its full shape, and whether it is gathered",
         ".ds_persist": "know which parameters DeepSpeed keeps gathered between steps",
+        ".convert_to_zero_parameters": "shard one parameter after the other",
         ".partition": "detect when DeepSpeed gathers and releases parameters",
         ".is_external_param": "restore parameters as they were before the run",
-        ".nvme_swapper": "restore parameters as they were before the run",
+        ".nvme_swapper": "know whether a shard is in memory",
+        ".status": "know whether a shard is in memory",
         "param_id": "make all ranks number parameters equally after different earlier runs",
+    },
+    "deepspeed.runtime.zero.partition_parameters.ZeroParamStatus": {
+        "AVAILABLE": "know whether a parameter is gathered",
+        "NOT_AVAILABLE": "know whether a parameter is gathered",
+        "INFLIGHT": "know whether a parameter is gathered",
     },
     "deepspeed.runtime.swap_tensor.partitioned_param_swapper": {
         "PartitionedParamStatus": "know whether a shard is in memory",
@@ -40,8 +47,6 @@ NAMES: Names = {
         "FWD_MODULE_STACK": "know which module uses another's parameter; empty the list after a failure",
     },
     "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module": {
-        ".pre_bwd_fn": "remove it after a run: it would call or keep the destroyed engine",
-        ".post_bwd_fn": "remove it after a run: it would call or keep the destroyed engine",
         ".applied_pre_backward_ref_cnt": "remove it after a run: it would call or keep the destroyed engine",
         "._post_forward_module_hook": "let modules return objects of any type (deepspeed#7442)",
     },
@@ -50,23 +55,23 @@ NAMES: Names = {
     },
     "deepspeed.runtime.zero.partition_parameters._init_external_params": {
         "._external_params": "remove it after a run: it would call or keep the destroyed engine",
-        ".all_parameters": "remove it after a run: it would call or keep the destroyed engine",
     },
 }
 
 
-# Attributes that DeepSpeed sets on parameters that it shards at stage 3
+# Attributes that DeepSpeed sets at stage 3
 
-_UNPREFIXED = ("is_external_param", "nvme_swapper")
+_UNPREFIXED = ("is_external_param", "applied_pre_backward_ref_cnt", "_external_params", "_original_parameters")
+
+
+def is_zero_attribute(name: str) -> bool:
+    """Return whether `name` is an attribute that stage 3 sets on parameters that it shards, or on their modules."""
+    return name.startswith(("ds_", "_ds_")) or name in _UNPREFIXED
 
 
 def is_from_deepspeed(name: str, value: Any) -> bool:
-    """Return whether DeepSpeed, and not user code, has set attribute `name` of a sharded parameter to `value`."""
-    return (
-        name.startswith(("ds_", "_ds_"))
-        or name in _UNPREFIXED
-        or str(getattr(value, "__module__", "")).startswith("deepspeed")
-    )
+    """Return whether DeepSpeed, not user code, has set attribute `name` of a parameter or module to `value`."""
+    return is_zero_attribute(name) or str(getattr(value, "__module__", "")).startswith("deepspeed")
 
 
 # Files on NVMe that hold a rank's shards of stage-3 parameters
@@ -129,19 +134,7 @@ def forget_forwards() -> None:
     FWD_MODULE_STACK.clear()
 
 
-# Attributes that DeepSpeed sets on the modules of a stage-3 engine, and dictionaries that it replaces
-
-_ENGINE_ATTRIBUTES = ("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt")
-
-
-def is_engine_attribute(name: str) -> bool:
-    """Return whether `name` is an attribute of modules that belongs to the engine and calls it."""
-    return name in _ENGINE_ATTRIBUTES
-
-
-def is_zero_attribute(name: str) -> bool:
-    """Return whether `name` is an attribute that stage 3 sets on parameters that it shards, or on their modules."""
-    return name.startswith(("ds_", "_ds_", "_external_params", "_original_parameters", "all_parameters"))
+# Dictionaries of parameters, which it replaces
 
 
 def restore_container(module: Module, cls: type) -> None:

@@ -7,12 +7,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_paral.compat.deepspeed import stage3
-from lightning_paral.compat.deepspeed.stage3 import (
-    is_engine_attribute,
-    is_from_deepspeed,
-    is_zero_attribute,
-    restore_container,
-)
+from lightning_paral.compat.deepspeed.stage3 import is_from_deepspeed, restore_container
 from lightning_paral.compat.torch import modules
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.engines.zero.partition import (
@@ -58,7 +53,7 @@ class ModuleSnapshot:
                 for name in set(vars(parameter)) - (names if self.was_full else _users_attributes(parameter)):
                     delattr(parameter, name)
         for part, recorded in self._modules:
-            _restore_module(part, recorded, unpartition)
+            _restore_module(part, recorded)
 
 
 def _users_attributes(parameter: Any) -> set[str]:
@@ -84,14 +79,13 @@ def _attributes_and_hooks(part: Module) -> _Recorded:
     return set(vars(part)), hooks, type(own_parameters(part))
 
 
-def _restore_module(part: Module, recorded: _Recorded, unpartition: bool) -> None:
+def _restore_module(part: Module, recorded: _Recorded) -> None:
     names, hooks, container = recorded
     for name, recorded_keys in hooks.items():
         installed = modules.hooks_in(part, name)
         for key in set(installed) - recorded_keys:
             del installed[key]
     for name in set(vars(part)) - names:
-        if is_engine_attribute(name) or (unpartition and is_zero_attribute(name)):
+        if is_from_deepspeed(name, vars(part)[name]):
             delattr(part, name)
-    if unpartition:
-        restore_container(part, container)
+    restore_container(part, container)

@@ -105,15 +105,15 @@ def check_size(options: ZeROOptions, module: Module, threshold: int, num_shards:
         assert offload.path is not None
         # For the optimizer: parameters, gradients and two moments, all fp32. For parameters: one copy, at most fp32.
         check_free_space(offload.path, num_elements * (16 if option == "offload_optimizer" else 4))
-    buffers = options.on_nvme.get("offload_parameters")
+    buffered = options.on_nvme.get("offload_parameters")
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters() if parameter.numel() > threshold}
-    if buffers is None or not sizes:
+    if buffered is None or not sizes:
         return
     largest = max(sizes, key=sizes.__getitem__)
     needed = -(-sizes[largest] // num_shards)
-    if needed > buffers.buffer_numel:
+    if needed > buffered.buffer_numel:
         raise ConfigurationError(
-            f"offload_parameters=Offload('nvme', buffer_numel={buffers.buffer_numel}) is too small: a rank's shard of "
+            f"offload_parameters=Offload('nvme', buffer_numel={buffered.buffer_numel}) is too small: a rank's shard of "
             f"{largest} has {needed} elements. Set buffer_numel to at least that."
         )
 
