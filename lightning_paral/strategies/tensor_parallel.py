@@ -104,8 +104,9 @@ class TensorParallel:
                 engine.backward(_backward, loss, (), {})
             return loss
 
-        with engine.reducing():
-            self.check(args[0], step)
+        if self._awaits_check:
+            with engine.reducing():
+                self.check(args[0], step)
 
     def begin_step(self, batch: Any) -> None:
         """Prepare for a training step. *Collective* over the tensor ranks in the first one, or if there is dropout."""
