@@ -97,14 +97,14 @@ class TensorParallel:
                 with context():
                     return self._module.training_step(*args)
 
-            output = engine.training_step(run, (batch, *args[1:]), {})
-            loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
-            if loss is not None:
-                engine.backward(_backward, loss, (), {})
+            with engine.reducing():
+                output = engine.training_step(run, (batch, *args[1:]), {})
+                loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
+                if loss is not None:
+                    engine.backward(_backward, loss, (), {})
             return loss
 
-        with engine.reducing():
-            self.check_training_step(args[0], step)
+        self.check_training_step(args[0], step)
 
     def begin_step(self, batch: Any) -> None:
         """Prepare for a training step. *Collective* over the tensor ranks in the first one, or if there is dropout."""
