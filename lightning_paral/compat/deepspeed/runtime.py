@@ -20,7 +20,6 @@ NAMES: Names = {
     "deepspeed.comm.torch.TorchBackend": {
         "reduce": "override it with an implementation for gloo",
         "reduce_scatter_tensor": "override it with an implementation for gloo",
-        "all_reduce": "override it with an implementation for gloo",
         "all_gather_into_tensor": "override it with an implementation for gloo",
     },
     "deepspeed.utils.groups": {

@@ -13,7 +13,6 @@ from lightning.fabric.plugins import ClusterEnvironment
 from packaging.version import Version
 
 from lightning_paral.compat.deepspeed.runtime import (
-    current_backend,
     disable_shared_memory,
     forget_autocast,
     forget_modules,
@@ -154,8 +153,6 @@ def leave_deepspeed() -> None:
     """Reset the global variables of DeepSpeed: process groups and modules."""
     if "deepspeed" not in sys.modules:
         return
-    if hasattr(current_backend(), "abandon"):
-        current_backend().abandon()
     use_backend(None)
     release_groups()
     forget_forwards()
