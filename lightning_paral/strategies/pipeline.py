@@ -154,7 +154,7 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
         others = {part for each, of_stage in run.division.placed if of_stage != stage for part in each.modules()}
         trainer, per_node = module.trainer, self.num_processes
         self._tensor = TensorParallel(module, self._options, self.dims, shards.mesh, trainer, per_node, others)
-        shards.split, run.check_split = self._tensor.split, self._tensor.check_training_step
+        shards.split, run.check_split = self._tensor.split, self._tensor.check
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Create the optimizer and its schedulers. *Collective* over the world."""

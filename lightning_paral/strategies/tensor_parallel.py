@@ -1,7 +1,6 @@
 """Plan how the layers of a module are split over the tensor ranks, split them, and check the first step."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +26,8 @@ from lightning_paral.engines.tensor.split import TensorSplit
 from lightning_paral.engines.tensor.split_tensor import SplitTensor
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.host_memory_check import host_memory_shortage
+
+_STEPS = ("training", "validation", "test", "predict")
 
 
 class TensorParallel:
@@ -69,8 +70,10 @@ class TensorParallel:
         self._mesh = mesh[TENSOR]
         self._ranks_per_node = ranks_per_node
         self._awaits_batch = True
-        self._checks = options.check_plan
-        self._checked: set[str] = set() if module.automatic_optimization else {"training_step"}
+        self._checked = set() if options.check_plan else {f"{each}_step" for each in _STEPS}
+        if not module.automatic_optimization:
+            self._checked.add("training_step")
+        self._logged: list[Any] = []
         plan = make_plan(module, dims.tensor, options.plan)
         self._device = trainer.strategy.root_device
         rank_zero_info(_summary(plan, dims.tensor))
@@ -91,6 +94,8 @@ class TensorParallel:
             ConfigurationError: splitting the layers changes the loss or a gradient.
         """
         self.begin_step(args[0])
+        if "training_step" in self._checked:
+            return
 
         def step(batch: Any) -> Tensor | None:
             def run(*args: Any) -> Any:
@@ -104,7 +109,7 @@ class TensorParallel:
                     engine.backward(_backward, loss, (), {})
             return loss
 
-        self.check_training_step(args[0], step)
+        self.check(args[0], step)
 
     def begin_step(self, batch: Any) -> None:
         """Prepare for a training step. *Collective* over the tensor ranks in the first one, or if there is dropout."""
@@ -114,21 +119,6 @@ class TensorParallel:
             self._awaits_batch = False
         if self.split.may_draw:
             self.share_random_states()
-
-    def check_training_step(self, batch: Any, step: Step) -> None:
-        """Check in the first step that splitting the layers changes neither the loss nor a gradient. *Collective*.
-
-        Args:
-            batch: the batch of the step.
-            step: runs the step, and its backward pass, on other batches.
-
-        Raises:
-            ConfigurationError: it does.
-        """
-        if self._awaits_check("training_step", batch):
-            with self._without_log():
-                check_split(self._module, batch, step, self.split, self._averaged, "training_step")
-            self.split.begin_step()
 
     def before_evaluation(self, engine: FSDPRun, step: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Prepare for an evaluation step; check the first one of each kind. *Collective* over the world in this one.
@@ -141,36 +131,39 @@ class TensorParallel:
         Raises:
             ConfigurationError: splitting the layers changes what the step returns or logs.
         """
+
+        def run(batch: Any) -> Any:
+            self._logged.clear()
+            return gather_split((engine.evaluation_step(step, (batch, *args[1:]), {}), *self._logged))
+
         self.split.begin_step()
-        if self._awaits_check(step.__name__, args[0]):
-            with self._without_log() as logged:
+        self.check(args[0], run, step.__name__)
 
-                def run(batch: Any) -> Any:
-                    logged.clear()
-                    return gather_split((engine.evaluation_step(step, (batch, *args[1:]), {}), *logged))
+    def check(self, batch: Any, step: Step, what: str = "training_step") -> None:
+        """Check in the first step of a kind that splitting the layers changes no result and no gradient. *Collective*.
 
-                check_split(self._module, args[0], run, self.split, self._averaged, step.__name__)
-            self.split.begin_step()
+        Args:
+            batch: the batch of the step.
+            step: runs the step, and its backward pass, on other batches.
+            what: the name of the step.
 
-    def _awaits_check(self, step: str, batch: Any) -> bool:
-        """Return whether a step has to be checked now, which it will be; log if it cannot be. *Collective* if so."""
-        if not self._checks or step in self._checked:
-            return False
-        self._checked.add(step)
-        obstacle = f"{step} draws its batches itself" if isinstance(batch, Iterator) else self._shortage()
+        Raises:
+            ConfigurationError: it does.
+        """
+        if what in self._checked:
+            return
+        self._checked.add(what)
+        obstacle = f"{what} draws its batches itself" if isinstance(batch, Iterator) else self._shortage()
         if obstacle is not None:
             rank_zero_info(f"The plan of tensor parallelism is not checked: {obstacle}.")
-        return obstacle is None
-
-    @contextmanager
-    def _without_log(self) -> Iterator[list[Any]]:
-        """Let `self.log` only note values, in the list that is yielded."""
-        logged: list[Any] = []
-        vars(self._module)["log"] = lambda name, value, *_, **__: logged.append(value)
+            return
+        vars(self._module)["log"] = lambda name, value, *_, **__: self._logged.append(value)
         try:
-            yield logged
+            check_split(self._module, batch, step, self.split, self._averaged, what)
         finally:
             vars(self._module).pop("log", None)
+            self._logged.clear()
+        self.split.begin_step()
 
     def _shortage(self) -> str | None:
         """Return why a rank lacks memory for the whole module and its gradients, or `None`. *Collective*."""

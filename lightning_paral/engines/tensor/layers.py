@@ -24,7 +24,6 @@ from lightning_paral.engines.tensor.collectives import (
     sum_over_ranks,
 )
 from lightning_paral.engines.tensor.layout import Layout, sizes_between
-from lightning_paral.engines.tensor.plan import Split
 from lightning_paral.engines.tensor.random_streams import SplitStreams
 from lightning_paral.engines.tensor.split_tensor import SplitTensor
 from lightning_paral.errors import ConfigurationError
@@ -33,13 +32,13 @@ _ABSENT = object()
 """Stands for an attribute that an instance does not have."""
 
 
-def split_dims(layer: Module, split: Split) -> dict[str, int]:
+def split_dims(layer: Module, style: str | None) -> dict[str, int]:
     """Return the dimension in which each parameter of `layer` is split, by name. The others stay whole."""
+    if style is None:
+        return {}
     if isinstance(layer, Embedding):
         return {"weight": 0}
-    features = {"colwise": 0, "vocab": 0, "rowwise": 1}.get(split.style)
-    if features is None:
-        return {}
+    features = 1 if style == "rowwise" else 0
     dims = {"weight": 1 - features if is_conv1d(layer) else features}
     if features == 0 and own_parameters(layer).get("bias") is not None:
         dims["bias"] = 0
@@ -105,18 +104,15 @@ class SplitLayer(ABC):
 
     Args:
         layer: the layer.
-        split: how it is split.
+        style: how it is split.
         run: what the layers share.
-        number: the position of the layer among those that are split.
     """
 
-    def __init__(self, layer: Module, split: Split, run: TensorRun, number: int) -> None:
+    def __init__(self, layer: Module, style: str, run: TensorRun) -> None:
         self.layer = layer
-        self.split = split
         self.group = run.group
         self.run = run
-        self.number = number
-        self._dims = split_dims(layer, split)
+        self._dims = split_dims(layer, style)
         self._hidden: dict[str, Any] = {}
         layer.register_forward_pre_hook(self._before, with_kwargs=True)
         # First, so that the user's own hooks see the output of the whole layer.
@@ -191,9 +187,7 @@ class ColwiseLayer(SplitLayer):
 
     def prepare(self, value: Tensor) -> Tensor:
         """Return the full input, whose gradients are summed over the ranks."""
-        if self.split.is_local:
-            self.run.streams.enter(self.number)
-        elif len(self.segments) > 1:
+        if len(self.segments) > 1:
             self._exchange_rows()
         if is_conv1d(self.layer):
             rows = own_range(self.num_features, self.group)
@@ -202,8 +196,6 @@ class ColwiseLayer(SplitLayer):
 
     def finish(self, output: Tensor) -> Tensor:
         """Return the output, of which each rank has a part."""
-        if self.split.is_local:
-            return output
         split = SplitTensor.of(output, Layout(output.ndim - 1, self.segments), self.group, self.run.streams)
         split.learn = self.learn
         return split
@@ -226,11 +218,9 @@ class RowwiseLayer(SplitLayer):
 
     def prepare(self, value: Tensor) -> Tensor:
         """Return this rank's features of the input. The bias is added once, after the results are summed."""
-        if self.split.is_local:
-            self.run.streams.leave()
         if isinstance(value, SplitTensor) and value.parts == Layout(value.ndim - 1, (self.num_inputs,)):
             value = value.local
-        elif not self.split.is_local or isinstance(value, SplitTensor) or value.shape[-1] == self.num_inputs:
+        else:
             value = split_features(full(value), (self.num_inputs,), self.group)
         self._bias = own_parameters(self.layer).get("bias")
         if self._bias is not None:
@@ -327,26 +317,11 @@ def local_padding_idx(padding_idx: int | None, rows: slice) -> int | None:
     return index
 
 
-class LocalLayer(SplitLayer):
-    """A whole layer that computes with activations that are split, such as a norm of each head."""
-
-    def prepare(self, value: Tensor) -> Tensor:
-        """Return the input unchanged. Gradients of the parameters are summed over the ranks."""
-        for name, parameter in own_parameters(self.layer).items():
-            if parameter is not None:
-                self.hide(name, copy_to_ranks(parameter, self.group) if torch.is_grad_enabled() else parameter)
-        return value
-
-    def finish(self, output: Tensor) -> Tensor:
-        """Return the output unchanged."""
-        return output
-
-
-def layer_class(layer: Module, split: Split) -> Callable[..., SplitLayer]:
+def layer_class(layer: Module, style: str) -> Callable[..., SplitLayer]:
     """Return the class that computes `layer` as `split` says."""
     if isinstance(layer, Embedding):
         return EmbeddingLayer
-    return {"colwise": ColwiseLayer, "vocab": ColwiseLayer, "rowwise": RowwiseLayer, "local": LocalLayer}[split.style]
+    return RowwiseLayer if style == "rowwise" else ColwiseLayer
 
 
 def full(value: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from torch.nn import Module
 
@@ -12,39 +12,25 @@ from lightning_paral.engines.tensor.candidates import Layer
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.suggestions import did_you_mean, nearest_names
 
-Style = Literal["colwise", "rowwise", "vocab", "local"]
 STYLES: dict[str, str] = {
     "colwise": "split the output features of a linear layer",
     "rowwise": "split the input features of a linear layer",
     "vocab": "split the rows of an embedding, or the classes that a linear layer computes for a loss",
 }
-"""The styles that users can write, and what each does."""
+"""How a layer can be split.
 
-
-@dataclass(frozen=True, kw_only=True)
-class Split:
-    """How one layer is split.
-
-    Whatever the code around it does, the layer gives the results of the whole layer: a colwise layer returns a tensor
-    of which each rank has a part, which is gathered where a function needs all of it, and a rowwise layer divides an
-    input that is not split.
-    """
-
-    style: Style
-    """`"local"`: a layer that is not split, inside of those that are, such as a norm of each head. Its gradients are
-    summed over the ranks."""
-
-    is_local: bool = False
-    """For `"colwise"` and `"rowwise"`: whether the code between gets this rank's features as ordinary tensors, because
-    transformers plans it so."""
+Whatever the code around it does, the layer gives the results of the whole layer: a colwise layer returns a tensor of
+which each rank has a part, which is gathered where a function needs all of it, and a rowwise layer divides an input
+that is not split.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPlan:
     """The layers of a module that are split, and those that are not."""
 
-    splits: Mapping[str, Split]
-    """By the name of the layer in the module."""
+    splits: Mapping[str, str]
+    """The style by the name of the layer in the module."""
 
     whole: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """The reason by the name of each layer with parameters that stays whole on every rank."""

@@ -6,21 +6,20 @@ from types import MappingProxyType
 from torch.nn import Module
 
 from lightning_paral.engines.tensor.candidates import Layer, Tie, find_ties, layers_of, refusals
-from lightning_paral.engines.tensor.plan import Split, TensorPlan, check_plan, styles_of
+from lightning_paral.engines.tensor.plan import TensorPlan, check_plan, styles_of
 from lightning_paral.engines.tensor.shapes import Chain, plain_chains
-from lightning_paral.engines.tensor.transformers_plans import check_heads, library_chains, library_plan
 from lightning_paral.errors import ConfigurationError
 
 MIN_ROWS = 256
-"""Rows of an embedding, or classes. Smaller embeddings stay whole, unless transformers plans to split them."""
+"""Rows of an embedding, or classes. Smaller embeddings stay whole."""
 
 
 def make_plan(module: Module, num_ranks: int, plan: str | Mapping[str, str] = "auto") -> TensorPlan:
     """Return how each layer of `module` is split.
 
-    With `"auto"`, the plans that models of transformers carry are followed; of other layers, those are split that have
-    the plain shapes of a feed-forward network or an attention, embeddings with at least `MIN_ROWS` rows, and linear
-    layers with as many outputs as an embedding has rows. All others stay whole.
+    With `"auto"`, those layers are split that have the plain shapes of a feed-forward network or an attention,
+    embeddings with at least `MIN_ROWS` rows, and linear layers with as many outputs as an embedding has rows. All
+    others stay whole.
 
     Args:
         module: the module of the run.
@@ -28,8 +27,7 @@ def make_plan(module: Module, num_ranks: int, plan: str | Mapping[str, str] = "a
         plan: `"auto"`, or the style of each layer by patterns on names, as in `fnmatch`.
 
     Raises:
-        ConfigurationError: the plan names something that cannot be split, or `num_ranks` does not divide the heads of
-            an attention that transformers plans to split.
+        ConfigurationError: the plan names something that cannot be split.
     """
     if num_ranks < 1:
         raise ConfigurationError(f"tensor_parallel={num_ranks} has to be at least 1, a number of ranks.")
@@ -43,11 +41,8 @@ class _Planner:
         self.module, self.num_ranks = module, num_ranks
         self.layers = layers_of(module)
         self.ties = find_ties(module, self.layers)
-        self.library = library_plan(module)
-        self.splits: dict[str, Split] = {}
+        self.splits: dict[str, str] = {}
         self.whole = refusals(module, self.layers)
-        tied = {name: "its weight is shared" for tie in self.ties for name in tie.layers}
-        self.library_chains = library_chains(module, self.library, self.layers, self.whole | tied)
 
     # Automatic
 
@@ -56,33 +51,26 @@ class _Planner:
             if layer.kind == "embedding" and self._is_too_small(layer):
                 self.whole.setdefault(name, f"it has only {layer.num_outputs} rows")
         self._resolve_ties()
-        for chain in self.library_chains:
-            check_heads(self.module, chain, self.num_ranks)
-            if self._can_be_split(chain):
-                self._add_library_chain(chain)
         for chain in plain_chains(self.module, self.layers):
             if self._can_be_split(chain):
-                self.splits |= {name: Split(style="colwise") for name in chain.opening}
-                self.splits |= {name: Split(style="rowwise") for name in chain.closing}
+                self.splits |= dict.fromkeys(chain.opening, "colwise") | dict.fromkeys(chain.closing, "rowwise")
         for name, layer in self.layers.items():
             if name in self.splits or name in self.whole:
                 continue
             if layer.kind == "embedding" or self._is_head(name):
-                self.splits[name] = Split(style="vocab")
+                self.splits[name] = "vocab"
             else:
                 self.whole[name] = "it is in no feed-forward network or attention of a plain shape"
         return self._plan()
 
     def _is_too_small(self, layer: Layer) -> bool:
-        is_planned = layer.name in self.library.vocabulary
-        return self._leaves_a_rank_without(layer.num_outputs) or (not is_planned and layer.num_outputs < MIN_ROWS)
+        return self._leaves_a_rank_without(layer.num_outputs) or layer.num_outputs < MIN_ROWS
 
     def _is_head(self, name: str) -> bool:
         """Return whether a linear layer computes a number for each row of an embedding."""
         layer = self.layers[name]
         rows = {each.num_outputs for each in self.layers.values() if each.kind == "embedding"}
-        is_head = name in self.library.vocabulary or layer.num_outputs in rows
-        return is_head and not layer.is_transposed and not self._is_too_small(layer)
+        return layer.num_outputs in rows and not layer.is_transposed and not self._is_too_small(layer)
 
     def _resolve_ties(self) -> None:
         """Split the rows of a shared weight in all of its layers, or in none."""
@@ -90,7 +78,7 @@ class _Planner:
             reason = self._objection_to_tie(tie)
             for name in tie.layers:
                 if reason is None:
-                    self.splits[name] = Split(style="vocab")
+                    self.splits[name] = "vocab"
                 else:
                     self.whole.setdefault(name, reason)
                     self.splits.pop(name, None)
@@ -120,36 +108,19 @@ class _Planner:
                 self.whole.setdefault(name, f"{kept[0]} stays whole: {self.whole[kept[0]]}")
         return not kept
 
-    def _add_library_chain(self, chain: Chain) -> None:
-        self.splits |= {name: Split(style="colwise", is_local=True) for name in chain.opening}
-        self.splits |= {name: Split(style="rowwise", is_local=True) for name in chain.closing}
-        self.splits |= {name: Split(style="local") for name in chain.local}
-
     # By the user
 
     def as_user_says(self, plan: Mapping[str, str]) -> TensorPlan:
         styles = styles_of(self.module, plan, self.layers)
         for name, (style, pattern) in styles.items():
             self._check(name, style, pattern)
-            self.splits[name] = Split(style=style)  # type: ignore[arg-type]  # checked
+            self.splits[name] = style
         for tie in self.ties:
             self._check_tie(tie)
-        for chain in self.library_chains:
-            opens = all(name in styles and styles[name][0] == "colwise" for name in chain.opening)
-            closes = all(name in styles and styles[name][0] == "rowwise" for name in chain.closing)
-            if opens and closes and self._have_even_heads(chain):
-                self._add_library_chain(chain)
         for name in self.layers:
             if name not in self.splits:
                 self.whole.setdefault(name, "the plan does not name it")
         return self._plan()
-
-    def _have_even_heads(self, chain: Chain) -> bool:
-        try:
-            check_heads(self.module, chain, self.num_ranks)
-        except ConfigurationError:
-            return False
-        return True
 
     def _check(self, name: str, style: str, pattern: str) -> None:
         layer = self.layers[name]
@@ -176,7 +147,7 @@ class _Planner:
         named = [name for name in tie.layers if name in self.splits]
         if not named:
             return
-        is_same = len(named) == len(tie.layers) and all(self.splits[name].style == "vocab" for name in named)
+        is_same = len(named) == len(tie.layers) and all(self.splits[name] == "vocab" for name in named)
         if not (is_same and tie.allows_vocab(self.layers)):
             raise ConfigurationError(
                 f"plan: {named[0]} cannot be split as planned, because a parameter is shared by "

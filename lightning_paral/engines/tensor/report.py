@@ -9,7 +9,7 @@ from rich.text import Text
 from torch.nn import Module
 
 from lightning_paral.engines.tensor.layers import split_dims
-from lightning_paral.engines.tensor.plan import Split, TensorPlan, folded
+from lightning_paral.engines.tensor.plan import TensorPlan, folded
 from lightning_paral.quantities import format_bytes
 from lightning_paral.tables import make_console, make_table
 
@@ -53,13 +53,10 @@ def report_of(module: Module, num_ranks: int, plan: TensorPlan) -> TensorReport:
     seen: set[int] = set()
     groups: dict[tuple[Any, ...], list[tuple[str, int, int]]] = {}
     for name, part in parts.items():
-        split = plan.splits.get(name)
-        if (split is None and name not in plan.whole) or (split is not None and split.style == "local"):
+        if name not in plan.splits and name not in plan.whole:
             continue
-        before, after = _sizes(part, split, num_ranks, seen)
-        style = split.style if split is not None else "whole"
-        reason = plan.whole[name] if split is None else ""
-        key = (_kind_of(name), style, _folded_text(reason))
+        before, after = _sizes(part, plan.splits.get(name), num_ranks, seen)
+        key = (_kind_of(name), plan.splits.get(name, "whole"), _folded_text(plan.whole.get(name, "")))
         groups.setdefault(key, []).append((name, before, after))
     other = sum(
         parameter.numel() * parameter.element_size() for parameter in module.parameters() if id(parameter) not in seen
@@ -102,9 +99,9 @@ def _folded_text(text: str) -> str:
     return " ".join(folded(word) if "." in word.rstrip(".,:") else word for word in text.split(" "))
 
 
-def _sizes(part: Module, split: Split | None, num_ranks: int, seen: set[int]) -> tuple[int, int]:
+def _sizes(part: Module, style: str | None, num_ranks: int, seen: set[int]) -> tuple[int, int]:
     before = after = 0
-    dims = split_dims(part, split) if split is not None else {}
+    dims = split_dims(part, style)
     for name, parameter in part.named_parameters(recurse=False):
         if id(parameter) in seen:
             continue

@@ -17,8 +17,6 @@ class Chain:
     """Linear layers that split their output features."""
     closing: tuple[str, ...]
     """Linear layers that split their input features, which are made from the outputs of the opening ones."""
-    local: tuple[str, ...] = ()
-    """Modules in between that stay whole and compute with split activations."""
 
     @property
     def layers(self) -> tuple[str, ...]:

@@ -4,8 +4,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import Module, Parameter
@@ -13,10 +11,8 @@ from torch.nn import Module, Parameter
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.engines.tensor.collectives import own_range
 from lightning_paral.engines.tensor.layers import SharedCopies, SplitLayer, layer_class, split_dims
-from lightning_paral.engines.tensor.layout import Layout
 from lightning_paral.engines.tensor.plan import TensorPlan
 from lightning_paral.engines.tensor.random_streams import SplitStreams
-from lightning_paral.engines.tensor.split_tensor import SplitTensor
 from lightning_paral.errors import ConfigurationError
 
 
@@ -49,14 +45,13 @@ class TensorSplit:
         """Whether layers compute as if they were not split."""
         self._mesh = mesh
         self.group = mesh.get_group()
-        self._module = module
         self._split_by_parameter: dict[Parameter, Parameter] = {}
         layers = dict(module.named_modules())
-        self._layers = {layers[name]: split for name, split in plan.splits.items()}
+        self._layers = {layers[name]: style for name, style in plan.splits.items()}
         self._installed: list[SplitLayer] = []
         self.may_draw = any(_may_drop(part) for part in module.modules())
         """Whether steps may draw random numbers for activations."""
-        self.streams = SplitStreams(mesh.get_local_rank(), self._batch_number, self._draws)
+        self.streams = SplitStreams(mesh.get_local_rank())
         self.copies = SharedCopies(self.group)
 
     def install(self) -> None:
@@ -66,28 +61,16 @@ class TensorSplit:
             ConfigurationError: the activations of a layer are to be recomputed, which would happen without its hooks.
         """
         names = dict(zip(self._layers, self.plan.splits, strict=True))
-        for number, (layer, split) in enumerate(self._layers.items()):
+        for layer, style in self._layers.items():
             if "forward" in vars(layer):
                 raise ConfigurationError(
                     f"activation_checkpointing chooses {names[layer]}, a layer that is split over the tensor ranks. "
                     "Choose modules that contain such layers: ActivationCheckpointing(units=['Block'])."
                 )
-            self._installed.append(layer_class(layer, split)(layer, split, self, number))
-            if split.style == "rowwise" and split.is_local:
-                parent = self._module.get_submodule(names[layer].rpartition(".")[0])
-                parent.register_forward_hook(self._after_attention, prepend=True)
-
-    def _after_attention(self, attention: Module, args: Any, output: Any) -> Any:
-        """Show the weights that an attention returns beside its output, of this rank's heads, as those of all heads."""
-        weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
-        if self.is_paused or not isinstance(weights, Tensor) or weights.ndim != 4:
-            return output
-        parts = Layout(1, (weights.shape[1] * dist.get_world_size(self.group),))
-        return output[0], SplitTensor.of(weights, parts, self.group, self.streams), *output[2:]
+            self._installed.append(layer_class(layer, style)(layer, style, self))
 
     def begin_step(self) -> None:
-        """Prepare the layers for a step, which may follow one that failed."""
-        self.streams.leave()
+        """Prepare the layers for a step."""
         for layer in self._installed:
             layer.begin_step()
 
@@ -131,13 +114,6 @@ class TensorSplit:
             )
             self._split_by_parameter[parameter] = Parameter(full, parameter.requires_grad)
         return self._split_by_parameter[parameter]
-
-    def _batch_number(self) -> int:
-        number: int = self._module.trainer.fit_loop.total_batch_idx
-        return number
-
-    def _draws(self) -> bool:
-        return self.may_draw and bool(self._module.training)
 
 
 def _may_drop(module: Module) -> bool:

@@ -1,12 +1,10 @@
-"""Plans of models of transformers, some of which carry a plan of their own."""
+"""Models of transformers are split by the plain shapes of their layers."""
 
-from types import MappingProxyType
 from typing import Any
 
 import pytest
 import transformers
 
-from lightning_paral import ConfigurationError
 from lightning_paral.engines.tensor.planner import make_plan
 from tests.models.planned import Language
 from tests.unit.engines.tensor.test_plans import written
@@ -17,29 +15,9 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "vocab_size": 101,
+    "vocab_size": 301,
 }
-LLAMA = MappingProxyType(
-    {
-        "embed_tokens": "vocab",
-        "q_proj": "colwise*",
-        "k_proj": "colwise*",
-        "v_proj": "colwise*",
-        "o_proj": "rowwise*",
-        "gate_proj": "colwise*",
-        "up_proj": "colwise*",
-        "down_proj": "rowwise*",
-        "lm_head": "vocab",
-    }
-)
-
-
-def llama(**options: Any) -> Language:
-    return Language(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | options)))
-
-
-def qwen3(**options: Any) -> Language:
-    return Language(transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES | {"head_dim": 8} | options)))
+QWEN3 = transformers.Qwen3Config(**SIZES, head_dim=8)
 
 
 def last_names(styles: dict[str, str]) -> dict[str, str]:
@@ -50,40 +28,23 @@ def last_names(styles: dict[str, str]) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
-def test_llama_is_split_by_heads(is_tied: bool) -> None:
-    plan = make_plan(llama(tie_word_embeddings=is_tied), 2)
+@pytest.mark.parametrize("num_ranks", [2, 4])  # 4 ranks do not divide the heads of keys, which are gathered
+@pytest.mark.parametrize(
+    "model",
+    [
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)),
+        transformers.Qwen3ForCausalLM(QWEN3),
+    ],
+    ids=["llama", "tied llama", "qwen3"],
+)
+def test_attentions_feed_forward_networks_and_vocabulary_are_split(model: Any, num_ranks: int) -> None:
+    plan = make_plan(Language(model), num_ranks)
 
-    assert last_names(written(plan)) == LLAMA
-    assert plan.whole == {}
-
-
-def test_norms_of_heads_are_local() -> None:
-    assert last_names(written(make_plan(qwen3(), 2))) == {**LLAMA, "q_norm": "local", "k_norm": "local"}
-
-
-def test_hooks_see_all_heads() -> None:
-    model = llama()
-    model.model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: None)
-
-    styles = written(make_plan(model, 2))
-
-    assert [
-        name for name in ("q_proj", "o_proj") if styles[f"model.model.layers.0.self_attn.{name}"].endswith("*")
-    ] == []
-
-
-@pytest.mark.parametrize("num_ranks", [3, 4])
-def test_heads_that_cannot_be_divided_are_named(num_ranks: int) -> None:
-    with pytest.raises(ConfigurationError, match=r"num_attention_heads=4, num_key_value_heads=2\..* do: 1, 2"):
-        make_plan(llama(), num_ranks)
-
-
-def test_heads_that_cannot_be_divided_are_gathered_in_a_plan_of_the_user() -> None:
-    plan = {"*.[qkv]_proj": "colwise", "*.o_proj": "rowwise", "*.gate_proj": "colwise"}
-
-    assert last_names(written(make_plan(llama(), 2, plan))) == {
-        **{name: LLAMA[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")},
-        "gate_proj": "colwise",
+    assert last_names(written(plan)) == {
+        "embed_tokens": "vocab",
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "colwise"),
+        **dict.fromkeys(("o_proj", "down_proj"), "rowwise"),
+        "lm_head": "vocab",
     }
-    assert "*" not in "".join(written(make_plan(llama(), 4, plan)).values())
+    assert plan.whole == {}
