@@ -19,8 +19,6 @@ from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.model.units import Unit
 
 Call = Callable[..., Any]
-_UNUSED = "appears to not have been used in the graph"
-"""Of the error of `torch.autograd.grad` if gradients would pass through an earlier stage."""
 
 
 class StageDone(BaseException):
@@ -91,6 +89,16 @@ class UnitCalls:
         self._has_grad = torch.is_grad_enabled()
         try:
             yield
+        except Exception as error:
+            if isinstance(error, ParalError) or not 0 < self.next_unit < self._own.start:
+                raise
+            before, after, received = map(self._name, (self.next_unit - 1, self.next_unit, self._own.start - 1))
+            raise ConfigurationError(
+                f"The step failed between {before} and {after}: {type(error).__name__}: {error}. These units are on an "
+                f"earlier stage, so the code between them got NaN in the shape of what {received} returns, the only "
+                "output that this stage receives. If the step works in one process, move this code into a unit, or "
+                "choose units of which each is called with what the one before returns: units=[...]."
+            ) from error
         finally:
             self.next_unit = self._received = self._stand_in = None
 
@@ -105,25 +113,6 @@ class UnitCalls:
                 f"{step} ended without calling {self._name(self.next_unit)}. In a pipeline, every step must call each "
                 f"of the units {self._name(0)} ... {self._name(len(self._units) - 1)} once, in this order."
             )
-
-    def explain(self, step: str, error: Exception) -> str | None:
-        """Return why code that lacks what earlier stages have may have raised `error`, or `None`.
-
-        Call this inside `forward_pass`.
-        """
-        if isinstance(error, ParalError) or self.next_unit is None:
-            return None
-        if _UNUSED in str(error):
-            return THROUGH_STAGES
-        if not 0 < self.next_unit < self._own.start:
-            return None
-        before, after, received = map(self._name, (self.next_unit - 1, self.next_unit, self._own.start - 1))
-        return (
-            f"{step} failed between {before} and {after}: {type(error).__name__}: {error}. These units are on an "
-            f"earlier stage, so the code between them got NaN in the shape of what {received} returns, the only output "
-            "that this stage receives. If the step works in one process, move this code into a unit, or choose units "
-            "of which each is called with what the one before returns: units=[...]."
-        )
 
     def _call(self, number: int, run: Call, args: Any, kwargs: Any) -> Any:
         """Do what calling unit `number` does on this stage; `run` runs the unit."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate, pairwise
 
 from torch.distributed.tensor import DTensor
@@ -196,23 +197,17 @@ def balanced(costs: Sequence[float], num_parts: int) -> list[range]:
 
     Of several such divisions, return one whose first parts have as many elements as possible.
     """
-    total = [0.0]
-    for cost in costs:
-        total.append(total[-1] + cost)
-    # best[stop]: the largest sum of the best division of the first `stop` costs, and where its last part begins
-    best: list[tuple[float, int]] = [(total[stop], 0) for stop in range(len(costs) + 1)]
-    starts = [[start for _, start in best]]
-    for part in range(1, num_parts):
-        next_best = [(float("inf"), 0)] * (len(costs) + 1)
-        for stop in range(part + 1, len(costs) + 1):
-            candidates = ((max(best[start][0], total[stop] - total[start]), -start) for start in range(part, stop))
-            largest, start = min(candidates)
-            next_best[stop] = largest, -start
-        best = next_best
-        starts.append([start for _, start in best])
-    parts: list[range] = []
-    stop = len(costs)
-    for of_part in reversed(starts):
-        parts.insert(0, range(of_part[stop], stop))
-        stop = of_part[stop]
-    return parts
+    total = [0.0, *accumulate(costs)]
+
+    @cache
+    def best(stop: int, parts: int) -> tuple[float, int]:
+        """Return the largest sum of the best division of `costs[:stop]`, and minus the start of its last part."""
+        if parts == 1:
+            return total[stop], 0
+        starts = range(parts - 1, stop)
+        return min((max(best(start, parts - 1)[0], total[stop] - total[start]), -start) for start in starts)
+
+    stops = [len(costs)]
+    for parts in range(num_parts, 0, -1):
+        stops.insert(0, -best(stops[0], parts)[1])
+    return [range(start, stop) for start, stop in pairwise(stops)]

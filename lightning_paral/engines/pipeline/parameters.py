@@ -241,22 +241,24 @@ def share_buffers(division: Division, dims: ParallelDims, groups: PipelineGroups
         return
     root = division.units.root.module
     stage_of = {part: stage for module, stage in division.placed for part in module.modules()}
-    for stage, source in enumerate(dims.pipeline_ranks):
+    sent: set[tuple[str, str]] = set()
+    for stage, source in reversed(list(enumerate(dims.pipeline_ranks))):
         values: list[Any] = []
         if stage == dims.stage:
-            parts = [pair for pair in root.named_modules() if stage_of.get(pair[1], dims.pipeline - 1) == stage]
+            parts = [pair for pair in root.named_modules() if stage_of.get(pair[1], stage) == stage]
             values = [
                 (name, attribute, buffer.cpu(), attribute not in not_persistent(part))
                 for name, part in parts
                 for attribute, buffer in own_buffers(part).items()
-                if buffer is not None and not is_elsewhere(buffer)
+                if (name, attribute) not in sent and buffer is not None and not is_elsewhere(buffer)
             ]
         message = [values]
         dist.broadcast_object_list(message, source, group=groups.values)
+        sent.update((name, attribute) for name, attribute, *_ in message[0])
         for name, attribute, value, is_persistent in message[0] if stage != dims.stage else ():
             buffers = own_buffers(root.get_submodule(name))
             current = buffers.get(attribute)
-            if current is not None and current.shape == value.shape:
+            if current is not None and current.shape == value.shape and not is_elsewhere(current):
                 current.data.copy_(value)
             elif is_persistent:  # the stage has registered it, or replaced it with one of another shape, in a step
                 buffers[attribute] = value

@@ -311,11 +311,6 @@ class PipelineRun:
                 self._calls.check_complete(name)
             except StageDone as done:
                 return done.sent
-            except Exception as error:
-                message = self._calls.explain(name, error)
-                if message is None:
-                    raise
-                raise ConfigurationError(message) from error
         return output
 
     def _backward(self, result: Tensor, received: ReceivedTensors | None) -> None:
