@@ -167,7 +167,9 @@ class OnCPU(ParalZeROStrategy):
         assert self.lightning_module is not None
         self.saved = {name: self.full_parameter(p) for name, p in self.lightning_module.named_parameters()}
         self.exclude_frozen_parameters = False
-        with view_scalars_as_bytes():
+        users = self._engine._users
+        assert users is not None
+        with view_scalars_as_bytes(), users.flat():
             DeepSpeedStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 
 

@@ -28,9 +28,22 @@ ZERO = "paral_zero3"
 SEEN = [layout for layout in LAYOUTS if layout not in (ZERO, HYBRID)]
 
 
+class AllTrained(Chain):
+    """ZeRO refuses parameters that a backward pass gives no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never.requires_grad_(False)
+
+
 @pytest.fixture(scope="module")
 def resuming(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Resuming:
     return Resuming(Chain, LAYOUTS, rank_pool, tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture(scope="module")
+def resuming_all_trained(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Resuming:
+    return Resuming(AllTrained, LAYOUTS, rank_pool, tmp_path_factory.mktemp("saved_all_trained"))
 
 
 @pytest.mark.parametrize(
@@ -48,8 +61,11 @@ def resuming(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> R
         full=("2 stages", "paral_fsdp", SHARDED, ZERO),
     ),
 )
-def test_resumed_run_equals_the_uninterrupted_one(resuming: Resuming, target: str, sources: list[str]) -> None:
-    resuming.assert_resumed_equals_uninterrupted(target, sources)
+def test_resumed_run_equals_the_uninterrupted_one(
+    resuming: Resuming, resuming_all_trained: Resuming, target: str, sources: list[str]
+) -> None:
+    runs = resuming_all_trained if ZERO in (target, *sources) else resuming
+    runs.assert_resumed_equals_uninterrupted(target, sources)
 
 
 def test_checkpoint_is_the_one_of_one_process(resuming: Resuming) -> None:

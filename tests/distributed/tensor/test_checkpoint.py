@@ -11,8 +11,8 @@ from tests.models.split_layers import PLAN, SplitLayers
 
 FOUR_WAYS = {name: style for name, style in PLAN.items() if name != "out"}
 LAYOUTS: dict[str, Layout] = {
-    "one process": (1, ParalDDPStrategy),
-    "paral_ddp": (2, ParalDDPStrategy),
+    "one process": (1, partial(ParalDDPStrategy, find_unused_parameters=True)),
+    "paral_ddp": (2, partial(ParalDDPStrategy, find_unused_parameters=True)),
     "paral_fsdp": (4, partial(ParalFSDPStrategy, units=["Block"])),
     "paral_zero3": (2, partial(ParalZeROStrategy, stage=3)),
     "2 stages": (2, ParalPipelineStrategy),
@@ -40,7 +40,12 @@ class AllTrained(SplitLayers):
 
 @pytest.fixture(scope="module")
 def resuming(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Resuming:
-    return Resuming(AllTrained, LAYOUTS, rank_pool, tmp_path_factory.mktemp("saved"))
+    return Resuming(SplitLayers, LAYOUTS, rank_pool, tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture(scope="module")
+def resuming_all_trained(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Resuming:
+    return Resuming(AllTrained, LAYOUTS, rank_pool, tmp_path_factory.mktemp("saved_all_trained"))
 
 
 @pytest.mark.parametrize(
@@ -58,8 +63,11 @@ def resuming(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> R
         full=("2 tensor ranks", STAGES, "paral_fsdp", ZERO),
     ),
 )
-def test_resumed_run_equals_the_uninterrupted_one(resuming: Resuming, target: str, sources: list[str]) -> None:
-    resuming.assert_resumed_equals_uninterrupted(target, sources)
+def test_resumed_run_equals_the_uninterrupted_one(
+    resuming: Resuming, resuming_all_trained: Resuming, target: str, sources: list[str]
+) -> None:
+    runs = resuming_all_trained if ZERO in (target, *sources) else resuming
+    runs.assert_resumed_equals_uninterrupted(target, sources)
 
 
 def test_checkpoint_is_the_one_of_one_process(resuming: Resuming) -> None:
