@@ -1,4 +1,4 @@
-"""What the stages of a pipeline take from other rooms: shards of FSDP2, and operations that the planner counts."""
+"""What the stages of a pipeline take from another room: shards of FSDP2."""
 
 import torch
 from lightning.pytorch import LightningModule, Trainer

@@ -39,7 +39,7 @@ LAYERS = (
 MAY_READ_THE_WORLD = {
     "make the dimensions of a run": "strategies/base.py strategies/fsdp.py strategies/pipeline.py",
     "tells DeepSpeed about all ranks": "strategies/zero.py",
-    "plan or count for all ranks": "strategies/auto.py strategies/stages.py planning/plan.py planning/follow.py",
+    "plan or count for all ranks": "strategies/auto.py planning/plan.py planning/follow.py",
     "end ranks together": "strategies/run_watch.py",
     "tells whether the number of ranks has changed": "callbacks/auto_resume.py",
     "concern every rank, whatever it holds": "callbacks/monitor.py callbacks/preemption.py",

@@ -153,7 +153,7 @@ without_modes: Callable[[], Any] = _disable_current_modes
 
 # What a cross entropy divides by
 
-MEAN = 1
+_MEAN = 1
 """`reduction="mean"`, as a node of the graph has it."""
 _NUM_NODES = 32
 
@@ -169,8 +169,21 @@ def divisor_of(loss: Any) -> Any:
     """
     nodes: list[Any] = [loss.grad_fn]
     for node in nodes:
-        if getattr(node, "_saved_reduction", None) == MEAN and hasattr(node, "_saved_total_weight"):
+        if getattr(node, "_saved_reduction", None) == _MEAN and hasattr(node, "_saved_total_weight"):
             return node._saved_total_weight
         if len(nodes) < _NUM_NODES:
             nodes += [following for following, _ in getattr(node, "next_functions", ())]
     return None
+
+
+class LossMean(torch.autograd.Function):
+    """Divides a sum by a number of targets, which `divisor_of` finds as that of `nll_loss`."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, count: Tensor) -> Tensor:
+        ctx._saved_reduction, ctx._saved_total_weight = _MEAN, count
+        return total / count
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx._saved_total_weight, None

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_paral.compat.torch.tensors import MEAN
+from lightning_paral.compat.torch.tensors import LossMean
 from lightning_paral.engines.tensor.collectives import own_range, sum_over_ranks
 from lightning_paral.engines.tensor.layout import Layout
 
@@ -76,21 +76,8 @@ def split_cross_entropy(
     if reduction == "none":
         loss = losses.reshape(target.shape)
     else:
-        loss = _Mean.apply(losses.sum(), counted.sum()) if reduction == "mean" else losses.sum()  # type: ignore[no-untyped-call]
+        loss = LossMean.apply(losses.sum(), counted.sum()) if reduction == "mean" else losses.sum()  # type: ignore[no-untyped-call]
     return loss if torch.is_autocast_enabled(logits.device.type) else loss.to(logits.dtype)
-
-
-class _Mean(torch.autograd.Function):
-    """Divides a sum, and keeps by what, as `nll_loss` does: `divisor_of` finds it."""
-
-    @staticmethod
-    def forward(ctx: Any, total: Tensor, count: Tensor) -> Tensor:
-        ctx._saved_reduction, ctx._saved_total_weight = MEAN, count
-        return total / count
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient / ctx._saved_total_weight, None
 
 
 def _positions(target: Tensor, counted: Tensor, rows: slice, size: int) -> tuple[Tensor, Tensor]:
