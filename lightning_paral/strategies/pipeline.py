@@ -180,6 +180,12 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
         with self._engine.accumulating(), self._accumulating_buffers():
             yield
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Give the tensor ranks of a stage the same random states. *Collective* over these when an epoch begins."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._tensor is not None and batch_idx == 0:
+            self._tensor.share_random_states()
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the passes of all micro-batches, and return the mean loss on all stages. *Collective* over the world."""
         if self._tensor is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import Module
 
-from lightning_paral.compat.torch.autograd import is_in_transform, sequence_number
+from lightning_paral.compat.torch.autograd import is_in_transform, sequence_number, version_of
 from lightning_paral.compat.torch.modules import subclass_of
 from lightning_paral.compat.torch.tensors import tree_leaves, tree_map_only
 from lightning_paral.engines.pipeline.boundaries import THROUGH_STAGES, Boundaries
@@ -64,6 +64,8 @@ class UnitCalls:
         self._stand_in: Any = None
         self._nans: dict[torch.dtype, Any] = {}
         """Storages full of NaN."""
+        self._given: list[tuple[Tensor, int]] = []
+        """The stand-ins of this pass that have such a storage, and their versions."""
         self._has_grad = self._is_checked = False
         self.inside = InsideUnits()
         """Of the last pass that was checked."""
@@ -100,6 +102,9 @@ class UnitCalls:
                 "choose units of which each is called with what the one before returns: units=[...]."
             ) from error
         finally:
+            if any(each.is_inference() or version_of(each) != version for each, version in self._given):
+                self._nans.clear()  # code between units may have written numbers over NaN
+            self._given.clear()
             self.next_unit = self._received = self._stand_in = None
 
     def check_complete(self, step: str) -> None:
@@ -154,6 +159,7 @@ class UnitCalls:
             storage = torch.full_like(received, float("nan")).untyped_storage()
             self._nans[received.dtype] = storage
         nan: Tensor = _Nan.apply(received, storage)  # type: ignore[no-untyped-call]
+        self._given.append((nan, -1 if nan.is_inference() else version_of(nan)))
         return nan
 
     def _check_call(self, number: int) -> None:

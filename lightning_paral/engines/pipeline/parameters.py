@@ -231,7 +231,7 @@ class StageParameters:
         return unsharded | self._originals
 
 
-def share_buffers(division: Division, dims: ParallelDims, groups: PipelineGroups | None) -> None:
+def share_buffers(division: Division, dims: ParallelDims, groups: PipelineGroups | None, device: torch.device) -> None:
     """Give all stages the buffers of the stage that computes them; those that are on all stages are the last stage's.
 
     Units may register buffers in a step, which only one stage runs, so the stage names those that it has. *Collective*
@@ -261,7 +261,7 @@ def share_buffers(division: Division, dims: ParallelDims, groups: PipelineGroups
             if current is not None and current.shape == value.shape and not is_elsewhere(current):
                 current.data.copy_(value)
             elif is_persistent:  # the stage has registered it, or replaced it with one of another shape, in a step
-                buffers[attribute] = value
+                buffers[attribute] = value.to(device)
 
 
 def _broadcast(tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup | None) -> None:

@@ -156,7 +156,7 @@ class PipelineRun:
 
     def share_buffers(self) -> None:
         """Give all stages the buffers of the stage that computes them. *Collective* over the pipeline."""
-        share_buffers(self.division, self.dims, self._groups)
+        share_buffers(self.division, self.dims, self._groups, self.device)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:

@@ -138,8 +138,10 @@ class StepCheck:
             raise ConfigurationError(f"{self._step} {fault}")
         losses, weights = next((each.losses, each.weights) for each in stages if each.losses)
         loss, without, *of_samples = losses
-        if is_first and self._groups is not None and math.isnan(loss):
-            self._refuse_nan([each.first_nan for each in stages if each.first_nan is not None])
+        nan_units = [each.first_nan for each in stages if each.first_nan is not None]
+        has_targets = not weights or any(weights)
+        if is_first and self._groups is not None and math.isnan(loss) and (nan_units or has_targets):
+            self._refuse_nan(nan_units)
         if math.isnan(without) and not math.isnan(loss):
             raise ConfigurationError(
                 f"The loss of {self._step} depends on what units keep in attributes, such as {', '.join(own.kept[:4])}."

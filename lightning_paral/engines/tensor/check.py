@@ -22,7 +22,7 @@ from lightning_paral.distributed.exchange import any_rank, gather_int_lists, gat
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.rng_state import global_states
 from lightning_paral.engines.tensor.split import TensorSplit
-from lightning_paral.errors import ConfigurationError
+from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.model.gradients import full_copy
 
 _TOLERANCE = 1e-4
@@ -58,8 +58,18 @@ def check_split(
     """
     two = _two_samples(batch)
     trained = [part for part in module.modules() if part.training]
-    if split.may_draw or any_rank(_split_step(module, two, step, what)[2]):
+    try:
+        draws = any_rank(_split_step(module, two, step, what)[2])
+    except Exception as error:
+        if not isinstance(error, ParalError):
+            error.add_note(
+                f"It failed when the plan of tensor parallelism was checked, by running {what} on two samples of the "
+                "first batch. If the step needs more samples, set check_plan=False."
+            )
+        raise
+    if split.may_draw or draws:
         module.eval()
+    split.begin_step()  # which splits the layers as the first pass has shown
     try:
         found = _difference(module, two, step, split, dims, what)
     finally:
@@ -101,10 +111,13 @@ def _difference(
     if gradients:
         _taken_gradients(module, what)
         different = _different_gradient(gradients, full, dims, tolerance)  # collective, so before ranks return
-    for found, other in zip(results, expected, strict=False):
-        difference = _largest(found - other) if found.shape == other.shape else 0.0
-        if difference > tolerance * max(1.0, _largest(other)):
-            return f"{'the loss' if gradients else 'what it returns or logs'} differs by {difference:.2g}"
+    what_differs = "the loss" if gradients else "what it returns or logs"
+    if [each.shape for each in results] != [each.shape for each in expected]:
+        return f"{what_differs} has another shape"
+    for found, other in zip(results, expected, strict=True):
+        difference = _largest((found - other).masked_fill(found.isnan() & other.isnan(), 0.0))
+        if not difference <= tolerance * max(1.0, _largest(other.nan_to_num())):
+            return f"{what_differs} differs by {difference:.2g}"
     return different
 
 

@@ -117,13 +117,19 @@ class Losses(Callback):
         self.values.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
 
 
-def fit(world_size: int, make: Any, strategy: Any, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
-    """Fit on batches whose first two samples have equally many targets, and of which one sample has none."""
+def fit(
+    world_size: int, make: Any, strategy: Any, without_targets: int = 0, **options: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Fit on batches whose first two samples have equally many targets, and of which one sample has none.
+
+    The first samples, `without_targets`, have none either.
+    """
     seed_everything(1)
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randint(1, TOKENS, (4 * BATCH_SIZE, LENGTH), generator=generator)
     lengths = torch.randint(1, LENGTH, (4 * BATCH_SIZE,), generator=generator)
     lengths.view(4, BATCH_SIZE)[:, :2], lengths[5] = LENGTH, 0
+    lengths[:without_targets] = 0
     labels = inputs.roll(-1, 1).masked_fill(torch.arange(LENGTH) >= lengths[:, None], IGNORED)
     module, losses = make(), Losses()
     trainer = quiet_trainer(devices=world_size, strategy=strategy, max_epochs=1, callbacks=[losses], **options)
@@ -135,6 +141,12 @@ def fit(world_size: int, make: Any, strategy: Any, **options: Any) -> tuple[list
 @cache
 def in_one_process(make: Any) -> Any:
     return fit(1, make, "auto")
+
+
+def test_samples_without_targets_may_be_compared_first(on_ranks) -> None:
+    ranks = on_ranks(2, fit, 2, Padded, ParalPipelineStrategy(micro_batches=3), 3)
+
+    assert_same_fit(ranks, fit(1, Padded, "auto", 3))
 
 
 @pytest.mark.parametrize(

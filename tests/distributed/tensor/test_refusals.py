@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_paral import ConfigurationError, ParalFSDPStrategy
+from lightning_paral.engines.tensor.split_tensor import SplitTensor
 from tests.models.chain import fit_chain
 from tests.models.split_layers import SplitLayers
 
@@ -48,6 +49,14 @@ class ValidatesByRank(SplitLayers):
         self.log("loss", self._loss((batch[0] * (1.0 + 0.1 * dist.get_rank()), batch[1])))
 
 
+class ReturnsNaNOnRanks(SplitLayers):
+    """Only on several ranks, an evaluation logs NaN."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        split = isinstance(self.twice(self.first(batch[0])), SplitTensor)
+        self.log("loss", self._loss(batch) * (float("nan") if split else 1.0))
+
+
 class IsSplitAlready(SplitLayers):
     def configure_model(self) -> None:
         if not hasattr(self, "own"):
@@ -81,6 +90,7 @@ ALL = {"twice": "colwise", "alone": "rowwise"}
         (2, SplitLayers, {"tensor_parallel": 2, "plan": {"first": "rowwise"}}, "do not divide its 5 input features"),
         (2, DependsOnTheRank, {"tensor_parallel": 2, "plan": ALL}, "Splitting the layers of DependsOnTheRank changes"),
         (2, ValidatesByRank, {"tensor_parallel": 2, "plan": ALL}, "changes its validation_step"),
+        (2, ReturnsNaNOnRanks, {"tensor_parallel": 2, "plan": ALL}, "what it returns or logs differs by nan"),
         (2, IsSplitAlready, {"tensor_parallel": 2, "plan": {"own": "colwise"}}, "own"),
         (2, IsCompiled, {"tensor_parallel": 2}, "compiled modules, such as blocks.1"),
         (1, SplitLayers, {"sequence_parallel": True}, "but tensor_parallel=1"),
