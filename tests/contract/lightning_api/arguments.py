@@ -85,7 +85,8 @@ for label, options in EVALUATION_FITS.items():
     row(label)(fitted(options))
 for label, options in OPTIMIZER_FITS.items():
     precision = str(options.get("precision", ""))
-    row(label, columns=ALL, tolerance=TOLERANCES.get(precision, 1e-5), names=precision)(fitted(options))
+    refused = precision or str(options.get("gradient_clip_algorithm", ""))
+    row(label, columns=ALL, tolerance=TOLERANCES.get(precision, 1e-5), names=refused)(fitted(options))
 
 
 @row("`devices=1`: fit, resume, validate, test, predict", columns=ALL, num_ranks=1, covers=("strategy",))

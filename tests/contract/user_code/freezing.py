@@ -21,7 +21,7 @@ class FrozenBackbone(Supervised):
         self.backbone.requires_grad_(False)
 
 
-@row("freezing in on_fit_start")
+@row("freezing in on_fit_start", names="got no gradient")
 class FrozenInHook(Supervised):
     """requires_grad_(False) of a block in on_fit_start; the optimizer has all parameters."""
 
@@ -61,7 +61,7 @@ class UnfrozenInStep(Unfrozen):
         return super().training_step(batch, batch_idx)
 
 
-@row("freezing during the run", trainer=LONGER)
+@row("freezing during the run", trainer=LONGER, names="got no gradient")
 class FrozenLater(Supervised):
     """requires_grad_(False) of the backbone in on_train_epoch_start of the second epoch."""
 
@@ -70,7 +70,7 @@ class FrozenLater(Supervised):
             self.backbone.requires_grad_(False)
 
 
-@row("freezing and unfreezing in turns", trainer=LONGER)
+@row("freezing and unfreezing in turns", trainer=LONGER, names="got no gradient")
 class InTurns(Supervised):
     """requires_grad_ of backbone and head in turns, in on_train_batch_start."""
 
@@ -166,6 +166,7 @@ row(
     "parameters used in some steps, accumulating",
     sentence="A layer that every second batch uses, with accumulate_grad_batches=2.",
     trainer={"accumulate_grad_batches": 2},
+    names="got no gradient",
 )(SometimesUsed)
 
 

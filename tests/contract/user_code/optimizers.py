@@ -158,7 +158,12 @@ def adagrad(module: Any) -> Any:
     return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8), "interval": "step"}]
 
 
-add("optimizer groups by Adagrad", "Adagrad with options of two groups, and a scheduler.", optimized(adagrad))
+add(
+    "optimizer groups by Adagrad",
+    "Adagrad with options of two groups, and a scheduler.",
+    optimized(adagrad),
+    names="Adagrad",
+)
 add(
     "optimizer with named_parameters",
     "torch.optim.AdamW(self.named_parameters()).",
@@ -179,7 +184,7 @@ class ChangedGroups(Supervised):
             group["weight_decay"] = 0.1 * batch_idx
 
 
-@row("optimizer_step, every second batch")
+@row("optimizer_step, every second batch", names="zero_grad")
 class EverySecond(Supervised):
     """optimizer_step overridden: steps every second batch, else calls the closure alone."""
 

@@ -100,7 +100,7 @@ class SetInFitStart(Supervised):
         return super().configure_optimizers()
 
 
-@row("trained through aliases and groups")
+@row("trained through aliases and groups", names="shared memory")
 class Aliased(Momentum):
     """q.data and q.detach() of a frozen copy, kept since the first step, and group["params"], written in hooks."""
 
