@@ -41,7 +41,7 @@ class UsersOptimizer:
         self.optimizer = self.stepping_optimizer = optimizer
         self.groups = optimizer.param_groups
         self.names = param_names(optimizer, module)
-        self._num_parameters = self._count()
+        self._first_parameters = self._parameter_ids()
         if any(optimizer.state.values()):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} already has states, from steps or load_state_dict before the run. ZeRO "
@@ -63,8 +63,8 @@ class UsersOptimizer:
         self._users_state = optimizer.state
         vars(optimizer).update(self._shown)
 
-    def _count(self) -> list[int]:
-        return [len(group["params"]) for group in self.optimizer.param_groups]
+    def _parameter_ids(self) -> list[list[int]]:
+        return [list(map(id, group["params"])) for group in self.optimizer.param_groups]
 
     @contextmanager
     def flat(self) -> Iterator[Optimizer]:
@@ -85,7 +85,7 @@ class UsersOptimizer:
 
     def check_fixed(self) -> None:
         """Raise a `ConfigurationError` if user code has changed how the optimizer steps since the run began."""
-        if self._count() != self._num_parameters:
+        if self._parameter_ids() != self._first_parameters:
             raise ConfigurationError(
                 "The optimizer got other parameters after the run began. ZeRO shards those that it has then: give all "
                 "to the optimizer in configure_optimizers, or train with paral_fsdp or paral_ddp."

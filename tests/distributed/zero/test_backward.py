@@ -152,6 +152,11 @@ REFUSED = {
             ("state set", lambda optimizer: optimizer.state.update({first_of(optimizer): {}}), "state was used"),
             ("states cleared", lambda optimizer: optimizer.state.clear(), "optimizer.state was used"),
             ("states replaced", lambda optimizer: setattr(optimizer, "state", defaultdict(dict)), "was replaced dur"),
+            (
+                "groups reversed",
+                lambda optimizer: optimizer.param_groups[0]["params"].reverse(),
+                "got other parameters",
+            ),
             ("step replaced", wrap_step, "optimizer.step was replaced.* paral_fsdp"),
         )
     },
