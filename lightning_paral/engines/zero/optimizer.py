@@ -32,21 +32,23 @@ class UsersOptimizer:
     Args:
         optimizer: the user's optimizer.
         module: the module that contains its parameters, for their names.
+        lost: why its states were lost at the end of an earlier run; `None` if they were not.
 
     Raises:
-        ConfigurationError: no group has a trained parameter, or the optimizer has states.
+        ConfigurationError: no group has a trained parameter, or the optimizer has states, or had some.
     """
 
-    def __init__(self, optimizer: Optimizer, module: Module) -> None:
+    def __init__(self, optimizer: Optimizer, module: Module, lost: str | None = None) -> None:
         self.optimizer = self.stepping_optimizer = optimizer
         self.groups = optimizer.param_groups
         self.names = param_names(optimizer, module)
         self._first_parameters = self._parameter_ids()
-        if any(optimizer.state.values()):
+        if lost is not None or any(optimizer.state.values()):
+            reason = f", and its state was lost: {lost}" if lost else ", from steps or load_state_dict before the run"
             raise ConfigurationError(
-                f"{type(optimizer).__name__} already has states, from steps or load_state_dict before the run. ZeRO "
-                "would begin without them. Resume with trainer.fit(ckpt_path=...), return a new optimizer from "
-                "configure_optimizers, or train with paral_ddp."
+                f"{type(optimizer).__name__} already has states{reason}. ZeRO would begin without them. Resume "
+                "with trainer.fit(ckpt_path=...), return a new optimizer from configure_optimizers, or train with "
+                "paral_ddp."
             )
         # DeepSpeed drops groups without trained parameters, and takes the dtype of gradients from the first parameter.
         trained = [(group, [each for each in group["params"] if each.requires_grad]) for group in self.groups]
