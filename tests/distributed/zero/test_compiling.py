@@ -1,6 +1,7 @@
 """DeepSpeed's operators are compiled once and kept for all environments; compilers end with the process, or in time."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -76,6 +77,19 @@ def test_compilers_that_take_too_long_are_ended(endless_compiler, monkeypatch) -
     with pytest.raises(ConfigurationError, match="'cpu_adam', which offload_optimizer needs, was not compiled within"):
         load_operators({"cpu_adam": "offload_optimizer"})
     wait_until(lambda: endless_compiler() == 0, 10)
+
+
+def test_operator_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    choose_accelerator(torch.device("cpu"))
+    monkeypatch.setattr("deepspeed.ops.op_builder.builder.OpBuilder._loaded_ops", {})
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    file = operator_folder() / "cpu_adam.so"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"not a library")
+    with pytest.raises(
+        ConfigurationError, match=f"'cpu_adam', which offload_optimizer needs, .* Delete {re.escape(str(file))} to"
+    ):
+        load_operators({"cpu_adam": "offload_optimizer"})
 
 
 def test_operators_are_kept_by_versions_and_processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -59,7 +59,8 @@ def load_operators(needed: Mapping[str, str]) -> None:
             or `"async_io"`.
 
     Raises:
-        ConfigurationError: an operator does not compile, or not in time. The message ends with what the compiler says.
+        ConfigurationError: an operator does not compile, or not in time, or cannot be loaded. If it does not compile,
+            the message ends with what the compiler says.
     """
     from deepspeed.git_version_info import installed_ops
 
@@ -71,7 +72,14 @@ def load_operators(needed: Mapping[str, str]) -> None:
     if missing:
         _compile(missing, folder, needed)
     for name in names:
-        load_compiled(name, folder / f"{name}.so")
+        file = folder / f"{name}.so"
+        try:
+            load_compiled(name, file)
+        except ImportError as error:
+            raise ConfigurationError(
+                f"DeepSpeed's operator {name!r}, which {needed[name]} needs, was compiled, but cannot be loaded: "
+                f"{error}. Delete {file} to compile it again, or leave out {needed[name]}."
+            ) from error
 
 
 def operator_folder() -> Path:
