@@ -51,6 +51,7 @@ def _end_after(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder, which has a `deepspeed.py`
+    if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):  # has a `deepspeed.py`; absent with PYTHONSAFEPATH
+        del sys.path[0]
     Thread(target=_end_after, args=(int(sys.argv[3]),), daemon=True).start()
     compile_operator(sys.argv[1], Path(sys.argv[2]))
