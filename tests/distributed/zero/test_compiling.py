@@ -24,11 +24,11 @@ load_operators({"async_io": "the test", "cpu_adam": "the test"})
 
 @pytest.fixture
 def endless_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], int]:
-    """Set a compiler that does not end, and no operators that are loaded; return a function that counts compilers."""
+    """Set a compiler that never ends a compilation, and no loaded operators; return a function that counts those."""
     choose_accelerator(torch.device("cpu"))
     monkeypatch.setattr("deepspeed.ops.op_builder.builder.OpBuilder._loaded_ops", {})
     compiler = tmp_path / "compiler"
-    compiler.write_text("#!/bin/sh\nsleep 3210.5\n")
+    compiler.write_text('#!/bin/sh\ncase " $* " in *" -c "*) sleep 3210.5;; *) exec g++ "$@";; esac\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
@@ -40,7 +40,7 @@ def endless_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callabl
                 commands.append(file.read_bytes().split(b"\0"))
             except OSError:
                 continue
-        return sum(str(compiler).encode() in command for command in commands)
+        return sum(str(compiler).encode() in command and b"-c" in command for command in commands)
 
     return count
 
