@@ -55,6 +55,10 @@ class EndedOptimizers:
         """Record that the state of `optimizer` was lost at the end of the run, and why."""
         self._lost[optimizer] = reason
 
+    def why_lost(self, optimizer: Optimizer) -> str | None:
+        """Return why the state of `optimizer` was lost at the end of a run; `None` if it was not."""
+        return self._lost.get(optimizer)
+
     def names(self, optimizer: Optimizer, module: Module) -> Names:
         """Return the names of the parameters of `optimizer`, one list per group.
 

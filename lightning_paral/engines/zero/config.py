@@ -166,8 +166,7 @@ def add_device_defaults(
     `reduce_bucket_size`, u = the largest parameter, k = the parameters that stage 3 keeps gathered:
 
     - Stages 1 and 2, at rest: P + 2S + B. Backward adds P of gradients at stage 1, S at stage 2, and (N-1)B that
-      arrive. The step adds to the state at rest 2S for gradients and
-      their flat copy.
+      arrive. The step adds to the state at rest 2S for gradients and their flat copy.
     - Stage 3, at rest: weights S + moments 2S + gradients S + B + k. Backward adds one module in full with its
       gradients, a copy of a bucket, B or u, and a chunk for each other rank. The step adds the gradients of a
       sub-group (`sub_group_size`, by default as large as a bucket).

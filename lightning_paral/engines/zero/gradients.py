@@ -147,6 +147,7 @@ class Gradients:
         self._access.collect()
         self.engine.set_gradient_accumulation_boundary(True)
         self._users.step(self.engine.step)
+        self._access.remember_kept()
         if not self.engine.was_step_applied() and not self._optimizer.needs_scaler():
             rank_zero_warn("Gradients were not finite: DeepSpeed skipped this step, so parameters did not change.")
         zero_engine.clip_next_step(self._optimizer, 0.0)

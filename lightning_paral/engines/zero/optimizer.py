@@ -32,21 +32,23 @@ class UsersOptimizer:
     Args:
         optimizer: the user's optimizer.
         module: the module that contains its parameters, for their names.
+        lost: why its states were lost at the end of an earlier run; `None` if they were not.
 
     Raises:
-        ConfigurationError: no group has a trained parameter, or the optimizer has states.
+        ConfigurationError: no group has a trained parameter, or the optimizer has states, or had some.
     """
 
-    def __init__(self, optimizer: Optimizer, module: Module) -> None:
+    def __init__(self, optimizer: Optimizer, module: Module, lost: str | None = None) -> None:
         self.optimizer = self.stepping_optimizer = optimizer
         self.groups = optimizer.param_groups
         self.names = param_names(optimizer, module)
-        self._num_parameters = self._count()
-        if any(optimizer.state.values()):
+        self._first_parameters = self._parameter_ids()
+        if lost is not None or any(optimizer.state.values()):
+            reason = f", and its state was lost: {lost}" if lost else ", from steps or load_state_dict before the run"
             raise ConfigurationError(
-                f"{type(optimizer).__name__} already has states, from steps or load_state_dict before the run. ZeRO "
-                "would begin without them. Resume with trainer.fit(ckpt_path=...), return a new optimizer from "
-                "configure_optimizers, or train with paral_ddp."
+                f"{type(optimizer).__name__} already has states{reason}. ZeRO would begin without them. Resume "
+                "with trainer.fit(ckpt_path=...), return a new optimizer from configure_optimizers, or train with "
+                "paral_ddp."
             )
         # DeepSpeed drops groups without trained parameters, and takes the dtype of gradients from the first parameter.
         trained = [(group, [each for each in group["params"] if each.requires_grad]) for group in self.groups]
@@ -63,8 +65,8 @@ class UsersOptimizer:
         self._users_state = optimizer.state
         vars(optimizer).update(self._shown)
 
-    def _count(self) -> list[int]:
-        return [len(group["params"]) for group in self.optimizer.param_groups]
+    def _parameter_ids(self) -> list[list[int]]:
+        return [list(map(id, group["params"])) for group in self.optimizer.param_groups]
 
     @contextmanager
     def flat(self) -> Iterator[Optimizer]:
@@ -85,7 +87,7 @@ class UsersOptimizer:
 
     def check_fixed(self) -> None:
         """Raise a `ConfigurationError` if user code has changed how the optimizer steps since the run began."""
-        if self._count() != self._num_parameters:
+        if self._parameter_ids() != self._first_parameters:
             raise ConfigurationError(
                 "The optimizer got other parameters after the run began. ZeRO shards those that it has then: give all "
                 "to the optimizer in configure_optimizers, or train with paral_fsdp or paral_ddp."

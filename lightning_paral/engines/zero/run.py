@@ -93,7 +93,7 @@ class ZeroRun(ZeroState):
             return self.evaluate()
         check_parameters(self.module, trained_parameters(self.module), dict(self._settings.config))
         self.optimizers = [optimizer]
-        self._users = users = UsersOptimizer(optimizer, self.module)
+        self._users = users = UsersOptimizer(optimizer, self.module, self._ended.why_lost(optimizer))
         self._undo.callback(users.restore)
         self._begin_stage3()
         choose_stepping_optimizer(users, offload=options.offload_optimizer is not None, trust=options.trust_optimizer)

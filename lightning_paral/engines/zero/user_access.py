@@ -14,6 +14,7 @@ leaves an empty tensor in place of a parameter that is not in use. During a run,
 """
 
 import sys
+import zlib
 from collections.abc import Callable, Collection
 from functools import cache
 from types import FrameType
@@ -80,8 +81,8 @@ class UserAccess:
         self._handed_out: dict[int, Tensor] = {}
         """The full values that user code has got as `data`, by the `id` of the parameter. What it got are aliases,
         which share the version of these, but not that of the parameter."""
-        self._kept: list[tuple[Any, Tensor, int]] = []
-        """Those of parameters that are partitioned since, which user code may still write to, and their versions."""
+        self._kept: dict[int, list[_Kept]] = {}
+        """The former memory of parameters that user code may still write to, by the address of the storage."""
         self._plain_partition: list[tuple[Any, Any]] = []
         self.mark_unwritten()
         for parameter in self._parameters:
@@ -106,7 +107,7 @@ class UserAccess:
             for parameter, partition in self._plain_partition:
                 parameter.partition = partition
             self._parameters, self._plain_partition, self._gathered = [], [], {}
-            self._handed_out, self._kept = {}, []
+            self._handed_out, self._kept = {}, {}
 
     # Used by the classes below
 
@@ -120,6 +121,8 @@ class UserAccess:
         """
         from deepspeed.runtime.zero import register_external_parameter
 
+        self.remember_kept()
+        self._refuse_written([each for each in parameters if self._has_new_version(each)])
         if innermost_forward() is None:
             self._make_room(sum(map(full_numel, parameters)), used)
         for parameter in parameters:
@@ -145,6 +148,7 @@ class UserAccess:
                 released.append(self._gathered.pop(id(parameter)))
         if released:
             released[0].partition(param_list=released)
+            self.remember_kept()
 
     def expose(self, parameter: Any) -> Tensor:
         """Return `parameter.data` for user code, which may write to it. *Collective* if it is partitioned."""
@@ -202,7 +206,6 @@ class UserAccess:
     def mark_unwritten(self) -> None:
         """Treat the current values of parameters as those that DeepSpeed stores, as after loading a checkpoint."""
         self._exposed.clear()
-        self._kept.clear()
         self._versions = {id(parameter): self._version(parameter) for parameter in self._parameters}
 
     def _may_be_written(self, parameter: Any) -> bool:
@@ -230,32 +233,88 @@ class UserAccess:
         def compare_and_partition(param_list: Any = None, *args: Any, **kwargs: Any) -> Any:
             parameters = [each for each in param_list or [parameter] if not is_partitioned(each)]
             self._take([each for each in parameters if self._may_be_written(each)])
-            handed_out = [(each, self._handed_out.pop(id(each))) for each in parameters if id(each) in self._handed_out]
-            for each, _ in handed_out:
+            former = [(each, self._handed_out.pop(id(each), plain_data(each))) for each in parameters]
+            for each, _ in former:
                 self._versions[id(each)] = self._version(each)
             result = partition(param_list, *args, **kwargs)
-            self._kept += [(each, kept, version_of(kept)) for each, kept in handed_out if _is_kept(kept)]
+            while former:
+                kept = _Kept(*former.pop())
+                self._kept.setdefault(kept.address, []).append(kept)
+                self._drop_unshared(kept.address)
             return result
 
         return compare_and_partition
 
+    def remember_kept(self) -> None:
+        """Remember the values of tensors of user code that no longer share memory with a parameter.
+
+        It is called before user code may write to them: after what partitions parameters.
+        """
+        for address in list(self._kept):
+            self._drop_unshared(address)
+        for entries in self._kept.values():
+            for kept in entries:
+                kept.remember()
+
+    def _drop_unshared(self, address: int) -> None:
+        """Forget the former memory at `address` if only parameters had it, which were gathered into one storage."""
+        if use_count(self._kept[address][0].values) - 1 <= len(self._kept[address]):
+            del self._kept[address]
+
     def _check_kept(self) -> None:
         """Raise a `ConfigurationError` if user code has written to a tensor that was a parameter before."""
-        written = [p for p, kept, version in self._kept if version_of(kept) != version]
+        self.remember_kept()
         with DisableTorchFunctionSubclass():
-            written += [p for p in self._parameters if isinstance(p, Partitioned) and self._has_new_version(p)]
+            written = [p for p in self._parameters if isinstance(p, Partitioned) and self._has_new_version(p)]
+        written += [kept.parameter for entries in self._kept.values() for kept in entries if kept.is_written()]
+        self._refuse_written(written)
+
+    def _refuse_written(self, written: list[Any]) -> None:
         if written:
             raise ConfigurationError(
                 f"A tensor was written to that had shared memory with {self.names[id(written[0])]!r} in an earlier "
                 "hook or step, or before other parameters were used. Under ZeRO stage 3 the parameter has other memory "
                 "since. Use the parameter itself each time, or train with paral_zero2 or paral_fsdp."
             )
-        self._kept = [entry for entry in self._kept if _is_kept(entry[1])]
 
 
-def _is_kept(handed_out: Tensor) -> bool:
-    """Return whether user code still has an alias of `handed_out`."""
-    return use_count(handed_out) > 2
+class _Kept:
+    """Former memory of a parameter of stage 3.
+
+    User code may still have aliases of it. Those that it got as `data` share the version of `values`, others, as from
+    `detach`, that of the parameter, whose own values are written under the same version.
+
+    Args:
+        parameter: the parameter, which is partitioned now.
+        values: its former values.
+    """
+
+    def __init__(self, parameter: Any, values: Tensor) -> None:
+        self.parameter = parameter
+        self.values = values
+        self.address = values.untyped_storage().data_ptr()
+        self._version = version_of(values)
+        self._parameter_version = version_of(parameter)
+        self._checksum: int | None = None
+
+    def remember(self) -> None:
+        """Remember the current values, at the first call."""
+        if self._checksum is None:
+            self._parameter_version = version_of(self.parameter)
+            self._checksum = self._compute_checksum()
+
+    def is_written(self) -> bool:
+        """Return whether user code has written to the memory since it was remembered."""
+        if version_of(self.values) != self._version:
+            return True
+        if version_of(self.parameter) == self._parameter_version:
+            return False
+        return self._checksum != self._compute_checksum()
+
+    def _compute_checksum(self) -> int:
+        if self.address == self.parameter.ds_tensor.untyped_storage().data_ptr():
+            return 0  # with one rank the memory is the shard, which DeepSpeed writes to, and the parameter again later
+        return zlib.crc32(self.values.detach().reshape(-1).view(torch.uint8).cpu().numpy())
 
 
 class Full:

@@ -3,6 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -152,6 +153,11 @@ REFUSED = {
             ("state set", lambda optimizer: optimizer.state.update({first_of(optimizer): {}}), "state was used"),
             ("states cleared", lambda optimizer: optimizer.state.clear(), "optimizer.state was used"),
             ("states replaced", lambda optimizer: setattr(optimizer, "state", defaultdict(dict)), "was replaced dur"),
+            (
+                "groups reversed",
+                lambda optimizer: optimizer.param_groups[0]["params"].reverse(),
+                "got other parameters",
+            ),
             ("step replaced", wrap_step, "optimizer.step was replaced.* paral_fsdp"),
         )
     },
@@ -189,6 +195,28 @@ def test_what_would_differ_from_one_process_is_refused(on_ranks, stage: int) -> 
     for messages in on_ranks(2, refusals, stage):
         for (what, (_, expected)), message in zip(refused(stage).items(), messages, strict=True):
             assert re.search(expected, message), f"{what}: {message!r}"
+
+
+class KeepingItsOptimizer(Regression):
+    kept: Any = None
+
+    def configure_optimizers(self) -> Any:
+        self.kept = self.kept or super().configure_optimizers()
+        return self.kept
+
+
+def fit_again_with_the_same_optimizer(precision: Any) -> None:
+    model = KeepingItsOptimizer()
+    for is_again in (False, True):
+        trainer = quiet_trainer(max_epochs=1, devices=2, strategy=ParalZeROStrategy(stage=2), precision=precision)
+        expected = pytest.raises(ParalError, match="AdamW already has states") if is_again else nullcontext()
+        with expected:
+            trainer.fit(model, regression_data(2, 2))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])  # of bf16 weights, the states end with the run
+def test_second_fit_with_the_same_optimizer_is_refused(on_ranks, precision: str) -> None:
+    on_ranks(2, fit_again_with_the_same_optimizer, precision)
 
 
 # Windows

@@ -1,6 +1,7 @@
 """DeepSpeed's operators are compiled once and kept for all environments; compilers end with the process, or in time."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -23,11 +24,11 @@ load_operators({"async_io": "the test", "cpu_adam": "the test"})
 
 @pytest.fixture
 def endless_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], int]:
-    """Set a compiler that does not end, and no operators that are loaded; return a function that counts compilers."""
+    """Set a compiler that never ends a compilation, and no loaded operators; return a function that counts those."""
     choose_accelerator(torch.device("cpu"))
     monkeypatch.setattr("deepspeed.ops.op_builder.builder.OpBuilder._loaded_ops", {})
     compiler = tmp_path / "compiler"
-    compiler.write_text("#!/bin/sh\nsleep 3210.5\n")
+    compiler.write_text('#!/bin/sh\ncase " $* " in *" -c "*) sleep 3210.5;; *) exec g++ "$@";; esac\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
@@ -39,7 +40,7 @@ def endless_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callabl
                 commands.append(file.read_bytes().split(b"\0"))
             except OSError:
                 continue
-        return sum(str(compiler).encode() in command for command in commands)
+        return sum(str(compiler).encode() in command and b"-c" in command for command in commands)
 
     return count
 
@@ -76,6 +77,19 @@ def test_compilers_that_take_too_long_are_ended(endless_compiler, monkeypatch) -
     with pytest.raises(ConfigurationError, match="'cpu_adam', which offload_optimizer needs, was not compiled within"):
         load_operators({"cpu_adam": "offload_optimizer"})
     wait_until(lambda: endless_compiler() == 0, 10)
+
+
+def test_operator_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    choose_accelerator(torch.device("cpu"))
+    monkeypatch.setattr("deepspeed.ops.op_builder.builder.OpBuilder._loaded_ops", {})
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    file = operator_folder() / "cpu_adam.so"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"not a library")
+    with pytest.raises(
+        ConfigurationError, match=f"'cpu_adam', which offload_optimizer needs, .* Delete {re.escape(str(file))} to"
+    ):
+        load_operators({"cpu_adam": "offload_optimizer"})
 
 
 def test_operators_are_kept_by_versions_and_processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

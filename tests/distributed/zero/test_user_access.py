@@ -108,6 +108,39 @@ def test_writes_before_a_step_and_to_kept_data_equal_one_process(on_ranks, stage
             assert_same_fit(found, expected, 1e-5 if precision == "32-true" else 3e-2)
 
 
+TAKE: dict[str, Any] = {
+    "detach": lambda model: [parameter.detach() for parameter in model.parameters()],
+    "state_dict": lambda model: list(model.state_dict().values()),
+    "view": lambda model: [parameter.view(-1) for parameter in model.parameters()],
+}
+
+
+class KeepingAliases(Keeping):
+    """Writes to other aliases than `data`, after it has used the parameters."""
+
+    take = "detach"
+
+    def on_train_start(self) -> None:
+        with torch.no_grad():
+            self.kept = TAKE[self.take](self)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if all(parameter.isfinite().all() for parameter in self.parameters()):
+            super().on_train_batch_end()
+
+
+def write_to_aliases(threshold: int, take: str) -> None:
+    keeping = type("KeepingAliases", (KeepingAliases,), {"take": take})
+    with pytest.raises(ConfigurationError, match="A tensor was written to that had shared memory with"):
+        fit(keeping, 3, 2, strategy=strategy(3, stage3_param_persistence_threshold=threshold))
+
+
+@pytest.mark.parametrize("threshold", [0, 100_000])  # DeepSpeed's default, with which it gathers these after each step
+@pytest.mark.parametrize("take", TAKE)
+def test_writes_to_memory_that_a_parameter_no_longer_has_are_refused(on_ranks, threshold: int, take: str) -> None:
+    on_ranks(2, write_to_aliases, threshold, take)
+
+
 def kept_to_the_end() -> tuple[Any, list[str]]:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

@@ -38,7 +38,7 @@ def compile_operator(name: str, folder: Path) -> None:
             getattr(op_builder, _BUILDERS[name])().jit_load(verbose=False)
         except ImportError:
             # `async_io` can be imported only after `pin_memory`, which is compiled at the same time.
-            if not compiled.is_file():
+            if name != "async_io" or not compiled.is_file():
                 raise
         os.replace(compiled, folder / compiled.name)
         shutil.rmtree(building, ignore_errors=True)
@@ -47,10 +47,15 @@ def compile_operator(name: str, folder: Path) -> None:
 def _end_after(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.2)
+    # ninja has each compiler in a group of its own, and ends them if it is terminated, but not if it is killed.
+    os.killpg(os.getpgid(0), signal.SIGTERM)
+    time.sleep(2.0)
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder, which has a `deepspeed.py`
+    if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):  # has a `deepspeed.py`; absent with PYTHONSAFEPATH
+        del sys.path[0]
+    signal.signal(signal.SIGTERM, lambda *_: None)  # this process ends after ninja, which gets the signal too
     Thread(target=_end_after, args=(int(sys.argv[3]),), daemon=True).start()
     compile_operator(sys.argv[1], Path(sys.argv[2]))

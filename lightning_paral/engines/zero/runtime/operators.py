@@ -9,7 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -59,7 +59,8 @@ def load_operators(needed: Mapping[str, str]) -> None:
             or `"async_io"`.
 
     Raises:
-        ConfigurationError: an operator does not compile, or not in time. The message ends with what the compiler says.
+        ConfigurationError: an operator does not compile, or not in time, or cannot be loaded. If it does not compile,
+            the message ends with what the compiler says.
     """
     from deepspeed.git_version_info import installed_ops
 
@@ -71,7 +72,14 @@ def load_operators(needed: Mapping[str, str]) -> None:
     if missing:
         _compile(missing, folder, needed)
     for name in names:
-        load_compiled(name, folder / f"{name}.so")
+        file = folder / f"{name}.so"
+        try:
+            load_compiled(name, file)
+        except ImportError as error:
+            raise ConfigurationError(
+                f"DeepSpeed's operator {name!r}, which {needed[name]} needs, was compiled, but cannot be loaded: "
+                f"{error}. Delete {file} to compile it again, or leave out {needed[name]}."
+            ) from error
 
 
 def operator_folder() -> Path:
@@ -124,12 +132,20 @@ def _compile(names: Sequence[str], folder: Path, needed: Mapping[str, str]) -> N
             if compiler.returncode != 0:
                 raise ConfigurationError(_explain(name, needed[name], said))
     finally:
-        for compiler in compilers.values():
-            if compiler.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(compiler.pid, signal.SIGKILL)
-                compiler.communicate()
+        _end(compilers.values())
     rank_zero_info(f"Compiled {', '.join(names)} in {time.monotonic() - start:.0f} s.")
+
+
+def _end(compilers: Iterable["subprocess.Popen[str]"]) -> None:
+    """End processes that still compile: ninja ends its compilers if it is terminated, but not if it is killed."""
+    for number, seconds in ((signal.SIGTERM, 2.0), (signal.SIGKILL, None)):
+        running = [compiler for compiler in compilers if compiler.poll() is None]
+        for compiler in running:
+            with suppress(ProcessLookupError):
+                os.killpg(compiler.pid, number)
+        for compiler in running:
+            with suppress(subprocess.TimeoutExpired):
+                compiler.communicate(timeout=seconds)
 
 
 def _start(name: str, folder: Path) -> "subprocess.Popen[str]":
