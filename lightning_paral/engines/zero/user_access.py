@@ -314,7 +314,8 @@ class _Kept:
     def _compute_checksum(self) -> int:
         if self.address == self.parameter.ds_tensor.untyped_storage().data_ptr():
             return 0  # with one rank the memory is the shard, which DeepSpeed writes to, and the parameter again later
-        return zlib.crc32(self.values.detach().reshape(-1).view(torch.uint8).cpu().numpy())
+        raw: Any = self.values.reshape(-1).view(torch.uint8).cpu().numpy()
+        return zlib.crc32(raw)
 
 
 class Full:
