@@ -156,5 +156,8 @@ def test_interruption_leaves_nothing(launch, tmp_path: Path, name: str) -> None:
     process.send_signal(signal.SIGINT)
     (printed,) = outputs(process)
     assert process.returncode == 130, printed
-    assert "Traceback" not in printed
+    # Python prints this one itself if the signal comes while tqdm's constructor runs.
+    own, _, of_tqdm = printed.partition("Exception ignored in: <function tqdm.__del__")
+    assert "Traceback" not in own
+    assert of_tqdm.count("Traceback") <= 1
     assert not list(folder.iterdir())

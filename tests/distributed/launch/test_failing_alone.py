@@ -101,6 +101,8 @@ def fit_in_a_group_for_cuda_only(folder: str) -> str:
     dist.destroy_process_group()
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("cuda:gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    store.set(f"joined {rank}", b"")
+    store.wait(["joined 0", "joined 1"])  # a rank that ends its group early would break the other's connection
     with pytest.raises(ConfigurationError) as error:
         quiet_trainer(strategy="paral_ddp", devices=2, max_epochs=1).fit(Regression(), regression_data(2, 2))
     dist.destroy_process_group()
