@@ -11,9 +11,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_paral.checkpoint.sharded_state import ShardedState
+from lightning_paral.compat.lightning.loops import evaluate_without_inference_mode
 from lightning_paral.compat.lightning.strategies import layer_sync_of
-from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.distributed.mesh import ParallelDims, make_mesh
 from lightning_paral.engines.fsdp.optimizers import check_optimizers
+from lightning_paral.engines.fsdp.refusals import check_module, check_pruning, check_user_hooks
 from lightning_paral.engines.fsdp.step_shards import StepShards
 from lightning_paral.engines.fsdp.units import local_replicas
 from lightning_paral.engines.pipeline.elsewhere import is_elsewhere, watch_state
@@ -32,7 +34,6 @@ from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.deferred.recording import has_mapped_weights, recording
 from lightning_paral.option_types import takes
 from lightning_paral.strategies.base import ParalStrategy, precision_made_by
-from lightning_paral.strategies.stages import make_stage_shards
 from lightning_paral.strategies.tensor_parallel import TensorParallel, gather_split
 
 
@@ -118,7 +119,7 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
         self.model = self.precision_plugin.convert_module(module)
         if is_fit:
             self.checkpoint_activations()
-        self._shards = make_stage_shards(module, self.dims, self.root_device, trainer, is_fit=is_fit)
+        self._shards = self._make_shards(module, trainer, is_fit=is_fit)
         self._divide(module)
         if is_fit:
             self._engine.start_fit()
@@ -132,6 +133,17 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
             self._attach_averages(self._sharded_state.weight_shards)
         self.setup_precision_plugin()
         self.barrier()
+
+    def _make_shards(self, module: LightningModule, trainer: Trainer, *, is_fit: bool) -> StepShards | None:
+        """Return what shards this rank's stage; `None` without shards. *Collective* over the ranks of the stage."""
+        check_module(module)
+        if self.dims.shard == self.dims.tensor == 1:
+            return None
+        evaluate_without_inference_mode(trainer)
+        if is_fit:
+            check_user_hooks(module)
+            check_pruning(vars(trainer)["callbacks"])
+        return StepShards(module, self.dims, make_mesh(self.root_device, self.dims))
 
     def _divide(self, module: LightningModule) -> None:
         shards = self._shards
