@@ -1,12 +1,6 @@
 """Which runs are broken: strategy, launcher, fault, stage and rank."""
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
-from itertools import product
-
-STRATEGIES = ("paral_ddp", "paral_fsdp", "paral_zero1", "paral_zero2", "paral_zero3")
-BY_ENGINE = ("paral_ddp", "paral_fsdp", "paral_zero2")
-LAUNCHERS = ("python", "torchrun")
+from dataclasses import asdict, dataclass
 
 FAULTS = {
     "exception": "the rank raises an error",
@@ -47,8 +41,6 @@ class Case:
     rank: int = 1
     """The rank that fails."""
     ranks: int = 2
-    nodes: int = 1
-    """The number of nodes, with an equal number of ranks each."""
 
     @property
     def has_traceback(self) -> bool:
@@ -59,43 +51,33 @@ class Case:
         return ",".join(f"{key}={value}" for key, value in asdict(self).items())
 
 
-def all_cases() -> list[Case]:
-    """Return every case, in an order that does not change."""
-    found: set[Case] = set()
-    for strategy, (turn, launcher) in product(STRATEGIES, enumerate(LAUNCHERS)):
-        for number, stage in enumerate(STAGES, turn):
-            ranks = (0, 1) if stage in ("setup", "step") else (_rank(stage, number),)
-            found |= {Case(strategy, launcher, "exception", stage, rank) for rank in ranks}
-        for number, fault in enumerate(FAULTS):
-            ranks = (0, 1) if fault in ("exit_0", "sigkill") else (number % 2,)
-            found |= {Case(strategy, launcher, fault, "step", rank) for rank in ranks if fault != "launcher_killed"}
-        found |= {Case(strategy, launcher, "launcher_killed"), Case(strategy, launcher, "sigkill", "loader", turn)}
-    for strategy, launcher in product(BY_ENGINE, LAUNCHERS):
-        stages = ("import", "configure_model", "setup", "validation", "save", "teardown")
-        for fault, (number, stage) in product(("exit_0", "sigkill", "os_exit_0"), enumerate(stages)):
-            # torchrun takes status 0 for a regular end
-            if fault == "sigkill" or stage != "teardown" or (launcher == "python" or fault == "exit_0"):
-                found.add(Case(strategy, launcher, fault, stage, _rank(stage, number)))
-        for fault in ("exception", "sigkill"):
-            found.add(Case(strategy, launcher, fault, "step", 2, ranks=3))
-        for fault, rank in (("exception", 1), ("exception", 0), ("sigkill", 1), ("exit_0", 0)):
-            found.add(Case(strategy, launcher, fault, "step", rank, nodes=2))
-    return sorted(found)
-
-
-def _rank(stage: str, number: int) -> int:
-    """Return the rank that fails: rank 0 starts the others after imports, and writes the file of a save."""
-    return {"import": 1, "save": 0}.get(stage, number % 2)
-
-
-def select(cases: Iterable[Case], wanted: str) -> list[Case]:
-    """Return the cases that match `wanted`, such as `strategy=paral_fsdp,rank=1`.
-
-    Raises:
-        ValueError: `wanted` has an unknown name.
-    """
-    pairs = dict(pair.split("=", 1) for pair in wanted.split(",") if pair)
-    unknown = pairs.keys() - {field.name for field in fields(Case)}
-    if unknown:
-        raise ValueError(f"unknown: {sorted(unknown)}; known: {[field.name for field in fields(Case)]}")
-    return [case for case in cases if all(str(getattr(case, key)) == value for key, value in pairs.items())]
+CASES = (
+    Case("paral_fsdp", "python", "exception", "step", 0),
+    Case("paral_fsdp", "torchrun", "exception", "backward", 1),
+    Case("paral_ddp", "python", "sigkill", "step", 1),
+    Case("paral_ddp", "torchrun", "exit_0", "step", 0),
+    Case("paral_zero2", "python", "exception", "validation", 0),
+    Case("paral_zero3", "torchrun", "sigkill", "step", 1),
+    Case("paral_ddp", "python", "others_in_c", "step", 1),
+    Case("paral_ddp", "python", "exception", "import", 1),
+    Case("paral_ddp", "torchrun", "exit_0", "teardown", 1),
+    Case("paral_ddp", "torchrun", "os_exit_0", "step", 1),
+    Case("paral_ddp", "python", "exit_0", "teardown", 1),
+    Case("paral_ddp", "python", "os_exit_0", "teardown", 1),
+    Case("paral_fsdp", "python", "launcher_killed", "step", 1),
+    Case("paral_ddp", "torchrun", "launcher_killed", "step", 1),
+    Case("paral_zero1", "python", "exit_3", "step", 0),
+    Case("paral_ddp", "torchrun", "sigsegv", "step", 1),
+    Case("paral_fsdp", "torchrun", "os_exit_1", "step", 0),
+    Case("paral_zero2", "python", "ctrl_c", "step", 1),
+    Case("paral_zero3", "python", "others_sleep", "step", 1),
+    Case("paral_zero3", "torchrun", "exception", "configure_model", 0),
+    Case("paral_zero1", "python", "exception", "setup", 1),
+    Case("paral_fsdp", "python", "exception", "optimizer", 1),
+    Case("paral_ddp", "torchrun", "exception", "loader", 1),
+    Case("paral_fsdp", "python", "sigkill", "loader", 0),
+    Case("paral_zero2", "torchrun", "exception", "on_save_checkpoint", 1),
+    Case("paral_fsdp", "python", "sigkill", "save", 0),
+    Case("paral_ddp", "python", "exception", "step", 2, ranks=3),
+)
+"""Each fault and each stage at least once."""

@@ -17,11 +17,7 @@ from typing import Any
 
 FOLDER = Path(sys.argv[2])
 CASE = dict(pair.split("=") for pair in sys.argv[1].split(","))
-RANKS_PER_NODE = int(CASE["ranks"]) // int(CASE["nodes"])
-RANK = int(
-    os.environ.get("RANK")
-    or int(os.environ.get("NODE_RANK", "0")) * RANKS_PER_NODE + int(os.environ.get("LOCAL_RANK", "0"))
-)
+RANK = int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK", "0"))
 IS_LONG = CASE["fault"] in ("ctrl_c", "launcher_killed")
 """Whether another process ends the run, at some time after the file `failed` exists."""
 
@@ -165,8 +161,7 @@ if __name__ == "__main__":
     loader = DataLoader(Samples(), 4, num_workers=int(CASE["stage"] == "loader"))
     trainer = quiet_trainer(
         strategy=CASE["strategy"],
-        devices=RANKS_PER_NODE,
-        num_nodes=int(CASE["nodes"]),
+        devices=int(CASE["ranks"]),
         max_epochs=1,
         num_sanity_val_steps=0,
         use_distributed_sampler=CASE["stage"] != "loader",

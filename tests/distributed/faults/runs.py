@@ -18,7 +18,6 @@ import psutil
 
 from tests.distributed.faults.cases import Case
 from tests.launching import ROOT
-from tests.network import joined_nodes
 
 RUN_ID = "PARAL_FAULT_RUN"
 """The environment variable that all processes of a run inherit."""
@@ -52,8 +51,8 @@ class Result:
     """From the failure to the end of the last process."""
     orphans: int
     """The number of processes left `END_SECONDS` after the failure."""
-    statuses: list[int]
-    """The exit statuses of the launchers, one a node."""
+    status: int
+    """The exit status of the launcher."""
     output: str
     """The last lines of what the run printed."""
 
@@ -69,7 +68,7 @@ class Result:
             f"traceback {self.times} times": self.shown and case.has_traceback and self.times != 1,
             f"{self.seconds:.1f} s": self.seconds > seconds,
             f"{self.orphans} orphans": self.orphans > 0,
-            f"status {self.statuses}": 0 in self.statuses and not ends_by_itself,
+            f"status {self.status}": self.status == 0 and not ends_by_itself,
         }
         return [name for name, is_wrong in found.items() if is_wrong]
 
@@ -79,74 +78,56 @@ def run(case: Case) -> Result:
     with tempfile.TemporaryDirectory(prefix="paral-fault-") as made, ExitStack() as stack:
         folder = Path(made)
         # A file and not a pipe, so that nothing waits for a reader
-        outputs = [stack.enter_context((folder / f"output-{node}").open("wb")) for node in range(case.nodes)]
+        output = stack.enter_context((folder / "output").open("wb"))
         identity = uuid.uuid4().hex
         stack.callback(_kill_all, identity)
-        launchers = _start(case, folder, identity, outputs, stack)
-        failed, ended = _wait(case, folder, identity, launchers)
-        orphans = _kill_all(identity) if failed is not None else 0
-        _kill_all(identity)
-        statuses = [launcher.wait(timeout=30) for launcher in launchers]
-        printed = [(folder / f"output-{node}").read_text(errors="replace") for node in range(case.nodes)]
+        launcher = _start(case, folder, identity, output)
+        failed, ended = _wait(case, folder, identity, launcher)
+        orphans = _kill_all(identity)
+        status = launcher.wait(timeout=30)
+        printed = (folder / "output").read_text(errors="replace")
     return Result(
         case=case,
         has_failed=failed is not None,
-        shown=any(_shows(case, each) for each in printed),
-        at_end=any(_shows(case, _last_lines(case, each), is_end=True) for each in printed),
-        times=sum(map(count_tracebacks, printed)),
+        shown=_shows(case, printed),
+        at_end=_shows(case, _last_lines(case, printed), is_end=True),
+        times=count_tracebacks(printed),
         seconds=round(ended - failed, 2) if failed is not None else 0.0,
         orphans=orphans,
-        statuses=statuses,
-        output="\n".join(_last_lines(case, each) for each in printed),
+        status=status,
+        output=_last_lines(case, printed),
     )
 
 
-def _start(
-    case: Case, folder: Path, identity: str, outputs: list[Any], stack: ExitStack
-) -> list["subprocess.Popen[bytes]"]:
-    """Start the launcher of each node, in a process group of its own, as a shell with a terminal does."""
-    script = [str(Path(__file__).with_name("failing.py")), str(case), str(folder)]
-    rendezvous = ["--standalone"]
+def _start(case: Case, folder: Path, identity: str, output: Any) -> "subprocess.Popen[bytes]":
+    """Start the launcher in a process group of its own, as a shell with a terminal does."""
+    command = [sys.executable, str(Path(__file__).with_name("failing.py")), str(case), str(folder)]
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     environment |= {RUN_ID: identity, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    nodes = stack.enter_context(joined_nodes(case.nodes)) if case.nodes > 1 else None
-    if nodes is not None:
-        environment |= {"MASTER_ADDR": nodes.addresses[0], "MASTER_PORT": "29533", "GLOO_SOCKET_IFNAME": "eth0"}
-        rendezvous = ["--nnodes", str(case.nodes), "--master-addr", nodes.addresses[0], "--master-port", "29533"]
-    launchers = []
-    for node in range(case.nodes):
-        command = [sys.executable, *script]
-        if case.launcher == "torchrun":
-            of_node = ["--nproc-per-node", str(case.ranks // case.nodes)]
-            of_node += ["--node-rank", str(node)] if nodes is not None else []
-            command[1:1] = ["-m", "torch.distributed.run", *rendezvous, *of_node]
-        launchers.append(
-            subprocess.Popen(
-                command if nodes is None else nodes.command_on(node, command),
-                cwd=ROOT,
-                env=environment if nodes is None else environment | {"NODE_RANK": str(node)},
-                stdin=subprocess.DEVNULL,
-                stdout=outputs[node],
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        )
-    return launchers
+    if case.launcher == "torchrun":
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
-def _wait(
-    case: Case, folder: Path, identity: str, launchers: list["subprocess.Popen[bytes]"]
-) -> tuple[float | None, float]:
+def _wait(case: Case, folder: Path, identity: str, launcher: "subprocess.Popen[bytes]") -> tuple[float | None, float]:
     """Wait until no process of the run is left. Return the times of the failure, or `None`, and of the end."""
     marker = folder / "failed"
     failed: float | None = None
     deadline = time.time() + START_SECONDS
     while True:
         if failed is None and marker.exists():
-            failed = _end_from_outside(case, launchers[0]) or float(marker.read_text())
+            failed = _end_from_outside(case, launcher) or float(marker.read_text())
             deadline = failed + END_SECONDS
         # For a moment after its start, the environment of a process is empty.
-        is_running = None in [launcher.poll() for launcher in launchers]
+        is_running = launcher.poll() is None
         now = time.time()
         if stopping.is_set() or now > deadline or not (is_running or _processes(identity)):
             return failed, now
@@ -226,6 +207,6 @@ def _shows(case: Case, printed: str, is_end: bool = False) -> bool:
         # "rank 1 (node) died: ...", and the lines of torchrun's summary: "rank      : 1 (local_rank: 1)"
         rank = rf"[Rr]ank\s*:?\s*{case.rank}\b"
     how = _NAMES[case.fault]
-    if case.rank % (case.ranks // case.nodes) == 0 and case.launcher == "python":
-        how += r"|died|ended"  # the first rank of a node was started by the user, and no other rank knows its status
+    if case.rank == 0 and case.launcher == "python":
+        how += r"|died|ended"  # rank 0 was started by the user, and no other rank knows its status
     return re.search(rf"({rank}).{{0,300}}?({how})", printed, re.DOTALL) is not None

@@ -1,6 +1,5 @@
 """A rank that fails is named by other ranks that have ended their fit already, and are in the teardown."""
 
-import os
 import time
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.utils.data import DataLoader
 from lightning_paral import RankFailedError
 from lightning_paral.distributed.process_group import release_process_group
 from tests.contract.cases import strategy_of
-from tests.launching import free_port
+from tests.launching import leave_pool
 from tests.models.linear import Linear
 from tests.running import quiet_trainer
 
@@ -36,11 +35,9 @@ class FailsAtEnd(Linear):
         return super().cpu()
 
 
-def fit(label: str, port: int) -> str:
+def fit(label: str) -> str:
     """Fit in a process group that the strategy creates, and return the error of this rank."""
-    dist.barrier()  # otherwise the other rank could still be connecting
-    dist.destroy_process_group()
-    os.environ["MASTER_PORT"] = str(port)
+    leave_pool()
     trainer = quiet_trainer(devices=2, strategy=strategy_of(label), max_steps=1)
     try:
         with pytest.raises((ValueError, RankFailedError)) as error:
@@ -52,12 +49,8 @@ def fit(label: str, port: int) -> str:
 
 @pytest.mark.lane("full")
 @pytest.mark.parametrize("label", ["paral_ddp", "paral_fsdp"])
-def test_failure_is_named_in_the_teardown_of_another_rank(on_ranks: Any, rank_pool: Any, label: str) -> None:
-    rank_pool.renew_world()
-    try:
-        first, second = on_ranks(2, fit, label, free_port(), timeout=60.0)
-    finally:
-        rank_pool.renew_world()
+def test_failure_is_named_in_the_teardown_of_another_rank(in_own_world: Any, label: str) -> None:
+    first, second = in_own_world(2, fit, label, timeout=60.0)
 
     assert first == "ValueError: my bug"
     assert second.startswith("RankFailedError: Rank 1 ended because rank 0")
