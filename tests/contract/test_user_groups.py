@@ -20,13 +20,7 @@ def fit_beside_groups(label: str) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("label", [*labels(with_ranks(PER_ENGINE, NUM_RANKS)), "fsdp_hybrid"])
-def test_groups_of_some_ranks_do_not_disturb_a_fit(on_ranks, rank_pool, label: str) -> None:
-    rank_pool.renew_world()
-    try:
-        told = on_ranks(NUM_RANKS, fit_beside_groups, label)
-    finally:
-        rank_pool.renew_world()
-
-    for first, second in told:
+def test_groups_of_some_ranks_do_not_disturb_a_fit(in_own_world, label: str) -> None:
+    for first, second in in_own_world(NUM_RANKS, fit_beside_groups, label):
         assert len(first) == 2
         assert second == pytest.approx(first)

@@ -1,13 +1,12 @@
 """Fixtures for tests on several ranks."""
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from lightning_paral.cli import main
 from lightning_paral.diagnostics.rank_pool import RankPool
+from tests.command import run_paral
 
 
 @pytest.fixture
@@ -19,16 +18,12 @@ def fresh_ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture
-def paral(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def paral(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """A function that runs `paral` with arguments in this process, and returns what it prints, or its error."""
 
     def run(*arguments: Any) -> str:
-        monkeypatch.setattr(sys, "argv", ["paral", *map(str, arguments)])
         capsys.readouterr()
-        try:
-            main()
-        except SystemExit as end:
-            return str(end)
-        return capsys.readouterr().out
+        said = run_paral(*map(str, arguments))
+        return capsys.readouterr().out if said is None else str(said)
 
     return run

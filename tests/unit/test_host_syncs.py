@@ -4,10 +4,8 @@ import threading
 from collections import Counter
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.host_syncs import OURS, HostSyncs
 
@@ -49,20 +47,6 @@ def test_waits_are_counted_once_and_other_calls_are_not() -> None:
     assert [body for body in WAIT if found[body].total() != 1] == []
     assert [body for body in DO_NOT_WAIT if found[body]] == []
     assert all(place.startswith("made_up.py: step: ") for places in found.values() for place in places)
-
-
-@pytest.mark.parametrize("body", ["t.item()", "torch.where(t > 1)"])
-def test_waits_in_a_backward_pass_are_counted(body: str) -> None:
-    step = function_of_the_package(body)
-    x = torch.ones((), requires_grad=True)
-    x.register_hook(lambda gradient: step(gradient, None))
-
-    def recomputed(value: torch.Tensor) -> torch.Tensor:
-        step(value.detach(), None)
-        return value.square()
-
-    (found,) = counted(lambda: checkpoint(recomputed, x, use_reentrant=False).backward()).values()
-    assert found == 3
 
 
 def test_reads_on_other_threads_are_counted() -> None:

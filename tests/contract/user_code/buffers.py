@@ -68,13 +68,14 @@ class Assigned(Supervised):
 
 @row("buffer written in place in the step", reference="ddp")
 class InPlace(Assigned):
-    """self.mean.mul_(0.9).add_(...) in training_step."""
+    """self.mean.mul_(0.9) and self.mean.data.add_(...) in training_step."""
 
     def loss(self, batch: Any) -> Any:
         inputs, targets = batch
         features = self.backbone(inputs)
         loss = nn.functional.mse_loss(self.head(features - self.mean), targets)
-        self.mean.mul_(0.9).add_(0.1 * features.detach().mean(dim=0))
+        self.mean.mul_(0.9)
+        self.mean.data.add_(0.1 * features.detach().mean(dim=0))
         return loss
 
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from lightning_paral import CheckpointError, CheckpointOptions, ConfigurationError
+from lightning_paral import CheckpointOptions, ConfigurationError
 from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.verify import verify
-from lightning_paral.distributed.exchange import RankGroup, all_ranks
+from lightning_paral.distributed.exchange import RankGroup
 from tests.contract.cases import strategy_of
 from tests.models.regression import Regression, regression_data
 from tests.models.resumable import SAVED_AFTER, Losses, Resumable, SaveOnce, assert_continues, fit, losses, refusal
@@ -178,23 +178,6 @@ def test_failure_of_a_background_save_raises_on_all_ranks(on_ranks, tmp_path: Pa
 
 
 # Ranks
-
-
-def fail_on_one(rank: int) -> str:
-    ranks = all_ranks()
-
-    def act() -> int:
-        if ranks.rank == rank:
-            raise OSError("the disk")
-        return ranks.rank
-
-    with pytest.raises(CheckpointError) as raised:
-        ranks.gather_results("Trying", act)
-    return str(raised.value)
-
-
-def test_failure_of_one_rank_raises_on_all(on_ranks) -> None:
-    assert set(on_ranks(2, fail_on_one, 1)) == {"Trying failed on rank 1 of 2: OSError: the disk"}
 
 
 def save_unseen(path: Path) -> Losses:

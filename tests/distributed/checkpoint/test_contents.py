@@ -9,17 +9,15 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import Tensor, nn
 
-from lightning_paral import CheckpointError, ConfigurationError
+from lightning_paral import CheckpointError
 from lightning_paral.checkpoint.load import load
 from lightning_paral.checkpoint.save import SaveJob
 from lightning_paral.checkpoint.shards import FlatShard, identity
 from lightning_paral.checkpoint.verify import verify
 from lightning_paral.distributed.exchange import RankGroup, all_ranks
 from tests.models.resumable import NUM_BATCHES, Resumable, SaveOnce, losses, refusal
-from tests.running import quiet_trainer
 
 FORMS = ("full", "sharded")
 
@@ -243,15 +241,6 @@ def test_checkpoint_from_before_the_first_step_resumes(on_ranks, tmp_path: Path,
     whole = on_ranks(2, partial(losses, label, checkpoint="sharded", callbacks=callbacks))
     found = losses("paral_ddp", resume_from=path)
     assert found == pytest.approx({number: sum(each[number] for each in whole) / 2 for number in range(NUM_BATCHES)})
-
-
-# A user's CheckpointIO
-
-
-@pytest.mark.parametrize("strategy", ["paral_fsdp", "paral_zero3"])
-def test_checkpoint_io_is_refused_if_parameters_are_sharded(strategy: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"AsyncCheckpointIO saves the state of one rank.*async_save=True"):
-        quiet_trainer(strategy=strategy, plugins=[AsyncCheckpointIO()], devices=1)
 
 
 # Callbacks that keep shards on a later stage of a pipeline

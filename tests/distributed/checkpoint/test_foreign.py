@@ -200,8 +200,3 @@ def test_lines_of_the_error_convert_a_deepspeed_folder(on_ranks, tmp_path: Path,
         assert "CheckpointOptions(restore_optimizer=False)" in message
     for label in OURS if not lost else ():
         on_ranks(2, partial(losses, label, checkpoint={"restore_optimizer": False}, resume_from=resumed))
-
-
-def test_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
-    assert "is not a checkpoint" in refusal("paral_ddp", resume_from=tmp_path)
-    assert "There is no checkpoint at" in refusal("paral_ddp", resume_from=tmp_path / "nowhere")

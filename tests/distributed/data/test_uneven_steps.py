@@ -7,8 +7,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchmetrics import CatMetric, MeanMetric, MetricCollection
-from torchmetrics.classification import BinaryAUROC
+from torchmetrics import MeanMetric
 
 from lightning_paral import ConfigurationError, ParalDDPStrategy
 from tests.contract.cases import strategy_of
@@ -87,45 +86,6 @@ def values_of_copies(reduce_fx: str) -> tuple[list[float], list[float]]:
 def test_repeated_samples_count_nowhere(on_ranks, reduce_fx: str, step: float, epoch: float) -> None:
     for steps, epochs in on_ranks(RANKS, values_of_copies, reduce_fx):
         assert (steps, epochs) == ([pytest.approx(step), 4.0], [pytest.approx(epoch)])
-
-
-# Metrics
-
-
-class Metrics(Recording):
-    """Has metrics where users put them, one of which computes over all ranks in each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.auroc = BinaryAUROC(dist_sync_on_step=True)
-        self.in_list = [CatMetric()]
-        self.in_dict = {"mean": MeanMetric()}
-        self.wrapped = MetricCollection([MeanMetric()])
-        self.found: list[float] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.found.append(float(self.auroc(batch / 10, (batch % 3 > 0).long())))
-        self.in_list[0].update(batch)
-        self.in_dict["mean"](batch.mean())
-        self.wrapped.update(batch.mean())
-        return super().training_step(batch, batch_idx)
-
-    def on_train_epoch_end(self) -> None:
-        metrics = self.auroc, *self.in_list, *self.in_dict.values()
-        self.found += [float(metric.compute().sum()) for metric in metrics]
-        self.found.append(float(self.wrapped.compute()["MeanMetric"]))
-
-
-def computed_metrics(*options: Any) -> list[float]:
-    module = Metrics()
-    fit(module, *options)
-    return module.found
-
-
-@pytest.mark.parametrize("sizes", [(7, 4), (2, 4), (5, 4)])
-def test_metrics_equal_those_of_one_process_wherever_they_are(on_ranks, sizes: tuple[int, int]) -> None:
-    expected = computed_metrics(*sizes, "auto", 1)
-    assert on_ranks(RANKS, computed_metrics, *sizes) == [pytest.approx(expected)] * RANKS
 
 
 # Steps

@@ -256,12 +256,3 @@ def test_batch_that_cannot_be_divided_is_refused_on_several_devices_only() -> No
 def test_several_processes_are_refused(on_ranks: Any) -> None:
     for message in on_ranks(2, make_trainer_on_rank):
         assert "one process on one node, but 2 processes were started" in message
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"num_nodes": 2}, "num_nodes=2.*paral_ddp"), ({"sync_batchnorm": True}, "process per device.*paral_ddp")],
-)
-def test_options_for_several_processes_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        dp_trainer(**options)

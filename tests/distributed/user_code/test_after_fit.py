@@ -1,7 +1,5 @@
 """After a failure ranks save together, and the next run reuses or replaces the process group."""
 
-import os
-import socket
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_paral import ParalDDPStrategy, ParalFSDPStrategy
 from lightning_paral.distributed.process_group import owned_group
 from lightning_paral.errors import RankFailedError
+from tests.launching import leave_pool
 from tests.models.regression import FEATURES, GLOBAL_BATCH_SIZE, Fitted, Regression
 from tests.running import quiet_trainer
 
@@ -89,17 +88,9 @@ def test_checkpoint_is_not_saved_if_ranks_hold_shards_and_one_fails_alone(in_own
 SAVED = ["failed.ckpt", "last.ckpt", "own.ckpt"]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "where", "errors"),
-    [
-        ("paral_ddp", "all", ["KeyError", "KeyError"]),
-        ("paral_zero3", "all", ["KeyError", "KeyError"]),
-    ],
-)
-def test_ranks_save_together_after_an_error_and_raise_it(
-    on_ranks, rank_pool, tmp_path: Path, strategy: str, where: str, errors: list[str]
-) -> None:
-    assert on_ranks(2, fail, strategy, where, str(tmp_path)) == errors
+@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_zero3"])
+def test_ranks_save_together_after_an_error_and_raise_it(on_ranks, rank_pool, tmp_path: Path, strategy: str) -> None:
+    assert on_ranks(2, fail, strategy, "all", str(tmp_path)) == ["KeyError", "KeyError"]
     assert sorted(path.name for path in tmp_path.iterdir()) == SAVED
 
     rank_pool.renew_world()
@@ -108,10 +99,8 @@ def test_ranks_save_together_after_an_error_and_raise_it(
             torch.testing.assert_close(resumed, uninterrupted, rtol=1e-5, atol=1e-6)
 
 
-def change_groups(port: int) -> list[bool]:
-    dist.barrier()  # others may still be joining
-    dist.destroy_process_group()  # the pool's
-    os.environ["MASTER_PORT"] = str(port)
+def change_groups() -> list[bool]:
+    leave_pool()
 
     def hybrid(minutes: int) -> dict[str, Tensor]:
         strategy = ParalFSDPStrategy(replicate=2, units=["Linear"], timeout=timedelta(minutes=minutes))
@@ -130,11 +119,5 @@ def change_groups(port: int) -> list[bool]:
     return [first is not second, second is dist.group.WORLD, owned_group() is second]
 
 
-def test_process_group_is_reused_by_the_next_run_or_replaced(on_ranks, rank_pool) -> None:
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
-    rank_pool.renew_world()
-    try:
-        assert on_ranks(4, change_groups, port) == [[True, True, True]] * 4
-    finally:
-        rank_pool.renew_world()
+def test_process_group_is_reused_by_the_next_run_or_replaced(in_own_world) -> None:
+    assert in_own_world(4, change_groups) == [[True, True, True]] * 4

@@ -3,7 +3,6 @@
 import pytest
 from torch import nn
 
-from lightning_paral import ActivationCheckpointing, ConfigurationError
 from lightning_paral.engines.fsdp.units import SMALL_BYTES, leave_small_to_root
 from lightning_paral.model.units import Units, as_tree, choose_units, explain_single_unit
 from tests.models.blocks import GPT2, T5, Block, Contrastive, LoRA, Tied, TiedBlocks
@@ -115,19 +114,6 @@ def test_single_unit_is_explained_with_classes_to_choose() -> None:
 
     assert "225 parameters" in message
     assert "units=['Linear']" in message
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"units": []}, "units is empty"),
-        ({"min_params": 0}, "at least 1"),
-        ({"units": "A", "min_params": 1}, "Give one of"),
-    ],
-)
-def test_options_of_activation_checkpointing_are_checked_on_construction(options: dict, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        ActivationCheckpointing(**options)
 
 
 @pytest.mark.parametrize(
