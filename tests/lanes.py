@@ -9,21 +9,13 @@ import json
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.strategies import Strategy
 
-from lightning_paral import (
-    ParalDDPStrategy,
-    ParalDPStrategy,
-    ParalFSDPStrategy,
-    ParalPipelineStrategy,
-    ParalZeROStrategy,
-)
 from tests.compile_operators import operators_of
 
 LANES = ("default", "full", "all")
@@ -48,8 +40,8 @@ _FOLDERS = {
 }
 """Folders whose tests start processes or wait: they are not in the lanes before the given one."""
 _SIZES = ("world_size", "num_ranks", "size")
-_STRATEGY = re.compile(r"(?:paral_)?(dp|ddp|fsdp|zero|pp|tp)([123]?)([_,].*)?")
-"""The labels of strategies in parameters, such as "paral_zero2_offload", "fsdp_tp" and "ddp, finding unused"."""
+_STRATEGY = re.compile(r"(?<![a-z])(dp|ddp|fsdp|zero|pp|tp)(?![a-z])([123]?)")
+"""A strategy in an ID of parameters, such as "paral_zero2_offload", "fsdp_tp" and "ddp, finding unused"."""
 _OTHERS_SECONDS = 0.02
 
 
@@ -211,40 +203,22 @@ def _is_usual(item: pytest.Item) -> bool:
 
 def _stages(item: pytest.Item) -> set[Any]:
     """Return the ZeRO stages among the parameters."""
-    return {_parameters(item).get("stage"), *(stage for _, stage in _strategies(item))}
+    return {_parameters(item).get("stage"), *(int(stage or 0) for name, stage in _strategies(item) if name == "zero")}
 
 
 def engines_of(item: pytest.Item) -> set[str]:
     """Return the engines that the item is about, by its folder and its parameters."""
     parts = set(item.nodeid.partition("::")[0].split("/"))
-    return {engine for engine in ENGINES if engine in parts} | {engine for engine, _ in _strategies(item)}
+    named = {engine for name, _ in _strategies(item) for engine in _ENGINES_OF.get(name, (name,))}
+    return {engine for engine in ENGINES if engine in parts} | named
 
 
 _ENGINES_OF = {"pp": ("pipeline",), "tp": ("tensor", "fsdp")}
-_CLASSES = {
-    ParalDPStrategy: "dp",
-    ParalDDPStrategy: "ddp",
-    ParalFSDPStrategy: "fsdp",
-    ParalPipelineStrategy: "pp",
-    ParalZeROStrategy: "zero",
-}
 
 
-def _strategies(item: pytest.Item) -> Iterator[tuple[str, int]]:
-    """Yield the engine of each strategy among the parameters, by label, instance or class, and its ZeRO stage, or 0."""
-    lists = (value if isinstance(value, list | tuple) else [value] for value in _parameters(item).values())
-    for value in itertools.chain.from_iterable(lists):
-        if isinstance(value, str) and (match := _STRATEGY.fullmatch(value)):
-            name, stage, options = match.groups(default="")
-            for engine in _ENGINES_OF.get(name, (name,)):
-                yield engine, int(stage or 0)
-            if "_tp" in options:
-                yield "tensor", 0
-        elif isinstance(value, Strategy) or (isinstance(value, type) and issubclass(value, Strategy)):
-            kind = value if isinstance(value, type) else type(value)
-            name = next((name for base, name in _CLASSES.items() if issubclass(kind, base)), "")
-            for engine in _ENGINES_OF.get(name, (name,) if name else ()):
-                yield engine, getattr(getattr(value, "options", None), "stage", 0) if name == "zero" else 0
+def _strategies(item: pytest.Item) -> list[tuple[str, str]]:
+    """Return the names of strategies in the ID of the parameters, and their ZeRO stages."""
+    return _STRATEGY.findall(item.nodeid.partition("[")[2])
 
 
 def shard(items: Sequence[pytest.Item], times: Times, part: str) -> list[pytest.Item]:

@@ -27,30 +27,15 @@ COMMANDS = [
 ]
 TESTS = re.findall(r"`(pytest[^`]*)`", CONTRIBUTING)
 CHECKS = ["ruff check .", "ruff format --check .", "mypy", "codespell"]
-SET_UP = {
-    "python3.11 -m venv .venv",
-    "source .venv/bin/activate",
-    "pip install -c constraints.txt -e '.[test]'",
-    "pip install pre-commit",
-    "pre-commit install",
-}
-DOCUMENTATION = {
-    "pip install -c constraints.txt -e '.[docs]'",
-    "python -m tests.docs --write",
-    "mkdocs build --strict",
-}
 PATHS = re.findall(r"`([\w./-]+(?:/|\.py|\.md|\.toml|\.txt|\.yaml))`", CONTRIBUTING)
 
 
-def test_every_command_of_contributing_is_accounted_for() -> None:
-    assert set(COMMANDS) == SET_UP | set(CHECKS) | DOCUMENTATION
-
-
 def test_checks_equal_those_of_ci_and_pre_commit() -> None:
+    assert set(CHECKS) <= set(COMMANDS)
     lines = [line.strip().removesuffix(" || status=1") for line in CI.splitlines()]
     assert [line for line in lines if line in CHECKS] == CHECKS
     assert [shlex.split(hook["entry"])[0] for hook in HOOKS] == [shlex.split(check)[0] for check in CHECKS]
-    for command in SET_UP | DOCUMENTATION:
+    for command in COMMANDS:
         if "constraints" in command or command.startswith("mkdocs"):
             assert command.removeprefix("pip install ") in CI
 

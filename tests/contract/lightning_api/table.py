@@ -1,8 +1,8 @@
 """The table of Lightning's public features."""
 
+from importlib import import_module
 from pathlib import Path
 
-import tests.contract.lightning_api.themes  # noqa: F401  registers the rows
 from tests.contract.lightning_api.rows import ALL, ROWS
 from tests.contract.tables.lanes import Rule
 from tests.contract.tables.table import Table
@@ -19,6 +19,9 @@ TITLES = {
     "hooks": "Hooks",
     "data": "Data",
 }
+for _theme in sorted(TITLES):
+    import_module(f"tests.contract.lightning_api.{_theme}")  # registers its rows
+
 INTRODUCTION = """\
 # What of Lightning works under which strategy
 

@@ -1,8 +1,8 @@
 """The table of user code."""
 
+from importlib import import_module
 from pathlib import Path
 
-import tests.contract.user_code.themes  # noqa: F401  registers the rows
 from tests.contract.tables.lanes import Rule
 from tests.contract.tables.table import Table
 from tests.contract.user_code.rows import ROWS
@@ -26,6 +26,9 @@ TITLES = {
     "saving": "Saving and resuming",
     "reports": "From public reports",
 }
+for _theme in sorted(TITLES):
+    import_module(f"tests.contract.user_code.{_theme}")  # registers its rows
+
 INTRODUCTION = """\
 # What may stand in a module or a callback
 
