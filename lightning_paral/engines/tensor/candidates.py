@@ -126,41 +126,15 @@ def _shape(layer: Layer) -> tuple[int, int]:
     return (layer.num_inputs, layer.num_outputs) if layer.is_transposed else (layer.num_outputs, layer.num_inputs)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tie:
-    """Modules that share a parameter."""
+def shared_parameters(module: Module, layers: Mapping[str, Layer]) -> list[dict[str, str]]:
+    """Return the owners of each parameter that several have, one of them a layer: the attribute of each by its name.
 
-    layers: tuple[str, ...]
-    """The names of the layers among them."""
-    others: tuple[str, ...]
-    """The names of other parameters that are the same tensor."""
-    is_weight: bool
-    """Whether all of them share their weight, not a bias."""
-
-    def allows_vocab(self, layers: Mapping[str, Layer]) -> bool:
-        """Return whether all owners can have the same rows."""
-        same = len({layers[name].num_outputs for name in self.layers}) == 1
-        return (
-            self.is_weight and not self.others and same and not any(layers[name].is_transposed for name in self.layers)
-        )
-
-
-def find_ties(module: Module, layers: Mapping[str, Layer]) -> list[Tie]:
-    """Return the shared parameters of which a layer is an owner."""
-    owners: dict[int, list[tuple[str, str]]] = {}
+    An owner that is no layer has the name of its parameter.
+    """
+    owners: dict[int, dict[str, str]] = {}
     for name, part in module.named_modules():
         for attribute, parameter in own_parameters(part).items():
             if parameter is not None:
-                owners.setdefault(id(parameter), []).append((name, attribute))
-    ties = []
-    for found in owners.values():
-        names = tuple(name for name, _ in found if name in layers)
-        if len(found) > 1 and names:
-            ties.append(
-                Tie(
-                    layers=names,
-                    others=tuple(f"{name}.{attribute}".lstrip(".") for name, attribute in found if name not in layers),
-                    is_weight=all(attribute == "weight" for _, attribute in found),
-                )
-            )
-    return ties
+                owner = name if name in layers else f"{name}.{attribute}".lstrip(".")
+                owners.setdefault(id(parameter), {})[owner] = attribute
+    return [found for found in owners.values() if len(found) > 1 and not layers.keys().isdisjoint(found)]

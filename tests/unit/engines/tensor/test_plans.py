@@ -46,7 +46,7 @@ BLOCKS = {f"blocks.{n}.{name}": style for n in range(2) for name, style in (("up
 
 
 def written(plan: TensorPlan) -> dict[str, str]:
-    """Return each layer that is split, with its style, and a star if the code between gets ordinary tensors."""
+    """Return each layer that is split, with its style."""
     return dict(plan.splits)
 
 
@@ -141,7 +141,10 @@ def test_only_the_vocabulary_is_uneven() -> None:
             lambda m: setattr(m.blocks[0].down, "weight", m.blocks[1].down.weight),
             "shared by blocks.0.down, blocks.1.down",
         ),
-        (lambda m: setattr(m.blocks[0].down, "bias", m.blocks[0].norm.bias), "shared by blocks.0.down"),
+        (
+            lambda m: setattr(m.blocks[0].down, "bias", m.blocks[0].norm.bias),
+            "shared by blocks.0.norm.bias, blocks.0.down",
+        ),
     ],
 )
 def test_layers_that_cannot_be_split_stay_whole(change: Any, reason: str) -> None:
@@ -173,7 +176,11 @@ def test_a_plan_of_the_user() -> None:
         ({"blocks.*.up": "columns"}, 2, "'columns' is no style. The styles are 'colwise': split the output"),
         ({"blocks.*.up": "colwize"}, 2, "Did you mean 'colwise'?"),
         ({"blocks.*.norm": "colwise"}, 2, "blocks.0.norm is a LayerNorm, which cannot be split"),
-        ({"embedding": "rowwise"}, 2, "embedding is an embedding, which cannot be split 'rowwise'"),
+        (
+            {"embedding": "rowwise"},
+            2,
+            "embedding cannot be split 'rowwise', because it is an embedding, which can be split",
+        ),
         ({"blocks.*.up": "colwise"}, 3, "3 ranks do not divide its 128 output features"),
         ({"blocks.*.up": "rowwise"}, 3, "3 ranks do not divide its 64 input features"),
         ({"head": "vocab"}, 302, "too few for 302 tensor ranks"),
@@ -196,5 +203,7 @@ def test_layers_that_cannot_be_split_are_named() -> None:
 
     module = Classifier()
     module.embedding.max_norm = 1.0
-    with pytest.raises(ConfigurationError, match="embedding cannot be split, because it is an embedding with max_norm"):
+    with pytest.raises(
+        ConfigurationError, match="embedding cannot be split 'vocab', because it is an embedding with max"
+    ):
         make_plan(module, 2, {"embedding": "vocab"})
