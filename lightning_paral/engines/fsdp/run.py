@@ -18,6 +18,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
 from lightning_paral.compat.torch.fsdp import name_of, unsharded_param
 from lightning_paral.compat.torch.patches import replace_attributes
 from lightning_paral.compat.torch.tensors import identity_of, tree_leaves
@@ -301,6 +302,7 @@ def _with_shards(zero_grad: Callable[..., None], root: RootUnshard) -> Callable[
 
     @wraps(zero_grad)
     def zero(*args: Any, **kwargs: Any) -> None:
-        root.zero_gradients(partial(zero_grad, *args, **kwargs))
+        with DisableTorchFunctionSubclass():
+            root.zero_gradients(partial(zero_grad, *args, **kwargs))
 
     return zero
