@@ -20,7 +20,6 @@ from torch.nn import Module, Parameter
 from torchmetrics import Metric
 
 from lightning_paral.compat.lightning.strategies import set_device_everywhere
-from lightning_paral.compat.torch.autograd import is_in_transform
 from lightning_paral.compat.torch.fsdp import (
     groups_of,
     initialize,
@@ -35,7 +34,7 @@ from lightning_paral.engines.fsdp.gradients import AveragedGradients, DirectRedu
 from lightning_paral.engines.fsdp.precision import match_inputs
 from lightning_paral.engines.fsdp.restore import GatherToHost, ModuleSnapshot
 from lightning_paral.engines.fsdp.units import broadcast_on, check_dtypes, unshardable_parameters
-from lightning_paral.engines.fsdp.unshard import RootUnshard, UnitUnshard, check_not_replaced, public_methods
+from lightning_paral.engines.fsdp.unshard import RootUnshard, UnitUnshard, public_methods
 from lightning_paral.engines.fsdp.user_writes import UserWrites
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.units import Unit, Units
@@ -121,37 +120,20 @@ class ShardedModule:
 
     def _unshard_around_calls(self) -> None:
         inner = {unit.module for unit in self.units.inner}
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def before_unshard(module: Module, args: object = ()) -> None:
-            self.writes.access.flush()
-            # Tensor parallelism itself replaces parameters around calls.
-            if self._sharding.split is None or is_in_transform():
-                check_not_replaced(module)
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def show_gradients(*_: object) -> None:
-            self.writes.show_gradients()
-
-        calls = []
-        for module in self._sharded[:-1]:
-            if methods := public_methods(module):
-                calls.append(UnitUnshard(module, methods, before_unshard, show_gradients))
-            elif self._sharding.reshard_after_forward is False:
-                module.register_forward_hook(show_gradients)
-            module.register_forward_pre_hook(before_unshard, prepend=True)
+        calls = [UnitUnshard(module, names) for module in self._sharded[:-1] if (names := public_methods(module))]
         initialize(self.root)
-        for param in [param for module in self._sharded for group in groups_of(module) for param in group.fsdp_params]:
+        groups = [group for module in self._sharded for group in groups_of(module)]
+        for param in [param for group in groups for param in group.fsdp_params]:
             keep_dtype(param)
-        self._watch_writes()
+        self.writes = UserWrites(
+            self.root,
+            groups,
+            self._snapshot.original,
+            self._originals,
+            lambda: self.root_unshard.is_running,
+            self._undo,
+        )
         self.root_unshard = RootUnshard(self._sharded[-1], calls, inner, self.writes)
-
-        def before_call(module: Module, args: object) -> None:
-            if not all(group.is_unsharded for group in groups_of(self.root)):
-                before_unshard(self.root)
-
-        for module in (self.root, *(child for child in self.root.children() if child not in inner)):
-            module.register_forward_pre_hook(before_call, prepend=True)
 
     def original_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield the names and parameters from before sharding. They are empty while the module is sharded."""
@@ -185,18 +167,6 @@ class ShardedModule:
         self._undo.close()
         self.reshard()
         return self._snapshot.restore(gather)
-
-    def _watch_writes(self) -> None:
-        """Make writes of user code to parameters change the shards, even while the parameters are unsharded."""
-        groups = [group for module in self._sharded for group in groups_of(module)]
-        self.writes = UserWrites(
-            self.root,
-            groups,
-            self._snapshot.original,
-            self._originals,
-            lambda: self.root_unshard.is_running,
-            self._undo,
-        )
 
     def _compute_values_of_sharded(self) -> None:
         """Compute the values of modules that the user sharded in `configure_model`, one module at a time."""

@@ -159,7 +159,6 @@ class StepShards:
     @contextmanager
     def unsharded(self) -> Iterator[None]:
         """Unshard all parameters inside the block. *Collective* over the ranks that hold shards."""
-        self.writes.access.flush()
         try:
             for module in self._sharded:
                 module.unshard()
