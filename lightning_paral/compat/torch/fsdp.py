@@ -15,6 +15,7 @@ from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 from torch.nn import Module
 
 from lightning_paral.compat.private_name import Names, named, replace
+from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
 from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.modules import subclass_of
 
@@ -180,7 +181,8 @@ def watch(
         gather(*args, **kwargs)
 
     def to_unsharded() -> None:
-        unshard()
+        with DisableTorchFunctionSubclass():  # it reads an attribute of each shard
+            unshard()
         after_unshard()
 
     group.unshard, group._to_unsharded = gather_shards, to_unsharded

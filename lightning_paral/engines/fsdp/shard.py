@@ -32,7 +32,7 @@ from lightning_paral.compat.torch.modules import BatchNorm, InstanceNorm, own_bu
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.fsdp.gradients import AveragedGradients, DirectReduceScatter
 from lightning_paral.engines.fsdp.precision import match_inputs
-from lightning_paral.engines.fsdp.restore import GatherToHost, ModuleSnapshot
+from lightning_paral.engines.fsdp.restore import ModuleSnapshot
 from lightning_paral.engines.fsdp.units import broadcast_on, check_dtypes, unshardable_parameters
 from lightning_paral.engines.fsdp.unshard import RootUnshard, UnitUnshard, public_methods
 from lightning_paral.engines.fsdp.user_writes import UserWrites
@@ -155,18 +155,18 @@ class ShardedModule:
         if isinstance(self.root, FSDPModule):
             reset_iteration(self.root)
 
-    def restore(self, gather: GatherToHost | str) -> dict[Parameter, Parameter]:
-        """Restore the module as it was before `shard`. *Collective* over the group of `gather`.
+    def restore(self, obstacle: str | None) -> dict[Parameter, Parameter]:
+        """Restore the module as it was before `shard`. *Collective* over the ranks that hold shards.
 
         Args:
-            gather: gathers full parameters, or is the reason why they stay sharded.
+            obstacle: the reason why parameters stay sharded; `None` if they do not.
 
         Returns:
             dict[Parameter, Parameter]: the module's own parameters by sharded parameter; empty if they stay sharded.
         """
         self._undo.close()
         self.reshard()
-        return self._snapshot.restore(gather)
+        return self._snapshot.restore(obstacle)
 
     def _compute_values_of_sharded(self) -> None:
         """Compute the values of modules that the user sharded in `configure_model`, one module at a time."""

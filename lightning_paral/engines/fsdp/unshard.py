@@ -110,8 +110,6 @@ class RootUnshard:
         for module in (self._root, *(child for child in self._root.children() if child not in inner)):
             module.register_forward_pre_hook(self._before_call, prepend=True)
             module.register_forward_hook(self._after_call, always_call=True)
-        for name in ("toggle_optimizer", "untoggle_optimizer"):
-            setattr(self._root, name, self._unshard_after(getattr(self._root, name)))
 
     @property
     def is_running(self) -> bool:
@@ -213,17 +211,6 @@ class RootUnshard:
                 self._set_in_optimizer(True)
 
         return call
-
-    def _unshard_after(self, toggle: Callable[..., None]) -> Callable[..., None]:
-        """Give unsharded parameters the `requires_grad` that `toggle` sets on the shards, which the optimizers hold."""
-
-        def toggle_then_unshard(*args: Any, **kwargs: Any) -> None:
-            toggle(*args, **kwargs)
-            if self._in_manual_step:
-                self._writes.reshard()
-                self._root.unshard()
-
-        return toggle_then_unshard
 
     def _enter(self) -> None:
         self._depth, self._in_optimizer = 1, False  # also if an error ended the last step
