@@ -229,6 +229,9 @@ class HookAccess:
         """Run an operation of the dispatcher by the rule of this module."""
         packet = packet_of(operation)
         name = packet.__name__
+        if name.startswith(FOREACH) and len(args[0]) > 1:  # so that few full tensors exist at a time
+            single = [self.run(operation, _at(args, number), kwargs) for number in range(len(args[0]))]
+            return [one for [one] in single] if single[0] is not None else None
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         sharded = [each for each in tensors if isinstance(each, DTensor)]
         if not sharded or packet in (aten.detach, aten.alias, aten.detach_):
@@ -236,16 +239,15 @@ class HookAccess:
         if name.startswith("new_"):  # reads no values
             is_like = torch.Size(args[1]) == args[0].shape
             return operation(args[0] if is_like else local_of(args[0]), *args[1:], **kwargs)
-        if self._needs_gradient(operation, args, tensors):
+        if self._needs_gradient(operation, tensors):
             raise _NeedsGradientError
         written = [each for each in _written(operation, args, kwargs) if isinstance(each, DTensor)]
         self._before_use(sharded, written)
-        if self._acts_on_shards(operation, args, tensors):
+        if self._acts_on_shards(operation, tensors):
             return operation(*args, **kwargs)
         may_differ = any(each.dim() for each in tensors if not isinstance(each, DTensor))
-        is_list = name.startswith(FOREACH) and len(args[0]) > 1
-        is_error = (may_differ or _differentiates(tensors)) and not is_list
-        if is_error and self._in_step() and not (packet is aten.copy_ and isinstance(args[0], DTensor)):
+        is_copy = packet is aten.copy_ and isinstance(args[0], DTensor)
+        if (may_differ or _differentiates(tensors)) and self._in_step() and not is_copy:
             return operation(*args, **kwargs)  # which is torch's error
         if packet is aten.linalg_vector_norm and _can_be_joined(*args[:2]):
             self._write_views()
@@ -253,36 +255,21 @@ class HookAccess:
         if packet is aten._foreach_norm:
             norm, dtype = aten.linalg_vector_norm.default, {"dtype": args[2]} if len(args) > 2 else kwargs
             return [self.run(norm, (each, *args[1:2]), dtype) for each in args[0]]
-        if name.startswith(FOREACH) and len(args[0]) > 1:  # so that few full tensors exist at a time
-            each = [self.run(operation, _at(args, number), kwargs) for number in range(len(args[0]))]
-            return [one for [one] in each] if each[0] is not None else None
         return self._run_on_full(operation, args, kwargs)
 
-    def _needs_gradient(self, operation: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> bool:
+    def _needs_gradient(self, operation: Any, tensors: list[Tensor]) -> bool:
         """Return whether an operation is differentiated whose gradients would not be sharded as the tensors are."""
         is_write = any(_is_write(each) for each in schema_of(operation).arguments)
         if is_write or not _differentiates(tensors) or is_in_transform():
             return False
         has_plain = any(each.requires_grad for each in tensors if not isinstance(each, DTensor))
-        return has_plain or not self._acts_on_shards(operation, args, tensors)
+        return has_plain or not self._acts_on_shards(operation, tensors)
 
-    def _acts_on_shards(self, operation: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> bool:
+    def _acts_on_shards(self, operation: Any, tensors: list[Tensor]) -> bool:
+        """Return whether an operation acts on each element of DTensors that are sharded alike, without views."""
         if not _is_elementwise(operation):
             return False
-        if not packet_of(operation).__name__.startswith(FOREACH):
-            return self._are_alike(tensors)
-        lists = [each for each in args if isinstance(each, list | tuple) and each and isinstance(each[0], Tensor)]
-        if not all(isinstance(each, DTensor) for each in lists[0]):
-            return False
-        common = [each for each in args if isinstance(each, Tensor)]
-        return all(self._are_alike([*each, *common]) for each in zip(*lists, strict=False))
-
-    def _are_alike(self, tensors: Iterable[Tensor]) -> bool:
-        """Return whether `tensors` are DTensors that are sharded alike, without views, or plain numbers."""
-        tensors = list(tensors)
         sharded: list[Any] = [each for each in tensors if isinstance(each, DTensor)]
-        if not sharded:
-            return True
         layouts = {(each.device_mesh, each.placements, each.shape) for each in sharded}
         return (
             len(layouts) == 1

@@ -27,7 +27,7 @@ from lightning_paral.engines.fsdp.optimizers import check_optimizers, give_shard
 from lightning_paral.engines.fsdp.options import FSDPOptions
 from lightning_paral.engines.fsdp.precision import DTYPES, sharding_policy
 from lightning_paral.engines.fsdp.refusals import check_pruning, check_user_hooks, explanation
-from lightning_paral.engines.fsdp.shard import ShardedModule, Sharding
+from lightning_paral.engines.fsdp.shard import ShardedModule
 from lightning_paral.engines.fsdp.units import leave_small_to_root
 from lightning_paral.engines.fsdp.unshard import RootUnshard
 from lightning_paral.errors import ConfigurationError
@@ -61,7 +61,7 @@ class FSDPRun:
         device: device of this rank.
         precision: a precision plugin of `lightning_paral.engines.fsdp.precision`.
         deferred: computes the values of parameters that have none yet, unit by unit; `None` if all have values.
-        split: splits parameters over the tensor ranks: see `Sharding.split`.
+        split: splits parameters over the tensor ranks: see `ShardedModule`.
 
     Raises:
         ConfigurationError: the module does not have the units that `options` name.
@@ -89,17 +89,8 @@ class FSDPRun:
         self._has_blocks = bool(self.units.inner)
         if options.units == "auto" and options.min_params is None and not children:
             self.units = leave_small_to_root(self.units)
-        sharding = Sharding(
-            mesh=mesh,
-            dims=dims,
-            split=split,
-            device=device,
-            policy=sharding_policy(precision, DTYPES[options.reduce_dtype] if options.reduce_dtype else None),
-            reshard_after_forward=options.reshard_after_forward,
-            prefetch=options.prefetch,
-            offload=options.offload,
-        )
-        self.sharded = ShardedModule(self.units, sharding, deferred)
+        policy = sharding_policy(precision, DTYPES[options.reduce_dtype] if options.reduce_dtype else None)
+        self.sharded = ShardedModule(self.units, options, dims, mesh, device, policy, deferred, split)
         self._trained: TrainedParameters | None = None
         self._accumulates = False
         self._num_evaluated = 0
