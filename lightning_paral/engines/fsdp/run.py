@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
-from lightning_paral.compat.torch.fsdp import name_of, unsharded_param
+from lightning_paral.compat.torch.fsdp import name_of
 from lightning_paral.compat.torch.patches import replace_attributes
-from lightning_paral.compat.torch.tensors import identity_of, tree_leaves
+from lightning_paral.compat.torch.tensors import tree_leaves
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.fsdp.optimizers import check_optimizers, give_shards_to_optimizers
 from lightning_paral.engines.fsdp.options import FSDPOptions
@@ -196,14 +196,11 @@ class FSDPRun:
                 return output
             others = {**output, "loss": None} if isinstance(output, dict) else output  # the loss is not read later
             returned = [each for each in tree_leaves(others) if _has_memory(each)]
-            names = {}
-            if returned:
-                unsharded = ((param, unsharded_param(param)) for param in self.sharded.writes.unsharded_params)
-                names = {_storage_of(each): name_of(param) for param, each in unsharded if _has_memory(each)}
+            memory = self.sharded.writes.memory() if returned else {}
             for each in returned:
-                if (storage := _storage_of(each)) in names:
+                if (param := memory.get(each.untyped_storage().data_ptr())) is not None:
                     raise ConfigurationError(
-                        f"A step returned {names[storage]}, or a view of it, whose memory is freed after the step. "
+                        f"A step returned {name_of(param)}, or a view of it, whose memory is freed after the step. "
                         "Return a copy: parameter.clone()."
                     )
             return output
@@ -252,8 +249,13 @@ class FSDPRun:
         """Prepend an explanation to the message of `error`, which a hook raised."""
         explain(error, partial(explanation, units=self.units, in_step=False))
 
-    def _explain_errors(self, *, in_step: bool) -> AbstractContextManager[None]:
-        return explain_errors(partial(explanation, units=self.units, in_step=in_step))
+    @contextmanager
+    def _explain_errors(self, *, in_step: bool) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            with explain_errors(partial(explanation, units=self.units, in_step=in_step)):
+                raise
 
     def stop_watching(self) -> None:
         """Undo the changes of the fit to the module and to torch. Call it at the beginning of the teardown."""
@@ -262,10 +264,6 @@ class FSDPRun:
 
 def _has_memory(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.layout is torch.strided and not isinstance(value, DTensor)
-
-
-def _storage_of(tensor: Tensor) -> int:
-    return identity_of(tensor.untyped_storage())
 
 
 def _zero_gradients_of_shards(

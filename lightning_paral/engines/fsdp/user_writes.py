@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from lightning_paral.compat.torch.autograd import (
     DisableTorchFunctionSubclass,
     check_backward_passes,
     gradient_hooks,
+    share_gradient_hooks,
     version_of,
 )
 from lightning_paral.compat.torch.dtensor import local_of
@@ -93,12 +93,10 @@ class UserWrites:
         """Return the shards by the unsharded parameters."""
         return {unsharded_param(each): each.sharded_param for each in self._params}
 
-    def check_memory(self, parameter: Any, values: Tensor, name: str) -> None:
-        """Raise a `ConfigurationError` if `parameter` has the memory of the values of another unsharded parameter."""
-        address = parameter.untyped_storage().data_ptr()
-        others = [each.values for unit in self._units for each in unit.params or () if each.values is not values]
-        if any(each.untyped_storage().data_ptr() == address for each in others):
-            raise ConfigurationError(shares_memory(name))
+    def memory(self) -> dict[int, Any]:
+        """Return the `FSDPParam`s that are unsharded, by the address of their unsharded values."""
+        params = [each for unit in self.unsharded for each in unit.params or ()]
+        return {each.values.untyped_storage().data_ptr(): each.param for each in params if each.values.numel()}
 
     def _before_use(self, read: Iterable[Any], changed: Iterable[Any]) -> None:
         """Let shards have what was written to their unsharded values, and reshard the units of those that change."""
@@ -126,7 +124,6 @@ class _ParameterHooks:
 
     def __init__(self, originals: dict[Any, Parameter]) -> None:
         self._originals = originals
-        self._attached: set[Any] = set()
 
     def check_lost(self, named: Iterable[tuple[str, Parameter]], root: Module) -> None:
         """Raise a `ConfigurationError` if one of the parameters has hooks and has been replaced since."""
@@ -143,33 +140,16 @@ class _ParameterHooks:
             refuse_hook(name_of(param), "register_hook")
         original.requires_grad_(shard.requires_grad)  # torch refuses hooks on frozen parameters
         handle: RemovableHandle = original.register_hook(hook)  # type: ignore[no-untyped-call]
-        if unsharded_param(param) is not None:
-            self.attach(param)
+        self.attach(param)
         return handle
 
     def attach(self, param: Any) -> None:
-        """Attach the hooks of `param`, if any, to its unsharded parameter."""
+        """Let the unsharded parameter of `param`, if there is one, call the hooks."""
         unsharded, original = unsharded_param(param), self._originals[param]
-        if unsharded is None or param in self._attached or not gradient_hooks(original):
-            return
-        if isinstance(unsharded, DTensor) or isinstance(original, DTensor) or unsharded.is_inference():
-            refuse_hook(name_of(param), "register_hook")
-        self._attached.add(param)
-        trained = unsharded.requires_grad
-        unsharded.requires_grad_(True)
-        unsharded.register_hook(partial(_call_hooks, original))  # type: ignore[no-untyped-call]
-        unsharded.requires_grad_(trained)
-
-
-def _call_hooks(original: Parameter, gradient: Tensor) -> Tensor | None:
-    hooks = gradient_hooks(original)
-    seen = gradient.to(original.dtype)  # parameters unsharded in 16 bits get 16-bit gradients
-    changed = False
-    for hook in tuple(hooks.values()):
-        result = hook(seen)
-        if result is not None:
-            seen, changed = result, True
-    return seen.to(gradient.dtype) if changed else None
+        if unsharded is not None and gradient_hooks(original):
+            if isinstance(unsharded, DTensor) or isinstance(original, DTensor) or unsharded.is_inference():
+                refuse_hook(name_of(param), "register_hook")
+            share_gradient_hooks(original, unsharded)
 
 
 class ShownGradients:
@@ -383,7 +363,9 @@ class UnitReconciliation:
         name, assigned = str(name_of(param)), parameter.detach()
         parameter.data = values
         check_assigned(name, parameter, assigned)
-        self._writes.check_memory(assigned, values, name)
+        owner = self._writes.memory().get(assigned.untyped_storage().data_ptr(), param)
+        if owner is not param:
+            raise ConfigurationError(shares_memory(name))
         values.copy_(assigned.clone())  # it may be a view of the values
 
     def _parts_to_compare(self) -> Tensor | None:
