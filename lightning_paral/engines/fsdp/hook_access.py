@@ -5,7 +5,7 @@ other one runs on full tensors, as in one process, and each rank keeps its chunk
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -84,7 +84,7 @@ class HookAccess:
         params: Callable[[], Iterable[tuple[str, Tensor]]],
         in_step: Callable[[], bool],
         register_hook: Callable[[Any, Any], Any],
-        before_use: Callable[[Iterable[Any], Iterable[Any]], None] = lambda read, changed: None,
+        before_use: Callable[[Sequence[Any], Sequence[Any]], None] = lambda read, changed: None,
     ) -> None:
         self._params = params
         self._before_use = before_use
@@ -307,6 +307,8 @@ class HookAccess:
         key = _key(tensor)
         if key in self._views:
             return self._views[key].full
+        if keep:  # what is written to a view is written to the shard
+            self._before_use((), (tensor,))
         full = full_from_chunk(tensor) if own_chunk_only and not keep else as_full(tensor)
         if keep:
             self._views[key] = _View(tensor.detach(), full)

@@ -125,13 +125,10 @@ _CAUSES: dict[str, str] = {
         "for one backward pass, but a gradient penalty with torch.autograd.grad(create_graph=True) needs a second "
         "backward pass. Train with paral_ddp or paral_zero2."
     ),
-    r"returning a view \(or an input as-is\) but the jvp|must implement the jvp function": (
-        "A unit got a dual tensor of forward-mode automatic differentiation (units: {units}). FSDP passes inputs "
-        "through a function of its own, which has no forward-mode derivative. Train with paral_ddp."
-    ),
-    "Cannot access storage of TensorWrapper": (
-        "A unit ran inside a transform of torch.func (units: {units}), where FSDP of older versions of torch cannot "
-        "unshard weights. Update torch to 2.13, use torch.autograd.grad, or train with paral_ddp."
+    r"returning a view \(or an input as-is\) but the jvp|must implement the jvp function"
+    "|Cannot access storage of TensorWrapper": (
+        "A unit got a tensor of forward-mode differentiation, or of a transform of torch.func (units: {units}). FSDP "
+        "passes inputs through a function of its own, which has neither. Use torch.autograd.grad, or paral_ddp."
     ),
     "Inplace update to inference tensor|Inference tensors do not track version": (
         "A hook called the module in torch.inference_mode, where FSDP has created memory that it cannot reuse in "

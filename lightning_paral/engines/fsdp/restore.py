@@ -1,7 +1,10 @@
 """Restore a module after a run: its classes, hooks and parameters, with full values in host memory."""
 
 from collections.abc import Iterable
+from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
@@ -93,7 +96,18 @@ def _with_full_value(current: Parameter, original: Parameter) -> Parameter:
     """Return `original` with the full value of `current` on the CPU; `current` itself if it has no value."""
     if (local_of(current) if isinstance(current, DTensor) else current).is_meta:
         return current
-    original.data = full_copy(current).to("cpu")
+    if isinstance(current, DTensor):
+        original.data = full_copy(_as_bytes(current)).to("cpu").view(current.dtype).squeeze(-1)
+    else:
+        original.data = current.detach().to("cpu", copy=True)
     original.requires_grad_(current.requires_grad)
     original.grad = None
     return original
+
+
+def _as_bytes(tensor: Any) -> Tensor:
+    """Return a DTensor as one of bytes, in a last dimension: gloo sends neither float8 nor int16."""
+    local = local_of(tensor.detach()).contiguous().unsqueeze(-1).view(torch.uint8)
+    shape = torch.Size((*tensor.shape, tensor.element_size()))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, shape=shape, stride=stride, run_check=False)

@@ -18,7 +18,6 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
 from lightning_paral.compat.torch.fsdp import name_of
 from lightning_paral.compat.torch.patches import replace_attributes
 from lightning_paral.compat.torch.tensors import tree_leaves
@@ -29,7 +28,7 @@ from lightning_paral.engines.fsdp.precision import DTYPES, sharding_policy
 from lightning_paral.engines.fsdp.refusals import check_pruning, check_user_hooks, explanation
 from lightning_paral.engines.fsdp.shard import ShardedModule
 from lightning_paral.engines.fsdp.units import leave_small_to_root
-from lightning_paral.engines.fsdp.unshard import RootUnshard
+from lightning_paral.engines.fsdp.user_writes import UserWrites
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.checks import check_embeddings, check_optimizer_parameters, explain, explain_errors
 from lightning_paral.model.deferred.construction import DeferredConstruction
@@ -143,7 +142,7 @@ class FSDPRun:
         check_optimizers(optimizers, self.module, self.sharded.original_parameters(), reshard, self._undo)
         if self.dims.data_size > 1:
             check_optimizer_parameters(optimizers, self.module)
-        _zero_gradients_of_shards(self.module, optimizers, self.sharded.root_unshard, self._undo)
+        _zero_gradients_of_shards(self.module, optimizers, self.sharded.writes, self._undo)
 
     @property
     def is_fit(self) -> bool:
@@ -267,31 +266,24 @@ def _has_memory(value: Any) -> TypeGuard[Tensor]:
 
 
 def _zero_gradients_of_shards(
-    module: Module, optimizers: Sequence[Optimizer], root: RootUnshard, undo: ExitStack
+    module: Module, optimizers: Sequence[Optimizer], writes: UserWrites, undo: ExitStack
 ) -> None:
     """Make `module.zero_grad()` zero the gradients of the optimizers' shards as well, until `undo` is closed.
 
     Inside a step, the module has unsharded parameters, but the gradients belong to the shards.
     """
-    zero_unsharded = module.zero_grad
-    # The class: LightningOptimizer, which manual optimization has, calls its method
-    undo.callback(replace_attributes(Optimizer, {"zero_grad": _with_shards(Optimizer.zero_grad, root)}))
+    zero_unsharded, zero_shards = module.zero_grad, Optimizer.zero_grad
 
-    def zero_grad(set_to_none: bool = True) -> None:
+    @wraps(zero_shards)
+    def of_optimizer(*args: Any, **kwargs: Any) -> None:
+        writes.change_gradients(partial(zero_shards, *args, **kwargs))
+
+    def of_module(set_to_none: bool = True) -> None:
         zero_unsharded(set_to_none)
         for optimizer in optimizers:  # not its own method: users may count or change its calls
-            Optimizer.zero_grad(optimizer, set_to_none)
+            of_optimizer(optimizer, set_to_none)
 
-    vars(module)["zero_grad"] = _with_shards(zero_grad, root)
+    # The class: LightningOptimizer, which manual optimization has, calls its method
+    undo.callback(replace_attributes(Optimizer, {"zero_grad": of_optimizer}))
+    vars(module)["zero_grad"] = of_module
     undo.callback(vars(module).pop, "zero_grad", None)
-
-
-def _with_shards(zero_grad: Callable[..., None], root: RootUnshard) -> Callable[..., None]:
-    """Return `zero_grad`, which changes the gradients of shards, and so those shown on unsharded parameters."""
-
-    @wraps(zero_grad)
-    def zero(*args: Any, **kwargs: Any) -> None:
-        with DisableTorchFunctionSubclass():
-            root.zero_gradients(partial(zero_grad, *args, **kwargs))
-
-    return zero

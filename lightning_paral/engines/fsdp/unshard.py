@@ -166,10 +166,6 @@ class RootUnshard:
             self._root.unshard()
         self._writes.show_gradients()
 
-    def zero_gradients(self, zero: Callable[[], None]) -> None:
-        """Call `zero`, which clears gradients of shards, and show what is left."""
-        self._writes.gradients.around(lambda: self._writes.unsharded_params, zero)
-
     def after_backward(self) -> None:
         """In a manual step, unshard the root's parameters again, because the backward pass resharded them."""
         if self._in_manual_step:

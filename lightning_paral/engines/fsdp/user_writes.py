@@ -1,6 +1,6 @@
 """Make what user code does to the parameters of a sharded module, in hooks and in steps, change the shards."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -60,6 +60,7 @@ class UserWrites:
         self.unsharded: dict[UnitReconciliation, None] = {}
         """The units that are unsharded."""
         self.gradients = ShownGradients()
+        self._has_changed = False
         self._units = [UnitReconciliation(group, self) for group in groups]
         self.access = HookAccess(
             lambda: ((name_of(param), param.sharded_param) for param in params),
@@ -89,6 +90,13 @@ class UserWrites:
         """Give the unsharded parameters the gradients of the shards, for code that reads those of earlier passes."""
         self.gradients.show(self.unsharded_params)
 
+    def change_gradients(self, change: Callable[[], None]) -> None:
+        """Call `change`, which changes gradients of shards, and show them anew."""
+        self.gradients.hide(self.unsharded_params)
+        with DisableTorchFunctionSubclass():
+            change()
+        self.show_gradients()
+
     def shards(self) -> dict[Any, Any]:
         """Return the shards by the unsharded parameters."""
         return {unsharded_param(each): each.sharded_param for each in self._params}
@@ -98,8 +106,17 @@ class UserWrites:
         params = [each for unit in self.unsharded for each in unit.params or ()]
         return {each.values.untyped_storage().data_ptr(): each.param for each in params if each.values.numel()}
 
-    def _before_use(self, read: Iterable[Any], changed: Iterable[Any]) -> None:
+    def before_gather(self) -> None:
+        """Write what code has written to views to the shards, and let gathering wait for all writes."""
+        self.access.flush()
+        if self._has_changed:
+            self._has_changed = False
+            for unit in self._units:
+                fsdp.await_writes(unit.group)
+
+    def _before_use(self, read: Sequence[Any], changed: Sequence[Any]) -> None:
         """Let shards have what was written to their unsharded values, and reshard the units of those that change."""
+        self._has_changed = self._has_changed or bool(changed)
         for unit in tuple(self.unsharded):
             if unit.has_one_of(changed):
                 fsdp.reshard(unit.group)
@@ -212,12 +229,6 @@ class ShownGradients:
                 unsharded.grad = None
                 unsharded.grad_dtype = unsharded.dtype
 
-    def around(self, params: Callable[[], Iterable[Any]], change: Callable[[], None]) -> None:
-        """Call `change`, which changes gradients of shards, with the gradients of all `params` hidden."""
-        self.hide(tuple(self._shown))
-        change()
-        self.show(params())
-
 
 class _Unsharded(NamedTuple):
     param: Any
@@ -304,7 +315,7 @@ class UnitReconciliation:
                 refuse_replaced(name_of(param), owner)
 
     def _before_gather(self) -> None:
-        self._writes.access.flush()
+        self._writes.before_gather()
         self._check_places()
 
     def _after_unshard(self) -> None:
