@@ -54,7 +54,8 @@ class FreedInPieces:
 
     def __init__(self) -> None:
         self._steps_at_begin: int | None = None
-        self._is_done = platform.libc_ver()[0] != "glibc"
+        self.is_done = platform.libc_ver()[0] != "glibc"
+        """Whether `before_batch` has nothing more to do."""
 
     def before_batch(self, num_steps: int, parameters: Iterable[Any]) -> None:
         """Return freed memory if this batch is the first one, or the first one after an optimizer step.
@@ -63,12 +64,12 @@ class FreedInPieces:
             num_steps: how many optimizer steps were taken, also in earlier fits.
             parameters: those of the module, which may be sharded.
         """
-        if self._is_done or self._steps_at_begin == num_steps:
+        if self.is_done or self._steps_at_begin == num_steps:
             return
-        self._is_done = self._steps_at_begin is not None
+        self.is_done = self._steps_at_begin is not None
         self._steps_at_begin = num_steps
         ctypes.CDLL(None).malloc_trim(0)
-        if self._is_done:
+        if self.is_done:
             # DeepSpeed leaves parameters of no elements behind, with their number beside them.
             present = [each for each in parameters if not is_lazy(each)]
             sizes = [getattr(each, "ds_numel", each.numel()) * each.element_size() for each in present]

@@ -15,6 +15,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
 from lightning_paral.compat.torch.ddp import ignored_by_ddp
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.watcher import exchange_in_store
@@ -74,7 +75,8 @@ class TrainedParameters:
         return [name for name, p, flag in now if objects.get(name) is not p or before[name] != flag]
 
     def _read(self) -> list[bool]:
-        return list(map(_requires_grad, self.parameters))
+        with DisableTorchFunctionSubclass():  # sharded parameters would be asked one by one, in Python
+            return list(map(_requires_grad, self.parameters))
 
     def _find_parameters(self) -> None:
         named = self.current_by_name()

@@ -460,7 +460,7 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Return freed host memory to the system before the first steps, if states are sharded on CPU."""
         super().on_train_batch_start(batch, batch_idx)
-        if self._freed is not None and self.lightning_module is not None:
+        if self._freed is not None and not self._freed.is_done and self.lightning_module is not None:
             module = self.lightning_module
             self._freed.before_batch(module.trainer.global_step, module.parameters())
 

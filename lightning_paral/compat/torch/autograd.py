@@ -63,6 +63,11 @@ def gradient_hooks(tensor: Tensor) -> dict[int, Any]:
     return tensor._backward_hooks or {}
 
 
+def share_gradient_hooks(tensor: Tensor, other: Tensor) -> None:
+    """Let `other`, a leaf, call the hooks of `tensor`, also those that are registered later."""
+    other._backward_hooks = tensor._backward_hooks
+
+
 def post_accumulate_grad_hooks(tensor: Tensor) -> dict[int, Any]:
     """Return the hooks that `register_post_accumulate_grad_hook` has registered on a tensor, by id."""
     hooks: dict[int, Any] = tensor._post_accumulate_grad_hooks or {}

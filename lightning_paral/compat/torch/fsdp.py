@@ -15,6 +15,7 @@ from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 from torch.nn import Module
 
 from lightning_paral.compat.private_name import Names, named, replace
+from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
 from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.modules import subclass_of
 
@@ -34,6 +35,7 @@ NAMES: Names = {
         "._unsharded_dtensor_spec >=2.13": "unshard parameters that all tensor ranks have in full to plain tensors",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": {
+        "unshard": "copy writes back to the shards before they are gathered",
         "_to_unsharded": "call a function after parameters are unsharded",
         "_to_sharded": "copy writes back to the shards before they are resharded",
         "_to_sharded_post_forward": "copy writes back to the shards before they are resharded",
@@ -107,8 +109,10 @@ def unsharded_param(param: Any) -> Tensor | None:
 
 def is_param_of(value: object, param: Any) -> bool:
     """Return whether `value` is the sharded or unsharded parameter that FSDP2 sets on modules for an `FSDPParam`."""
-    own = (getattr(param, name, None) for name in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param"))
-    return value is not None and any(value is one for one in own)
+    if value is param.sharded_param:
+        return True
+    others = (getattr(param, name, None) for name in ("_unsharded_param", "_sharded_post_forward_param"))
+    return value is not None and any(value is one for one in others)
 
 
 def owners_of(param: Any) -> list[tuple[Module, str]]:
@@ -150,25 +154,38 @@ def unshard_replicas_to_plain(param: Any) -> None:
 # Callbacks for when FSDP2 unshards and reshards a group of parameters
 
 
-def watch(group: Any, after_unshard: Callable[[], None], before_reshard: Callable[[], None]) -> None:
+def watch(
+    group: Any,
+    before_gather: Callable[[], None],
+    after_unshard: Callable[[], None],
+    before_reshard: Callable[[], None],
+) -> None:
     """Call functions whenever the parameters of `group` are unsharded or resharded, as long as `group` exists.
 
     Args:
         group: an `FSDPParamGroup`.
+        before_gather: called before the shards are gathered.
         after_unshard: called after parameters have been unsharded.
         before_reshard: called before unsharded parameters are resharded.
 
     Raises:
         PrivateNameError: this version of torch unshards or reshards in a different way.
     """
-    named(NAMES, "_to_unsharded").resolve()
-    unshard = group._to_unsharded
+    for method in ("unshard", "_to_unsharded"):
+        named(NAMES, method).resolve()
+    gather, unshard = group.unshard, group._to_unsharded
+
+    def gather_shards(*args: Any, **kwargs: Any) -> None:
+        if not group.is_unsharded:
+            before_gather()
+        gather(*args, **kwargs)
 
     def to_unsharded() -> None:
-        unshard()
+        with DisableTorchFunctionSubclass():  # it reads an attribute of each shard
+            unshard()
         after_unshard()
 
-    group._to_unsharded = to_unsharded
+    group.unshard, group._to_unsharded = gather_shards, to_unsharded
     for method in ("_to_sharded", "_to_sharded_post_forward"):
         named(NAMES, method).resolve()
         setattr(group, method, _with_callback(before_reshard, group, getattr(group, method)))

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_paral.compat.private_name import Names, named
-from lightning_paral.compat.torch.patches import replace_attributes
 
 NAMES: Names = {
     "torch": {
@@ -88,13 +87,14 @@ def step_with_hooks(optimizer: Optimizer, step: Callable[..., Any], args: tuple[
 def without_hooks(optimizer: Optimizer) -> Iterator[None]:
     """Run no step hooks of `optimizer`, nor those of all optimizers, inside the block."""
     own = {name: getattr(optimizer, name) for name in no_hooks()}
-    undo = replace_attributes(hooks_of_all, {_GLOBAL_PRE: OrderedDict(), _GLOBAL_POST: OrderedDict()})
+    of_all = {name: getattr(hooks_of_all, name) for name in (_GLOBAL_PRE, _GLOBAL_POST)}
     vars(optimizer).update(no_hooks())
+    vars(hooks_of_all).update({name: OrderedDict() for name in of_all})
     try:
         yield
     finally:
         vars(optimizer).update(own)
-        undo()
+        vars(hooks_of_all).update(of_all)
 
 
 def mark_stepped(optimizer: Optimizer) -> None:

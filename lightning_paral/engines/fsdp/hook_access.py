@@ -5,7 +5,7 @@ other one runs on full tensors, as in one process, and each rank keeps its chunk
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -58,25 +58,6 @@ class _View(NamedTuple):
     full: Tensor
 
 
-class UnshardedValues:
-    """Where the values of shards are while these are unsharded; here, none ever is."""
-
-    def of(self, tensor: Any) -> Any:
-        """Return the unsharded values of a DTensor, to which code writes in its place; otherwise `None`."""
-
-    def train(self, tensor: Any) -> None:
-        """Give the unsharded parameter of a DTensor the `requires_grad` that code has set on the DTensor."""
-
-    def copy_to_shards(self) -> None:
-        """Copy to the shards what was written to their unsharded values."""
-
-    def copy_from_shard(self, tensor: Any, full: Tensor | None = None) -> None:
-        """Copy a shard that was written to, or `full`, to its unsharded values if these are less precise.
-
-        *Collective* without `full`.
-        """
-
-
 class HookAccess:
     """Lets code outside of steps use DTensors as full tensors, until `remove` is called. Most uses are *collective*.
 
@@ -85,8 +66,6 @@ class HookAccess:
     - Views such as `p[0]` are views of a full copy. What is written to them is written to the shards when a step or an
       optimizer begins, or `to_local` is called; from then on they no longer belong to it.
     - Assigning a full tensor to `data` or `grad` copies this rank's chunk.
-    - While the unit of a shard is unsharded, what is written to the shard is written to its unsharded values, and read
-      from there.
     - Hooks on sharded parameters are kept by `hooks`, or refused.
     - Writing a DTensor to a file, which would have only this rank's part, is an error.
 
@@ -97,7 +76,7 @@ class HookAccess:
         params: the sharded parameters by name.
         in_step: returns whether a step is running.
         register_hook: registers a hook on a sharded parameter, as `torch.Tensor.register_hook` does on a tensor.
-        unsharded: where the values of shards are while they are unsharded; `None` if they never are.
+        before_use: is called with the DTensors that an operation reads, and those that it changes.
     """
 
     def __init__(
@@ -105,10 +84,10 @@ class HookAccess:
         params: Callable[[], Iterable[tuple[str, Tensor]]],
         in_step: Callable[[], bool],
         register_hook: Callable[[Any, Any], Any],
-        unsharded: UnshardedValues | None = None,
+        before_use: Callable[[Sequence[Any], Sequence[Any]], None] = lambda read, changed: None,
     ) -> None:
         self._params = params
-        self._unsharded = unsharded or UnshardedValues()
+        self._before_use = before_use
         self._in_step = in_step
         self._register_hook = register_hook
         self._views: dict[Any, _View] = {}
@@ -125,7 +104,7 @@ class HookAccess:
                 DTensor.register_post_accumulate_grad_hook, lambda name, *_: refuse_hook(name, _POST_ACCUMULATE)
             ),
         }
-        own |= {name: self._then(self._write_views, getattr(DTensor, name)) for name in ("full_tensor", "redistribute")}
+        own |= {name: self._then(self._before_read, getattr(DTensor, name)) for name in ("full_tensor", "redistribute")}
         own["to_local"] = self._then(self._release, DTensor.to_local)  # whose result may be written to
         self._undo = replace_attributes(DTensor, own)
 
@@ -137,22 +116,21 @@ class HookAccess:
     def flush(self) -> None:
         """Write what was written to views to the shards. From now on, the views no longer belong to them."""
         if self._views:
-            self._release()
+            self._write_views()
+            self._views.clear()
 
-    def _release(self, *read: Tensor) -> None:
-        self._write_views(*read)
-        self._views.clear()
+    def _release(self, tensor: Tensor) -> None:
+        self.flush()
+        self._before_use((), (tensor,))
 
-    def _write_views(self, *read: Tensor) -> None:
-        """Write what was written to views to the shards, and what was written to the unsharded values of `read`."""
-        if self._are_unsharded(read):
-            self._unsharded.copy_to_shards()
+    def _before_read(self, tensor: Tensor) -> None:
+        self._write_views()
+        self._before_use((tensor,), ())
+
+    def _write_views(self) -> None:
+        """Write what was written to views to the shards."""
         for view in self._views.values():
-            self._write(view.tensor, view.full, is_complete=True)
-
-    def _are_unsharded(self, tensors: Iterable[Tensor]) -> bool:
-        """Return whether the values of some of these DTensors are elsewhere, because their unit is unsharded."""
-        return any(self._unsharded.of(each) is not None for each in tensors)
+            keep_chunk(view.tensor, view.full)
 
     def _then(self, before: Callable[..., None], method: Callable[..., Any]) -> Callable[..., Any]:
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -177,9 +155,8 @@ class HookAccess:
         attribute = getattr(function, "__self__", None)
         with DisableTorchFunctionSubclass():
             if name == "requires_grad_" or attribute is Tensor.requires_grad:
-                result = function(*args, **kwargs)
-                self._unsharded.train(args[0])
-                return result
+                self._before_use((), args[:1])
+                return function(*args, **kwargs)
             if name == "__set__" and attribute in (Tensor.data, Tensor.grad):
                 return self._assign(function, *args)
             if name in _TO_PYTHON:
@@ -230,7 +207,7 @@ class HookAccess:
         for key, count in zip(keys, counts.tolist(), strict=True):
             if count == 2:  # the copy itself, and the storage object that is asked
                 view = self._views.pop(key)
-                self._write(view.tensor, view.full, is_complete=True)
+                keep_chunk(view.tensor, view.full)
 
     @torch.no_grad()
     def _assign(self, assign: Callable[..., None], target: Any, value: Tensor) -> None:
@@ -252,6 +229,9 @@ class HookAccess:
         """Run an operation of the dispatcher by the rule of this module."""
         packet = packet_of(operation)
         name = packet.__name__
+        if name.startswith(FOREACH) and len(args[0]) > 1:  # so that few full tensors exist at a time
+            single = [self.run(operation, _at(args, number), kwargs) for number in range(len(args[0]))]
+            return [one for [one] in single] if single[0] is not None else None
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         sharded = [each for each in tensors if isinstance(each, DTensor)]
         if not sharded or packet in (aten.detach, aten.alias, aten.detach_):
@@ -259,58 +239,37 @@ class HookAccess:
         if name.startswith("new_"):  # reads no values
             is_like = torch.Size(args[1]) == args[0].shape
             return operation(args[0] if is_like else local_of(args[0]), *args[1:], **kwargs)
-        if self._needs_gradient(operation, args, tensors):
+        if self._needs_gradient(operation, tensors):
             raise _NeedsGradientError
         written = [each for each in _written(operation, args, kwargs) if isinstance(each, DTensor)]
-        if not self._are_unsharded(written):
-            if self._are_unsharded(sharded):
-                self._unsharded.copy_to_shards()
-            if self._acts_on_shards(operation, args, tensors):
-                result = operation(*args, **kwargs)
-                for tensor in written:
-                    self._unsharded.copy_from_shard(tensor)
-                return result
-            may_differ = any(each.dim() for each in tensors if not isinstance(each, DTensor))
-            is_list = name.startswith(FOREACH) and len(args[0]) > 1
-            is_error = (may_differ or _differentiates(tensors)) and not is_list
-            if is_error and self._in_step() and not (packet is aten.copy_ and isinstance(args[0], DTensor)):
-                return operation(*args, **kwargs)  # which is torch's error
+        self._before_use(sharded, written)
+        if self._acts_on_shards(operation, tensors):
+            return operation(*args, **kwargs)
+        may_differ = any(each.dim() for each in tensors if not isinstance(each, DTensor))
+        is_copy = packet is aten.copy_ and isinstance(args[0], DTensor)
+        if (may_differ or _differentiates(tensors)) and self._in_step() and not is_copy:
+            return operation(*args, **kwargs)  # which is torch's error
         if packet is aten.linalg_vector_norm and _can_be_joined(*args[:2]):
-            self._write_views(args[0])
+            self._write_views()
             return operation(*args, **kwargs).full_tensor()
         if packet is aten._foreach_norm:
             norm, dtype = aten.linalg_vector_norm.default, {"dtype": args[2]} if len(args) > 2 else kwargs
             return [self.run(norm, (each, *args[1:2]), dtype) for each in args[0]]
-        if name.startswith(FOREACH) and len(args[0]) > 1:  # so that few full tensors exist at a time
-            each = [self.run(operation, _at(args, number), kwargs) for number in range(len(args[0]))]
-            return [one for [one] in each] if each[0] is not None else None
         return self._run_on_full(operation, args, kwargs)
 
-    def _needs_gradient(self, operation: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> bool:
+    def _needs_gradient(self, operation: Any, tensors: list[Tensor]) -> bool:
         """Return whether an operation is differentiated whose gradients would not be sharded as the tensors are."""
         is_write = any(_is_write(each) for each in schema_of(operation).arguments)
         if is_write or not _differentiates(tensors) or is_in_transform():
             return False
         has_plain = any(each.requires_grad for each in tensors if not isinstance(each, DTensor))
-        return has_plain or not self._acts_on_shards(operation, args, tensors)
+        return has_plain or not self._acts_on_shards(operation, tensors)
 
-    def _acts_on_shards(self, operation: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> bool:
+    def _acts_on_shards(self, operation: Any, tensors: list[Tensor]) -> bool:
+        """Return whether an operation acts on each element of DTensors that are sharded alike, without views."""
         if not _is_elementwise(operation):
             return False
-        if not packet_of(operation).__name__.startswith(FOREACH):
-            return self._are_alike(tensors)
-        lists = [each for each in args if isinstance(each, list | tuple) and each and isinstance(each[0], Tensor)]
-        if not all(isinstance(each, DTensor) for each in lists[0]):
-            return False
-        common = [each for each in args if isinstance(each, Tensor)]
-        return all(self._are_alike([*each, *common]) for each in zip(*lists, strict=False))
-
-    def _are_alike(self, tensors: Iterable[Tensor]) -> bool:
-        """Return whether `tensors` are DTensors that are sharded alike, without views, or plain numbers."""
-        tensors = list(tensors)
         sharded: list[Any] = [each for each in tensors if isinstance(each, DTensor)]
-        if not sharded:
-            return True
         layouts = {(each.device_mesh, each.placements, each.shape) for each in sharded}
         return (
             len(layouts) == 1
@@ -339,29 +298,21 @@ class HookAccess:
         written = _written(operation, args, kwargs)
         for each in written:
             if isinstance(each, DTensor):
-                self._write(each, fulls[id(each)], is_complete=False)
+                keep_chunk(each, fulls[id(each)])
         if schema.returns and all(map(_is_write, schema.returns)):
             return written[0] if len(schema.returns) == 1 else tuple(written)
         return result
 
     def _full(self, tensor: Any, keep: bool, own_chunk_only: bool) -> Tensor:
-        unsharded: Tensor | None = self._unsharded.of(tensor)
-        if unsharded is not None and not isinstance(unsharded, DTensor):
-            return unsharded
-        tensor = tensor if unsharded is None else unsharded
         key = _key(tensor)
         if key in self._views:
             return self._views[key].full
+        if keep:  # what is written to a view is written to the shard
+            self._before_use((), (tensor,))
         full = full_from_chunk(tensor) if own_chunk_only and not keep else as_full(tensor)
         if keep:
             self._views[key] = _View(tensor.detach(), full)
         return full
-
-    def _write(self, tensor: Any, full: Tensor, is_complete: bool) -> None:
-        unsharded = self._unsharded.of(tensor)
-        if unsharded is None or isinstance(unsharded, DTensor):
-            keep_chunk(tensor if unsharded is None else unsharded, full)
-            self._unsharded.copy_from_shard(tensor, full if is_complete else None)
 
     # Hooks on gradients
 

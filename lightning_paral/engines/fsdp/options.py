@@ -71,14 +71,11 @@ class FSDPOptions(RankOptions):
         "sharding_strategy": "Use reshard_after_forward=False for SHARD_GRAD_OP, replicate=... for HYBRID_SHARD, and "
         "paral_ddp for NO_SHARD.",
         "device_mesh": "Use replicate=....",
-        "data_parallel_size": "Use replicate=....",
         "state_dict_type": "Use checkpoint='full' or 'sharded'.",
-        "save_distributed_checkpoint": "Use checkpoint='full' or 'sharded'.",
-        "use_orig_params": "Leave it out: FSDP2 always keeps the original parameters.",
-        "sync_module_states": "Leave it out: all ranks start with rank 0's values.",
-        "backward_prefetch": "Use prefetch=....",
-        "forward_prefetch": "Use prefetch=....",
-        "limit_all_gathers": "Use prefetch=....",
+        **dict.fromkeys(("backward_prefetch", "forward_prefetch"), "Use prefetch=...."),
+        **dict.fromkeys(
+            ("use_orig_params", "sync_module_states", "limit_all_gathers"), "Leave it out: FSDP2 always does this."
+        ),
         "offload": "FSDP offloads to host memory: offload=True. For NVMe, use ParalZeROStrategy(stage=3, "
         "offload_optimizer=Offload('nvme', path=...)).",
     }

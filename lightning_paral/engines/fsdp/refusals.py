@@ -8,11 +8,9 @@ from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from lightning_paral.compat.torch.autograd import gradient_hooks, post_accumulate_grad_hooks
-from lightning_paral.compat.torch.fsdp import is_param_of, owners_of
-from lightning_paral.compat.torch.patches import replace_attributes
 from lightning_paral.engines.fsdp.restore import LEFT_SHARDED
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.units import Units
@@ -97,52 +95,16 @@ def check_pruning(callbacks: Iterable[Any]) -> None:
             )
 
 
-class RegistrationGuard:
-    """Raises a `ConfigurationError` if a parameter is registered in, or deleted from, a module while it is sharded.
-
-    A new parameter would be neither sharded nor trained, and FSDP2 would restore a replaced or deleted parameter at the
-    next unshard.
-
-    Args:
-        root: the sharded LightningModule.
-        params: the `FSDPParam`s of `root`.
-    """
-
-    def __init__(self, root: Module, params: list[Any]) -> None:
-        self._places: dict[tuple[Module, str], Any] = {}
-        for param in params:
-            self._places.update(dict.fromkeys(owners_of(param), param))
-        parts = {part: name for name, part in root.named_modules()}
-        originals = (Module.register_parameter, Module.__delattr__)
-
-        def register_parameter(module: Module, name: str, param: Parameter | None) -> None:
-            if module in parts:
-                self._check(module, parts[module], name, param)
-            originals[0](module, name, param)
-
-        def delete(module: Module, name: str) -> None:
-            if (module, name) in self._places:
-                self._check(module, parts[module], name, None)
-            originals[1](module, name)
-
-        self._undo = replace_attributes(Module, {"register_parameter": register_parameter, "__delattr__": delete})
-
-    def remove(self) -> None:
-        """Restore the methods of `torch.nn.Module`."""
-        self._undo()
-
-    def _check(self, module: Module, module_name: str, name: str, param: Parameter | None) -> None:
-        place = self._places.get((module, name))
-        # In modules that define `__setattr__`, FSDP2 itself registers parameters this way.
-        if param is None if place is None else is_param_of(param, place):
-            return
-        where = module_name or type(module).__name__
-        raise ConfigurationError(
-            f"Parameter {name!r} was set or deleted in {where} ({type(module).__name__}) while it is sharded. It would "
-            "be neither sharded nor saved. Register parameters, prune and parametrize in __init__ or configure_model; "
-            "change values with parameter.copy_(...) or load_state_dict (without assign=True); or train with "
-            "paral_ddp."
-        )
+def refuse_replaced(name: str, owner: Module) -> NoReturn:
+    """Raise a `ConfigurationError`: parameter `name` of `owner` was replaced or deleted while it is sharded."""
+    present = ", ".join(name for name, _ in owner.named_parameters(recurse=False)) or "none"
+    raise ConfigurationError(
+        f"{name} was replaced or deleted while it is sharded. Its {type(owner).__name__} now has these parameters: "
+        f"{present}. FSDP would compute with its own weight, and neither shard nor save another. Register parameters, "
+        "prune and parametrize in __init__ or configure_model; change values with parameter.copy_(...) or "
+        "load_state_dict (without assign=True); use torch.func.functional_call in a step, in which the root's modules "
+        "are unsharded; or train with paral_ddp."
+    )
 
 
 MIXED = "mixed torch.Tensor and DTensor"
@@ -163,13 +125,10 @@ _CAUSES: dict[str, str] = {
         "for one backward pass, but a gradient penalty with torch.autograd.grad(create_graph=True) needs a second "
         "backward pass. Train with paral_ddp or paral_zero2."
     ),
-    r"returning a view \(or an input as-is\) but the jvp|must implement the jvp function": (
-        "A unit got a dual tensor of forward-mode automatic differentiation (units: {units}). FSDP passes inputs "
-        "through a function of its own, which has no forward-mode derivative. Train with paral_ddp."
-    ),
-    "Cannot access storage of TensorWrapper": (
-        "A unit ran inside a transform of torch.func (units: {units}), where FSDP of older versions of torch cannot "
-        "unshard weights. Update torch to 2.13, use torch.autograd.grad, or train with paral_ddp."
+    r"returning a view \(or an input as-is\) but the jvp|must implement the jvp function"
+    "|Cannot access storage of TensorWrapper": (
+        "A unit got a tensor of forward-mode differentiation, or of a transform of torch.func (units: {units}). FSDP "
+        "passes inputs through a function of its own, which has neither. Use torch.autograd.grad, or paral_ddp."
     ),
     "Inplace update to inference tensor|Inference tensors do not track version": (
         "A hook called the module in torch.inference_mode, where FSDP has created memory that it cannot reuse in "

@@ -18,17 +18,17 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_paral.compat.torch.fsdp import name_of, unsharded_param
+from lightning_paral.compat.torch.fsdp import name_of
 from lightning_paral.compat.torch.patches import replace_attributes
-from lightning_paral.compat.torch.tensors import identity_of, tree_leaves
+from lightning_paral.compat.torch.tensors import tree_leaves
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.fsdp.optimizers import check_optimizers, give_shards_to_optimizers
 from lightning_paral.engines.fsdp.options import FSDPOptions
 from lightning_paral.engines.fsdp.precision import DTYPES, sharding_policy
 from lightning_paral.engines.fsdp.refusals import check_pruning, check_user_hooks, explanation
-from lightning_paral.engines.fsdp.shard import ShardedModule, Sharding
+from lightning_paral.engines.fsdp.shard import ShardedModule
 from lightning_paral.engines.fsdp.units import leave_small_to_root
-from lightning_paral.engines.fsdp.unshard import RootUnshard
+from lightning_paral.engines.fsdp.user_writes import UserWrites
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.checks import check_embeddings, check_optimizer_parameters, explain, explain_errors
 from lightning_paral.model.deferred.construction import DeferredConstruction
@@ -60,7 +60,7 @@ class FSDPRun:
         device: device of this rank.
         precision: a precision plugin of `lightning_paral.engines.fsdp.precision`.
         deferred: computes the values of parameters that have none yet, unit by unit; `None` if all have values.
-        split: splits parameters over the tensor ranks: see `Sharding.split`.
+        split: splits parameters over the tensor ranks: see `ShardedModule`.
 
     Raises:
         ConfigurationError: the module does not have the units that `options` name.
@@ -88,17 +88,8 @@ class FSDPRun:
         self._has_blocks = bool(self.units.inner)
         if options.units == "auto" and options.min_params is None and not children:
             self.units = leave_small_to_root(self.units)
-        sharding = Sharding(
-            mesh=mesh,
-            dims=dims,
-            split=split,
-            device=device,
-            policy=sharding_policy(precision, DTYPES[options.reduce_dtype] if options.reduce_dtype else None),
-            reshard_after_forward=options.reshard_after_forward,
-            prefetch=options.prefetch,
-            offload=options.offload,
-        )
-        self.sharded = ShardedModule(self.units, sharding, deferred)
+        policy = sharding_policy(precision, DTYPES[options.reduce_dtype] if options.reduce_dtype else None)
+        self.sharded = ShardedModule(self.units, options, dims, mesh, device, policy, deferred, split)
         self._trained: TrainedParameters | None = None
         self._accumulates = False
         self._num_evaluated = 0
@@ -151,7 +142,7 @@ class FSDPRun:
         check_optimizers(optimizers, self.module, self.sharded.original_parameters(), reshard, self._undo)
         if self.dims.data_size > 1:
             check_optimizer_parameters(optimizers, self.module)
-        _zero_gradients_of_shards(self.module, optimizers, self.sharded.root_unshard, self._undo)
+        _zero_gradients_of_shards(self.module, optimizers, self.sharded.writes, self._undo)
 
     @property
     def is_fit(self) -> bool:
@@ -204,14 +195,11 @@ class FSDPRun:
                 return output
             others = {**output, "loss": None} if isinstance(output, dict) else output  # the loss is not read later
             returned = [each for each in tree_leaves(others) if _has_memory(each)]
-            names = {}
-            if returned:
-                unsharded = ((param, unsharded_param(param)) for param in self.sharded.writes.unsharded_params)
-                names = {_storage_of(each): name_of(param) for param, each in unsharded if _has_memory(each)}
+            memory = self.sharded.writes.memory() if returned else {}
             for each in returned:
-                if (storage := _storage_of(each)) in names:
+                if (param := memory.get(each.untyped_storage().data_ptr())) is not None:
                     raise ConfigurationError(
-                        f"A step returned {names[storage]}, or a view of it, whose memory is freed after the step. "
+                        f"A step returned {name_of(param)}, or a view of it, whose memory is freed after the step. "
                         "Return a copy: parameter.clone()."
                     )
             return output
@@ -260,8 +248,13 @@ class FSDPRun:
         """Prepend an explanation to the message of `error`, which a hook raised."""
         explain(error, partial(explanation, units=self.units, in_step=False))
 
-    def _explain_errors(self, *, in_step: bool) -> AbstractContextManager[None]:
-        return explain_errors(partial(explanation, units=self.units, in_step=in_step))
+    @contextmanager
+    def _explain_errors(self, *, in_step: bool) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            with explain_errors(partial(explanation, units=self.units, in_step=in_step)):
+                raise
 
     def stop_watching(self) -> None:
         """Undo the changes of the fit to the module and to torch. Call it at the beginning of the teardown."""
@@ -272,35 +265,25 @@ def _has_memory(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.layout is torch.strided and not isinstance(value, DTensor)
 
 
-def _storage_of(tensor: Tensor) -> int:
-    return identity_of(tensor.untyped_storage())
-
-
 def _zero_gradients_of_shards(
-    module: Module, optimizers: Sequence[Optimizer], root: RootUnshard, undo: ExitStack
+    module: Module, optimizers: Sequence[Optimizer], writes: UserWrites, undo: ExitStack
 ) -> None:
     """Make `module.zero_grad()` zero the gradients of the optimizers' shards as well, until `undo` is closed.
 
     Inside a step, the module has unsharded parameters, but the gradients belong to the shards.
     """
-    zero_unsharded = module.zero_grad
-    # The class: LightningOptimizer, which manual optimization has, calls its method
-    undo.callback(replace_attributes(Optimizer, {"zero_grad": _with_shards(Optimizer.zero_grad, root)}))
+    zero_unsharded, zero_shards = module.zero_grad, Optimizer.zero_grad
 
-    def zero_grad(set_to_none: bool = True) -> None:
+    @wraps(zero_shards)
+    def of_optimizer(*args: Any, **kwargs: Any) -> None:
+        writes.change_gradients(partial(zero_shards, *args, **kwargs))
+
+    def of_module(set_to_none: bool = True) -> None:
         zero_unsharded(set_to_none)
         for optimizer in optimizers:  # not its own method: users may count or change its calls
-            Optimizer.zero_grad(optimizer, set_to_none)
+            of_optimizer(optimizer, set_to_none)
 
-    vars(module)["zero_grad"] = _with_shards(zero_grad, root)
+    # The class: LightningOptimizer, which manual optimization has, calls its method
+    undo.callback(replace_attributes(Optimizer, {"zero_grad": of_optimizer}))
+    vars(module)["zero_grad"] = of_module
     undo.callback(vars(module).pop, "zero_grad", None)
-
-
-def _with_shards(zero_grad: Callable[..., None], root: RootUnshard) -> Callable[..., None]:
-    """Return `zero_grad`, which changes the gradients of shards, and so those shown on unsharded parameters."""
-
-    @wraps(zero_grad)
-    def zero(*args: Any, **kwargs: Any) -> None:
-        root.zero_gradients(partial(zero_grad, *args, **kwargs))
-
-    return zero

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch.nn import Module, Parameter
 from torchmetrics import Metric
 
 from lightning_paral.compat.lightning.strategies import set_device_everywhere
-from lightning_paral.compat.torch.autograd import is_in_transform
 from lightning_paral.compat.torch.fsdp import (
     groups_of,
     initialize,
@@ -32,38 +30,14 @@ from lightning_paral.compat.torch.fsdp import (
 from lightning_paral.compat.torch.modules import BatchNorm, InstanceNorm, own_buffers, own_parameters
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.fsdp.gradients import AveragedGradients, DirectReduceScatter
+from lightning_paral.engines.fsdp.options import FSDPOptions
 from lightning_paral.engines.fsdp.precision import match_inputs
-from lightning_paral.engines.fsdp.restore import GatherToHost, ModuleSnapshot
+from lightning_paral.engines.fsdp.restore import ModuleSnapshot
 from lightning_paral.engines.fsdp.units import broadcast_on, check_dtypes, unshardable_parameters
-from lightning_paral.engines.fsdp.unshard import RootUnshard, UnitUnshard, check_not_replaced, public_methods
+from lightning_paral.engines.fsdp.unshard import RootUnshard, UnitUnshard, public_methods
 from lightning_paral.engines.fsdp.user_writes import UserWrites
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.units import Unit, Units
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sharding:
-    """How each unit is sharded: arguments of `fully_shard`, and units to prefetch."""
-
-    mesh: DeviceMesh
-    """The device mesh of the data ranks; the module is sharded over its last dimension."""
-
-    dims: ParallelDims
-    """The arrangement of the ranks; its data ranks are the ranks of `mesh`."""
-
-    split: Callable[[Sequence[Module], Iterable[Parameter]], None] | None = None
-    """Replaces the parameters of modules by DTensors on the tensor ranks, except for some; `None` without tensor ranks.
-    Parameters that these ranks have in full are unsharded to ordinary tensors."""
-
-    device: torch.device
-    policy: MixedPrecisionPolicy
-    reshard_after_forward: bool | int | None = None
-
-    prefetch: int | None = None
-    """Number of units to unshard ahead of their use; `None` for FSDP2's own choice."""
-
-    offload: bool = False
-    """Whether shards are kept in host memory."""
 
 
 class ShardedModule:
@@ -71,15 +45,36 @@ class ShardedModule:
 
     Args:
         units: the units of the module.
-        sharding: how the units are sharded.
+        options: the options of the strategy.
+        dims: the arrangement of the ranks.
+        mesh: the device mesh of the data ranks; the module is sharded over its last dimension.
+        device: device of this rank.
+        policy: the dtypes in which parameters are unsharded and gradients reduced.
         deferred: computes the values of parameters that have none yet; `None` if all have values.
+        split: replaces the parameters of modules by DTensors on the tensor ranks, except for some; `None` without
+            tensor ranks. Parameters that these ranks have in full are unsharded to ordinary tensors.
     """
 
-    def __init__(self, units: Units, sharding: Sharding, deferred: DeferredConstruction | None) -> None:
+    def __init__(
+        self,
+        units: Units,
+        options: FSDPOptions,
+        dims: ParallelDims,
+        mesh: DeviceMesh,
+        device: torch.device,
+        policy: MixedPrecisionPolicy,
+        deferred: DeferredConstruction | None,
+        split: Callable[[Sequence[Module], Iterable[Parameter]], None] | None,
+    ) -> None:
         self.root = units.root.module
         self.units = units
-        self._sharding = sharding
+        self._options = options
+        self._dims = dims
+        self._mesh = mesh
+        self._device = device
+        self._policy = policy
         self._deferred = deferred
+        self._split = split
         self._snapshot = ModuleSnapshot(self.root.modules())
         self._sharded: list[Any] = []
         self._undo = ExitStack()
@@ -100,7 +95,7 @@ class ShardedModule:
             self._snapshot.mark_added()
 
     def _shard_all(self) -> None:
-        units, sharding = self.units, self._sharding
+        units = self.units
         names = {parameter: name for name, parameter in self._originals}
         for unit in units.bottom_up:
             check_dtypes(unit, names)
@@ -110,48 +105,31 @@ class ShardedModule:
                 self._sharded.append(unit.module)
             elif unit is units.root or not any(isinstance(parameter, DTensor) for parameter in unit.parameters):
                 self._shard(unit)
-        if sharding.policy.param_dtype is not None and sharding.device.type == "cpu":
+        if self._policy.param_dtype is not None and self._device.type == "cpu":
             match_inputs(self.root)
-        self.replicated = unshardable_parameters(self.root, sharding.mesh.size(-1))
-        group = sharding.dims.data_group() if sharding.dims.num_ranks > 1 else None
-        self._undo.callback(AveragedGradients(self.replicated, sharding.dims.data_size, group).remove)
-        _move_metrics(self.root, sharding.device)
+        self.replicated = unshardable_parameters(self.root, self._mesh.size(-1))
+        group = self._dims.data_group() if self._dims.num_ranks > 1 else None
+        self._undo.callback(AveragedGradients(self.replicated, self._dims.data_size, group).remove)
+        _move_metrics(self.root, self._device)
         self._install_communication()
         self._unshard_around_calls()
 
     def _unshard_around_calls(self) -> None:
         inner = {unit.module for unit in self.units.inner}
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def before_unshard(module: Module, args: object = ()) -> None:
-            self.writes.access.flush()
-            # Tensor parallelism itself replaces parameters around calls.
-            if self._sharding.split is None or is_in_transform():
-                check_not_replaced(module)
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def show_gradients(*_: object) -> None:
-            self.writes.show_gradients()
-
-        calls = []
-        for module in self._sharded[:-1]:
-            if methods := public_methods(module):
-                calls.append(UnitUnshard(module, methods, before_unshard, show_gradients))
-            elif self._sharding.reshard_after_forward is False:
-                module.register_forward_hook(show_gradients)
-            module.register_forward_pre_hook(before_unshard, prepend=True)
+        calls = [UnitUnshard(module, names) for module in self._sharded[:-1] if (names := public_methods(module))]
         initialize(self.root)
-        for param in [param for module in self._sharded for group in groups_of(module) for param in group.fsdp_params]:
+        groups = [group for module in self._sharded for group in groups_of(module)]
+        for param in [param for group in groups for param in group.fsdp_params]:
             keep_dtype(param)
-        self._watch_writes()
+        self.writes = UserWrites(
+            self.root,
+            groups,
+            self._snapshot.original,
+            self._originals,
+            lambda: self.root_unshard.is_running,
+            self._undo,
+        )
         self.root_unshard = RootUnshard(self._sharded[-1], calls, inner, self.writes)
-
-        def before_call(module: Module, args: object) -> None:
-            if not all(group.is_unsharded for group in groups_of(self.root)):
-                before_unshard(self.root)
-
-        for module in (self.root, *(child for child in self.root.children() if child not in inner)):
-            module.register_forward_pre_hook(before_call, prepend=True)
 
     def original_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield the names and parameters from before sharding. They are empty while the module is sharded."""
@@ -173,30 +151,18 @@ class ShardedModule:
         if isinstance(self.root, FSDPModule):
             reset_iteration(self.root)
 
-    def restore(self, gather: GatherToHost | str) -> dict[Parameter, Parameter]:
-        """Restore the module as it was before `shard`. *Collective* over the group of `gather`.
+    def restore(self, obstacle: str | None) -> dict[Parameter, Parameter]:
+        """Restore the module as it was before `shard`. *Collective* over the ranks that hold shards.
 
         Args:
-            gather: gathers full parameters, or is the reason why they stay sharded.
+            obstacle: the reason why parameters stay sharded; `None` if they do not.
 
         Returns:
             dict[Parameter, Parameter]: the module's own parameters by sharded parameter; empty if they stay sharded.
         """
         self._undo.close()
         self.reshard()
-        return self._snapshot.restore(gather)
-
-    def _watch_writes(self) -> None:
-        """Make writes of user code to parameters change the shards, even while the parameters are unsharded."""
-        groups = [group for module in self._sharded for group in groups_of(module)]
-        self.writes = UserWrites(
-            self.root,
-            groups,
-            self._snapshot.original,
-            self._originals,
-            lambda: self.root_unshard.is_running,
-            self._undo,
-        )
+        return self._snapshot.restore(obstacle)
 
     def _compute_values_of_sharded(self) -> None:
         """Compute the values of modules that the user sharded in `configure_model`, one module at a time."""
@@ -213,54 +179,53 @@ class ShardedModule:
         if self._deferred is not None:
             self._deferred.fill(parts)
             self._snapshot.record_values(parts)
-        dims = self._sharding.dims
+        dims = self._dims
         if dims.data_size * dims.tensor > 1:
             group = dims.data_group() if dims.tensor == 1 else dims.stage_group()
-            broadcast_on(self._sharding.device, _own_tensors(parts), group)
-        replicated = set(unshardable_parameters(module, self._sharding.mesh.size(-1)))
+            broadcast_on(self._device, _own_tensors(parts), group)
+        replicated = set(unshardable_parameters(module, self._mesh.size(-1)))
         for each in replicated:
-            each.data = each.data.to(self._sharding.device)
+            each.data = each.data.to(self._device)
         for part in parts:
             for parameter in own_parameters(part).values():
                 if parameter is not None and not isinstance(parameter, DTensor) and not parameter.is_contiguous():
                     parameter.data = parameter.data.contiguous()
-        if self._sharding.split is not None:
-            self._sharding.split(parts, replicated)
-        if self._sharding.policy.param_dtype is not None:
+        if self._split is not None:
+            self._split(parts, replicated)
+        if self._policy.param_dtype is not None:
             for part in parts:
                 if _stays_fp32(part) and next(part.parameters(), None) is not None and part is not module:
                     self._fully_shard(part, MixedPrecisionPolicy(), replicated)
-        policy = MixedPrecisionPolicy() if _stays_fp32(module) else self._sharding.policy
+        policy = MixedPrecisionPolicy() if _stays_fp32(module) else self._policy
         self._fully_shard(module, policy, replicated)
         self._snapshot.free_full(parts)
 
     def _fully_shard(self, module: Module, policy: MixedPrecisionPolicy, ignored: set[Any]) -> None:
-        sharding = self._sharding
         prepare_class(module)
-        offload = CPUOffloadPolicy(pin_memory=sharding.device.type == "cuda") if sharding.offload else OffloadPolicy()
+        offload = CPUOffloadPolicy(pin_memory=self._device.type == "cuda") if self._options.offload else OffloadPolicy()
         fully_shard(
             module,
-            mesh=sharding.mesh,
-            reshard_after_forward=sharding.reshard_after_forward,
+            mesh=self._mesh,
+            reshard_after_forward=self._options.reshard_after_forward,
             mp_policy=policy,
             offload_policy=offload,
             ignored_params=ignored,
         )
         assert isinstance(module, FSDPModule)
-        if sharding.split is not None:
+        if self._split is not None:
             for param in [param for group in groups_of(module) for param in group.fsdp_params]:
                 unshard_replicas_to_plain(param)
         self._sharded.append(module)
 
     def _install_communication(self) -> None:
-        if self._sharding.device.type == "cpu":
+        if self._device.type == "cpu":
             for module in self._sharded:
                 module.set_custom_reduce_scatter(DirectReduceScatter())
-        if self._sharding.prefetch is not None:
+        if self._options.prefetch is not None:
             in_order: list[Any] = [module for module in self.root.modules() if module in self._sharded[:-1]]
             for number, module in enumerate(in_order):
-                ahead, behind = number + 1, max(0, number - self._sharding.prefetch)
-                module.set_modules_to_forward_prefetch(in_order[ahead : ahead + self._sharding.prefetch])
+                ahead, behind = number + 1, max(0, number - self._options.prefetch)
+                module.set_modules_to_forward_prefetch(in_order[ahead : ahead + self._options.prefetch])
                 module.set_modules_to_backward_prefetch(in_order[behind:number][::-1])
 
 

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from lightning_paral.checkpoint.ended_optimizers import EndedOptimizers
 from lightning_paral.checkpoint.sharded_state import ShardedState, WeightShards
 from lightning_paral.distributed.exchange import RankGroup
-from lightning_paral.engines.fsdp.restore import gather_after_failure, gather_at_end
 from lightning_paral.engines.fsdp.run import FSDPRun
+from lightning_paral.model.host_memory_check import host_memory_shortage
 
 
 class FSDPState(ShardedState):
@@ -53,8 +53,8 @@ class FSDPState(ShardedState):
     def restore(self, ended: EndedOptimizers, *, failed: bool) -> None:
         """Restore the module: its submodules get back their own parameters, with full values, on CPU.
 
-        *Collective* over the world, unless only some of the ranks failed. If only some failed, or if a node lacks
-        memory, parameters stay sharded, with a warning.
+        *Collective* over the world, unless some of the ranks failed. If only some failed, or any on GPUs, or if a node
+        lacks memory, parameters stay sharded, with a warning.
 
         Args:
             ended: takes over the states of the optimizers of a fit.
@@ -62,17 +62,19 @@ class FSDPState(ShardedState):
         """
         run, sharded = self._run, self._run.sharded
         run.stop_watching()
-        if failed:
-            gather = gather_after_failure(self._reachable())
+        if not failed:
+            obstacle = host_memory_shortage(sharded.num_bytes, self._ranks_per_node)
+        elif run.device.type != "cpu":
+            obstacle = "the run failed"  # which has aborted NCCL
         else:
-            gather = gather_at_end(run.dims, sharded.num_bytes, self._ranks_per_node)
-        if isinstance(gather, str):
-            rank_zero_warn(f"{type(run.module).__name__} stays sharded: {gather}.")
-        originals = sharded.restore(gather)
+            obstacle = None if self._reachable() else "the run failed on some of its ranks only"
+        if obstacle is not None:
+            rank_zero_warn(f"{type(run.module).__name__} stays sharded: {obstacle}.")
+        originals = sharded.restore(obstacle)
         if run.is_fit and originals:
             for optimizer in self.optimizers:
                 ended.keep(optimizer, run.module, None, originals)
-        if not isinstance(gather, str):
+        if obstacle is None:
             run.module.cpu()
 
 

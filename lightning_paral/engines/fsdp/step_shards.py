@@ -26,7 +26,7 @@ from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.distributed.mesh import ParallelDims, data_mesh
 from lightning_paral.engines.fsdp.gradients import scatter_gradients
 from lightning_paral.engines.fsdp.refusals import explanation
-from lightning_paral.engines.fsdp.restore import LEFT_SHARDED, GatherToHost, ModuleSnapshot
+from lightning_paral.engines.fsdp.restore import LEFT_SHARDED, ModuleSnapshot
 from lightning_paral.engines.fsdp.units import check_dtypes, unshardable_parameters
 from lightning_paral.engines.fsdp.user_writes import UserWrites
 from lightning_paral.errors import ConfigurationError
@@ -66,10 +66,6 @@ class StepShards:
         self._mesh = data_mesh(mesh)
         self.split: SplitParameters | None = None
         """Splits the parameters of this stage over the tensor ranks, if there are any. Set it before `shard`."""
-        self._replica_ranks = dims.replica_ranks
-        group = dims.replica_group() or dist.group.WORLD
-        assert group is not None
-        self._group = group
         self._group_on_host = dims.replica_group()
         self._units: Units | None = None
         self._originals = list(root.named_parameters())
@@ -159,7 +155,6 @@ class StepShards:
     @contextmanager
     def unsharded(self) -> Iterator[None]:
         """Unshard all parameters inside the block. *Collective* over the ranks that hold shards."""
-        self.writes.access.flush()
         try:
             for module in self._sharded:
                 module.unshard()
@@ -218,10 +213,6 @@ class StepShards:
         if self._units is not None:
             explain(error, partial(explanation, units=self._units, in_step=False))
 
-    def gather_to_host(self) -> GatherToHost:
-        """Return a function that gathers full tensors. *Collective* over the ranks that hold shards."""
-        return GatherToHost(self._group, self._replica_ranks)
-
     def restore(self, obstacle: str | None) -> dict[Parameter, Parameter]:
         """Give the modules back their own parameters, with full values on the CPU. *Collective* unless `obstacle`.
 
@@ -237,7 +228,7 @@ class StepShards:
             vars(self._root)[LEFT_SHARDED] = obstacle
             return originals
         for snapshot in dict.fromkeys(self._snapshots.values()):
-            originals |= snapshot.restore(self.gather_to_host())
+            originals |= snapshot.restore(None)
         return originals
 
     def _params(self) -> list[Any]:

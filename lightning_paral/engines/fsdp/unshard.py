@@ -12,19 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_paral.compat.torch.fsdp import (
-    ForwardHooks,
-    groups_of,
-    is_param_of,
-    name_of,
-    owners_of,
-    pre_forward,
-    unsharded_param,
-)
-from lightning_paral.compat.torch.modules import own_parameters
+from lightning_paral.compat.torch.fsdp import ForwardHooks, groups_of, pre_forward, unsharded_param
 from lightning_paral.engines.fsdp.refusals import MIXED
 from lightning_paral.engines.fsdp.user_writes import UserWrites
-from lightning_paral.errors import ConfigurationError
 
 _LIBRARIES = ("torch", "transformers", "lightning", "torchmetrics")
 
@@ -38,16 +28,10 @@ class UnitUnshard:
     Args:
         module: a unit.
         methods: names of its public methods.
-        before: is called before the unit is unsharded for a method other than `forward`.
-        after: is called after a call that has left the unit unsharded.
     """
 
-    def __init__(
-        self, module: Any, methods: list[str], before: Callable[[Module], None], after: Callable[[], None]
-    ) -> None:
+    def __init__(self, module: Any, methods: list[str]) -> None:
         self._module = module
-        self._before = before
-        self._after = after
         self._hooks = ForwardHooks(module)
         self._entered = False
         self._module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
@@ -72,40 +56,21 @@ class UnitUnshard:
             self._in_forward -= 1
             return output
         self._entered = False
-        return self._leave(output)
-
-    def _leave(self, output: Any) -> Any:
-        output = self._hooks.after(output)
-        if any(group.is_unsharded for group in groups_of(self._module)):
-            self._after()
-        return output
+        return self._hooks.after(output)
 
     def _around(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._entered:
                 return method(*args, **kwargs)
             self._entered = True
-            self._before(self._module)
             try:
                 args, kwargs = pre_forward(self._hooks.state, self._module, args, kwargs)
                 output = method(*args, **kwargs)
             finally:
                 self._entered = False
-            return self._leave(output)
+            return self._hooks.after(output)
 
         return call
-
-
-def check_not_replaced(module: Any) -> None:
-    """Raise a `ConfigurationError` if parameters of a unit that is about to be unsharded have been replaced."""
-    for param in (param for group in groups_of(module) for param in group.fsdp_params):
-        for owner, name in owners_of(param):
-            if not is_param_of(own_parameters(owner).get(name), param):
-                raise ConfigurationError(
-                    f"{name_of(param)} was replaced while it is sharded, as by torch.func.functional_call. FSDP would "
-                    "compute with its own weight. Call the module in a step, in which the root's modules are unsharded "
-                    "(choose units=[...] that leave it to the root), or train with paral_ddp."
-                )
 
 
 def public_methods(module: Module) -> list[str]:
@@ -137,7 +102,6 @@ class RootUnshard:
     def __init__(self, root: Any, units: list[UnitUnshard], inner: set[Module], writes: UserWrites) -> None:
         self._root = root
         self._writes = writes
-        self._flush = writes.access.flush
         self._units = units
         self._hooks = ForwardHooks(root)
         self._depth = 0
@@ -146,8 +110,6 @@ class RootUnshard:
         for module in (self._root, *(child for child in self._root.children() if child not in inner)):
             module.register_forward_pre_hook(self._before_call, prepend=True)
             module.register_forward_hook(self._after_call, always_call=True)
-        for name in ("toggle_optimizer", "untoggle_optimizer"):
-            setattr(self._root, name, self._unshard_after(getattr(self._root, name)))
 
     @property
     def is_running(self) -> bool:
@@ -158,34 +120,30 @@ class RootUnshard:
         """Run a training step of automatic optimization, whose backward pass follows it."""
         self._enter()
         pre_forward(self._hooks.state, self._root)
-        self._writes.show_gradients()
         output = step(*args, **kwargs)
         if isinstance(output.get("loss") if isinstance(output, Mapping) else output, DTensor):
             raise RuntimeError(MIXED)
         output = self._hooks.after(output)
         self._depth = 0
         if output is None:
-            self._reshard()
-        else:
-            self._writes.show_gradients()
+            self._writes.reshard()
         return output
 
     def manual_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a training step of manual optimization, which calls backward passes and optimizers itself."""
         self._enter()
         self._in_manual_step = True
-        self._unshard()
+        self._root.unshard()
         try:
             return step(*args, **kwargs)
         finally:
             self._depth, self._in_manual_step = 0, False
-            self._reshard()
+            self._writes.reshard()
 
     def evaluation_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a step without a backward pass."""
         self._enter()
         pre_forward(self._hooks.state, self._root)
-        self._writes.show_gradients()
         output = self._hooks.after(step(*args, **kwargs))
         self._depth = 0
         self._root.reshard()
@@ -193,7 +151,6 @@ class RootUnshard:
 
     def before_backward(self, loss: Tensor) -> None:
         """In a manual step, make FSDP2 reduce the root's gradients even if no unit computed `loss`."""
-        self._flush()
         if self._in_manual_step:
             self._hooks.expect_backward(loss)
 
@@ -209,15 +166,10 @@ class RootUnshard:
             self._root.unshard()
         self._writes.show_gradients()
 
-    def zero_gradients(self, zero: Callable[[], None]) -> None:
-        """Call `zero`, which clears gradients of shards, and show what is left."""
-        self._writes.gradients.around(lambda: self._writes.unsharded_params, zero)
-
     def after_backward(self) -> None:
         """In a manual step, unshard the root's parameters again, because the backward pass resharded them."""
         if self._in_manual_step:
-            self._flush()
-            self._unshard()
+            self._root.unshard()
 
     def before_optimizer(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Reshard all parameters, because `optimizer` changes the shards; its closure finds them as in the step.
@@ -238,10 +190,9 @@ class RootUnshard:
     def _set_in_optimizer(self, in_optimizer: bool) -> None:
         self._in_optimizer = in_optimizer
         if in_optimizer:
-            self._reshard()
+            self._writes.reshard()
         elif self._depth:
-            self._flush()
-            self._unshard()
+            self._root.unshard()
 
     def _as_in_step(self, closure: Any) -> Any:
         if not callable(closure):
@@ -257,33 +208,13 @@ class RootUnshard:
 
         return call
 
-    def _unshard(self) -> None:
-        self._root.unshard()
-        self._writes.show_gradients()
-
-    def _reshard(self) -> None:
-        self._writes.reshard()
-
-    def _unshard_after(self, toggle: Callable[..., None]) -> Callable[..., None]:
-        """Give unsharded parameters the `requires_grad` that `toggle` sets on the shards, which the optimizers hold."""
-
-        def toggle_then_unshard(*args: Any, **kwargs: Any) -> None:
-            toggle(*args, **kwargs)
-            if self._in_manual_step:
-                self._reshard()
-                self._unshard()
-
-        return toggle_then_unshard
-
     def _enter(self) -> None:
-        self._flush()
         self._depth, self._in_optimizer = 1, False  # also if an error ended the last step
         for unit in self._units:
             unit.reset()
 
     def _before_call(self, module: Module, args: Any) -> None:
         if self._depth == 0:
-            self._flush()
             pre_forward(self._hooks.state, self._root)
         elif not all(group.is_unsharded for group in groups_of(self._root)):
             self._root.unshard()  # `state_dict` and `load_state_dict` reshard even within a step

@@ -1,8 +1,7 @@
 """Make what user code does to the parameters of a sharded module, in hooks and in steps, change the shards."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -13,20 +12,28 @@ from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
 from lightning_paral.compat.torch import fsdp
-from lightning_paral.compat.torch.autograd import gradient_hooks, version_of
+from lightning_paral.compat.torch.autograd import (
+    DisableTorchFunctionSubclass,
+    check_backward_passes,
+    gradient_hooks,
+    share_gradient_hooks,
+    version_of,
+)
 from lightning_paral.compat.torch.dtensor import local_of
-from lightning_paral.compat.torch.fsdp import name_of, owners_of, unsharded_param
+from lightning_paral.compat.torch.fsdp import is_param_of, name_of, owners_of, unsharded_param
+from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.compat.torch.optimizers import foreach_copy_
 from lightning_paral.compat.torch.tensors import identity_of
-from lightning_paral.engines.fsdp.full_values import as_full, shard_like
-from lightning_paral.engines.fsdp.hook_access import HookAccess, UnshardedValues
-from lightning_paral.engines.fsdp.refusals import RegistrationGuard, check_assigned, refuse_hook, shares_memory
-from lightning_paral.engines.fsdp.shown_gradients import ShownGradients
+from lightning_paral.engines.fsdp.hook_access import HookAccess
+from lightning_paral.engines.fsdp.refusals import check_assigned, refuse_hook, refuse_replaced, shares_memory
 from lightning_paral.errors import ConfigurationError
 
 
-class UserWrites(UnshardedValues):
+class UserWrites:
     """Makes what user code writes to parameters of a sharded module change the shards, until `undo` is closed.
+
+    While a unit is unsharded, its unsharded parameters have its values, and what is written to them is copied to the
+    shards before these are read. A unit is resharded before one of its shards is written to.
 
     Args:
         root: the sharded module.
@@ -47,21 +54,24 @@ class UserWrites(UnshardedValues):
         undo: ExitStack,
     ) -> None:
         params = [param for group in groups for param in group.fsdp_params]
-        hooks = _ParameterHooks({param: original(*owners_of(param)[0]) for param in params})
-        hooks.check_lost(named_originals, root)
+        self.hooks = _ParameterHooks({param: original(*owners_of(param)[0]) for param in params})
+        self.hooks.check_lost(named_originals, root)
         self._params = params
         self.unsharded: dict[UnitReconciliation, None] = {}
         """The units that are unsharded."""
         self.gradients = ShownGradients()
-        self._units = [UnitReconciliation(group, hooks.attach, self) for group in groups]
+        self._has_changed = False
+        self._units = [UnitReconciliation(group, self) for group in groups]
         self.access = HookAccess(
-            lambda: ((name_of(param), param.sharded_param) for param in params), in_step, hooks.register, self
+            lambda: ((name_of(param), param.sharded_param) for param in params),
+            in_step,
+            self.hooks.register,
+            self._before_use,
         )
         undo.callback(self.access.remove)
-        undo.callback(RegistrationGuard(root, params).remove)
 
     def check(self) -> None:
-        """Raise a `ConfigurationError` if a step has written to parameters that were less precise than the shards."""
+        """Raise a `ConfigurationError` for writes that were lost, and parameters that were replaced."""
         for unit in self._units:
             unit.check()
 
@@ -80,44 +90,43 @@ class UserWrites(UnshardedValues):
         """Give the unsharded parameters the gradients of the shards, for code that reads those of earlier passes."""
         self.gradients.show(self.unsharded_params)
 
-    def train(self, tensor: Any) -> None:
-        """Give the unsharded parameter of a shard the `requires_grad` that code has set on the shard."""
-        for param in self.unsharded_params:
-            unsharded = unsharded_param(param)
-            if param.sharded_param is tensor and unsharded is not None:
-                unsharded.requires_grad_(tensor.requires_grad)
+    def change_gradients(self, change: Callable[[], None]) -> None:
+        """Call `change`, which changes gradients of shards, and show them anew."""
+        self.gradients.hide(self.unsharded_params)
+        with DisableTorchFunctionSubclass():
+            change()
+        self.show_gradients()
 
     def shards(self) -> dict[Any, Any]:
         """Return the shards by the unsharded parameters."""
         return {unsharded_param(each): each.sharded_param for each in self._params}
 
-    def of(self, tensor: Any) -> Any:
-        """Return the unsharded parameter of a shard, if what is written to it can be copied to the shard."""
-        unit, found = self._find(tensor)
-        return None if unit is None or not found.is_exact else found.parameter.data
+    def memory(self) -> dict[int, Any]:
+        """Return the `FSDPParam`s that are unsharded, by the address of their unsharded values."""
+        params = [each for unit in self.unsharded for each in unit.params or ()]
+        return {each.values.untyped_storage().data_ptr(): each.param for each in params if each.values.numel()}
 
-    def copy_to_shards(self) -> None:
-        """Copy to the shards what was written to their unsharded parameters."""
-        for unit in self.unsharded:
-            unit.copy_to_shards()
+    def before_gather(self) -> None:
+        """Write what code has written to views to the shards, and let gathering wait for all writes."""
+        self.access.flush()
+        if self._has_changed:
+            self._has_changed = False
+            for unit in self._units:
+                fsdp.await_writes(unit.group)
 
-    def copy_from_shard(self, tensor: Any, full: Tensor | None = None) -> None:
-        """Copy a shard, or its values `full`, to the unsharded parameter if that is less precise."""
-        unit, found = self._find(tensor)
-        if unit is not None and not found.is_exact:
-            unit.copy_from_shard(found, as_full(tensor) if full is None else full)
-
-    def check_memory(self, parameter: Any, values: Tensor, name: str) -> None:
-        """Raise a `ConfigurationError` if `parameter` has the memory of the values of another unsharded parameter."""
-        address = parameter.untyped_storage().data_ptr()
-        others = [each.values for unit in self._units for each in unit.params or () if each.values is not values]
-        if any(each.untyped_storage().data_ptr() == address for each in others):
-            raise ConfigurationError(shares_memory(name))
-
-    def _find(self, tensor: Any) -> Any:
-        storage = identity_of(local_of(tensor).untyped_storage()) if self.unsharded else None
-        found = ((unit, unit.by_storage[storage]) for unit in self.unsharded if storage in unit.by_storage)
-        return next(found, (None, None))
+    def _before_use(self, read: Sequence[Any], changed: Sequence[Any]) -> None:
+        """Let shards have what was written to their unsharded values, and reshard the units of those that change."""
+        self._has_changed = self._has_changed or bool(changed)
+        for unit in tuple(self.unsharded):
+            if unit.has_one_of(changed):
+                fsdp.reshard(unit.group)
+                if unit in self.unsharded:
+                    raise ConfigurationError(
+                        "A shard was changed in a step in which its stage is unsharded. Change the parameter of the "
+                        "module instead, or change it in a hook such as on_train_batch_end."
+                    )
+            elif unit.has_one_of(read):
+                unit.copy_to_shards()
 
 
 class _ParameterHooks:
@@ -132,7 +141,6 @@ class _ParameterHooks:
 
     def __init__(self, originals: dict[Any, Parameter]) -> None:
         self._originals = originals
-        self._attached: set[Any] = set()
 
     def check_lost(self, named: Iterable[tuple[str, Parameter]], root: Module) -> None:
         """Raise a `ConfigurationError` if one of the parameters has hooks and has been replaced since."""
@@ -149,33 +157,77 @@ class _ParameterHooks:
             refuse_hook(name_of(param), "register_hook")
         original.requires_grad_(shard.requires_grad)  # torch refuses hooks on frozen parameters
         handle: RemovableHandle = original.register_hook(hook)  # type: ignore[no-untyped-call]
-        if unsharded_param(param) is not None:
-            self.attach(param)
+        self.attach(param)
         return handle
 
     def attach(self, param: Any) -> None:
-        """Attach the hooks of `param`, if any, to its unsharded parameter."""
+        """Let the unsharded parameter of `param`, if there is one, call the hooks."""
         unsharded, original = unsharded_param(param), self._originals[param]
-        if unsharded is None or param in self._attached or not gradient_hooks(original):
+        if unsharded is not None and gradient_hooks(original):
+            if isinstance(unsharded, DTensor) or isinstance(original, DTensor) or unsharded.is_inference():
+                refuse_hook(name_of(param), "register_hook")
+            share_gradient_hooks(original, unsharded)
+
+
+class ShownGradients:
+    """Gives unsharded parameters the gradients of their shards, and the shards what code makes of these.
+
+    A backward pass must find none of them, because FSDP2 would reduce them again: they are hidden when it begins. What
+    it leaves on unsharded parameters is therefore not yet reduced, and everything else was assigned by code.
+    """
+
+    def __init__(self) -> None:
+        self._is_watching = False
+        self._passes = 0
+        self._shown: dict[Any, Tensor | None] = {}
+
+    def watch(self, after_pass: Callable[[], None], undo: ExitStack) -> None:
+        """Hide gradients in backward passes, until `undo` is closed, and call `after_pass` after the outermost."""
+
+        def begin(*_: Any) -> None:
+            self.hide(tuple(self._shown))
+            self._passes += 1
+
+        def end(is_done: bool) -> None:
+            self._passes -= 1
+            if is_done and not self._passes:
+                after_pass()
+
+        self._is_watching = True
+        undo.callback(check_backward_passes(begin, end))
+
+    def show(self, params: Iterable[Any]) -> None:
+        """Show the gradients of `FSDPParam`s that are unsharded, unless they have gradients that are not reduced."""
+        if self._passes or not self._is_watching:
             return
-        if isinstance(unsharded, DTensor) or isinstance(original, DTensor) or unsharded.is_inference():
-            refuse_hook(name_of(param), "register_hook")
-        self._attached.add(param)
-        trained = unsharded.requires_grad
-        unsharded.requires_grad_(True)
-        unsharded.register_hook(partial(_call_hooks, original))  # type: ignore[no-untyped-call]
-        unsharded.requires_grad_(trained)
+        hidden = [param for param in params if param not in self._shown]
+        with DisableTorchFunctionSubclass():
+            for param in hidden:
+                unsharded, gradient = unsharded_param(param), param.sharded_param.grad
+                if unsharded is None or unsharded.grad is not None:
+                    continue
+                if gradient is not None:
+                    if gradient.device != unsharded.device:  # offloaded
+                        continue
+                    unsharded.grad_dtype = gradient.dtype  # fp32 for 16 bits
+                    unsharded.grad = gradient
+                self._shown[param] = gradient
 
-
-def _call_hooks(original: Parameter, gradient: Tensor) -> Tensor | None:
-    hooks = gradient_hooks(original)
-    seen = gradient.to(original.dtype)  # parameters unsharded in 16 bits get 16-bit gradients
-    changed = False
-    for hook in tuple(hooks.values()):
-        result = hook(seen)
-        if result is not None:
-            seen, changed = result, True
-    return seen.to(gradient.dtype) if changed else None
+    def hide(self, params: Iterable[Any]) -> None:
+        """Take the gradients of `FSDPParam`s away again, and give the shards those that code has assigned."""
+        if not self._shown:
+            return
+        for param in params:
+            if param not in self._shown:
+                continue
+            shown, unsharded, shard = self._shown.pop(param), unsharded_param(param), param.sharded_param
+            assert unsharded is not None
+            gradient = unsharded.grad
+            if gradient is not shown and (shard.grad is shown or shard.grad is None):
+                shard.grad = gradient if gradient is None else gradient.to(shard.dtype)
+            if gradient is not None:
+                unsharded.grad = None
+                unsharded.grad_dtype = unsharded.dtype
 
 
 class _Unsharded(NamedTuple):
@@ -211,24 +263,27 @@ class _Unsharded(NamedTuple):
 class UnitReconciliation:
     """Compares this rank's part of the unsharded parameters of a unit with its shards, whenever the unit is resharded.
 
-    What differs is copied to the shards, unless user code or an optimizer has written to these meanwhile. If the
-    unsharded parameters are less precise, or the shards in host memory, writing to them is an error, which `check`
-    raises: reading the comparison at once would make the host wait for the device.
+    What differs is copied to the shards, unless something has written to these meanwhile. If the unsharded parameters
+    are less precise, or the shards in host memory, writing to them is an error, which `check` raises: reading the
+    comparison at once would make the host wait for the device.
 
     Args:
         group: the `FSDPParamGroup` of the unit.
-        after_unshard: is called with each `FSDPParam` after it has been unsharded for the first time.
         writes: knows all units, and which are unsharded.
     """
 
-    def __init__(self, group: Any, after_unshard: Callable[[Any], None], writes: UserWrites) -> None:
+    def __init__(self, group: Any, writes: UserWrites) -> None:
         self.group = group
-        self._first_unshard = after_unshard
         self._writes = writes
-        self._by_storage: dict[int | None, _Unsharded] | None = None
+        self._places = [
+            (own_parameters(owner), name, param, owner)
+            for param in group.fsdp_params
+            for owner, name in owners_of(param)
+        ]
         self.params: list[_Unsharded] | None = None
         """The parameters of the unit, once it has been unsharded."""
         self._exact: list[_Unsharded] = []
+        self._own_parts: list[Tensor] = []
         self._inexact: list[_Unsharded] = []
         self._versions: list[int] = []
         self._trained: list[bool] = []
@@ -236,49 +291,65 @@ class UnitReconciliation:
         """The parts of the parameters that must not be written to, one after the other, as they were unsharded."""
         self._changed: Tensor | None = None
         """The first position in them that a step has changed, or -1."""
-        fsdp.watch(group, self._after_unshard, self._before_reshard)
+        fsdp.watch(group, self._before_gather, self._after_unshard, self._before_reshard)
+
+    def has_one_of(self, tensors: Iterable[Any]) -> bool:
+        """Return whether one of these DTensors has the memory of a shard of the unit."""
+        storages = {identity_of(local_of(each).untyped_storage()) for each in tensors}
+        return bool(storages) and any(identity_of(e.shard.untyped_storage()) in storages for e in self.params or ())
 
     def check(self) -> None:
         """Raise a `ConfigurationError` if a step has written to parameters that must not be written to."""
+        self._check_places()
         position = -1 if self._changed is None else int(self._changed)
         if position >= 0:
             ends = accumulate(each.shard.numel() for each in self._inexact)
             number = next(number for number, end in enumerate(ends) if position < end)
             raise ConfigurationError(_explain_lost_write(self._inexact[number].param))
 
+    def _check_places(self) -> None:
+        """Raise a `ConfigurationError` if code has replaced or deleted a parameter, which FSDP2 would set again."""
+        for table, name, param, owner in self._places:
+            if not is_param_of(table.get(name), param):
+                self._places = []  # so that the teardown does not fail as well
+                refuse_replaced(name_of(param), owner)
+
+    def _before_gather(self) -> None:
+        self._writes.before_gather()
+        self._check_places()
+
     def _after_unshard(self) -> None:
         if self.params is None:  # FSDP2 creates the unsharded parameters only once
             self.params = []
             for param in self.group.fsdp_params:
-                parameter = fsdp.unsharded_param(param)
+                parameter = unsharded_param(param)
                 assert parameter is not None
                 if not parameter.is_inference():
                     values = local_of(parameter) if isinstance(parameter, DTensor) else parameter.detach()
                     self.params.append(_Unsharded(param, parameter, values))
-                self._first_unshard(param)
+                self._writes.hooks.attach(param)
             with_part = [each for each in self.params if each.shard.numel()]
             self._exact = [each for each in with_part if each.is_exact]
+            self._own_parts = [each.own_part for each in self._exact]
             self._inexact = [each for each in with_part if not each.is_exact]
         self._versions = [version_of(each.shard) for each in self._exact]
         self._trained = [each.parameter.requires_grad for each in self.params]
-        self._by_storage = None
         self._writes.unsharded[self] = None
+        self._writes.gradients.show(self.group.fsdp_params)
         self._handed_out = self._parts_to_compare()
 
-    @property
-    def by_storage(self) -> dict[int | None, _Unsharded]:
-        """The unsharded parameters by the memory of their shards."""
-        if self._by_storage is None:
-            self._by_storage = {identity_of(each.shard.untyped_storage()): each for each in self.params or ()}
-        return self._by_storage
-
     def _before_reshard(self) -> None:
+        self._check_places()
         self._writes.gradients.hide(self.group.fsdp_params)
         for each, trained in zip(self.params or (), self._trained, strict=True):
             if each.parameter.requires_grad != trained:  # FSDP2 copies that of the shard when it unshards again
                 each.param.sharded_param.requires_grad_(not trained)
         self.copy_to_shards()
-        self._note_changes()
+        now = self._parts_to_compare()
+        if now is not None and self._handed_out is not None:
+            differs = (now != self._handed_out) & (now == now)  # not where values are NaN
+            first = torch.where(differs.any(), differs.int().argmax(), -1)
+            self._changed = first if self._changed is None else torch.maximum(self._changed, first)
         self._handed_out = None
         self._writes.unsharded.pop(self, None)
 
@@ -290,37 +361,22 @@ class UnitReconciliation:
             if each.is_assigned:
                 self._take_assigned(each)
         shards, parts = [], []
-        for each, version in zip(self._exact, self._versions, strict=True):
+        for each, part, version in zip(self._exact, self._own_parts, self._versions, strict=True):
             if version_of(shard := each.shard) == version:
                 shards.append(shard.data)  # which keeps the version of the shard
-                parts.append(each.own_part)
+                parts.append(part)
         if shards:
             foreach_copy_(shards, parts)
             fsdp.await_writes(self.group)
 
-    @torch.no_grad()
-    def copy_from_shard(self, unsharded: _Unsharded, full: Tensor) -> None:
-        """Copy what was written to a shard, `full`, to its unsharded parameter, which is less precise."""
-        self._note_changes()
-        values = unsharded.parameter.data
-        part = local_of(shard_like(values, full)) if isinstance(values, DTensor) else full
-        (local_of(values) if isinstance(values, DTensor) else values).copy_(part)
-        self._handed_out = self._parts_to_compare()
-
-    def _note_changes(self) -> None:
-        """Note whether a step has written to parameters that must not be written to, since they were handed out."""
-        now = self._parts_to_compare()
-        if now is not None and self._handed_out is not None:
-            differs = (now != self._handed_out) & (now == now)  # not where values are NaN
-            first = torch.where(differs.any(), differs.int().argmax(), -1)
-            self._changed = first if self._changed is None else torch.maximum(self._changed, first)
-
     def _take_assigned(self, unsharded: _Unsharded) -> None:
         param, parameter, values = unsharded
-        name, assigned = str(fsdp.name_of(param)), parameter.detach()
+        name, assigned = str(name_of(param)), parameter.detach()
         parameter.data = values
         check_assigned(name, parameter, assigned)
-        self._writes.check_memory(assigned, values, name)
+        owner = self._writes.memory().get(assigned.untyped_storage().data_ptr(), param)
+        if owner is not param:
+            raise ConfigurationError(shares_memory(name))
         values.copy_(assigned.clone())  # it may be a view of the values
 
     def _parts_to_compare(self) -> Tensor | None:
@@ -332,7 +388,7 @@ def _explain_lost_write(param: Any) -> str:
     shard = local_of(param.sharded_param)
     dtype = str(param.param_dtype or shard.dtype).removeprefix("torch.")
     return (
-        f"{fsdp.name_of(param)} was changed while it was unsharded, in a step or in a method of its unit. An "
+        f"{name_of(param)} was changed while it was unsharded, in a step or in a method of its unit. An "
         f"unsharded parameter is a copy in {dtype} on the device of the step, of a shard in "
         f"{str(shard.dtype).removeprefix('torch.')} on {shard.device.type}. Change it in a hook such as "
         "on_train_batch_end or on_before_zero_grad, where parameters are sharded, or train with precision='32-true' or "

@@ -55,7 +55,7 @@ class PrunedInHook(Supervised):
         prune.l1_unstructured(self.backbone.blocks[0].layer, "weight", 0.3)
 
 
-@row("pruning made permanent", names="head")
+@row("pruning made permanent", names="head|weight_orig")
 class Permanent(PrunedBefore):
     """prune.remove in on_train_epoch_end."""
 

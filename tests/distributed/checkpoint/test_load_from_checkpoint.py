@@ -6,12 +6,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.core import saving
 from torch import nn
 
 from lightning_paral import CheckpointError, MissingCheckpointError
 from lightning_paral.checkpoint import lazy_tensor as stored
-from lightning_paral.compat.lightning import load_from_checkpoint
 from tests.running import SaveAt, quiet_trainer
 
 
@@ -97,13 +95,6 @@ def test_data_module_is_loaded_from_a_folder(tmp_path: Path) -> None:
     loaded = Data.load_from_checkpoint(tmp_path / "x.ckpt")
     assert loaded.hparams["size"] == 4
     assert loaded.seen == 7
-
-
-def test_patch_is_applied_once_and_finds_its_target() -> None:
-    patched = saving.pl_load
-    load_from_checkpoint.install(lambda _: False, dict)
-    assert saving.pl_load is patched
-    assert patched.__wrapped__.__module__ == "lightning.fabric.utilities.cloud_io"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp"])

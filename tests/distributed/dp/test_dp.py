@@ -133,26 +133,6 @@ def test_low_precision_reaches_every_replica(precision: str) -> None:
     assert_same_weights(weights, expected, tolerance=3e-2 if true else 3e-3)
 
 
-@pytest.mark.parametrize("kind", ["some", "all"])
-def test_replicas_may_return_no_loss(kind: str) -> None:
-    outputs = []
-
-    class Returning(Scores):
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-            return None if kind == "all" or (batch[1] > 100).any() else super().training_step(batch, batch_idx)
-
-        def on_train_batch_end(self, output: Any, batch: list[Tensor], batch_idx: int) -> None:
-            outputs.append(output)
-
-    data = samples()
-    data.dataset.tensors[1][0] = 1000.0
-    module = Returning()
-    dp_trainer().fit(module, data)
-
-    assert [bool(output) for output in outputs] == [kind == "some"] * 5
-    assert all(parameter.isfinite().all() for parameter in module.parameters())
-
-
 def test_batch_norm_normalizes_by_replica_and_keeps_the_first_replicas_statistics() -> None:
     class Normed(Scores):
         def __init__(self) -> None:

@@ -94,7 +94,12 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], list[str]]] = {
     "reduce_dtype": (Tied, {"reduce_dtype": "fp8"}, {}, ["'fp8'", "'bf16'"]),
     "two choices": (Tied, {"units": ["Block"], "min_params": 5}, {}, ["min_params=5", "Give one of"]),
     "early optimizer": (MadeEarly, {}, {}, ["Adagrad", "before MadeEarly was sharded", "configure_optimizers"]),
-    "functional_call in a hook": (CallsFunctionally, {}, {}, ["was replaced while it is sharded", "in a step"]),
+    "functional_call in a hook": (
+        CallsFunctionally,
+        {},
+        {},
+        ["was replaced or deleted while it is sharded", "in a step"],
+    ),
     "a weight returned": (ReturnsWeight, {"units": ["Block"]}, {}, ["embedding.weight", "freed", "clone()"]),
     "FSDP1": (Wrapped, {}, {}, ["'embedding'", "FSDP1"]),
     "two dtypes": (TwoDtypes, {}, {}, ["blocks.1", "blocks.1.norm.weight (bfloat16)", "(float32)"]),

@@ -117,6 +117,16 @@ class AfterTheLoss(Net):
         return loss
 
 
+class ViewInStep(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for p in self.held:
+            p.data[0] *= 0.9
+        loss = self.loss(batch)
+        for p in self.held:
+            p.data.view(-1)[-1] = 0.1
+        return loss
+
+
 class BeforeZeroGrad(Net):
     def on_before_zero_grad(self, optimizer: Any) -> None:
         self.change()
@@ -280,8 +290,8 @@ class Unfreezes(Net):
 
 
 CASES = (
-    InStep, AfterTheLoss, BeforeZeroGrad, BeforeBackward, Precise, Accumulates, Transposes, RawManual, RawSign,
-    Subclass, StaysUnsharded, StaysUnshardedManually, Unreduced, Assigns, AddsInStep, Unfreezes,
+    InStep, AfterTheLoss, ViewInStep, BeforeZeroGrad, BeforeBackward, Precise, Accumulates, Transposes, RawManual,
+    RawSign, Subclass, StaysUnsharded, StaysUnshardedManually, Unreduced, Assigns, AddsInStep, Unfreezes,
 )  # fmt: skip
 
 

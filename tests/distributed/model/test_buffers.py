@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_paral.comm.broadcast import broadcast
 from tests.contract.cases import MAIN, labels, strategy_of, with_ranks
 from tests.running import quiet_trainer
 
@@ -68,29 +66,3 @@ def test_all_ranks_evaluate_rank_zeros_model(on_ranks, strategy: str) -> None:
     first, second = on_ranks(2, validate_unseeded, strategy)
 
     assert first == second
-
-
-def broadcast_various() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    real = torch.randn(600, 700, generator=generator)
-    tensors = [
-        real.clone(),
-        real[:5, :3].t(),
-        real[0, 0].clone(),
-        real[:3].bool(),
-        torch.complex(real[0], real[1]),
-        real[:7, 0].to(torch.bfloat16),
-        torch.empty(0),
-        (real[:9, 0] * 100).to(torch.int64),
-        torch.randn(700, 600, generator=generator).t(),
-    ]
-    versions = [tensor._version for tensor in tensors]
-    broadcast(tensors)
-    assert versions == [tensor._version for tensor in tensors]
-    return [tensor.clone() for tensor in tensors]
-
-
-def test_broadcast_gives_all_ranks_the_bytes_of_rank_zero(on_ranks) -> None:
-    for first, second in zip(*on_ranks(2, broadcast_various), strict=True):
-        assert torch.equal(first, second)
-    assert len(on_ranks(2, broadcast_various)[0]) == 9
