@@ -19,8 +19,7 @@ from lightning_paral.engines.fsdp.run import FSDPRun, check_before_fit
 from lightning_paral.engines.fsdp.state import FSDPState
 from lightning_paral.engines.fsdp.units import local_replicas
 from lightning_paral.model.checks import sync_batchnorm
-from lightning_paral.model.deferred.construction import DeferredConstruction
-from lightning_paral.model.deferred.recording import has_mapped_weights, recording
+from lightning_paral.model.deferred.construction import DeferredConstruction, has_mapped_weights, recording
 from lightning_paral.option_types import takes
 from lightning_paral.strategies.base import ParalStrategy, precision_made_by
 from lightning_paral.strategies.tensor_parallel import TensorParallel, gather_split

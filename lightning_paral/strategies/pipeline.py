@@ -30,8 +30,7 @@ from lightning_paral.engines.pipeline.refusals import (
 )
 from lightning_paral.engines.pipeline.run import PipelineRun
 from lightning_paral.engines.pipeline.state import EndedPipelineState, PipelineState
-from lightning_paral.model.deferred.construction import DeferredConstruction
-from lightning_paral.model.deferred.recording import has_mapped_weights, recording
+from lightning_paral.model.deferred.construction import DeferredConstruction, has_mapped_weights, recording
 from lightning_paral.option_types import takes
 from lightning_paral.strategies.base import ParalStrategy, precision_made_by
 from lightning_paral.strategies.tensor_parallel import TensorParallel, gather_split

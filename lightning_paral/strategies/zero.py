@@ -36,8 +36,7 @@ from lightning_paral.model.checks import (
     explain_errors,
     sync_batchnorm,
 )
-from lightning_paral.model.deferred.construction import DeferredConstruction
-from lightning_paral.model.deferred.recording import has_mapped_weights, recording
+from lightning_paral.model.deferred.construction import DeferredConstruction, has_mapped_weights, recording
 from lightning_paral.option_types import takes
 from lightning_paral.strategies.base import ParalStrategy, precision_made_by
 
