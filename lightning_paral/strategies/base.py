@@ -215,33 +215,13 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         print_start_line(trainer, self)
 
     @property
-    def is_in_run(self) -> bool:
-        """Whether the ranks have joined, and the run has not ended."""
-        return bool(self._watch.name)
+    def watch(self) -> RunWatch:
+        """What knows whether the run lives."""
+        return self._watch
 
     @property
     def _is_running(self) -> bool:
-        return self.is_in_run
-
-    def report_failure(self, error: BaseException) -> BaseException:
-        """Tell the other ranks that `error` ends the run on this one, and return the error to raise."""
-        return self._watch.report_failure(error)
-
-    def report_death(self, rank: int, how: str) -> None:
-        """Tell all ranks that a process has ended without an exception."""
-        self._watch.report_death(rank, how)
-
-    def ask_who_lives(self) -> None:
-        """End the run if the process of a rank has died. Call this after SIGTERM, which torchrun sends then too."""
-        self._watch.ask_who_lives()
-
-    def hear_signal(self, signum: int, call: Callable[[], None]) -> None:
-        """Call `call` in a thread after each signal `signum`, even if the main thread waits in a collective."""
-        self._watch.hear_signal(signum, call)
-
-    def log_where_all_are(self, why: str) -> None:
-        """Log in which line each rank is, after the sentence `why`. Call this in a thread."""
-        self._watch.log_where_all_are(why)
+        return self._watch.is_in_run
 
     def on_exception(self, exception: BaseException) -> None:
         """Abort NCCL: a rank that failed in a step leaves work on its device that waits for the other ranks."""

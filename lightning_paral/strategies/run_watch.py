@@ -82,10 +82,15 @@ class RunWatch:
         return self._strategy.global_rank
 
     @property
+    def is_in_run(self) -> bool:
+        """Whether the ranks have joined, and the run has not ended."""
+        return bool(self.name)
+
+    @property
     def is_failing(self) -> bool:
         """Whether an exception ended the run, and the teardown is not finished."""
         trainer = trainer_of(self.lightning_module)
-        return trainer is not None and bool(self.name) and trainer.state.status == TrainerStatus.INTERRUPTED
+        return trainer is not None and self.is_in_run and trainer.state.status == TrainerStatus.INTERRUPTED
 
     @property
     def _timeout_option(self) -> str:
