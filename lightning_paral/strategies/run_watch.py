@@ -120,7 +120,7 @@ class RunWatch:
         self.watcher.add(self._hangs)
         if not faulthandler.is_enabled():
             # If a rank sends more than a collective takes, gloo ends the process in C++: say in which line it waits.
-            faulthandler.enable()
+            faulthandler.enable(2)  # not `sys.stderr`, which may have no file
             self._undo_run.callback(faulthandler.disable)
 
     def end(self) -> None:
