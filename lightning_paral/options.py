@@ -218,8 +218,6 @@ class RankOptions(Sampling, StrategyOptions):
         start_method: how local ranks are started if no launcher such as torchrun starts them: `"popen"` runs the script
             again, `"fork"` copies the process. `None`: `"popen"` in a script; `"fork"` in a notebook, in an interactive
             session, under `python -c` and in pytest.
-        divergence_check_every: after each this many optimizer steps, compare the bits of all parameters of which
-            several ranks have a replica; a difference is an error that names the first parameter. `None`: never.
 
     Raises:
         ConfigurationError: `timeout` is not positive, or not finite.
@@ -229,7 +227,6 @@ class RankOptions(Sampling, StrategyOptions):
     timeout: timedelta | float = DEFAULT_TIMEOUT
     activation_checkpointing: ActivationCheckpointing | None = None
     start_method: StartMethod | None = None
-    divergence_check_every: Positive | None = None
 
     def __post_init__(self) -> None:
         if self.longest_wait <= timedelta(0):

@@ -105,7 +105,7 @@ class Preemption(Callback):
         self._handlers = {signum: handler_of(signum) for signum in signums}
         if stage != "fit":
             return
-        if trainer.world_size > 1 and not hasattr(trainer.strategy, "ask_who_lives"):
+        if trainer.world_size > 1 and not hasattr(trainer.strategy, "watch"):
             raise ConfigurationError(
                 f"Preemption was given to a Trainer with {type(trainer.strategy).__name__} and {trainer.world_size} "
                 "ranks. Several ranks need a strategy of lightning_paral, such as strategy='paral_ddp'."
@@ -161,9 +161,9 @@ class Preemption(Callback):
                 self._undo.callback(SignalHandler(signum, call, previous).restore)
             else:
                 signal.signal(signum, previous)
-        hear_signal = getattr(trainer.strategy, "hear_signal", None)
-        if hear_signal is not None and self._is_listening:
-            hear_signal(signal.SIGTERM, partial(self._expect_end, trainer))
+        watch = getattr(trainer.strategy, "watch", None)
+        if watch is not None and self._is_listening:
+            watch.hear_signal(signal.SIGTERM, partial(self._expect_end, trainer))
 
     def _on_signal(self, trainer: Trainer, previous: Any, signum: int, frame: FrameType | None) -> None:
         """Note the signal, after the handler before this one."""
@@ -243,14 +243,15 @@ class Preemption(Callback):
 
     def _expect_end(self, trainer: Trainer) -> None:
         """Look for dead ranks after SIGTERM, and say later where all are. Called in a thread if the main one hangs."""
-        if not self._is_listening or self._timer is not None or not hasattr(trainer.strategy, "ask_who_lives"):
+        watch = getattr(trainer.strategy, "watch", None)
+        if not self._is_listening or self._timer is not None or watch is None:
             return
         why = f"{_reason(signal.SIGTERM)}, but the fit has not stopped for {_HUNG_SECONDS:g} s."
-        self._timer = threading.Timer(_HUNG_SECONDS, trainer.strategy.log_where_all_are, (why,))  # type: ignore[attr-defined]
+        self._timer = threading.Timer(_HUNG_SECONDS, watch.log_where_all_are, (why,))
         self._timer.daemon = True
         self._timer.start()
         self._undo.callback(self._timer.cancel)
-        trainer.strategy.ask_who_lives()
+        watch.ask_who_lives()
 
 
 class _StopOnSigterm(Preemption):

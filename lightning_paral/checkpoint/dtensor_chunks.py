@@ -1,6 +1,6 @@
 """Which chunk of a DTensor each rank holds, and which ranks hold the same one."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
 
@@ -61,20 +61,6 @@ def chunks_by_rank(value: DTensor) -> dict[int, Chunk]:
         rank: _chunk_at(value, splits, coordinate)
         for rank, coordinate in zip(ranks.flatten().tolist(), coordinates, strict=True)
     }
-
-
-def has_empty_chunk(value: DTensor) -> bool:
-    """Return whether any rank may have no elements of `value`. The result is equal on all ranks."""
-    splits = _find_splits(value)
-    if splits is None:
-        return True
-    for size, numbers in zip(value.shape, splits, strict=True):
-        sizes = {size}
-        for number in numbers:
-            sizes = {part for whole in sizes for part in _part_sizes(whole, value.device_mesh.size(number))}
-        if numbers and 0 in sizes:
-            return True
-    return False
 
 
 def ranks_with_same_chunk(value: DTensor) -> tuple[int, ...]:
@@ -170,15 +156,3 @@ def _chunk_at(value: DTensor, splits: Sequence[Sequence[int]], coordinate: Seque
         offsets.append(start)
         sizes.append(size)
     return Chunk(tuple(offsets), tuple(sizes))
-
-
-def _part_sizes(size: int, num_parts: int) -> Iterator[int]:
-    """Yield the sizes of the parts into which `torch.chunk` divides `size` elements for `num_parts` ranks."""
-    per_rank = max(1, -(-size // num_parts))
-    full, rest = divmod(size, per_rank)
-    if full:
-        yield per_rank
-    if rest:
-        yield rest
-    if full + bool(rest) < num_parts:
-        yield 0

@@ -1,18 +1,12 @@
-"""Notice that ranks part during a fit: other steps in an epoch, or other values of replicas."""
+"""Notice that ranks part during a fit: other steps in an epoch."""
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
-from itertools import chain
 from typing import Any
 
-import torch
-from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
-
-from lightning_paral.distributed.exchange import gather_int_lists, gather_objects, name_ranks, values_by_rank
-from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.distributed.exchange import gather_int_lists, name_ranks, values_by_rank
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.errors import ConfigurationError, ProcessGroupError
 
@@ -26,11 +20,6 @@ _ALL = "all have ended it"
 _COUNTED = ("epochs", "training steps", "backward passes", "optimizer steps")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.2
 """Seconds between two looks at the store."""
-
-Replicas = Mapping[str, tuple[Tensor, int]]
-_CHUNK = 1 << 20
-_ODD = 0x5851F42D4C957F2D  # the multiplier of Knuth's MMIX generator
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class EpochAgreement:
@@ -115,67 +104,3 @@ class EpochAgreement:
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle as `None`, because it belongs to one run in one process."""
         return type(None), ()
-
-
-class ReplicaCheck:
-    """Compares checksums of the bits of replicas: the option `divergence_check_every`.
-
-    Args:
-        every: the number of optimizer steps between two checks.
-        find: returns by name the tensors of this rank that have replicas, each with a number: 0 if it is in full, and
-            otherwise that of the ranks that have this shard. Ranks with the same name and number must have equal
-            values.
-        dims: the arrangement of the ranks. Ranks of different pipeline stages are not compared.
-    """
-
-    def __init__(self, every: int, find: Callable[[], Replicas], dims: ParallelDims) -> None:
-        self._every, self._find, self._dims = every, find, dims
-        self._has_warned = False
-
-    def after_step(self, step: int) -> None:
-        """Compare the replicas if `step` optimizer steps have run and a check is due. If so, *collective*.
-
-        Raises:
-            ConfigurationError: replicas differ. The message names the first parameter, the ranks and the step.
-        """
-        if not step or step % self._every:
-            return
-        replicas = self._find()
-        if not replicas and not self._has_warned:
-            self._has_warned = True
-            rank_zero_warn(
-                f"divergence_check_every={self._every} has no effect: all parameters are sharded, and no two ranks "
-                "have the same part of one."
-            )
-        keys = [(name, number) for name, (_, number) in replicas.items()]
-        sums = [checksum(tensor) for tensor, _ in replicas.values()]
-        on_host = torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []  # one wait
-        gathered = gather_objects(dict(zip(keys, on_host, strict=True)), self._dims.stage_group())
-        for key in dict.fromkeys(chain.from_iterable(gathered)):
-            ranks_by_sum: dict[int, list[int]] = {}
-            for rank, of_rank in zip(self._dims.stage_ranks, gathered, strict=True):
-                if key in of_rank:
-                    ranks_by_sum.setdefault(of_rank[key], []).append(rank)
-            if len(ranks_by_sum) > 1:
-                raise ConfigurationError(
-                    f"After optimizer step {step} of this run, the values of `{key[0]}` differ between "
-                    f"{' and '.join(map(name_ranks, ranks_by_sum.values()))}. They must be equal bit by bit. Look for "
-                    "code that writes to parameters, gradients or optimizers on some ranks only, or with random "
-                    "numbers or data of the rank."
-                )
-
-
-@torch.no_grad()
-def checksum(tensor: Tensor) -> Tensor:
-    """Return a checksum of the bits and positions of the elements of `tensor`: an int64 of 0 dimensions on its device.
-
-    Equal bits give equal checksums on every device, also of NaN. It needs about 16 MiB of memory on the device.
-    """
-    flat = tensor.detach().contiguous().reshape(-1)
-    words = flat.view(_WORDS.get(flat.element_size(), torch.int64))
-    total = torch.full((), tensor.numel(), dtype=torch.int64, device=tensor.device)
-    # Sums of int64 wrap around, modulo 2**64, so their order does not matter. Odd factors keep each single difference.
-    factors = (2 * torch.arange(min(_CHUNK, words.numel()), dtype=torch.int64, device=tensor.device) + 1) * _ODD
-    for number, chunk in enumerate(torch.split(words, _CHUNK)):
-        total = total + (chunk.to(torch.int64) * factors[: chunk.numel()]).sum() * (2 * number + 1)
-    return total

@@ -264,7 +264,6 @@ class FailureWatch:
         self._watcher = watcher
         self._store_port = store_port()
         self._parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        self._found: Exception | None = None
         self._learned_at = self._lost_at = 0.0
         self._left_at: float | None = None
         self._num_reactions = 0
@@ -301,8 +300,6 @@ class FailureWatch:
         self._publish_endpoints()
         raised = as_consequence(error, self.first.why_interrupted())
         if raised is error and first.rank == self.rank:
-            if self._found is not None and is_interruption(error):
-                raised = self._found.with_traceback(error.__traceback__)
             tell_torchrun(raised)
         remember_first(raised, self.first)
         if not isinstance(raised, Exception) and not is_agreed:
@@ -359,16 +356,6 @@ class FailureWatch:
         with suppress(*_UNREACHABLE):
             self.first.store.set("who is there", "")
             self._asked_at = time.monotonic()
-
-    def end_with(self, error: Exception, where: str) -> None:
-        """End the run with `error`, which a topic has found, unless another failure ends it.
-
-        Args:
-            error: the error that the main thread is to raise.
-            where: the part of the run, as in `Failure`.
-        """
-        self._found = error
-        self.first.report(failure_of(error, self.rank, where))
 
     def report_death(self, rank: int, how: str) -> None:
         """Tell all ranks that the process of `rank` ended without an exception, unless a failure is known.
@@ -459,7 +446,6 @@ class FailureWatch:
         had_left, first = self.has_left, self.first
         assert first.known is not None
         if first.is_own:
-            tell_torchrun(self._found)
             told = f"{first.known.traceback}{first.why_ended()}\n"
             first.print_own(lambda: sys.stderr.write(told))
         else:
@@ -482,7 +468,7 @@ def _changes_weights(frame: FrameType | None) -> bool:
     return False
 
 
-def tell_torchrun(error: BaseException | None) -> None:
+def tell_torchrun(error: BaseException) -> None:
     """Write an `Exception` to the file from which torchrun reads it, to show its traceback in the summary; once."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and isinstance(error, Exception) and not os.path.exists(path):

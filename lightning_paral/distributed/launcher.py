@@ -34,7 +34,7 @@ _agreed_status: int | None = None
 
 
 class LaunchedRun(Protocol):
-    """What the launcher has to know about the run that it launches; the strategy provides it."""
+    """What the launcher has to know about the run that it launches: the watch of the strategy."""
 
     @property
     def is_in_run(self) -> bool:
@@ -60,7 +60,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     Args:
         cluster_environment, num_processes, num_nodes: as in Lightning's launcher.
-        run: learns of errors, and of processes that have ended.
+        run: returns what learns of errors, and of processes that have ended.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         cluster_environment: ClusterEnvironment,
         num_processes: int,
         num_nodes: int,
-        run: LaunchedRun | None = None,
+        run: Callable[[], LaunchedRun] | None = None,
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._run = run
@@ -110,10 +110,10 @@ class ScriptLauncher(SubprocessScriptLauncher):
         if self._run is None:
             return error
         try:
-            return self._run.report_failure(error)
+            return self._run().report_failure(error)
         except BaseException as later:  # of a signal handler: torch's raises the cause if a loader's worker was killed
             with suppress(BaseException):
-                return self._run.report_failure(later)
+                return self._run().report_failure(later)
             return error
 
     def start_others(self, start: Callable[[], None]) -> None:
@@ -179,14 +179,14 @@ class _Calls:
 
     def __init__(self) -> None:
         self.count = 0
-        self.run: LaunchedRun | None = None
-        """During a call, the run."""
+        self.run: Callable[[], LaunchedRun] | None = None
+        """During a call, returns the run."""
         self.error: BaseException | None = None
         """The error of the last call."""
         self.file: Path | None = None
         """In a launched process, the file for the number."""
 
-    def begin(self, run: LaunchedRun | None) -> None:
+    def begin(self, run: Callable[[], LaunchedRun] | None) -> None:
         global _agreed_status
         self.run, self.error, _agreed_status = run, None, None
         if run is not None:
@@ -230,8 +230,8 @@ class _Children:
         deadline = time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < deadline:
             run = _calls.run
-            if run is not None and run.is_in_run:
-                run.report_death(rank, how)
+            if run is not None and run().is_in_run:
+                run().report_death(rank, how)
                 return
             if _calls.error is not None or self._is_exiting:
                 return  # this process ends as well, or handles the error

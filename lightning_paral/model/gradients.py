@@ -10,12 +10,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.nn import Parameter
 
 from lightning_paral.comm.grouping import group_by_dtype_and_device
-from lightning_paral.compat.torch.optimizers import (
-    foreach_clamp_max_,
-    foreach_clamp_min_,
-    foreach_mul_,
-    foreach_norm,
-)
+from lightning_paral.compat.torch.optimizers import foreach_mul_, foreach_norm
 
 
 @torch.no_grad()
@@ -94,9 +89,8 @@ def clip_by_norm(
 @torch.no_grad()
 def clip_by_value(parameters: Iterable[Parameter], max_value: float) -> None:
     """Clamp every element of the gradients, in place, to at most `max_value` in magnitude. No collective."""
-    for group in group_by_dtype_and_device(local_gradients(parameters)):
-        foreach_clamp_min_(group, -max_value)
-        foreach_clamp_max_(group, max_value)
+    for gradient in local_gradients(parameters):
+        gradient.clamp_(-max_value, max_value)
 
 
 def local_gradients(parameters: Iterable[Parameter]) -> list[Tensor]:

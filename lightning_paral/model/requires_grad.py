@@ -1,6 +1,5 @@
 """Detect changes of `requires_grad` during a run, and check that all ranks make the same changes."""
 
-import hashlib
 import json
 import uuid
 from collections.abc import Callable
@@ -17,10 +16,14 @@ from torch.nn.modules.module import (
 
 from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
 from lightning_paral.compat.torch.ddp import ignored_by_ddp
+from lightning_paral.distributed.exchange import Facts, check_same, first_difference, name_ranks
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.watcher import exchange_in_store
 from lightning_paral.errors import ConfigurationError
 
+_SAME_GRADIENTS = (
+    "Gradients are averaged over all ranks, so set the same requires_grad on all of them, in the same step."
+)
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -88,7 +91,7 @@ class TrainedParameters:
 
 
 class TrainingAgreement:
-    """Checks that all ranks train the same parameters.
+    """Checks that all ranks train the same parameters. Its construction is *collective* over the data ranks.
 
     Args:
         trained: the parameters of this rank.
@@ -102,8 +105,8 @@ class TrainingAgreement:
         self._timeout = timeout
         self.epoch: int | None = None
         """The epoch of the last step."""
-        self._epoch_name = ""
-        """A random name that rank 0 draws for each epoch, because the store may still hold keys of an earlier fit."""
+        self._name = dims.data_rank_group().gather(uuid.uuid4().hex)[0]
+        """Of this fit: the store may still hold keys of an earlier one."""
 
     def update(self, epoch: int, batch_idx: int, is_relevant: Callable[[], bool] = lambda: True) -> bool:
         """Read `requires_grad` again if it may have changed, and compare the ranks. *Collective* once per epoch.
@@ -126,47 +129,28 @@ class TrainingAgreement:
         if not epoch_begins and not self.trained.have_changed():
             return False
         changed = self.trained.update()
-        where, names = f"At batch {batch_idx} of epoch {epoch}", list(self.trained.by_name)
-        if epoch_begins:
-            digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()
-            data_ranks = self._dims.data_rank_group()
-            by_rank = data_ranks.gather((digest, uuid.uuid4().hex))
-            self._epoch_name = by_rank[0][1]
-            if len({each for each, _ in by_rank}) > 1:
-                _check_same(dict(zip(self._dims.data_ranks, data_ranks.gather(names), strict=True)), where)
-        elif changed and is_relevant():
-            key = f"requires_grad/{self._epoch_name}/{batch_idx}"
-            ranks = self._dims.data_ranks
+        names, ranks = list(self.trained.by_name), self._dims.data_ranks
+        if epoch_begins and len(ranks) > 1:
+            check_same(_facts(names), _SAME_GRADIENTS, self._dims.data_rank_group().group)
+        elif not epoch_begins and changed and is_relevant():
+            key = f"requires_grad/{self._name}/{epoch}/{batch_idx}"
             found = exchange_in_store(key, json.dumps(names), self._timeout, ranks)
             absent = [rank for rank in ranks if rank not in found]
             if absent:
-                raise ConfigurationError(_changed_on_some(where, changed, absent))
-            _check_same({rank: json.loads(found[rank]) for rank in ranks}, where)
+                raise ConfigurationError(
+                    f"At batch {batch_idx} of epoch {epoch}, requires_grad of {first_names(changed)} changed on this "
+                    f"rank, but not on {name_ranks(absent)}. {_SAME_GRADIENTS}"
+                )
+            if len(set(found.values())) > 1:
+                by_rank = {rank: _facts(json.loads(of_rank)) for rank, of_rank in found.items()}
+                raise ConfigurationError(f"{first_difference(by_rank)}. {_SAME_GRADIENTS}")
         return True
+
+
+def _facts(trained: list[str]) -> Facts:
+    return {(f"requires_grad=True of {name}", "is"): "set" for name in trained}
 
 
 def first_names(names: list[str]) -> str:
     """Return the first of `names`, joined for an error message."""
     return f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
-
-
-def _check_same(trained_by_rank: dict[int, list[str]], where: str) -> None:
-    trained = {rank: set(names) for rank, names in trained_by_rank.items()}
-    in_any: set[str] = set().union(*trained.values())
-    differing = sorted(name for name in in_any if not all(name in names for names in trained.values()))
-    if not differing:
-        return
-    ranks = [rank for rank, names in trained.items() if differing[0] in names]
-    raise ConfigurationError(
-        f"{where}, the ranks do not train the same parameters: {differing[0]} has requires_grad=True on rank "
-        f"{', '.join(map(str, ranks))} only. Gradients are averaged over all ranks, so set the same requires_grad on "
-        f"all of them. Parameters that differ: {first_names(differing)}."
-    )
-
-
-def _changed_on_some(where: str, changed: list[str], absent: list[int]) -> str:
-    return (
-        f"{where}, requires_grad of {first_names(changed)} changed on this rank, but not on rank "
-        f"{', '.join(map(str, absent))}. Gradients are averaged over all ranks, so set the same requires_grad on all "
-        "of them, in the same step."
-    )

@@ -101,7 +101,6 @@ def follow_step(
     fake: FakeModule,
     batch: Any,
     checkpointing: ActivationCheckpointing | None = None,
-    units: Sequence[str] = (),
     *,
     on_cpu: bool = False,
 ) -> Step:
@@ -111,14 +110,12 @@ def follow_step(
         fake: the module, with its optimizers. Their states exist afterwards.
         batch: what the training loader yields, with real or fake tensors.
         checkpointing: the units whose activations are recomputed in the backward pass.
-        units: names of the units; those of FSDP if empty.
         on_cpu: whether to count the copies in another layout that oneDNN makes of what a convolution reads and writes.
 
     Raises:
         Exception: whatever the module raises, for example because it needs values of tensors.
     """
-    named = tuple(PlannedUnit(name=name, parameters=()) for name in (*units, ""))
-    planned, optimizers = named if units else planned_units(fake.module), fake.optimizers
+    planned, optimizers = planned_units(fake.module), fake.optimizers
     trace = _Trace(len(planned), on_cpu)
     with ExitStack() as stack:
         if checkpointing is not None:

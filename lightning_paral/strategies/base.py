@@ -111,7 +111,6 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         self.sampling = options.sampling
         self.timeout = self._async_timeout = options.longest_wait
         self._checkpoint_options = options.checkpoint_options
-        self.divergence_check_every = options.divergence_check_every
         self._launch = CheckedLaunch(self, options.start_method)
         self._watch = RunWatch(self, self.timeout, self._default_form)
         self._collectives = Collectives(self, self._watch)
@@ -216,33 +215,13 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         print_start_line(trainer, self)
 
     @property
-    def is_in_run(self) -> bool:
-        """Whether the ranks have joined, and the run has not ended."""
-        return bool(self._watch.name)
+    def watch(self) -> RunWatch:
+        """What knows whether the run lives."""
+        return self._watch
 
     @property
     def _is_running(self) -> bool:
-        return self.is_in_run
-
-    def report_failure(self, error: BaseException) -> BaseException:
-        """Tell the other ranks that `error` ends the run on this one, and return the error to raise."""
-        return self._watch.report_failure(error)
-
-    def report_death(self, rank: int, how: str) -> None:
-        """Tell all ranks that a process has ended without an exception."""
-        self._watch.report_death(rank, how)
-
-    def ask_who_lives(self) -> None:
-        """End the run if the process of a rank has died. Call this after SIGTERM, which torchrun sends then too."""
-        self._watch.ask_who_lives()
-
-    def hear_signal(self, signum: int, call: Callable[[], None]) -> None:
-        """Call `call` in a thread after each signal `signum`, even if the main thread waits in a collective."""
-        self._watch.hear_signal(signum, call)
-
-    def log_where_all_are(self, why: str) -> None:
-        """Log in which line each rank is, after the sentence `why`. Call this in a thread."""
-        self._watch.log_where_all_are(why)
+        return self._watch.is_in_run
 
     def on_exception(self, exception: BaseException) -> None:
         """Abort NCCL: a rank that failed in a step leaves work on its device that waits for the other ranks."""
@@ -330,14 +309,6 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         """Return the full shape of a parameter or buffer, which may be sharded."""
         return tensor.shape
 
-    def replicas(self) -> dict[str, tuple[Tensor, int]]:
-        """Return by name the tensors of which other ranks hold replicas, each with a number: 0 if it is in full.
-
-        Tensors of ranks with the same name and number must be equal after each optimizer step.
-        """
-        assert self.lightning_module is not None
-        return {name: (parameter, 0) for name, parameter in self.lightning_module.named_parameters()}
-
     def make_buffers(self) -> RankZeroBuffers:
         """Return the object that gives all ranks rank 0's buffers during a fit.
 
@@ -398,18 +369,10 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         return super().backward(closure_loss, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Run an optimizer step; every `divergence_check_every` steps, compare replicas first. *Collective* if so.
-
-        Raises:
-            ConfigurationError: replicas of a parameter differ.
-        """
-        steps, replica_check = self._agreement.steps, self._agreement.replica_check
-        if replica_check is not None and steps is not None:
-            # Before the next step: under ZeRO, the step gives all ranks the values of the owners of the shards.
-            replica_check.after_step(steps.optimizer_steps)
+        """Run an optimizer step, and count it."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if steps is not None:
-            steps.optimizer_steps += 1
+        if self._agreement.steps is not None:
+            self._agreement.steps.optimizer_steps += 1
         return result
 
     def on_validation_start(self) -> None:

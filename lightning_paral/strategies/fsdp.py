@@ -17,10 +17,8 @@ from lightning_paral.engines.fsdp.precision import check_precision, sharded_prec
 from lightning_paral.engines.fsdp.refusals import check_module
 from lightning_paral.engines.fsdp.run import FSDPRun, check_before_fit
 from lightning_paral.engines.fsdp.state import FSDPState
-from lightning_paral.engines.fsdp.units import local_replicas
 from lightning_paral.model.checks import sync_batchnorm
-from lightning_paral.model.deferred.construction import DeferredConstruction
-from lightning_paral.model.deferred.recording import has_mapped_weights, recording
+from lightning_paral.model.deferred.construction import DeferredConstruction, has_mapped_weights, recording
 from lightning_paral.option_types import takes
 from lightning_paral.strategies.base import ParalStrategy, precision_made_by
 from lightning_paral.strategies.tensor_parallel import TensorParallel, gather_split
@@ -125,11 +123,6 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
             self._attach_averages(self._sharded_state.weight_shards)
         self.setup_precision_plugin()
         self.barrier()
-
-    def replicas(self) -> dict[str, tuple[Tensor, int]]:
-        """Return by name the tensors of which other ranks hold replicas, with the number of the shard."""
-        assert self.lightning_module is not None
-        return local_replicas(self.lightning_module)
 
     def _shard(self, module: LightningModule) -> None:
         run = FSDPRun(

@@ -109,7 +109,9 @@ class CheckedLaunch:
         if self._replaced != (theirs, method):
             self._replaced = theirs, method
             if method == "popen":
-                self._own_launcher = ScriptLauncher(environment, strategy.num_processes, strategy.num_nodes, strategy)
+                self._own_launcher = ScriptLauncher(
+                    environment, strategy.num_processes, strategy.num_nodes, lambda: strategy.watch
+                )
             else:
                 self._own_launcher = ProcessLauncher(strategy)
         return self._own_launcher

@@ -8,7 +8,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
 
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.compat.lightning.loops import evaluate_without_inference_mode
@@ -17,8 +16,7 @@ from lightning_paral.distributed.mesh import ParallelDims, make_mesh
 from lightning_paral.engines.fsdp.optimizers import check_optimizers
 from lightning_paral.engines.fsdp.refusals import check_module, check_pruning, check_user_hooks
 from lightning_paral.engines.fsdp.step_shards import StepShards
-from lightning_paral.engines.fsdp.units import local_replicas
-from lightning_paral.engines.pipeline.elsewhere import is_elsewhere, watch_state
+from lightning_paral.engines.pipeline.elsewhere import watch_state
 from lightning_paral.engines.pipeline.gradients import StageGradients
 from lightning_paral.engines.pipeline.options import PipelineOptions
 from lightning_paral.engines.pipeline.parameters import without_elsewhere
@@ -30,8 +28,7 @@ from lightning_paral.engines.pipeline.refusals import (
 )
 from lightning_paral.engines.pipeline.run import PipelineRun
 from lightning_paral.engines.pipeline.state import EndedPipelineState, PipelineState
-from lightning_paral.model.deferred.construction import DeferredConstruction
-from lightning_paral.model.deferred.recording import has_mapped_weights, recording
+from lightning_paral.model.deferred.construction import DeferredConstruction, has_mapped_weights, recording
 from lightning_paral.option_types import takes
 from lightning_paral.strategies.base import ParalStrategy, precision_made_by
 from lightning_paral.strategies.tensor_parallel import TensorParallel, gather_split
@@ -179,12 +176,6 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
     def _set_clipped(self, gradients: StageGradients | None) -> None:
         assert isinstance(self.precision_plugin, StageClipping)
         self.precision_plugin.gradients = gradients
-
-    def replicas(self) -> dict[str, tuple[Tensor, int]]:
-        """Return by name the tensors of this stage of which other ranks hold replicas, with the number of the shard."""
-        assert self.lightning_module is not None
-        replicas = local_replicas(self.lightning_module)
-        return {name: each for name, each in replicas.items() if not is_elsewhere(each[0])}
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

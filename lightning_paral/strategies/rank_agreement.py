@@ -1,4 +1,4 @@
-"""Check that the ranks of a run do not differ: settings, parameters, optimizers, steps, and values of replicas."""
+"""Check that the ranks of a run do not differ: settings, parameters, optimizers and steps."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from lightning_paral.compat.lightning.callbacks import change_monitored
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.torch.ddp import ignored_by_ddp
-from lightning_paral.distributed.divergence import EpochAgreement, ReplicaCheck
+from lightning_paral.distributed.divergence import EpochAgreement
 from lightning_paral.distributed.exchange import Facts, check_same
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.errors import ConfigurationError
@@ -56,8 +56,6 @@ class RankAgreement:
 
     steps: EpochAgreement | None = None
     """During a fit with several ranks, what counts its steps and compares the counts at the end of each epoch."""
-    replica_check: ReplicaCheck | None = None
-    """During a fit with several ranks and the option `divergence_check_every`."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
@@ -121,12 +119,10 @@ class RankAgreement:
         batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
         self.steps = steps = EpochAgreement(watcher, strategy.timeout, lambda: batches.started)
         watcher.add(steps)
-        if strategy.divergence_check_every is not None:
-            self.replica_check = ReplicaCheck(strategy.divergence_check_every, strategy.replicas, strategy.dims)
 
         def forget() -> None:
             watcher.remove(steps)
-            self.steps = self.replica_check = None
+            self.steps = None
 
         undo.callback(forget)
         end_epoch = trainer.fit_loop.on_advance_end
@@ -154,7 +150,7 @@ def skipped_step(trainer: Trainer, rank: int) -> ConfigurationError:
 def _facts_of_run(trainer: Trainer, strategy: Any) -> Facts:
     """Return the settings that decide which collectives a run has, and when."""
     facts = {("The function of the Trainer", "is"): str(trainer.state.fn), ("strategy", "is"): _name_of(strategy)}
-    for name in ("strategy_name", "sampling", "_checkpoint_options", "divergence_check_every"):
+    for name in ("strategy_name", "sampling", "_checkpoint_options"):
         facts[f"The strategy's option {name.strip('_')}", "is"] = repr(getattr(strategy, name, None))
     for name in _OF_THE_TRAINER:
         facts[name, "is"] = str(getattr(trainer, name, None))

@@ -1,6 +1,6 @@
 """Watch a run: begin and end its watcher, report what ends it early, and let callbacks save after it if possible."""
 
-import atexit
+import faulthandler
 import os
 import sys
 import traceback
@@ -18,14 +18,14 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 
 from lightning_paral.compat.lightning.methods import shadow_method
-from lightning_paral.compat.torch.process_groups import call_on_mismatch, new_named_group, use_default_timeout
+from lightning_paral.compat.torch.process_groups import new_named_group, use_default_timeout
 from lightning_paral.distributed.exchange import RankGroup, all_ranks, explain
 from lightning_paral.distributed.failure import FailureWatch, as_consequence, describe_exit, remember_first
-from lightning_paral.distributed.hangs import DIFFERENT, Hangs
-from lightning_paral.distributed.launcher import agreed_status, end_with_error
+from lightning_paral.distributed.hangs import Hangs
+from lightning_paral.distributed.launcher import agreed_status
 from lightning_paral.distributed.process_group import explain_timeout, release_process_group
 from lightning_paral.distributed.watcher import RankWatcher
-from lightning_paral.errors import CheckpointError, ProcessGroupError
+from lightning_paral.errors import CheckpointError
 from lightning_paral.model.user_hooks import trainer_of
 from lightning_paral.options import Form
 
@@ -82,10 +82,15 @@ class RunWatch:
         return self._strategy.global_rank
 
     @property
+    def is_in_run(self) -> bool:
+        """Whether the ranks have joined, and the run has not ended."""
+        return bool(self.name)
+
+    @property
     def is_failing(self) -> bool:
         """Whether an exception ended the run, and the teardown is not finished."""
         trainer = trainer_of(self.lightning_module)
-        return trainer is not None and bool(self.name) and trainer.state.status == TrainerStatus.INTERRUPTED
+        return trainer is not None and self.is_in_run and trainer.state.status == TrainerStatus.INTERRUPTED
 
     @property
     def _timeout_option(self) -> str:
@@ -113,7 +118,10 @@ class RunWatch:
         takes_signal = getattr(requeue, "name", "") != "SIGUSR2"
         self._hangs = Hangs(self.watcher, self.timeout, self._timeout_option, takes_signal=takes_signal)
         self.watcher.add(self._hangs)
-        call_on_mismatch(self._end_after_mismatch)
+        if not faulthandler.is_enabled():
+            # If a rank sends more than a collective takes, gloo ends the process in C++: say in which line it waits.
+            faulthandler.enable(2)  # not `sys.stderr`, which may have no file
+            self._undo_run.callback(faulthandler.disable)
 
     def end(self) -> None:
         """End the run; after a failure with several ranks, release the process group, in which ranks may still wait."""
@@ -130,7 +138,6 @@ class RunWatch:
             self.name, self._reached = "", None
 
     def _end_watching(self) -> None:
-        call_on_mismatch(None)
         try:
             if self.watcher is not None:
                 self.watcher.end()
@@ -154,15 +161,6 @@ class RunWatch:
         """Log in which line each rank is, after the sentence `why`. Call this in a thread."""
         if self._hangs is not None:
             self._hangs.where_all_are(why)
-
-    def _end_after_mismatch(self) -> None:
-        """End the run on all ranks, wherever they wait, with an error that says where. Called in a thread of gloo."""
-        atexit.register(end_with_error)  # otherwise Python would wait for gloo's thread when it exits
-        hangs, failures, trainer = self._hangs, self._failures, trainer_of(self.lightning_module)
-        if hangs is not None and failures is not None and trainer is not None:
-            where = hangs.where_all_are("A rank sent more to another one than its collective takes.")
-            error = ProcessGroupError(where if DIFFERENT in where else f"{where} {DIFFERENT}")
-            failures.end_with(error, describe_position(trainer))
 
     # Called before Lightning's hooks for exceptions
 

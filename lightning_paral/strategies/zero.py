@@ -20,7 +20,6 @@ from lightning_paral.engines.zero.options import ZeROOptions, averaging_obstacle
 from lightning_paral.engines.zero.partition import (
     check_not_partitioned,
     full_shape,
-    is_stage3_parameter,
     show_full_shapes,
 )
 from lightning_paral.engines.zero.precision import ZeROPrecision, as_zero_precision, check_clipping
@@ -36,8 +35,7 @@ from lightning_paral.model.checks import (
     explain_errors,
     sync_batchnorm,
 )
-from lightning_paral.model.deferred.construction import DeferredConstruction
-from lightning_paral.model.deferred.recording import has_mapped_weights, recording
+from lightning_paral.model.deferred.construction import DeferredConstruction, has_mapped_weights, recording
 from lightning_paral.option_types import takes
 from lightning_paral.strategies.base import ParalStrategy, precision_made_by
 
@@ -181,10 +179,6 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         self.barrier()
 
     full_shape: Any = staticmethod(full_shape)
-
-    def replicas(self) -> dict[str, tuple[Tensor, int]]:
-        """Return by name the parameters of which other ranks hold replicas: those that stage 3 has not partitioned."""
-        return {name: each for name, each in super().replicas().items() if not is_stage3_parameter(each[0])}
 
     def _check_fit(self, module: LightningModule) -> None:
         """Check what takes no time, before operators are compiled and files are written."""

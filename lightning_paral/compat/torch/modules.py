@@ -8,18 +8,16 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Module, Parameter
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _WrappedHook
 
 from lightning_paral.compat.private_name import Names
 
-__all__ = [
-    "BatchNorm",
-    "InstanceNorm",
-]
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
+"""Layers that normalize over the batch."""
+InstanceNorm = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
+"""Layers whose weights must have the dtype of their statistics, as those of `BatchNorm`."""
 
 FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 """Dictionaries of the hooks that run around forward."""
@@ -46,10 +44,6 @@ NAMES: Names = {
     },
     "torch.nn.modules.module._WrappedHook": {
         ".hook": "find the function that the user registered as a state-dict hook",
-    },
-    "torch.nn.modules.batchnorm": {"_BatchNorm": "find layers that normalize over the batch"},
-    "torch.nn.modules.instancenorm": {
-        "_InstanceNorm": "find layers whose weights must have the dtype of their statistics",
     },
     "torch._dynamo": {"OptimizedModule": "recognize modules that torch.compile(module) returned"},
     "torch.nn.modules.module": {

@@ -17,8 +17,6 @@ from lightning_paral.compat.private_name import Names, named
 NAMES: Names = {
     "torch": {
         "_foreach_mul_": "scale sharded gradients",
-        "_foreach_clamp_min_": "clip sharded gradients by value",
-        "_foreach_clamp_max_": "clip sharded gradients by value",
         "_foreach_copy_": "copy what steps have written to the shards of a unit",
         "_foreach_norm": "compute the norm of sharded gradients",
         "_amp_foreach_non_finite_check_and_unscale_": "unscale gradients as torch.amp.GradScaler does",
@@ -44,8 +42,6 @@ NAMES: Names = {
 
 
 foreach_mul_ = torch._foreach_mul_
-foreach_clamp_min_ = torch._foreach_clamp_min_
-foreach_clamp_max_ = torch._foreach_clamp_max_
 foreach_norm = torch._foreach_norm
 foreach_copy_ = torch._foreach_copy_
 check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_

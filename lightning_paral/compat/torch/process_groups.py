@@ -1,13 +1,10 @@
 """Process groups of torch: registry, names, timeouts, collectives, and how to abort them."""
 
-import ctypes
 import os
 import socket
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import torch
@@ -120,8 +117,6 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 
 # Abort NCCL communicators and gloo without the other ranks, and learn of the errors that they have found
 
-_on_mismatch: Callable[[], None] | None = None
-
 
 def nccl_backends() -> list[Any]:
     """Return the NCCL backend of each process group that has one; an empty list in a build of torch without NCCL."""
@@ -196,37 +191,3 @@ def _connections(store_port: int | None) -> Iterator[tuple[str, str, socket.sock
 
 def _text(address: Any) -> str:
     return f"{str(address[0]).removeprefix('::ffff:')}:{address[1]}"  # of a socket of IPv6 that uses IPv4
-
-
-def call_on_mismatch(call: Callable[[], None] | None) -> None:
-    """Call `call` when another rank sends more than the collective of this one takes; if `None`, end this process.
-
-    gloo then throws an exception in a thread of its own, in which nothing can catch it, so that C++ calls the function
-    that `std::set_terminate` has set. Here it calls `call` and never returns, because gloo's thread must not go on.
-    Collectives of this process do not end from then on, so `call` has to end its part in the run.
-    """
-    global _on_mismatch
-    _on_mismatch = call
-    with suppress(OSError, AttributeError):  # another C++ library than that of GCC
-        set_terminate, handler, previous = _terminate_handlers()
-        set_terminate(previous if call is None else handler)  # Python code cannot run when the process exits
-
-
-@cache
-def _terminate_handlers() -> tuple[Any, Any, Any]:
-    """Return `std::set_terminate`, a handler, and the handler before. The first two live as long as the process."""
-    library = ctypes.CDLL("libstdc++.so.6")
-    set_terminate, get_terminate = library["_ZSt13set_terminatePFvvE"], library["_ZSt13get_terminatev"]
-    exception_type = library["__cxa_current_exception_type"]
-    get_terminate.restype = function = ctypes.CFUNCTYPE(None)
-    exception_type.restype = ctypes.POINTER(ctypes.c_char_p)  # to a `std::type_info`, whose second word is the name
-    previous = get_terminate()
-
-    def terminate() -> None:
-        found = exception_type()
-        if _on_mismatch is not None and found and b"gloo" in (found[1] or b""):
-            _on_mismatch()
-            threading.Event().wait()
-        previous()
-
-    return set_terminate, function(terminate), previous

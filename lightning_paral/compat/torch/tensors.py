@@ -46,7 +46,6 @@ NAMES: Names = {
     },
     "torch._ops.OpOverload": {
         "._schema": "know the arguments of an operation, and which of them it writes to",
-        "._overloadpacket": "find the formula for the floating-point operations of an operation",
     },
     "torch._C._functions.NllLossBackward0": {
         "_saved_total_weight": "weigh the losses of micro-batches by the targets that they do not ignore",
@@ -141,7 +140,7 @@ def is_value_missing(error: BaseException) -> bool:
 FOREACH = "_foreach_"
 """The prefix of the names of operations on lists of tensors."""
 
-packet_of: Callable[[Any], Any] = attrgetter("_overloadpacket")
+packet_of: Callable[[Any], Any] = attrgetter("overloadpacket")
 """Return the operation to which an overload belongs: `aten.mm` for `aten.mm.default`."""
 
 schema_of: Callable[[Any], Any] = attrgetter("_schema")

@@ -10,10 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
-from lightning_paral.checkpoint.dtensor_chunks import ranks_with_same_chunk
 from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.compat.torch.fsdp import can_be_sharded
-from lightning_paral.distributed.exchange import digest_of
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.units import Unit, Units, partition
 
@@ -53,21 +51,6 @@ def unshardable_parameters(module: Module, num_shards: int) -> list[Parameter]:
         return is_empty or not (isinstance(parameter, DTensor) or (can_be_sharded(parameter) and not is_uneven))
 
     return [parameter for parameter in module.parameters() if cannot_be_sharded(parameter)]
-
-
-def local_replicas(module: Module) -> dict[str, tuple[Tensor, int]]:
-    """Return by name the tensors of this rank of which other ranks hold replicas, each with a number.
-
-    The number is 0 for a parameter in full, which all ranks hold. Otherwise it is equal on the ranks that hold the same
-    chunk, and different for other sets of ranks.
-    """
-    replicas: dict[str, tuple[Tensor, int]] = {}
-    for name, parameter in module.named_parameters():
-        if not isinstance(parameter, DTensor):
-            replicas[name] = parameter, 0
-        elif len(ranks := ranks_with_same_chunk(parameter)) > 1:
-            replicas[name] = parameter.to_local(), digest_of(ranks)
-    return replicas
 
 
 def broadcast_on(device: torch.device, tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:

@@ -6,45 +6,45 @@ produced it. Operations that draw random numbers also run at once, into memory t
 draws get the numbers that they would get without deferral.
 """
 
-from collections.abc import Iterable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.model.deferred import recorder
-from lightning_paral.model.deferred.op_log import OpLog, View
+from lightning_paral.model.deferred.op_log import OpLog
 from lightning_paral.model.deferred.recorder import MetaDisguise, Recorder
 from lightning_paral.model.hugging_face import is_pretrained
 
 
 class DeferredConstruction:
-    """The tensors that were deferred inside `recording()`, and the log to materialize them from.
+    """The tensors of a module that were deferred while it was built, and the log to materialize them from.
 
     Args:
-        device: the default device of new tensors, and of the generator that draws their values.
+        log: the log.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._log = OpLog()
-        self._meta: dict[int, tuple[Tensor, View]] = {}
+    def __init__(self, log: OpLog) -> None:
+        self._log = log
+        self._meta: dict[int, tuple[Tensor, Tensor]] = {}
+        """By `id`, a tensor and the deferred one that it was when the module was built: its dtype may change later."""
         self._shared: dict[int, Tensor] = {}
         self._loaded: dict[int, tuple[Parameter, Parameter]] = {}
 
-    @contextmanager
-    def recording(self, module: Module) -> Iterator[None]:
-        """Defer large tensors that the block creates; on exit, find those that `module` holds."""
-        with self._device, MetaDisguise(self._log), Recorder(self._log, self._device):
-            yield
-        for part in module.modules():
-            for tensor in _tensors_of(part):
-                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                if self._log.owns(local):
-                    self._meta[id(tensor)] = (tensor, View.of(local))
+    def find_deferred(self, module: Module) -> None:
+        """Find the deferred tensors that `module` holds, once it is built."""
+        for tensor in _tensors_of(module.modules()):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if self._log.owns(local):
+                self._meta[id(tensor)] = tensor, local.detach()
 
     def defer_loaded(self, module: Module) -> None:
         """Replace large parameters that `from_pretrained` has read with meta tensors, until `fill` is called.
@@ -54,14 +54,12 @@ class DeferredConstruction:
         """
         meta: dict[int, Tensor] = {}
         for parameter in module.parameters():
-            num_bytes = parameter.numel() * parameter.element_size()
             has_values = type(parameter) is Parameter and not parameter.is_meta
-            if has_values and num_bytes > recorder.DEFERRED_BYTES and is_pretrained(parameter):
+            if has_values and parameter.nbytes > recorder.DEFERRED_BYTES and is_pretrained(parameter):
                 placeholder = Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
                 meta[id(parameter)] = placeholder
                 self._loaded[id(placeholder)] = (placeholder, parameter)
-        for part in module.modules():
-            _replace(part, meta)
+        _replace(module.modules(), lambda tensor: meta.get(id(tensor), tensor))
 
     @property
     def is_empty(self) -> bool:
@@ -74,20 +72,50 @@ class DeferredConstruction:
         Pass all modules that share a parameter in the same call: it is materialized once.
         """
         modules = list(modules)
-        held = dict.fromkeys(id(tensor) for module in modules for tensor in _tensors_of(module))
-        meta = {key: self._meta.pop(key) for key in held if key in self._meta}
+        held = dict.fromkeys(map(id, _tensors_of(modules)))
         filled = dict(self._shared)
         for key in [key for key in held if key in self._loaded]:
             placeholder, parameter = self._loaded.pop(key)
             parameter.data = parameter.data.to(placeholder.dtype)
             filled[key] = parameter.requires_grad_(placeholder.requires_grad)
-        values = self._log.materialize([view for _, view in meta.values()])
-        for (key, (tensor, _)), value in zip(meta.items(), values, strict=True):
-            filled[key] = _like(tensor, value)
+        found = [self._meta.pop(key) for key in held if key in self._meta]
+        values = self._log.materialize([deferred for _, deferred in found])
+        for (tensor, _), value in zip(found, values, strict=True):
+            filled[id(tensor)] = _like(tensor, value)
             if not isinstance(tensor, Parameter):
-                self._shared[key] = filled[key]  # units may share buffers, but never parameters
-        for module in modules:
-            _replace(module, filled)
+                self._shared[id(tensor)] = filled[id(tensor)]  # units may share buffers, but never parameters
+        _replace(modules, lambda tensor: filled.get(id(tensor), tensor))
+
+
+@contextmanager
+def recording(
+    module: LightningModule | None, device: torch.device, precision: Precision
+) -> Iterator[DeferredConstruction | None]:
+    """Create large tensors on the meta device inside the block, and record how to compute their values later.
+
+    Args:
+        module: the module that gets the tensors. `None`, as in `trainer.init_module()`, defers nothing.
+        device: the device of this rank.
+        precision: the precision plugin of the run.
+
+    Yields:
+        DeferredConstruction | None: computes the values, once the block has ended. `None` if `module` is `None`.
+    """
+    if module is None:
+        yield None
+        return
+    log = OpLog()
+    deferred = DeferredConstruction(log)
+    with device, MetaDisguise(log), Recorder(log, device):
+        yield deferred
+    deferred.find_deferred(module)
+    if isinstance(precision, DoublePrecision | HalfPrecision):  # these convert the module to another dtype
+        deferred.defer_loaded(module)
+
+
+def has_mapped_weights(module: LightningModule) -> bool:
+    """Return whether `configure_model` creates weights that `from_pretrained` memory-maps from files."""
+    return is_overridden("configure_model", module) and any(map(is_pretrained, module.parameters()))
 
 
 def _like(tensor: Tensor, value: Tensor) -> Tensor:
@@ -103,35 +131,35 @@ def _like(tensor: Tensor, value: Tensor) -> Tensor:
     return parameter
 
 
-def _tensors_of(module: Module) -> Iterator[Tensor]:
-    """Yield the tensors that `module` holds directly: parameters, buffers, attributes, and those in lists and dicts."""
+def _tensors_of(modules: Iterable[Module]) -> list[Tensor]:
+    """Return the tensors that `modules` hold directly, as `_replace` finds them."""
+    found: list[Tensor] = []
 
-    def search(value: Any) -> Iterator[Tensor]:
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _replace(modules, note)
+    return found
+
+
+def _replace(modules: Iterable[Module], change: Callable[[Tensor], Tensor]) -> None:
+    """Change the tensors that `modules` hold directly: parameters, buffers, attributes, and those in collections."""
+
+    def changed(value: Any) -> Any:
         if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, dict):
-            for entry in value.values():
-                yield from search(entry)
-        elif isinstance(value, list | tuple):
-            for entry in value:
-                yield from search(entry)
-
-    for name, value in vars(module).items():
-        if name != "_modules":
-            yield from search(value)
-
-
-def _replace(module: Module, filled: dict[int, Tensor]) -> None:
-    def replaced(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return filled.get(id(value), value)
-        if isinstance(value, dict):
-            for key, entry in value.items():
-                value[key] = replaced(entry)
-        elif isinstance(value, list):
-            value[:] = [replaced(entry) for entry in value]
+            return change(value)
+        if isinstance(value, dict | list):
+            for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+                new = changed(entry)
+                if new is not entry:
+                    value[key] = new
+        elif type(value) is tuple:
+            entries = tuple(map(changed, value))
+            return value if all(map(operator.is_, entries, value)) else entries
         return value
 
-    for name, value in list(vars(module).items()):
-        if name != "_modules":
-            vars(module)[name] = replaced(value)
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if name != "_modules":
+                vars(module)[name] = changed(value)

@@ -27,7 +27,7 @@ def test_ranks_answer_and_nothing_is_broken(launch, monkeypatch: pytest.MonkeyPa
     status, report, facts = printed_by_doctor(launch)
 
     assert (status, report["broken"]) == (0, []), report
-    assert "lo 127.0.0.1" in facts["interfaces"]["found"]
+    assert "lo" in facts["interfaces"]["found"]
     assert re.fullmatch(r"2 ranks, gloo on CPU: .*s for 4.00 MiB", facts["all-reduce"]["found"])
 
 

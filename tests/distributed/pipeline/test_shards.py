@@ -90,7 +90,7 @@ class Ties(Chain):
         ),
         ({"stages": 2, "shard": 2, "micro_batches": 1, "checkpoint": "full"}, [("1f1b", 1, "norm", Ties)]),
         # Hybrid: two replicas of the only stage, each with two shards.
-        ({"stages": 1, "shard": 2, "divergence_check_every": 1}, [("1f1b", 3, "norm", Chain)]),
+        ({"stages": 1, "shard": 2}, [("1f1b", 3, "norm", Chain)]),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

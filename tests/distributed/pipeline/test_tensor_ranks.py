@@ -30,7 +30,7 @@ def on_four_ranks(accumulate: int, options: dict[str, Any]) -> Result:
     ("accumulate", "options"),
     [
         (1, {"schedule": "gpipe", "micro_batches": 3}),
-        (3, {"first_stage": ["first"], "last_stage": ["twice", "alone", "out"], "divergence_check_every": 1}),
+        (3, {"first_stage": ["first"], "last_stage": ["twice", "alone", "out"]}),
         (1, {"plan": {"blocks.*.down": "colwise", "out": "rowwise"}}),  # units return tensors that are split
         (1, {"stages": 1, "checkpoint": "full"}),
         (3, {"stages": 1, "shard": True}),

@@ -33,7 +33,7 @@ def in_pipeline(world_size: int, accumulate: int, options: dict[str, Any]) -> Re
         (2, {"balance": [1, 3]}),
         (2, {"stages": 1}),
         (4, {"stages": 2}),
-        (4, {"stages": 2, "checkpoint": "full", "divergence_check_every": 1}),
+        (4, {"stages": 2, "checkpoint": "full"}),
     ],
     ids=str,
 )

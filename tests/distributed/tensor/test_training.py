@@ -32,7 +32,7 @@ def on_tensor_ranks(world_size: int, accumulate: int, options: dict[str, Any]) -
         (4, {"tensor_parallel": 2, "replicate": 2}),
         (4, {"tensor_parallel": 2, "units": ["Linear"], "accumulate": "unsharded"}),
         (2, {"tensor_parallel": 2, "activation_checkpointing": ActivationCheckpointing(units=["Block"])}),
-        (4, {"tensor_parallel": 2, "checkpoint": "full", "divergence_check_every": 1, "reshard_after_forward": False}),
+        (4, {"tensor_parallel": 2, "checkpoint": "full", "reshard_after_forward": False}),
     ],
     ids=str,
 )

@@ -37,7 +37,7 @@ def handle(signum: int, frame: object) -> None:
 
 def test_error_of_a_signal_handler_that_interrupts_the_report_is_reported() -> None:
     run = Run()
-    launcher = ScriptLauncher(LightningEnvironment(), 1, 1, run=run)
+    launcher = ScriptLauncher(LightningEnvironment(), 1, 1, run=lambda: run)
     before = signal.signal(signal.SIGALRM, handle)
     try:
         with pytest.raises(RuntimeError, match="is killed by signal") as raised:
