@@ -26,6 +26,7 @@ from tests.models.blocks import MODULES
 from tests.models.chain import Chain, fit_chain
 from tests.models.regression import Regression, fit_regression, regression_data
 from tests.models.several_optimizers import Accumulating, Toggled
+from tests.models.several_optimizers import fit as fit_several
 from tests.models.split_layers import PLAN, SplitLayers
 from tests.models.tokens import fit
 from tests.running import quiet_trainer
@@ -90,9 +91,9 @@ def manual_optimization(device: str) -> Facts:
     for module in (Toggled, Accumulating):
         # The discriminator of the GAN has parameters that no optimizer has.
         reference = ParalDDPStrategy(find_unused_parameters=True) if num_ranks() > 1 else "auto"
-        _, expected[module] = fit_with(module, 6, num_ranks(), **options | {"strategy": reference})
+        _, expected[module] = fit_several(module(), num_ranks(), **options | {"strategy": reference})
     for name, (module, strategy) in made.items():
-        _, weights = fit_with(module, 6, num_ranks(), **options | {"strategy": strategy()})
+        _, weights = fit_several(module(), num_ranks(), **options | {"strategy": strategy()})
         facts.close(name, largest_difference(weights, expected[module]), 1e-4)
     return facts
 

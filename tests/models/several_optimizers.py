@@ -7,7 +7,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from tests.models.regression import FEATURES
+from tests.models.regression import FEATURES, regression_data
+from tests.running import quiet_trainer
+
+Fitted = tuple[list[float], dict[str, Tensor]]
 
 
 class Several(LightningModule):
@@ -187,3 +190,14 @@ class ActorCritic(Several):
 
 
 KINDS = {kind.__name__: kind for kind in (Toggled, InTurns, Plain, Adding, Wasserstein, ActorCritic)}
+
+
+def fit(model: Any, num_ranks: int, num_batches: int = 6, **options: Any) -> Fitted:
+    """Fit `model` from fixed initial weights; return this rank's losses and the final weights."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_((torch.rand(parameter.shape, generator=generator) - 0.5) / 2)
+    trainer = quiet_trainer(**({"max_epochs": 1, "devices": num_ranks} | options))
+    trainer.fit(model, regression_data(num_batches, num_ranks))
+    return model.losses, {name: weight.detach().clone() for name, weight in model.state_dict().items()}
