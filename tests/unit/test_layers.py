@@ -48,7 +48,7 @@ MAY_READ_THE_WORLD = {
     ),
     "name a rank in an error": "engines/ddp/run.py",
     "meets strategies of others, which have no dimensions": "data/evaluation.py",
-    "shards over the world": "engines/zero/construction.py",
+    "shards over the world": "engines/zero/partition.py",
     "gathers over the world": "engines/zero/backward_order.py",
 }
 """Files outside of `distributed`, `comm`, `compat` and `cli` that ask for the world size or the rank, by reason."""
