@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.compat.lightning.strategies import layer_sync_of, set_forward_redirection
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.engines.zero.construction import warn_about_full_parameters
 from lightning_paral.engines.zero.explain_errors import explanation
 from lightning_paral.engines.zero.hooks import allow_accumulation_schedules
 from lightning_paral.engines.zero.options import ZeROOptions, averaging_obstacle
@@ -21,10 +20,10 @@ from lightning_paral.engines.zero.partition import (
     check_not_partitioned,
     full_shape,
     show_full_shapes,
+    warn_about_full_parameters,
 )
 from lightning_paral.engines.zero.precision import ZeROPrecision, as_zero_precision, check_clipping
-from lightning_paral.engines.zero.run import ZeroRun
-from lightning_paral.engines.zero.run_settings import RunSettings, check_run
+from lightning_paral.engines.zero.run import RunSettings, ZeroRun, check_run
 from lightning_paral.engines.zero.runtime.deepspeed import check_installed, deepspeed_process_group
 from lightning_paral.engines.zero.runtime.nvme import RunFolders, check_size, load_needed_operators
 from lightning_paral.engines.zero.state import ZeroState

@@ -2,8 +2,9 @@
 
     python -m tests.benchmarks.memory
 
-The peak is that of the rank that needs the most, less what imports take, beside what weights, gradients and Adam's
-states need by the ZeRO paper's formula. Each case has new processes.
+The peak is that of training on the rank that needs the most, less what imports take, beside what weights, gradients and
+Adam's states need by the ZeRO paper's formula. After the fit, `paral_zero3` and `paral_fsdp` gather the full module in
+host memory beside the optimizer state, which `end_bytes` includes. Each case has new processes.
 """
 
 import argparse
@@ -41,8 +42,8 @@ class BuiltLate(GPT):
                 self.add_module(name, part)
 
 
-class Start(Callback):
-    """Reads the time and the peak when the first step begins."""
+class Phases(Callback):
+    """Reads the time and the peak when the first step begins, and the peak when training ends."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch, self.began = watch, time.perf_counter()
@@ -51,6 +52,9 @@ class Start(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
             self.found = {"start_seconds": time.perf_counter() - self.began, "start_bytes": self.watch.resident()}
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.found["peak_bytes"] = self.watch.resident()
 
 
 def peaks(strategy: str, num_ranks: int, width: int) -> dict[str, Any]:
@@ -63,12 +67,12 @@ def peaks(strategy: str, num_ranks: int, width: int) -> dict[str, Any]:
     layer(torch.ones(8, 8)).sum().backward()
     optimizer.step()
     watch = Watch()
-    start = Start(watch)
+    phases = Phases(watch)
     module = BuiltLate(width)
-    options = {"max_steps": NUM_STEPS, "limit_val_batches": 0, "callbacks": [start]}
+    options = {"max_steps": NUM_STEPS, "limit_val_batches": 0, "callbacks": [phases]}
     quiet_trainer(strategy=strategy, devices=num_ranks, **options).fit(module, StandardLibraryData(1, CONTEXT))
     num_params = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in module.parameters())
-    return start.found | {"peak_bytes": watch.end()[1], "num_params": num_params}
+    return phases.found | {"end_bytes": watch.end()[1], "num_params": num_params}
 
 
 def main() -> None:

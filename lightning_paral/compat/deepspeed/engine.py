@@ -10,7 +10,6 @@ from lightning_paral.compat.private_name import Names, replace
 NAMES: Names = {
     "deepspeed.runtime.base_optimizer.ZeROOptimizer": {
         "clear_backward_seen_flag": "begin a further backward pass after the same forward pass",
-        "needs_scaler": "know the scale of losses and gradients",
     },
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": {
         "finalize_gradient_accumulation_boundary": "end an accumulation window after its last backward pass",

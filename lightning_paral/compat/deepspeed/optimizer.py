@@ -1,7 +1,7 @@
 """DeepSpeed's optimizers: fp32 masters, sub-groups, and whether they run on the host."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -20,46 +20,16 @@ NAMES: Names = {
         ".fp16_partitioned_groups_flat": "let fp32 masters share the memory of fp32 weights",
         ".fp16_groups": "read and write this rank's fp32 weights and their states",
         ".fp32_partitioned_groups_flat": "read and write this rank's fp32 weights and their states",
-        "get_param_id(param)": "read and write this rank's fp32 weights and their states",
-        ".grad_position": "read and write this rank's fp32 weights and their states",
         "_reassign_or_swap_out_partitioned_parameters": "make forward use weights that have been written",
         "_swappable_optimizer_subgroup(sub_group_id)": "hold a sub-group in memory while it is read",
         "_optimizer_states_and_gradient_swap_in(sub_group_id)": "hold a sub-group in memory while it is read",
         "_optimizer_states_and_gradient_swap_out(sub_group_id)": "hold a sub-group in memory while it is read",
         "_release_swap_buffers(sub_group_id)": "hold a sub-group in memory while it is read",
     },
-    "deepspeed.utils.mixed_precision_linkage.link_hp_params": {
-        "._hp_mapping": "know which flat range of a parameter this rank updates, and where its master is",
-    },
-    "deepspeed.utils.tensor_fragment.tensor_fragment": {
-        ".lp_fragment_address": "know which flat range of a parameter this rank updates, and where its master is",
-        ".hp_fragment_address": "know which flat range of a parameter this rank updates, and where its master is",
-    },
 }
 
 
-# fp32 master weights: this rank's flat range of each parameter, its optimizer state, and what they share memory with
-#
-# Except for `share_masters`, all of this is for stages 1 and 2.
-
-
-class MasterRange(NamedTuple):
-    """The flat range of a parameter that this rank updates."""
-
-    start: int
-    """The offset of the range in the flattened parameter."""
-    numel: int
-    position: int
-    """The offset of the range in the flat master."""
-
-
-def master_range_of(parameter: Any) -> MasterRange:
-    """Return this rank's flat range of `parameter`, which may be empty."""
-    mapping = parameter._hp_mapping
-    if mapping is None:
-        return MasterRange(0, 0, 0)
-    address = mapping.lp_fragment_address
-    return MasterRange(address.start, address.numel, mapping.hp_fragment_address.start)
+# fp32 master weights, and the flat weights that parameters are views of
 
 
 def share_masters(optimizer: Any, stage: int) -> None:
@@ -83,9 +53,16 @@ def _masters_and_weights(optimizer: Any, stage: int) -> Iterator[tuple[Tensor, T
     if stage == 3:
         yield from zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat, strict=True)
         return
-    shards = zip(optimizer.parallel_partitioned_bit16_groups, optimizer.real_dp_process_group, strict=True)
-    weights = [by_rank[dist.get_rank(group)] for by_rank, group in shards]
-    yield from zip(optimizer.single_partition_of_fp32_groups, weights, strict=True)
+    for index, master in enumerate(optimizer.single_partition_of_fp32_groups):
+        yield master, own_weights(optimizer, index)
+
+
+def own_weights(optimizer: Any, index: int) -> Tensor:
+    """Return this rank's part of the flat weights of a group at stage 1 or 2, of which parameters are views."""
+    weights: Tensor = optimizer.parallel_partitioned_bit16_groups[index][
+        dist.get_rank(optimizer.real_dp_process_group[index])
+    ]
+    return weights
 
 
 def gather_weights(optimizer: Any) -> None:
@@ -108,12 +85,6 @@ def flat_weights(optimizer: Any, stage: int, index: int) -> Tensor:
     all_flat = optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
     flat: Tensor = all_flat[index]
     return flat
-
-
-def position_of(optimizer: Any, parameter: Any) -> int:
-    """Return the offset of this rank's shard of `parameter` in its sub-group."""
-    _, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-    return int(offset)
 
 
 def copy_flat_weights_to_parameters(optimizer: Any, index: int) -> None:

@@ -32,9 +32,6 @@ NAMES: Names = {
         "NOT_AVAILABLE": "know whether a parameter is gathered",
         "INFLIGHT": "know whether a parameter is gathered",
     },
-    "deepspeed.runtime.swap_tensor.partitioned_param_swapper": {
-        "PartitionedParamStatus": "know whether a shard is in memory",
-    },
     "deepspeed.runtime.swap_tensor.partitioned_param_swapper.AsyncPartitionedParameterSwapper": {
         "swap_in(params, async_op)": "read and write a shard without an fp32 master",
         "swap_out_and_release(params)": "read and write a shard without an fp32 master",
@@ -79,10 +76,8 @@ def is_from_deepspeed(name: str, value: Any) -> bool:
 
 def is_in_file_only(parameter: Any) -> bool:
     """Return whether this rank's shard of `parameter` is only in its file, and not in memory."""
-    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
-
     has_file = getattr(parameter, "nvme_swapper", None) is not None
-    return has_file and parameter.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
+    return has_file and parameter.ds_tensor.status.name == "NOT_AVAILABLE"
 
 
 @contextmanager

@@ -1,6 +1,9 @@
 """Build DeepSpeed's engine around a module, after checking that it can shard and train the parameters."""
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +13,12 @@ from torch.optim import Optimizer
 
 from lightning_paral.compat.deepspeed.optimizer import share_masters
 from lightning_paral.engines.zero.hooks import allow_any_output
-from lightning_paral.engines.zero.partition import check_not_empty, make_contiguous, view_scalars_as_bytes
+from lightning_paral.engines.zero.partition import (
+    check_not_empty,
+    is_stage3_parameter,
+    make_contiguous,
+    view_scalars_as_bytes,
+)
 from lightning_paral.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -60,7 +68,7 @@ def _initialize(
     check_parameters(module, parameters, config)
     for parameter in module.parameters():
         make_contiguous(parameter)
-    with view_scalars_as_bytes():
+    with view_scalars_as_bytes(), _staying_partitioned(module):
         engine, _, _, _ = deepspeed.initialize(
             args=argparse.Namespace(device_rank=device.index),
             config=config,
@@ -75,6 +83,28 @@ def _initialize(
         setattr(engine, change.__name__, MethodType(change, engine))
     engine.training = module.training
     return engine
+
+
+@contextmanager
+def _staying_partitioned(module: Module) -> Iterator[None]:
+    """Gather no single parameter of stage 3 inside this context.
+
+    To register a hook on each parameter, DeepSpeed 0.19.8 gathers it and partitions it again: each rank receives the
+    whole module. torch's hooks need no values.
+    """
+    parameters: list[Any] = [parameter for parameter in module.parameters() if is_stage3_parameter(parameter)]
+    gathers = [parameter.all_gather for parameter in parameters]
+    for parameter, gather in zip(parameters, gathers, strict=True):
+        parameter.all_gather = partial(_gather_several, gather)
+    try:
+        yield
+    finally:
+        for parameter, gather in zip(parameters, gathers, strict=True):
+            parameter.all_gather = gather
+
+
+def _gather_several(gather: Any, param_list: list[Parameter] | None = None, **options: Any) -> Any:
+    return None if param_list is None else gather(param_list, **options)
 
 
 # What DeepSpeed can shard and train

@@ -148,7 +148,7 @@ class Gradients:
         self.engine.set_gradient_accumulation_boundary(True)
         self._users.step(self.engine.step)
         self._access.remember_kept()
-        if not self.engine.was_step_applied() and not self._optimizer.needs_scaler():
+        if not self.engine.was_step_applied() and not self._optimizer.dynamic_loss_scale:
             rank_zero_warn("Gradients were not finite: DeepSpeed skipped this step, so parameters did not change.")
         zero_engine.clip_next_step(self._optimizer, 0.0)
         self._is_used, self._is_complete, self._num_passes, self._max_norm = True, False, 0, math.inf

@@ -164,8 +164,8 @@ class ZeROPrecision(DeepSpeedPrecision):
         engine = self.gradients.engine
         self.gradients.before_backward(ends_window=model.automatic_optimization and not is_accumulating(model.trainer))
         if is_overridden("backward", model):
-            needs_scale = engine.optimizer.needs_scaler()
-            model.backward(engine.scale(tensor) if needs_scale else tensor, *args, **kwargs)
+            is_scaled = self.precision.startswith("16")
+            model.backward(engine.scale(tensor) if is_scaled else tensor, *args, **kwargs)
         elif args or kwargs.keys() - {"retain_graph"}:
             raise ConfigurationError(
                 "manual_backward got other arguments than the loss and retain_graph, which DeepSpeed does not take. "

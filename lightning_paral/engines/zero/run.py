@@ -1,7 +1,8 @@
 """One run under ZeRO, from `setup` to `teardown`: build DeepSpeed's engines around a module, and restore the module."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning_paral.checkpoint.optimizer_state import State
 from lightning_paral.checkpoint.shards import FlatShard, identity
 from lightning_paral.comm.broadcast import broadcast
 from lightning_paral.compat.torch.tensors import tree_map_only
+from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.zero.build import (
     build_inference_engine,
     build_training_engine,
@@ -22,14 +24,22 @@ from lightning_paral.engines.zero.build import (
     destroy,
     trained_parameters,
 )
-from lightning_paral.engines.zero.config import add_device_defaults
-from lightning_paral.engines.zero.construction import partition_parameters
+from lightning_paral.engines.zero.config import add_device_defaults, check_users_precision
 from lightning_paral.engines.zero.gradients import Gradients
 from lightning_paral.engines.zero.hooks import RootHooksOnce, forward_hook_keys, new_forward_hook_keys
 from lightning_paral.engines.zero.optimizer import UsersOptimizer, check_optimizers, choose_stepping_optimizer
-from lightning_paral.engines.zero.partition import check_not_empty, count_trained, is_partitioned, is_stage3_parameter
+from lightning_paral.engines.zero.options import ZeROOptions, check_precision
+from lightning_paral.engines.zero.partition import (
+    check_not_empty,
+    count_trained,
+    is_partitioned,
+    is_stage3_parameter,
+    partition_parameters,
+)
+from lightning_paral.engines.zero.precision import ZeROPrecision
 from lightning_paral.engines.zero.restore import ModuleSnapshot
-from lightning_paral.engines.zero.run_settings import RunSettings
+from lightning_paral.engines.zero.runtime.deepspeed import check_accelerator
+from lightning_paral.engines.zero.runtime.nvme import check_offload
 from lightning_paral.engines.zero.saved_weights import SavedWeights
 from lightning_paral.engines.zero.shards import EngineShards
 from lightning_paral.engines.zero.state import ZeroState
@@ -38,6 +48,35 @@ from lightning_paral.model.buffers import buffers_to_broadcast
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.host_memory_check import host_memory_shortage
 from lightning_paral.model.hugging_face import generate_together
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """The settings of a run, from the strategy and the Trainer."""
+
+    options: ZeROOptions
+    config: Mapping[str, Any]
+    """DeepSpeed's configuration, without sizes that depend on the module."""
+    precision: ZeROPrecision
+    dims: ParallelDims
+    ranks_per_node: int
+
+
+def check_run(options: ZeROOptions, precision: str, device: torch.device) -> None:
+    """Check the settings of the Trainer, and that this node has what `options` need. Does not import DeepSpeed.
+
+    Args:
+        options: the options of the strategy.
+        precision: the value of `Trainer(precision=...)`.
+        device: the device of this rank.
+
+    Raises:
+        ConfigurationError: a setting contradicts `options`, or a compiler, a library or a folder is missing.
+    """
+    check_accelerator(device)
+    check_precision(precision, device)
+    check_users_precision(precision, options.users_config)
+    check_offload(options)
 
 
 class ZeroRun(ZeroState):

@@ -57,7 +57,7 @@ class Partition:
         self._users = users
         self._stage = stage
         self._index = index
-        self.ranges = {id(parameter): self._range_of(parameter) for parameter in parameters}
+        self.ranges = self._ranges_of(parameters)
         """The flat range of each parameter, by the `id` of the parameter."""
         self.place = index + 1 if stage == 3 and zero_optimizer.is_on_nvme(optimizer, index) else 0
         """0 for a partition in memory, a unique number for one on NVMe.
@@ -68,14 +68,15 @@ class Partition:
         """Whether the partition stays in memory after a read."""
         self._is_loaded = False
 
-    def _range_of(self, parameter: Any) -> FlatRange:
+    def _ranges_of(self, parameters: Iterable[Any]) -> dict[int, FlatRange]:
         if self._stage < 3:
-            return FlatRange(full_shape(parameter), *zero_optimizer.master_range_of(parameter))
-        return FlatRange(
-            full_shape(parameter),
-            *local_flat_range(parameter),
-            zero_optimizer.position_of(self._optimizer, parameter),
-        )
+            own = zero_optimizer.own_weights(self._optimizer, self._index)
+            return {id(parameter): _range_within(own, parameter) for parameter in parameters}
+        ranges, position = {}, 0
+        for parameter in parameters:
+            ranges[id(parameter)] = FlatRange(full_shape(parameter), *local_flat_range(parameter), position)
+            position += parameter.ds_tensor.ds_numel
+        return ranges
 
     @property
     def flat(self) -> Tensor:
@@ -135,6 +136,14 @@ class Partition:
         """
         if self._stage == 3:
             zero_optimizer.copy_flat_weights_to_parameters(self._optimizer, self._index)
+
+
+def _range_within(own: Tensor, parameter: Any) -> FlatRange:
+    """Return the range of `parameter` that lies in `own`, this rank's part of the flat weights that it is a view of."""
+    distance = (parameter.data_ptr() - own.data_ptr()) // own.element_size()
+    start, position = max(0, -distance), max(0, distance)
+    numel = min(parameter.numel() - start, own.numel() - position)
+    return FlatRange(full_shape(parameter), *((start, numel, position) if numel > 0 else (0, 0, 0)))
 
 
 _Writes = dict[Partition, list[tuple[FlatRange, Tensor]]]

@@ -46,7 +46,7 @@ def fit_by_hand() -> tuple[list[float], dict[str, Tensor], list[float]]:
 def fit_in_fp16(strategy: str) -> tuple[list[float], dict[str, Tensor], list[float]]:
     # Allow fp16 on CPU, where strategies refuse it. Losses are scaled as on CUDA.
     as_on_cuda = pytest.MonkeyPatch()
-    as_on_cuda.setattr("lightning_paral.engines.zero.run_settings.check_precision", lambda *_: None)
+    as_on_cuda.setattr("lightning_paral.engines.zero.run.check_precision", lambda *_: None)
     torch.manual_seed(3)
     model = Overflowing()
     scales: list[Any] = []
