@@ -37,7 +37,9 @@ LAYERS = (
     "errors",
 )
 MAY_READ_THE_WORLD = {
-    "make the dimensions of a run": "strategies/base.py strategies/fsdp.py strategies/pipeline.py",
+    "make the dimensions of a run": (
+        "strategies/base.py strategies/fsdp.py strategies/local_sgd.py strategies/pipeline.py"
+    ),
     "tells DeepSpeed about all ranks": "strategies/zero.py",
     "plan or count for all ranks": "strategies/auto.py planning/plan.py planning/follow.py",
     "end ranks together": "strategies/run_watch.py",
