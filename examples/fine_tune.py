@@ -17,12 +17,18 @@ class FineTuned(LightningModule):
     Args:
         folder: the folder to write; with LoRA, that of the adapter.
         pretrained: a folder, or a name on the hub. `None`: a small GPT-2 with random weights.
+        num_layers: of the small one.
         lora_rank: the rank of the adapter, for which `peft` is needed. 0: all weights are trained.
         learning_rate: that of AdamW.
     """
 
     def __init__(
-        self, folder: str, pretrained: str | None = None, lora_rank: int = 0, learning_rate: float = 1e-3
+        self,
+        folder: str,
+        pretrained: str | None = None,
+        num_layers: int = 2,
+        lora_rank: int = 0,
+        learning_rate: float = 1e-3,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -33,10 +39,9 @@ class FineTuned(LightningModule):
         if self.model is not None:
             return
         if self.hparams["pretrained"] is None:
-            config = GPT2Config(
-                n_layer=2, n_embd=64, n_head=2, n_positions=128, vocab_size=256, bos_token_id=0, eos_token_id=0
-            )
-            self.model = GPT2LMHeadModel(config)
+            small = {"n_embd": 64, "n_head": 2, "n_positions": 128, "vocab_size": 256}
+            ends = {"bos_token_id": 0, "eos_token_id": 0}
+            self.model = GPT2LMHeadModel(GPT2Config(n_layer=self.hparams["num_layers"], **small, **ends))
         else:
             self.model = AutoModelForCausalLM.from_pretrained(self.hparams["pretrained"])
         if self.hparams["lora_rank"]:
