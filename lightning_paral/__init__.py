@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # the names of `_IMPORTED_WHEN_USED`, for type checkers and e
     from lightning_paral.strategies.ddp import ParalDDPStrategy
     from lightning_paral.strategies.dp import ParalDPStrategy
     from lightning_paral.strategies.fsdp import ParalFSDPStrategy
+    from lightning_paral.strategies.local_sgd import ParalLocalSGDStrategy
     from lightning_paral.strategies.pipeline import ParalPipelineStrategy
     from lightning_paral.strategies.zero import ParalZeROStrategy
 
@@ -57,6 +58,7 @@ __all__ = [
     "ParalDPStrategy",
     "ParalError",
     "ParalFSDPStrategy",
+    "ParalLocalSGDStrategy",
     "ParalMonitor",
     "ParalPipelineStrategy",
     "ParalZeROStrategy",

@@ -36,7 +36,8 @@ class RegisteredStrategy:
 
 
 def _ours(name: str, class_name: str, description: str, **arguments: Any) -> RegisteredStrategy:
-    module = f"lightning_paral.strategies.{class_name.removeprefix('Paral').removesuffix('Strategy').lower()}"
+    file = class_name.removeprefix("Paral").removesuffix("Strategy").lower().replace("localsgd", "local_sgd")
+    module = f"lightning_paral.strategies.{file}"
     arguments = MappingProxyType(arguments)  # type: ignore[assignment]
     return RegisteredStrategy(
         name=name, module=module, class_name=class_name, arguments=arguments, description=description
@@ -44,9 +45,11 @@ def _ours(name: str, class_name: str, description: str, **arguments: Any) -> Reg
 
 
 _DDP, _FSDP, _ZERO, _PIPELINE = "ParalDDPStrategy", "ParalFSDPStrategy", "ParalZeROStrategy", "ParalPipelineStrategy"
+_LOCAL = "ParalLocalSGDStrategy"
 _OPTIMIZER = {"offload_optimizer": "cpu"}
 _BOTH = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
 _NVME = {"offload_optimizer": "nvme", "offload_parameters": "nvme"}
+_DILOCO = {"outer_lr": 0.7, "outer_momentum": 0.9, "nesterov": True}
 STRATEGIES = (
     _ours("paral_auto", "ParalAutoStrategy", "Plans a fit, and becomes the cheapest strategy below that fits"),
     _ours("paral_dp", "ParalDPStrategy", "One process with a thread per device, for debugging; paral_ddp is faster"),
@@ -65,6 +68,8 @@ STRATEGIES = (
     _ours("paral_fsdp_tp", _FSDP, "paral_tp over pairs of ranks, and paral_fsdp over the pairs", tensor_parallel=2),
     _ours("paral_pp", _PIPELINE, "Pipeline parallel: each rank has some of the layers, and passes on micro-batches"),
     _ours("paral_pp_tp", _PIPELINE, "paral_pp with a pair of ranks per stage, and paral_tp in it", tensor_parallel=2),
+    _ours("paral_local_sgd", _LOCAL, "Ranks train apart, and exchange their weights every PARAL_PERIOD steps"),
+    _ours("paral_diloco", _LOCAL, "paral_local_sgd with DiLoCo's outer optimizer: Nesterov's momentum", **_DILOCO),
 )
 
 

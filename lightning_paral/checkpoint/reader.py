@@ -20,6 +20,7 @@ from lightning_paral.checkpoint.safe_load.unpickle import load_safely
 from lightning_paral.checkpoint.storage import Folder, LocalStorage, check_range, folder_at
 from lightning_paral.checkpoint.tree import CURRENT_KEY, insert, is_state_key
 from lightning_paral.checkpoint.weights import PACKAGE_STATE_KEY
+from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.errors import CheckpointError, explain_read_errors
 
 # Lists may have elements that no path sets, such as empty dicts, which torch drops. The number of such gaps is limited,
@@ -107,16 +108,17 @@ def _open_sharded(folder: Folder, weights_only: bool, manifest: Manifest | None)
         checkpoint[CURRENT_KEY] = tree.pop(CURRENT_KEY)
     optimizers = {key: tree.pop(key) for key in list(tree) if is_state_key(key)}
     if manifest is not None:
-        _fill(checkpoint, tree)
+        own = {PACKAGE_STATE_KEY: tree.pop(PACKAGE_STATE_KEY, None)}  # of which each rank reads its part
+        _fill(checkpoint, tree_map_only(LazyTensor, materialize, tree) | own)
     return by_int(checkpoint | optimizers)
 
 
 def _fill(checkpoint: Any, tensors: Any) -> None:
-    """Read `tensors`, which are sharded tensors of callbacks, into `checkpoint`, which has `None` in their places."""
+    """Put `tensors`, which were sharded, into `checkpoint`, which has `None` in their places."""
     items = tensors.items() if isinstance(tensors, dict) else enumerate(tensors)
     for key, value in items:
         if isinstance(value, Tensor):
-            checkpoint[key] = materialize(value)
+            checkpoint[key] = value
         elif value is not None:
             _fill(checkpoint[key], value)
 

@@ -154,7 +154,7 @@ def _replicas(case: Case) -> _Costs:
             gradients=point.gradients * (gradients if point.in_backward else 1), activations=point.used / devices
         ),
         afterwards=[Memory(gradients=states.gradient_bytes, activations=case.step.temporary_bytes)],
-        wire_bytes=0.0 if is_dp else 2 * states.gradient_bytes * (ranks - 1) / ranks,
+        wire_bytes=0.0 if is_dp else 2 * states.gradient_bytes * (ranks - 1) / ranks / case.layout.period,
     )
 
 

@@ -36,6 +36,8 @@ class Layout:
     """The number of stages of a pipeline; `None`: one per rank, or per group of tensor ranks."""
     micro_batches: int | None = None
     """Into how many parts a pipeline divides a batch; `None`: four per stage."""
+    period: int = 1
+    """Under local SGD, the number of steps between two exchanges."""
     recomputes: bool = False
     """Whether activations are recomputed: `activation_checkpointing=ActivationCheckpointing()`."""
     label: str = ""
@@ -93,8 +95,10 @@ LAYOUTS = (
     Layout(strategy="paral_fsdp_tp", engine="fsdp", tensor=2),
     Layout(strategy="paral_pp", engine="pipeline"),
     Layout(strategy="paral_pp_tp", engine="pipeline", tensor=2),
+    Layout(strategy="paral_local_sgd", engine="ddp"),
+    Layout(strategy="paral_diloco", engine="ddp"),
 )
-"""One for each registered strategy but `paral_auto`, which becomes one of them."""
+"""One for each registered strategy but `paral_auto`, which becomes one of them. Local SGD is planned for period 1."""
 
 
 def layouts_of(strategies: Iterable[Any] | None) -> tuple[Layout, ...]:

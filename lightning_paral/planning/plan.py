@@ -21,6 +21,7 @@ from lightning_paral.tables import make_console, make_table
 DeviceType = Literal["cpu", "cuda"]
 MARGIN = 0.1
 """The fraction of the device's memory that stays free, for what is not planned: libraries, and fragmentation."""
+_NOT_RECOMMENDED = ("paral_dp", "paral_ddp_ring", "paral_local_sgd", "paral_diloco")
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 _LEGEND = (
     "per rank at the peak of a step. params, grads, optim: of parameters, gradients and optimizer. acts: activations, "
@@ -240,10 +241,10 @@ def plan_fit(trainer: Trainer, module: LightningModule, layouts: Sequence[Layout
 def is_candidate(layout: Layout, on_cpu: bool, several_optimizers: bool = False) -> bool:
     """Return whether a layout may be recommended.
 
-    DP and the ring cost as much memory as DDP. On CPU, offloading to host memory saves nothing. Several optimizers
-    cannot be on NVMe nor under a pipeline.
+    DP and the ring cost as much memory as DDP. Local SGD learns something else. On CPU, offloading to host memory saves
+    nothing. Several optimizers cannot be on NVMe nor under a pipeline.
     """
-    if layout.strategy in ("paral_dp", "paral_ddp_ring") or (on_cpu and layout.distance == 1):
+    if layout.strategy in _NOT_RECOMMENDED or (on_cpu and layout.distance == 1):
         return False
     return not several_optimizers or (layout.distance < 2 and layout.engine != "pipeline")
 

@@ -324,7 +324,7 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         # Made on demand, so that a subclass that overrides `setup` cannot forget it.
         if self._buffers is None and self._is_fit:
             self._buffers = self.make_buffers()
-            if self._default_form == "full":  # otherwise our averaging callbacks share the averages
+            if self._averages is None:  # otherwise our averaging callbacks share the averages
                 self._at_end.callback(broadcast_when_swapped(self._buffers))
         return self._buffers
 

@@ -30,7 +30,7 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
 
     Raises:
         ConfigurationError: `all_reduce`, `wire_dtype` or an option is unknown, or `all_reduce` or `wire_dtype` is
-            given together with a hook, or `model_averaging_period` without post-local SGD.
+            given together with a hook.
     """
 
     strategy_name = "paral_ddp"
@@ -44,7 +44,6 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
             ddp_comm_state=options.ddp_comm_state,
             ddp_comm_hook=options.ddp_comm_hook,
             ddp_comm_wrapper=options.ddp_comm_wrapper,
-            model_averaging_period=options.model_averaging_period,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             **options.for_torch,
         )
@@ -79,8 +78,8 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
     def make_buffers(self) -> RankZeroBuffers:
         """Return the object that broadcasts buffers for validation; in training steps, DDP broadcasts them itself."""
         assert self.lightning_module is not None
-        assert self._ddp is not None
-        return RankZeroBuffers(self.lightning_module, self._ddp.shares_buffers, self.dims, in_training=False)
+        shares_buffers = self._ddp is None or self._ddp.shares_buffers
+        return RankZeroBuffers(self.lightning_module, shares_buffers, self.dims, in_training=False)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Create the optimizers; make DDP find unused parameters if several take turns. *Collective* over the world.
@@ -121,8 +120,8 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         Raises:
             UnusedParametersError: some parameters did not contribute to the loss of the previous step.
         """
-        assert self._ddp is not None
-        return self._ddp.training_step(super().training_step, args, kwargs)
+        step = super().training_step
+        return step(*args, **kwargs) if self._ddp is None else self._ddp.training_step(step, args, kwargs)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward pass, in which gradients are averaged. *Collective* over the world.

@@ -46,7 +46,8 @@ def counterpart(name: str) -> str:
 ON_ONE_DEVICE = tuple(
     entry.name
     for entry in STRATEGIES
-    if entry.name not in ("paral_auto", "paral_fsdp_tp", "paral_pp_tp") and not needs_operators(entry.name)
+    if entry.name not in ("paral_auto", "paral_fsdp_tp", "paral_pp_tp", "paral_local_sgd", "paral_diloco")
+    and not needs_operators(entry.name)
 )
 
 

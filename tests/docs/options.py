@@ -35,6 +35,7 @@ VARIABLES = """\
 
 - **`PARAL_NVME_PATH`**: the folder for `offload_optimizer="nvme"`, `offload_parameters="nvme"` and the strategy
   `paral_zero3_nvme`.
+- **`PARAL_PERIOD`**: the `period` of the strategies `paral_local_sgd` and `paral_diloco`, if they are selected by name.
 - **`PARAL_TRACEBACK`**: `full` prints every frame and every cause of errors of this package.
 
 torch's own, such as `GLOO_SOCKET_IFNAME`, `NCCL_SOCKET_IFNAME`, `MASTER_ADDR` and `MASTER_PORT`, work as usual.

@@ -11,6 +11,7 @@ from lightning_paral import STRATEGIES, ParalDDPStrategy
 @pytest.mark.parametrize("entry", STRATEGIES, ids=lambda entry: entry.name)
 def test_trainer_builds_each_strategy_from_its_name(entry, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PARAL_NVME_PATH", str(tmp_path))
+    monkeypatch.setenv("PARAL_PERIOD", "1")
     devices = 2 if entry.name in ("paral_fsdp_tp", "paral_pp_tp") else 1
     strategy = Trainer(strategy=entry.name, accelerator="cpu", devices=devices, logger=False).strategy
 

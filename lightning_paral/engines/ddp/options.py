@@ -7,12 +7,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_paral.comm import WireDtype
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.option_types import Positive
 from lightning_paral.options import RankOptions
 from lightning_paral.planning.layout import Layout
 
@@ -91,11 +89,9 @@ class DDPOptions(RankOptions, DistributedDataParallelOptions):
             because torch's reducer does not notice.
         ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: your own communication hook, as in Lightning's `DDPStrategy`,
             but also used on CPU. Cannot be combined with `all_reduce` or `wire_dtype`.
-        model_averaging_period: as in Lightning's `DDPStrategy`, for post-local SGD: needs
-            `ddp_comm_state=PostLocalSGDState(...)` and `ddp_comm_hook=post_localSGD_hook`.
 
     Raises:
-        ConfigurationError: a hook is combined with another all-reduce, or a period of averaging would do nothing.
+        ConfigurationError: a hook is combined with another all-reduce.
     """
 
     all_reduce: AllReduceName = "auto"
@@ -104,23 +100,15 @@ class DDPOptions(RankOptions, DistributedDataParallelOptions):
     ddp_comm_state: object | None = None
     ddp_comm_hook: Callable[..., Any] | None = None
     ddp_comm_wrapper: Callable[..., Any] | None = None
-    model_averaging_period: Positive | None = None
+    advice = RankOptions.advice | {"model_averaging_period": "Use ParalLocalSGDStrategy(period=...)."}
 
     def __post_init__(self) -> None:
         RankOptions.__post_init__(self)
         DistributedDataParallelOptions.__post_init__(self)
-        period, state, hook = self.model_averaging_period, self.ddp_comm_state, self.ddp_comm_hook
-        if hook is not None and (self.all_reduce != "auto" or self.wire_dtype is not None):
+        if self.ddp_comm_hook is not None and (self.all_reduce != "auto" or self.wire_dtype is not None):
             raise ConfigurationError(
                 f"ddp_comm_hook replaces the all-reduce of gradients, but all_reduce={self.all_reduce!r} and "
                 f"wire_dtype={self.wire_dtype!r} were given as well. Give one or the other."
-            )
-        if period is not None and (hook is None or not isinstance(state, PostLocalSGDState)):
-            raise ConfigurationError(
-                f"ParalDDPStrategy(model_averaging_period={period}, ddp_comm_state={state!r}, ddp_comm_hook={hook!r}) "
-                "would average weights that never differ, because gradients are averaged in every step. Leave it out, "
-                "or train with post-local SGD: ddp_comm_state=PostLocalSGDState(...) and "
-                "ddp_comm_hook=post_localSGD_hook."
             )
 
     @property

@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 from lightning_paral import ParalDDPStrategy, ParalFSDPStrategy, ParalZeROStrategy
 from lightning_paral.checkpoint.load import load
@@ -19,15 +17,15 @@ from tests.running import quiet_trainer
 
 
 class Saves(Callback):
-    """Changes a weight of rank 1 at the end if the test asks for it, saves, and records the weights of this rank."""
+    """Changes a weight of rank 1 at the end, saves, and records the weights of this rank."""
 
-    def __init__(self, path: str, drift: str | None) -> None:
+    def __init__(self, path: str, drift: str) -> None:
         self.path = path
         self.drift = drift
         self.weights: dict[str, Tensor] = {}
 
     def on_train_end(self, trainer, module) -> None:
-        if self.drift is not None and trainer.global_rank == 1:
+        if trainer.global_rank == 1:
             parameter = dict(module.named_parameters())[self.drift]
             local = getattr(parameter, "_local_tensor", parameter)
             local.detach().view(-1).add_(1.0)
@@ -44,10 +42,10 @@ class Frozen(Regression):
         self.fixed = torch.nn.Linear(40, 40).requires_grad_(False)
 
 
-def fit(path: str, strategy: object, drift: str | None, *callbacks: Callback) -> dict[str, Tensor]:
+def fit(path: str, strategy: object, drift: str) -> dict[str, Tensor]:
     torch.manual_seed(0)
     saves = Saves(path, drift)
-    trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1, callbacks=[*callbacks, saves])
+    trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1, callbacks=[saves])
     trainer.fit(Frozen(), regression_data(4, 2))
     return saves.weights
 
@@ -75,35 +73,3 @@ def test_the_replica_of_rank_0_is_saved(on_ranks, tmp_path: Path, name: str, dri
 
     assert not torch.equal(first[drift], second[drift])
     assert torch.equal(load(path, RankGroup())["state_dict"][drift].clone(), first[drift])
-
-
-class OneNodePerRank(Callback):
-    """Makes post-local SGD treat each rank as a node."""
-
-    def __init__(self, state: PostLocalSGDState) -> None:
-        self.state = state
-
-    def on_fit_start(self, trainer, module) -> None:
-        self.state.subgroup, _ = dist.new_subgroups(group_size=1)
-
-
-def fit_with_local_sgd(path: str, period: int) -> dict[str, Tensor]:
-    state = PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=1)
-    strategy = ParalDDPStrategy(ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook, model_averaging_period=period)
-    return fit(path, strategy, None, OneNodePerRank(state))
-
-
-def test_rank_zeros_replica_is_saved_between_averagings_of_local_sgd(on_ranks, tmp_path: Path) -> None:
-    path = str(tmp_path / "saved.ckpt")
-
-    first, second = on_ranks(2, fit_with_local_sgd, path, 100)
-
-    assert not torch.equal(first["hidden.weight"], second["hidden.weight"])
-    saved = load(path, RankGroup())["state_dict"]
-    assert all(torch.equal(saved[name].clone(), value) for name, value in first.items())
-
-
-def test_local_sgd_averages_weights_after_each_period(on_ranks, tmp_path: Path) -> None:
-    first, second = on_ranks(2, fit_with_local_sgd, str(tmp_path / "saved.ckpt"), 1)
-
-    assert all(torch.equal(second[name], value) for name, value in first.items())

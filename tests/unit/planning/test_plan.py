@@ -285,6 +285,7 @@ def row_of(strategy: Any, **options: Any) -> Estimate:
 
 def test_objects_of_registered_strategies_have_their_layouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PARAL_NVME_PATH", str(tmp_path))
+    monkeypatch.setenv("PARAL_PERIOD", "1")
     layouts = [entry.strategy(**entry.arguments).layout for entry in STRATEGIES]  # type: ignore[attr-defined]
 
     assert layouts == [None, *LAYOUTS]
