@@ -11,19 +11,25 @@ from lightning_paral import ConfigurationError, ParalPipelineStrategy
 from lightning_paral.planning.layout import Layout
 from tests.distributed.pipeline.test_hugging_face import ENDS, LanguageModel, fit_language_model
 from tests.models.chain import Result, assert_equal_to, fit_chain, result_of_fit
-from tests.models.split_layers import PLAN, SplitLayers
+from tests.models.split_layers import PLAN, Block, SplitLayers
 
 TwoByTwo = partial(ParalPipelineStrategy, stages=2, tensor_parallel=2)
 
 
+class FourBlocks(SplitLayers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(Block())
+
+
 @cache
 def in_one_process(accumulate: int) -> Result:
-    return result_of_fit("auto", 1, module=SplitLayers, accumulate_grad_batches=accumulate)
+    return result_of_fit("auto", 1, module=FourBlocks, accumulate_grad_batches=accumulate)
 
 
 def on_four_ranks(accumulate: int, options: dict[str, Any]) -> Result:
     strategy = TwoByTwo(split="global", **{"plan": PLAN, **options})
-    return result_of_fit(strategy, 4, module=SplitLayers, accumulate_grad_batches=accumulate)
+    return result_of_fit(strategy, 4, module=FourBlocks, accumulate_grad_batches=accumulate)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +38,7 @@ def on_four_ranks(accumulate: int, options: dict[str, Any]) -> Result:
         (1, {"schedule": "gpipe", "micro_batches": 3}),
         (3, {"first_stage": ["first"], "last_stage": ["twice", "alone", "out"], "divergence_check_every": 1}),
         (1, {"plan": {"blocks.*.down": "colwise", "out": "rowwise"}}),  # units return tensors that are split
+        (1, {"schedule": "interleaved"}),
         (1, {"stages": 1, "checkpoint": "full"}),
         (3, {"stages": 1, "shard": True}),
     ],
