@@ -46,10 +46,13 @@ class Channel:
         group: a process group that only this direction uses: NCCL matches messages by their order.
         peer: the global rank at the other end.
         device: the device of the tensors on this rank.
+        tag: tells the messages of channels apart that share a direction. NCCL ignores it, so both ends must use these
+            channels in the same order.
     """
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device, tag: int = 0) -> None:
         self._group = group
+        self._tag = tag
         self._peer = peer
         self._device = device
         self._description = b""
@@ -126,12 +129,12 @@ class Channel:
     def _receive(self, tensors: list[Tensor]) -> list[Tensor]:
         for tensor in tensors:
             if tensor.numel():
-                dist.recv(tensor.view(-1).view(torch.uint8), self._peer, group=self._group)
+                dist.recv(tensor.view(-1).view(torch.uint8), self._peer, group=self._group, tag=self._tag)
         return tensors
 
     def _post_receives(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
         flat = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
-        works = [dist.irecv(each, self._peer, group=self._group) for each in flat]
+        works = [dist.irecv(each, self._peer, group=self._group, tag=self._tag) for each in flat]
 
         def wait() -> list[Tensor]:
             for work in works:
@@ -149,7 +152,7 @@ class Channel:
 
     def _post(self, tensor: Tensor) -> None:
         self._unfinished = [(work, sent) for work, sent in self._unfinished if not work.is_completed()]
-        work = dist.isend(tensor.view(-1).view(torch.uint8), self._peer, group=self._group)
+        work = dist.isend(tensor.view(-1).view(torch.uint8), self._peer, group=self._group, tag=self._tag)
         assert work is not None
         self._unfinished.append((work, tensor))
 

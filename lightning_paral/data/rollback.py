@@ -2,7 +2,7 @@
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -30,8 +30,20 @@ def rollback_side_effects(module: Module) -> Iterator[None]:
     """
     host_states = global_states()
     cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    try:
+        with rollback_attributes(module.modules()):
+            yield
+    finally:
+        set_global_states(host_states)
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state)
+
+
+@contextmanager
+def rollback_attributes(modules: Iterable[Module]) -> Iterator[None]:
+    """Undo what the block does to attributes of `modules`, not counting their submodules."""
     undo: list[Callable[[], None]] = []
-    for part in module.modules():
+    for part in modules:
         attributes = user_attributes(part)
         undo += [partial(_set_attributes, part, attributes), _restorer(attributes), _restorer(own_buffers(part))]
     try:
@@ -39,9 +51,6 @@ def rollback_side_effects(module: Module) -> Iterator[None]:
     finally:
         for restore in undo:
             restore()
-        set_global_states(host_states)
-        if cuda_state is not None:
-            torch.cuda.set_rng_state(cuda_state)
 
 
 def user_attributes(module: Module) -> dict[str, Any]:

@@ -336,10 +336,12 @@ def _pipeline(case: Case) -> _Costs:
     largest = -(-len(inner) // stages) * max(inner, default=0) + root
     share, replicas = min(1.0, largest / max(1, states.parameter_bytes)) / tensor, case.num_ranks // stages // tensor
     micro_batches = case.layout.micro_batches or 4 * stages
-    under_way = min(stages, micro_batches) / micro_batches / stages  # of the activations of all stages
+    per_stage = case.layout.parts_per_stage if stages > 1 else 1
+    ahead = stages if per_stage == 1 else 2 * stages - 1 + (per_stage - 1) * stages  # passes before the first backward
+    under_way = min(ahead, micro_batches * per_stage) / per_stage / micro_batches / stages  # of all activations
     # Outside of the units, the activations of one micro-batch: of the loss, for example.
     at_root = max(under_way, 1 / micro_batches)
-    sent = 2.0 * max((unit.output_bytes for unit in units), default=0) * case.settings.accumulate
+    sent = 2.0 * per_stage * max((unit.output_bytes for unit in units), default=0) * case.settings.accumulate
     # Of tensor parallelism, two sums of activations in the forward pass of each unit, and two in its backward pass.
     sent += 8 * sum(unit.output_bytes for unit in units) / stages * case.settings.accumulate * (tensor - 1) / tensor
     return _Costs(

@@ -38,6 +38,8 @@ class Layout:
     """Into how many parts a pipeline divides a batch; `None`: four per stage."""
     period: int = 1
     """Under local SGD, the number of steps between two exchanges."""
+    parts_per_stage: int = 1
+    """The number of parts of the chain that each stage of a pipeline has."""
     recomputes: bool = False
     """Whether activations are recomputed: `activation_checkpointing=ActivationCheckpointing()`."""
     label: str = ""
@@ -72,9 +74,10 @@ class Layout:
         stages, tensor = self.stages or 1, self.tensor or 1
         if num_ranks % (stages * tensor):
             return f"stages={stages} with tensor_parallel={tensor} do not divide the {num_ranks} ranks of the plan"
-        stages = self.num_stages(num_ranks)
-        if self.engine == "pipeline" and num_units < stages:
-            return f"{stages} stages need at least as many repeated blocks, but the module has {num_units}"
+        parts = self.num_stages(num_ranks) * self.parts_per_stage
+        if self.engine == "pipeline" and num_units < parts:
+            what = "stages" if self.parts_per_stage == 1 else "parts of stages"
+            return f"{parts} {what} need at least as many repeated blocks, but the module has {num_units}"
         return None
 
 

@@ -1,5 +1,6 @@
 """Pass activations to the next stage, and their gradients back, within the autograd graphs of the stages."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,36 +30,55 @@ class PipelineGroups:
 
     Args:
         dims: the arrangement of the ranks.
+        is_ring: whether the last stage also sends activations to the first one.
     """
 
-    def __init__(self, dims: ParallelDims) -> None:
-        self.activations = dims.new_pipeline_group("activations")
-        self.gradients = dims.new_pipeline_group("gradients of activations")
+    def __init__(self, dims: ParallelDims, *, is_ring: bool) -> None:
+        ways = ("", " around") if is_ring else ("",)
+        self.activations = [dims.new_pipeline_group(f"activations{way}") for way in ways]
+        """For those between neighbors and, if there is a ring, from the last stage to the first one."""
+        self.gradients = [dims.new_pipeline_group(f"gradients of activations{way}") for way in ways]
         self.results = dims.new_pipeline_group("results of steps")
         self.values = dims.new_pipeline_group("values")
         """For collectives, such as broadcasts of parameters."""
 
     def destroy(self) -> None:
         """Destroy the groups, once everything is received. *Collective* over the pipeline."""
-        for group in (self.activations, self.gradients, self.results, self.values):
+        for group in (*self.activations, *self.gradients, self.results, self.values):
             dist.destroy_process_group(group)
 
 
 class Boundaries:
-    """Connects a stage with the one before it and the one after it.
+    """Connects the parts of a stage with the parts before and after them, which other stages have.
 
     Args:
         dims: the arrangement of the ranks.
         groups: the process groups of the run; `None` if there is one stage.
         device: the device of this rank.
+        parts: the numbers of the parts of this stage.
+        num_parts: the number of parts of all stages.
     """
 
-    def __init__(self, dims: ParallelDims, groups: PipelineGroups | None, device: torch.device) -> None:
-        self.before = self.after = None
-        if groups is not None and dims.stage > 0:
-            self.before = _Neighbor(dims, groups, device, dims.stage - 1)
-        if groups is not None and dims.stage < dims.pipeline - 1:
-            self.after = _Neighbor(dims, groups, device, dims.stage + 1)
+    def __init__(
+        self,
+        dims: ParallelDims,
+        groups: PipelineGroups | None,
+        device: torch.device,
+        parts: Sequence[int],
+        num_parts: int,
+    ) -> None:
+        self._activations: dict[int, Channel] = {}
+        """By the number of the part that receives them."""
+        self._gradients: dict[int, Channel] = {}
+        """Those for activations, by the same number."""
+        if groups is not None:
+            ranks = dims.pipeline_ranks
+            ends = [(part, part - 1) for part in parts if part > 0]
+            ends += [(part + 1, part + 1) for part in parts if part + 1 < num_parts]
+            for into, other in ends:
+                peer, way = ranks[other % dims.pipeline], int(into % dims.pipeline == 0)
+                self._activations[into] = Channel(groups.activations[way], peer, device, tag=into)
+                self._gradients[into] = Channel(groups.gradients[way], peer, device, tag=into)
         self._unanswered: ReceivedTensors | None = None
         self.is_in_backward = False
         """Set it during the backward passes of a step, in which alone gradients are sent."""
@@ -69,20 +89,17 @@ class Boundaries:
 
         *Collective* over the pipeline.
         """
-        for neighbor in (self.before, self.after):
-            if neighbor is not None:
-                neighbor.activations.expect(num_micro_batches)
-                neighbor.gradients.expect(num_micro_batches)
+        for channel in (*self._activations.values(), *self._gradients.values()):
+            channel.expect(num_micro_batches)
 
-    def receive(self) -> Any:
-        """Return the output of the last unit of the stage before."""
-        assert self.before is not None
-        values, tensors = self.before.activations.receive()
+    def receive(self, part: int) -> Any:
+        """Return the output of the last unit before `part`, a part of this stage."""
+        values, tensors = self._activations[part].receive()
         specs = [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, TensorSpec)]
         trained = [number for number, spec in enumerate(specs) if spec.requires_grad]
-        if trained:  # the stage before awaits gradients, also if the code around this unit computes none
+        if trained:  # the part before awaits gradients, also if the code around this unit computes none
             without_graph = [tensors[number] for number in trained]
-            received = ReceivedTensors(self, self.before.gradients, without_graph)
+            received = ReceivedTensors(self, self._gradients[part], without_graph)
             with torch.enable_grad():
                 received_tensors = _Receive.apply(self._anchor, received)  # type: ignore[no-untyped-call]
             for number, tensor in zip(trained, received_tensors, strict=True):
@@ -90,17 +107,17 @@ class Boundaries:
             self._unanswered = received
         return with_tensors(values, tensors)
 
-    def send(self, output: Any, unit: str) -> Tensor:
+    def send(self, output: Any, part: int, unit: str) -> Tensor:
         """Send `output`, and return a zero whose backward pass waits for the gradients of what was sent.
 
         Args:
-            output: the output of the last unit of this stage.
+            output: the output of the last unit of `part`.
+            part: the number of a part of this stage.
             unit: the name of the unit, for error messages.
 
         Raises:
             ConfigurationError: `output` has values that cannot be sent.
         """
-        assert self.after is not None
         leaves = tree_flatten(output)[0]
         unknown = next((leaf for leaf in leaves if not isinstance(leaf, Tensor | _PLAIN)), None)
         if unknown is not None:
@@ -111,11 +128,11 @@ class Boundaries:
         if not torch.is_grad_enabled():
             output = tree_map_only(Tensor, Tensor.detach, output)
             leaves = tree_flatten(output)[0]
-        self.after.activations.send(output)
+        self._activations[part + 1].send(output)
         trained = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not trained:
             return torch.zeros((), device=self._anchor.device)
-        zero: Tensor = _Send.apply(self.after.gradients, *trained)  # type: ignore[no-untyped-call]
+        zero: Tensor = _Send.apply(self._gradients[part + 1], *trained)  # type: ignore[no-untyped-call]
         return zero
 
     def take_received(self) -> "ReceivedTensors | None":
@@ -125,20 +142,9 @@ class Boundaries:
 
     def finish(self) -> None:
         """Wait until everything is sent."""
-        for neighbor in (self.before, self.after):
-            if neighbor is not None:
-                neighbor.activations.finish()
-                neighbor.gradients.finish()
+        for channel in (*self._activations.values(), *self._gradients.values()):
+            channel.finish()
         self.expect(0)
-
-
-class _Neighbor:
-    """The channels between this stage and another one, of which each has messages in one direction only."""
-
-    def __init__(self, dims: ParallelDims, groups: PipelineGroups, device: torch.device, stage: int) -> None:
-        peer = dims.pipeline_ranks[stage]
-        self.activations = Channel(groups.activations, peer, device)
-        self.gradients = Channel(groups.gradients, peer, device)
 
 
 class ReceivedTensors:

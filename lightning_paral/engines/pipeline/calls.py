@@ -37,11 +37,12 @@ class UnitCalls:
 
     Units must be called once each, in order. On a stage, the call of the last unit of the stage before returns what was
     received, and those of earlier units NaN of the same shape. So the loss is NaN if a step uses them. The call of the
-    last unit of a stage sends its output and raises `StageDone`, except on the last stage.
+    last unit of a stage sends its output and raises `StageDone`, except on the last stage. If a stage has several parts
+    of the chain, a pass runs the units of one of them, and the stage before is what comes before this part.
 
     Args:
         units: the units of the chain, in the order in which they are called.
-        own: the positions of the units of this stage.
+        parts: the positions of the units of each part of this stage, by the number of the part.
         boundaries: connects this stage with its neighbors.
         on_first: called when the first unit of the chain is called.
         in_full: returns what a unit returns, with ordinary tensors in place of those that are split over tensor ranks.
@@ -50,13 +51,14 @@ class UnitCalls:
     def __init__(
         self,
         units: Sequence[Unit],
-        own: range,
+        parts: dict[int, range],
         boundaries: Boundaries,
         on_first: Callable[[], None],
         in_full: Callable[[Any], Any],
     ) -> None:
         self._units = units
-        self._own = own
+        self._parts = parts
+        self._part, self._own = next(iter(parts.items()))
         self._boundaries = boundaries
         self._on_first = on_first
         self._in_full = in_full
@@ -68,11 +70,13 @@ class UnitCalls:
         """The stand-ins of this pass that have such a storage, and their versions."""
         self._has_grad = self._is_checked = False
         self.inside = InsideUnits()
-        """Of the last pass that was checked."""
+        """Of the last pass."""
+        self.used: str | None = None
+        """A unit from inside of which code of the passes that were checked used a tensor, until it is set."""
         self.next_unit: int | None = None
         """The position of the unit that is called next; `None` outside of a forward pass."""
         self.first_nan: int | None = None
-        """In a pass that is checked, the first unit of this stage that has returned NaN."""
+        """The first unit of this stage that has returned NaN in the passes that were checked, until it is set."""
 
     def install(self, undo: ExitStack) -> None:
         """Replace the calls until `undo` is closed."""
@@ -80,13 +84,15 @@ class UnitCalls:
             _replace_call(unit.module, partial(self._call, number), undo)
 
     @contextmanager
-    def forward_pass(self, *, is_checked: bool = False) -> Iterator[None]:
+    def forward_pass(self, part: int, *, is_checked: bool = False) -> Iterator[None]:
         """Allow one call of each unit inside the block.
 
         Args:
+            part: the number of the part whose units run.
             is_checked: whether to note units that return NaN, and to refuse gradients through earlier stages.
         """
-        self.next_unit, self.first_nan, self._is_checked = 0, None, is_checked
+        self.next_unit, self._is_checked = 0, is_checked
+        self._part, self._own = part, self._parts[part]
         self.inside = InsideUnits()
         self._has_grad = torch.is_grad_enabled()
         try:
@@ -106,6 +112,11 @@ class UnitCalls:
                 self._nans.clear()  # code between units may have written numbers over NaN
             self._given.clear()
             self.next_unit = self._received = self._stand_in = None
+
+    def note_use(self, result: Tensor) -> None:
+        """Note whether `result` of a pass that was checked uses a tensor from inside a unit."""
+        if self._is_checked and self.used is None:
+            self.used = self.inside.used_by(result)
 
     def check_complete(self, step: str) -> None:
         """Check inside `forward_pass`, after the step has returned, that all units of this stage were called.
@@ -127,7 +138,7 @@ class UnitCalls:
         if number == 0:
             self._on_first()
             if self._own.start > 0:
-                self._received = self._boundaries.receive()
+                self._received = self._boundaries.receive(self._part)
             if self._own.start > 1:
                 self._stand_in = tree_map_only(Tensor, self._nan_like, self._received)
         self.next_unit = number + 1
@@ -145,7 +156,7 @@ class UnitCalls:
         if self._is_checked and self.first_nan is None and _has_nan(output):
             self.first_nan = number
         if number == self._own.stop - 1 and number < len(self._units) - 1:
-            raise StageDone(self._boundaries.send(output, self._name(number)))
+            raise StageDone(self._boundaries.send(output, self._part, self._name(number)))
         return output
 
     def _nan_like(self, received: Tensor) -> Tensor:

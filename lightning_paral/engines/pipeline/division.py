@@ -134,17 +134,23 @@ class Division:
 
     units: Units
     """The units of the chain, and the root."""
+    num_stages: int
+    """The number of stages."""
     parts: Sequence[range]
-    """The positions of the units of each stage in `units.inner`."""
+    """The positions of the units of each part in `units.inner`. With S stages, part p is on stage p modulo S."""
     ends: Sequence[End]
     """The modules outside of the chain that one stage holds."""
+
+    def parts_of(self, stage: int) -> range:
+        """Return the numbers of the parts of a stage."""
+        return range(stage, len(self.parts), self.num_stages)
 
     @property
     def placed(self) -> list[tuple[Module, int]]:
         """The modules that one stage holds, each with its stage: the units in their order, and then the ends."""
-        stages = [stage for stage, part in enumerate(self.parts) for _ in part]
+        stages = [number % self.num_stages for number, part in enumerate(self.parts) for _ in part]
         of_units = [(unit.module, stage) for unit, stage in zip(self.units.inner, stages, strict=True)]
-        return of_units + [(end.module, end.stage(len(self.parts))) for end in self.ends]
+        return of_units + [(end.module, end.stage(self.num_stages)) for end in self.ends]
 
     @property
     def num_bytes(self) -> int:
@@ -152,7 +158,9 @@ class Division:
         return sum(unit.num_bytes for unit in (*self.units.inner, self.units.root))
 
     def __str__(self) -> str:
-        line = f"Pipeline: {' + '.join(str(len(part)) for part in self.parts)} units on {len(self.parts)} stages"
+        line = f"Pipeline: {' + '.join(str(len(part)) for part in self.parts)} units on {self.num_stages} stages"
+        if len(self.parts) > self.num_stages:
+            line += ", which take turns"
         for end in self.ends:
             line += f", {end.name} on the {'first' if end.is_first else 'last'}"
         return f"{line}\n{as_tree(self.units)}"
@@ -170,26 +178,27 @@ def divide(root: Module, options: PipelineOptions, num_stages: int) -> Division:
         ConfigurationError: there is no chain of units, there are fewer units than stages, or an option does not fit.
     """
     units = chain_of(root, options)
-    num_units = len(units.inner)
-    if num_units < num_stages:
+    num_units, num_parts = len(units.inner), num_stages * options.parts_per_stage if num_stages > 1 else 1
+    if num_units < num_parts:
         names = ", ".join(unit.name for unit in units.inner)
+        what = f"{num_stages} stages" + (f" of {options.parts_per_stage} parts each" if num_parts > num_stages else "")
         raise ConfigurationError(
-            f"{num_stages} stages need at least as many units, but {type(root).__name__} has {num_units}: {names}. "
-            "Choose fewer stages, or smaller units with units=[...]."
+            f"{what} need at least as many units, but {type(root).__name__} has {num_units}: {names}. Choose fewer "
+            "stages, or smaller units with units=[...]."
         )
     ends = ends_of(units, options.first_stage, options.last_stage)
-    if isinstance(options.balance, str):
+    if isinstance(options.balance, str) or num_parts == 1:
         sizes = [unit.num_params for unit in units.inner]
         for end in ends:
             sizes[0 if end.is_first else -1] += end.num_params
-        return Division(units, balanced(sizes, num_stages), ends)
+        return Division(units, num_stages, balanced(sizes, num_parts), ends)
     if sum(options.balance) != num_units:
         raise ConfigurationError(
             f"balance={list(options.balance)!r} has {sum(options.balance)} units, but {type(root).__name__} has "
             f"{num_units}. Its numbers must add up to {num_units}."
         )
     stops = list(accumulate(options.balance))
-    return Division(units, [range(start, stop) for start, stop in pairwise([0, *stops])], ends)
+    return Division(units, num_stages, [range(start, stop) for start, stop in pairwise([0, *stops])], ends)
 
 
 def balanced(costs: Sequence[float], num_parts: int) -> list[range]:

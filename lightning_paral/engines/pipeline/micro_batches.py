@@ -4,6 +4,7 @@ import pickle
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from lightning_paral.compat.torch.tensors import divisor_of
 from lightning_paral.distributed.rng_state import derive_seed, draw_from, set_torch_states, torch_states
+
+States = tuple[Any, Any, Any]
 
 
 class MicroBatchWeights:
@@ -55,36 +58,45 @@ class RandomStreams:
     """The states of the global generators of torch, numpy and `random` in the forward passes of one stage.
 
     All stages run the code of a step before its first unit, so it must draw the same numbers there. The units of each
-    stage then draw from generators of their own, whose seed follows from the state of torch's generator, the stage and
-    the number of the pass. After the pass, the global generators continue where the first unit was called, so that
-    they stay equal on all stages, and need no state but that which every checkpoint has.
+    part then draw from generators of their own, whose seed follows from the state of torch's generator and the numbers
+    of the part and the micro-batch. After the pass, the global generators continue where the first unit was called, so
+    that they stay equal on all stages, and need no state but that which every checkpoint has. The passes of a
+    micro-batch through further parts of the stage begin with the states with which the first one began.
 
     Args:
         module: the LightningModule.
-        stage: the stage of this rank.
+        parts: the numbers of the parts of this stage.
     """
 
-    def __init__(self, module: LightningModule, stage: int) -> None:
+    def __init__(self, module: LightningModule, parts: Sequence[int]) -> None:
         self._module = module
-        self._stage = stage
-        self._micro_batch = 0
+        self._parts = parts
+        self._starts: dict[int, States] = {}
+        """If there are several parts, the states with which the passes of each micro-batch begin."""
+        self._place = 0, 0
         self._of_numpy = np.random.MT19937()
         self.is_watching = False
         """Set it to note in `has_drawn` whether units draw numbers."""
         self.has_drawn = False
 
     @contextmanager
-    def of_pass(self, micro_batch: int) -> Iterator[None]:
-        """Run the forward pass of a micro-batch in the block."""
-        self._micro_batch = micro_batch
+    def of_pass(self, micro_batch: int, part: int) -> Iterator[None]:
+        """Run the forward pass of a micro-batch through a part in the block."""
+        self._place = part, micro_batch
         with ExitStack() as self._until_end:
+            if part != self._parts[0]:
+                self._until_end.callback(set_states, states())
+                set_states(self._starts[micro_batch])
+            elif len(self._parts) > 1:
+                self._starts[micro_batch] = states()
             yield
 
     def enter_units(self) -> None:
-        """Let the units of this stage draw other numbers than those of other stages, until the pass ends."""
+        """Let the units of the part draw other numbers than those of other parts, until the pass ends."""
         self._until_end.callback(set_torch_states, torch_states())
         drawn = int(torch.randint(2**63 - 1, (), device="cpu"))
-        seed = derive_seed(drawn, self._stage, self._module.trainer.fit_loop.total_batch_idx, self._micro_batch)
+        part, micro_batch = self._place
+        seed = derive_seed(drawn, part, self._module.trainer.fit_loop.total_batch_idx, micro_batch)
         self._until_end.callback(draw_from(seed, self._of_numpy))
         if self.is_watching:
             self._until_end.callback(self._note_draws, generator_states())
@@ -93,7 +105,19 @@ class RandomStreams:
         self.has_drawn |= generator_states() != before
 
 
+def states() -> States:
+    """Return the states of the global generators of torch, numpy and `random`."""
+    return torch_states(), np.random.get_state(), random.getstate()
+
+
+def set_states(states: States) -> None:
+    """Set the generators to what `states` has returned."""
+    set_torch_states(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])
+
+
 def generator_states() -> bytes:
-    """Return the states of the global generators of torch, numpy and `random`, which can be compared."""
-    of_torch = [state.numpy().tobytes() for state in torch_states()]
-    return pickle.dumps((of_torch, np.random.get_state(), random.getstate()))
+    """Return the states of the generators as bytes, which can be compared."""
+    of_torch, *others = states()
+    return pickle.dumps(([state.numpy().tobytes() for state in of_torch], *others))

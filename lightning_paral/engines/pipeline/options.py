@@ -26,9 +26,12 @@ class PipelineOptions(RankOptions):
         micro_batches: the number of parts into which each training batch is divided; fewer if it has fewer samples. A
             stage is idle for (stages - 1) / (micro_batches + stages - 1) of a step. `None`: four for each stage.
         schedule: `"1f1b"` keeps the activations of at most as many micro-batches as there are stages, `"gpipe"` those
-            of all. Both take the same time.
+            of all. Both take the same time. `"interleaved"` is 1F1B with several parts of the chain per stage: a stage
+            is idle for less time, keeps more activations, and sends and receives them `virtual_stages` times.
+        virtual_stages: with `schedule="interleaved"`, the number of parts of the chain that each stage has: with two of
+            them, the first of 2 stages has the first and the third quarter of the units. `None`: 2.
         balance: how the units are divided: `"params"` gives the stages similar numbers of parameters; a list has the
-            number of units of each stage.
+            number of units of each stage, with `schedule="interleaved"` those of each virtual stage, in their order.
         units: the submodules that form the chain: `"auto"`, which finds repeated blocks; classes or their names; or a
             function that takes a submodule's dotted name and the submodule, and returns whether to choose it. All other
             parameters are on every rank, except those of `first_stage` and `last_stage`.
@@ -57,6 +60,7 @@ class PipelineOptions(RankOptions):
     stages: Positive | None = None
     micro_batches: Positive | None = None
     schedule: Schedule = "1f1b"
+    virtual_stages: Positive | None = None
     balance: Balance = "params"
     units: UnitChoice = "auto"
     min_params: Positive | None = None
@@ -77,15 +81,27 @@ class PipelineOptions(RankOptions):
                 "plan=... says which layers are split over tensor ranks, but tensor_parallel=1. Set tensor_parallel to "
                 "the number of ranks that compute each layer together, such as 2."
             )
+        if self.virtual_stages is not None and self.schedule != "interleaved":
+            raise ConfigurationError(
+                f"virtual_stages={self.virtual_stages} is for schedule='interleaved', but schedule={self.schedule!r}. "
+                "Set this schedule, or leave virtual_stages out."
+            )
         if isinstance(self.balance, str):
             return
         if not self.balance:
             raise ConfigurationError("balance=[] has no stages. Give the number of units of each, such as [3, 5].")
-        if self.stages is not None and len(self.balance) != self.stages:
+        per_stage, num_parts = self.parts_per_stage, len(self.balance)
+        if num_parts % per_stage or self.stages not in (None, num_parts // per_stage):
+            what = "stage" if per_stage == 1 else "virtual stage"
             raise ConfigurationError(
-                f"balance={list(self.balance)!r} divides the units among {len(self.balance)} stages, but "
-                f"stages={self.stages}. Give one number for each stage."
+                f"balance={list(self.balance)!r} divides the units among {num_parts} {what}s, but stages={self.stages}"
+                f"{'' if per_stage == 1 else f' of {per_stage} virtual stages each'}. Give one number for each {what}."
             )
+
+    @property
+    def parts_per_stage(self) -> int:
+        """The number of parts of the chain that each of several stages has."""
+        return (self.virtual_stages or 2) if self.schedule == "interleaved" else 1
 
     @property
     def strategy_name(self) -> str:
@@ -101,6 +117,7 @@ class PipelineOptions(RankOptions):
             stages=self.stages,
             tensor=self.tensor_parallel,
             micro_batches=self.micro_batches,
+            parts_per_stage=self.parts_per_stage,
             recomputes=self.activation_checkpointing is not None,
         )
 
@@ -108,7 +125,9 @@ class PipelineOptions(RankOptions):
         """Return the number of stages of `world_size` ranks; by default the length of `balance`, or as many as fit."""
         if self.stages is not None:
             return self.stages
-        return world_size // self.tensor_parallel if isinstance(self.balance, str) else len(self.balance)
+        if isinstance(self.balance, str):
+            return world_size // self.tensor_parallel
+        return len(self.balance) // self.parts_per_stage
 
     def num_micro_batches(self, world_size: int) -> int:
         """Return the largest number of parts into which a batch is divided."""

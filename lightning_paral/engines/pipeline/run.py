@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.data.parts import LogRecord, join_training_output, num_samples_of, split_batch
+from lightning_paral.data.rollback import rollback_attributes
 from lightning_paral.distributed.exchange import check_same_batch
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.pipeline.boundaries import Boundaries, PipelineGroups, ReceivedTensors
@@ -91,22 +92,30 @@ class PipelineRun:
         self._in_full = in_full
         self.check_split: CheckSplit | None = None
         """Checks in the first training step that splitting layers over tensor ranks changes nothing."""
-        self._groups = groups = PipelineGroups(dims) if dims.pipeline > 1 else None
+        parts = self.division.parts_of(dims.stage)
+        self._parts = parts
+        is_ring = len(self.division.parts) > dims.pipeline
+        self._groups = groups = PipelineGroups(dims, is_ring=is_ring) if dims.pipeline > 1 else None
         self.parameters = StageParameters(self.division, dims, groups, device, deferred, shards)
         units = self.division.units.inner
-        self._boundaries = Boundaries(dims, groups, device)
-        self._streams = RandomStreams(module, dims.stage)
-        own = self.division.parts[dims.stage]
+        self._boundaries = Boundaries(dims, groups, device, parts, len(self.division.parts))
+        self._streams = RandomStreams(module, parts)
+        own = {part: self.division.parts[part] for part in parts}
         self._calls = UnitCalls(units, own, self._boundaries, self._streams.enter_units, in_full)
         self._results = StepResults(module, dims, groups, device)
-        self._step_check = StepCheck(module, units, own, self._calls, self._streams, groups)
+        of_stage = [units[number] for part in own.values() for number in part]
+        self._step_check = StepCheck(
+            module, units, of_stage, self._calls, self._streams, groups, is_last=self._is_last_stage
+        )
+        inside = {each for unit in units for each in unit.module.modules()}
+        self._outside = [each for each in module.modules() if each not in inside]
         self._checked_steps: set[int] = set()
         self._checked_batches: set[str] = set()
         self._checked_epoch = -1
         self._first_step = 0
 
     def __str__(self) -> str:
-        idle = idle_fraction(self.dims.pipeline, self._num_micro_batches)
+        idle = idle_fraction(self.dims.pipeline, self._num_micro_batches, len(self._parts))
         return (
             f"{self.division}\nWith {self._num_micro_batches} micro-batches and equally fast stages, a stage waits for "
             f"{idle:.0%} of a training step."
@@ -196,23 +205,9 @@ class PipelineRun:
         self._check_step(step, batch, others, kwargs)
         parts, sizes = split_batch(batch, [self.device] * self._num_micro_batches)
         records = [LogRecord(size) for size in sizes]
-        outputs: list[Any] = [None] * len(parts)
-        graphs: dict[int, tuple[Tensor, ReceivedTensors | None]] = {}
-        weights = MicroBatchWeights(sizes)
         self.gradients.set_aside()
         try:
-            self._boundaries.expect(len(parts))
-            for each in passes_of_step(self._options.schedule, self.dims.stage, self.dims.pipeline, len(parts)):
-                number = each.micro_batch
-                if each.direction == "backward":
-                    self._backward(*graphs.pop(number))
-                    continue
-                with self._logging_to(records[number]):
-                    result = self._forward("training_step", step, (parts[number], *others), kwargs, number)
-                if self._is_last_stage:
-                    outputs[number] = tree_map_only(Tensor, Tensor.detach, result)
-                    result = weights.weighted(number, loss_of(result))
-                graphs[number] = result, self._boundaries.take_received()
+            outputs, weights = self._run_schedule(step, [(part, *others) for part in parts], kwargs, sizes, records)
         finally:
             self.gradients.take()
         known, correction = weights.known()
@@ -227,13 +222,51 @@ class PipelineRun:
         output["loss"] = self.gradients.attached_to(output["loss"], correction)
         return output
 
+    def _run_schedule(
+        self,
+        step: Step,
+        args_of: Sequence[tuple[Any, ...]],
+        kwargs: dict[str, Any],
+        sizes: Sequence[int],
+        records: Sequence[LogRecord],
+    ) -> tuple[list[Any], MicroBatchWeights]:
+        """Run the passes of all micro-batches. *Collective* over the pipeline.
+
+        Args:
+            step: `training_step` of the module.
+            args_of: its arguments for each micro-batch.
+            kwargs: its other arguments.
+            sizes: the numbers of samples.
+            records: what the steps of each log is added to these.
+
+        Returns:
+            On the last stage, what the steps return, and the weights of their losses.
+        """
+        outputs: list[Any] = [None] * len(sizes)
+        graphs: dict[tuple[int, int], tuple[Tensor, ReceivedTensors | None]] = {}
+        weights = MicroBatchWeights(sizes)
+        self._boundaries.expect(len(sizes))
+        stage, num_stages, schedule = self.dims.stage, self.dims.pipeline, self._options.schedule
+        for each in passes_of_step(schedule, stage, num_stages, len(sizes), len(self._parts)):
+            number, key = each.micro_batch, (each.micro_batch, each.part)
+            if each.direction == "backward":
+                self._backward(*graphs.pop(key))
+                continue
+            result = self._forward(
+                "training_step", step, args_of[number], kwargs, records[number], part=each.part, micro_batch=number
+            )
+            if self._ends(each.part):
+                outputs[number] = tree_map_only(Tensor, Tensor.detach, result)
+                result = weights.weighted(number, loss_of(result))
+            graphs[key] = result, self._boundaries.take_received()
+        return outputs, weights
+
     def _evaluate(self, name: str, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what `step`, the step `name` of the module, returns, on all stages. *Collective* over the pipeline."""
         record, is_first = LogRecord(1), name not in self._checked_batches
         if is_first:
             self._check_same_batch(name, args[0])
-        with self._logging_to(record):
-            output = self._forward(name, step, args, kwargs, 0, is_checked=is_first)
+        output = self._forward_all(name, step, args, kwargs, record, is_checked=is_first)
         output = self._results.share(output if self._is_last_stage else None, [record])
         self._boundaries.finish()
         return output
@@ -264,9 +297,9 @@ class PipelineRun:
         self._checked_steps.add(number)
 
         def forward(part: Any, is_checked: bool) -> Tensor:
-            with self._logging_to(LogRecord(1)):
-                result = self._forward("training_step", step, (part, *others), kwargs, 0, is_checked=is_checked)
-            self._boundaries.take_received()  # no backward pass follows
+            result = self._forward_all(
+                "training_step", step, (part, *others), kwargs, LogRecord(1), is_checked=is_checked
+            )
             return loss_of(result) if self._is_last_stage else result
 
         if self._options.check_steps:
@@ -282,14 +315,9 @@ class PipelineRun:
 
         The gradients are those that this stage computes.
         """
-        self._boundaries.expect(1)
-        with self._logging_to(LogRecord(1)):
-            result = self._forward("training_step", step, args, kwargs, 0)
-        if self._is_last_stage:
-            result = loss_of(result)
-        self._backward(result, self._boundaries.take_received())
+        (output,), _ = self._run_schedule(step, [args], kwargs, [1], [LogRecord(1)])
         self._boundaries.finish()
-        return result if self._is_last_stage else None
+        return loss_of(output) if self._is_last_stage else None
 
     def _check_same_batch(self, step: str, batch: Any) -> None:
         """Check that all stages have the same batch. *Collective* over the pipeline."""
@@ -299,19 +327,55 @@ class PipelineRun:
 
     # Passes
 
-    def _forward(
-        self, name: str, step: Step, args: Any, kwargs: dict[str, Any], micro_batch: int, *, is_checked: bool = False
+    def _forward_all(
+        self, name: str, step: Step, args: Any, kwargs: dict[str, Any], record: LogRecord, *, is_checked: bool
     ) -> Any:
-        """Return what `step` returns on the last stage; on other stages, what stands for the activations it sent."""
-        if self.dims.pipeline == 1:
-            return self._in_full(step(*args, **kwargs))
-        with self._calls.forward_pass(is_checked=is_checked), self._streams.of_pass(micro_batch):
+        """Return what `_forward` returns for the last part of this stage, after a pass through each, without backward.
+
+        *Collective* over the pipeline.
+        """
+        result: Any = None
+        for part in self._parts:
+            result = self._forward(name, step, args, kwargs, record, part=part, is_checked=is_checked)
+            self._boundaries.take_received()
+        return result
+
+    def _forward(
+        self,
+        name: str,
+        step: Step,
+        args: Any,
+        kwargs: dict[str, Any],
+        record: LogRecord,
+        *,
+        part: int,
+        micro_batch: int = 0,
+        is_checked: bool = False,
+    ) -> Any:
+        """Return what `step` returns if `part` is the last one; otherwise what stands for the activations it sent.
+
+        Of several passes of a micro-batch on a stage, the last one alone logs and has effects outside of the units.
+        """
+        with ExitStack() as of_pass:
+            is_last = part == self._parts[-1]
+            shadow_method(self.module, "log", (record if is_last else LogRecord(1)).log, of_pass)
+            if self.dims.pipeline == 1:
+                return self._in_full(step(*args, **kwargs))
+            if not is_last:
+                of_pass.enter_context(rollback_attributes(self._outside))
+            of_pass.enter_context(self._calls.forward_pass(part, is_checked=is_checked))
+            of_pass.enter_context(self._streams.of_pass(micro_batch, part))
             try:
                 output = self._in_full(step(*args, **kwargs))
                 self._calls.check_complete(name)
             except StageDone as done:
-                return done.sent
-        return output
+                output = done.sent
+            if is_checked and name == "training_step":
+                self._calls.note_use(loss_of(output) if self._ends(part) else output)
+            return output
+
+    def _ends(self, part: int) -> bool:
+        return part == len(self.division.parts) - 1
 
     def _backward(self, result: Tensor, received: ReceivedTensors | None) -> None:
         self._boundaries.is_in_backward = True
@@ -323,10 +387,3 @@ class PipelineRun:
                 received.answer_if_unused(self.device)
         finally:
             self._boundaries.is_in_backward = False
-
-    @contextmanager
-    def _logging_to(self, record: LogRecord) -> Iterator[None]:
-        """Record the `self.log` calls inside the block instead of logging."""
-        with ExitStack() as undo:
-            shadow_method(self.module, "log", record.log, undo)
-            yield

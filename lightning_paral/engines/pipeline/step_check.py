@@ -61,20 +61,23 @@ class StepCheck:
     Args:
         module: the divided LightningModule.
         units: the units of the chain.
-        own: the positions of the units of this stage.
+        own: the units of this stage.
         calls: notes units that return NaN.
         streams: notes whether passes draw random numbers.
         groups: the process groups of the run; `None` if there is one stage.
+        is_last: whether this is the last stage.
     """
 
     def __init__(
         self,
         module: LightningModule,
         units: Sequence[Unit],
-        own: range,
+        own: Sequence[Unit],
         calls: UnitCalls,
         streams: RandomStreams,
         groups: PipelineGroups | None,
+        *,
+        is_last: bool,
     ) -> None:
         self._module = module
         self._step = f"{type(module).__name__}.training_step"
@@ -83,7 +86,7 @@ class StepCheck:
         self._calls = calls
         self._streams = streams
         self._groups = groups
-        self._is_last = own.stop == len(units)
+        self._is_last = is_last
 
     def run(self, batch: Any, forward: Forward, num_samples: int, at_once: int, *, is_first: bool) -> None:
         """Check the step. *Collective* over the pipeline.
@@ -172,10 +175,9 @@ class StepCheck:
         streams.is_watching, streams.has_drawn = True, False
         try:
             with _watched_gradients(self._module) as have_changed:
-                result = forward(whole, True)
-                first_nan, used = self._calls.first_nan, self._calls.inside.used_by(result)
-                losses = [result.detach()] * 2
-                del result  # the graph, which takes memory
+                self._calls.first_nan = self._calls.used = None
+                losses = [forward(whole, True).detach()] * 2
+                first_nan, used = self._calls.first_nan, self._calls.used
                 now = self._kept_by_units()
                 changed_by_units = self._hide([key for key, value in now.items() if value != kept.get(key)])
                 if changed_by_units:
@@ -186,7 +188,7 @@ class StepCheck:
                     if self._is_last:
                         weights.weighted(number, result)
                     losses.append(result.detach())
-                    del result
+                    del result  # the graph, which takes memory
                 has_changed_gradients = have_changed()
         finally:
             streams.is_watching = False
@@ -216,7 +218,7 @@ class StepCheck:
         return _Found(known, weights.known()[0], first_nan, changed_by_units, has_drawn, fault)
 
     def _parts_of_stage(self) -> Iterator[tuple[str, Module]]:
-        parts = {part for number in self._own for part in self._units[number].module.modules()}
+        parts = {part for unit in self._own for part in unit.module.modules()}
         return ((name, part) for name, part in self._module.named_modules() if part in parts)
 
     def _kept_by_units(self) -> dict[tuple[str, str], Any]:

@@ -17,6 +17,7 @@ LAYOUTS: dict[str, Layout] = {
     "paral_zero3": (2, partial(ParalZeROStrategy, stage=3)),
     "2 stages": (2, ParalPipelineStrategy),
     "4 stages": (4, ParalPipelineStrategy),
+    "2 stages of 2 parts": (2, partial(ParalPipelineStrategy, schedule="interleaved")),
     "2 stages, full": (2, partial(ParalPipelineStrategy, checkpoint="full")),
     "2 stages x 2 replicas": (4, partial(ParalPipelineStrategy, stages=2)),
     SHARDED: (4, partial(ParalPipelineStrategy, stages=2, shard=True)),

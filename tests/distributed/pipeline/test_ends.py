@@ -71,6 +71,7 @@ def fit_ends(make: Callable[[], HasEnds], options: dict[str, Any], world_size: i
     [
         (2, HasEnds, {"micro_batches": 3}),
         (4, HasEnds, {"schedule": "gpipe"}),
+        (2, HasEnds, {"schedule": "interleaved"}),
         (4, HasEnds, TWO_BY_TWO),
         (4, HasEnds, {"stages": 2}),
     ],

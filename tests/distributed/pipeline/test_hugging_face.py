@@ -95,13 +95,13 @@ def in_one_process(kind: str, tied: bool) -> Fitted:
     return fit_language_model(1, partial(LanguageModel, kind, tied), "auto")
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("world_size", "schedule"), [(2, "1f1b"), (4, "1f1b"), (2, "interleaved")])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "bert"])
-def test_language_model_equals_one_process(on_ranks, kind: str, tied: bool, world_size: int) -> None:
+def test_language_model_equals_one_process(on_ranks, kind: str, tied: bool, world_size: int, schedule: Any) -> None:
     losses, weights = in_one_process(kind, tied)
     first, last = ([], []) if tied else ENDS[kind]
-    strategy = ParalPipelineStrategy(first_stage=first, last_stage=last)
+    strategy = ParalPipelineStrategy(first_stage=first, last_stage=last, schedule=schedule)
 
     ranks = on_ranks(world_size, fit_language_model, world_size, partial(LanguageModel, kind, tied), strategy)
     for found_losses, found in ranks:

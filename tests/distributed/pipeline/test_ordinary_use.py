@@ -74,7 +74,9 @@ def fit_and_evaluate(world_size: int, options: dict[str, Any]) -> Any:
     return metrics, validated, module.seen, predicted
 
 
-@pytest.mark.parametrize(("world_size", "options"), [(2, {}), (4, {"schedule": "gpipe"})])
+@pytest.mark.parametrize(
+    ("world_size", "options"), [(2, {}), (4, {"schedule": "gpipe"}), (2, {"schedule": "interleaved"})]
+)
 def test_collected_outputs_metrics_and_predictions_are_those_of_one_process(
     on_ranks, world_size: int, options: dict[str, Any]
 ) -> None:

@@ -11,19 +11,25 @@ from lightning_paral import ConfigurationError, ParalPipelineStrategy
 from lightning_paral.planning.layout import Layout
 from tests.distributed.pipeline.test_hugging_face import ENDS, LanguageModel, fit_language_model
 from tests.models.chain import Result, assert_equal_to, fit_chain, result_of_fit
-from tests.models.split_layers import PLAN, SplitLayers
+from tests.models.split_layers import PLAN, Block, SplitLayers
 
 TwoByTwo = partial(ParalPipelineStrategy, stages=2, tensor_parallel=2)
 
 
+class FourBlocks(SplitLayers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.insert(0, Block())
+
+
 @cache
-def in_one_process(accumulate: int) -> Result:
-    return result_of_fit("auto", 1, module=SplitLayers, accumulate_grad_batches=accumulate)
+def in_one_process(accumulate: int, module: Any = SplitLayers) -> Result:
+    return result_of_fit("auto", 1, module=module, accumulate_grad_batches=accumulate)
 
 
-def on_four_ranks(accumulate: int, options: dict[str, Any]) -> Result:
+def on_four_ranks(accumulate: int, options: dict[str, Any], module: Any = SplitLayers) -> Result:
     strategy = TwoByTwo(split="global", **{"plan": PLAN, **options})
-    return result_of_fit(strategy, 4, module=SplitLayers, accumulate_grad_batches=accumulate)
+    return result_of_fit(strategy, 4, module=module, accumulate_grad_batches=accumulate)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +45,12 @@ def on_four_ranks(accumulate: int, options: dict[str, Any]) -> Result:
 )
 def test_tensor_ranks_in_stages_equal_one_process(on_ranks, accumulate: int, options: dict[str, Any]) -> None:
     assert_equal_to(in_one_process(accumulate), on_ranks(4, on_four_ranks, accumulate, options))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_interleaved_parts_of_tensor_ranks_equal_one_process(on_ranks, schedule: str) -> None:
+    ranks = on_ranks(4, on_four_ranks, 3, {"schedule": schedule}, FourBlocks)
+    assert_equal_to(in_one_process(3, FourBlocks), ranks)
 
 
 class IgnoresTokens(LanguageModel):

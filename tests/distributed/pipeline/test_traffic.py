@@ -29,7 +29,7 @@ class Blocks(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+        self.blocks = nn.Sequential(*(Block() for _ in range(8)))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.blocks(batch).square().mean()
@@ -67,19 +67,20 @@ def sent_in_a_step(world_size: int, options: dict[str, Any]) -> tuple[int, int |
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
 def test_bytes_of_a_step_are_those_of_the_formula(on_ranks, world_size: int, schedule: str) -> None:
     ranks = on_ranks(world_size, sent_in_a_step, world_size, {"schedule": schedule})
 
     boundary = BATCH_SIZE * LENGTH * WIDTH * 4
-    expected = 2 * boundary * (world_size - 1)  # activations and gradients pass each boundary once
+    num_parts = 2 * world_size if schedule == "interleaved" else world_size
+    expected = 2 * boundary * (num_parts - 1)  # activations and gradients pass each boundary once
     for number, counted in enumerate(zip(*ranks, strict=True)):
         assert sum(counted) == pytest.approx(expected, rel=0.05), ("payload", "sockets")[number]
 
 
 def test_shards_send_what_averaging_the_gradients_of_replicas_sends(on_ranks) -> None:
     pipelines = 2 * 2 * BATCH_SIZE * LENGTH * WIDTH * 4  # of two pipelines, as above
-    stage = 2 * (WIDTH * WIDTH + WIDTH) * 4
+    stage = 4 * (WIDTH * WIDTH + WIDTH) * 4
     gathered_and_scattered = 4 * 2 * stage // 2  # each of four ranks sends half of its stage for each
 
     for options in ({"stages": 2, "shard": True}, {"stages": 2}):
