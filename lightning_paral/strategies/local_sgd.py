@@ -51,7 +51,7 @@ class ParalLocalSGDStrategy(ParalDDPStrategy):
     @property
     def can_exchange(self) -> bool:
         """Whether all ranks can be reached: in a run, before a failure."""
-        return self.is_in_run and not self._watch.is_failing
+        return self._watch.is_in_run and not self._watch.is_failing
 
     def _check_configured(self) -> None:
         super()._check_configured()
