@@ -28,14 +28,19 @@ def mean_of_ranks(weights: Weights) -> Weights:
 
 
 class Watched(Callback):
-    """Records the mean of the ranks' weights after each step, and the validation losses."""
+    """Records the mean of the ranks' weights after each step, validation losses, and how far ranks then differ."""
 
     def __init__(self) -> None:
         self.means: list[Weights] = []
         self.losses: list[float] = []
+        self.apart: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         self.means.append(mean_of_ranks(weights_of(module)))
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        weights = weights_of(module)
+        self.apart.append(distance(weights, mean_of_ranks(weights)))
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         self.losses.append(trainer.callback_metrics["val_loss"].item())
@@ -94,8 +99,8 @@ def test_other_islands_and_strategies_go_on_from_the_mean(on_ranks, tmp_path: Pa
 def evaluate(path: str) -> tuple[float, float, list[Weights], Weights]:
     watched = Watched()
     options = {"max_epochs": 2, "val_check_interval": 3}
-    final = fit(local(period=4), "adamw", watched, SaveAt(3, path), steps=6, **options)
-    alone = fit(local(period=4), "adamw", steps=6, **options | {"limit_val_batches": 0})
+    final = fit(local(period=4), "adamw", watched, SaveAt(3, path), steps=5, **options)
+    alone = fit(local(period=4), "adamw", steps=5, **options | {"limit_val_batches": 0})
     module = Model()
     module.load_state_dict(load(path, RankGroup())["state_dict"])
     (again,) = quiet_trainer(strategy="auto", devices=1).validate(module, samples(2), verbose=False)
@@ -116,6 +121,7 @@ def test_evaluation_and_the_end_use_the_mean_and_change_nothing(on_ranks, tmp_pa
 def average(path: str) -> tuple[Weights, Weights, Weights]:
     watched, ema = Watched(), EMAWeightAveraging(decay=0.7, update_starting_at_step=0)
     final = fit(local(period=4), "adamw", watched, ema, SaveAt(6, path), steps=7, val_check_interval=3)
+    assert max(watched.apart) < 1e-14
     saved = {name: value.clone() for name, value in load(path, RankGroup())["state_dict"].items()}
     expected: Weights = {}
     for number, mean in enumerate(watched.means):
