@@ -34,7 +34,7 @@ def _step(name: str, loop: str = "") -> tuple[str, ...]:
 
 PRINTING = (
     *("checkpoint", "memory", "fsdp_memory", "zero_memory", "activation_memory", "fsdp_traffic", "zero_traffic"),
-    "import_time",
+    *("pipeline_schedules", "import_time"),
 )
 """Modules of this folder that need no arguments."""
 BENCHMARKS = {
