@@ -158,6 +158,9 @@ class _ParameterHooks:
         original = self._originals[param]
         if isinstance(original, DTensor):  # sharded by the user
             refuse_hook(name_of(param), "register_hook")
+        unsharded = unsharded_param(param)
+        if unsharded is not None and not gradient_hooks(original):  # a step may have registered some on it
+            share_gradient_hooks(unsharded, original)
         original.requires_grad_(shard.requires_grad)  # torch refuses hooks on frozen parameters
         handle: RemovableHandle = original.register_hook(hook)  # type: ignore[no-untyped-call]
         self.attach(param)
