@@ -37,6 +37,7 @@ NAMES: Names = {
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": {
         "unshard": "copy writes back to the shards before they are gathered",
         "_to_unsharded": "call a function after parameters are unsharded",
+        "wait_for_unshard": "gather parameters again if a shard changes after they were gathered ahead of their use",
         "_to_sharded": "copy writes back to the shards before they are resharded",
         "_to_sharded_post_forward": "copy writes back to the shards before they are resharded",
         "._sharded_state": "distinguish unsharded parameters from those resharded over fewer ranks",
@@ -204,6 +205,12 @@ def keep_unsharded(group: Any, is_needed: Callable[[], bool]) -> None:
     group._to_sharded = lambda: None if is_needed() else reshard()
 
 
+def finish_gathering(group: Any) -> None:
+    """Unshard the parameters of `group` if they are being gathered ahead of their use."""
+    if group._all_gather_result is not None:
+        group.wait_for_unshard()
+
+
 def reshard(group: Any) -> None:
     """Reshard the parameters of `group`, even where FSDP2 would keep those of the root."""
     group._to_sharded()
@@ -211,9 +218,10 @@ def reshard(group: Any) -> None:
 
 def _with_callback(before_reshard: Callable[[], None], group: Any, reshard: Callable[[], None]) -> Callable[[], None]:
     def to_sharded() -> None:
-        if group._sharded_state is ShardedState.UNSHARDED:
-            before_reshard()
-        reshard()
+        with DisableTorchFunctionSubclass():  # what our own code does to shards is no access of the user's
+            if group._sharded_state is ShardedState.UNSHARDED:
+                before_reshard()
+            reshard()
 
     return to_sharded
 

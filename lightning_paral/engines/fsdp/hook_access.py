@@ -105,7 +105,7 @@ class HookAccess:
             ),
         }
         own |= {name: self._then(self._before_read, getattr(DTensor, name)) for name in ("full_tensor", "redistribute")}
-        own["to_local"] = self._then(self._release, DTensor.to_local)  # whose result may be written to
+        own["to_local"] = self._then(self._release, DTensor.to_local)  # some ranks alone may call it, and write to it
         self._undo = replace_attributes(DTensor, own)
 
     def remove(self) -> None:
@@ -121,7 +121,7 @@ class HookAccess:
 
     def _release(self, tensor: Tensor) -> None:
         self.flush()
-        self._before_use((), (tensor,))
+        self._before_use((tensor,), ())
 
     def _before_read(self, tensor: Tensor) -> None:
         self._write_views()

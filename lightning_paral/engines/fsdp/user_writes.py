@@ -24,6 +24,7 @@ from lightning_paral.compat.torch.fsdp import is_param_of, name_of, owners_of, u
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.compat.torch.optimizers import foreach_copy_
 from lightning_paral.compat.torch.tensors import identity_of
+from lightning_paral.engines.fsdp.full_values import shard_like
 from lightning_paral.engines.fsdp.hook_access import HookAccess
 from lightning_paral.engines.fsdp.refusals import check_assigned, refuse_hook, refuse_replaced, shares_memory
 from lightning_paral.errors import ConfigurationError
@@ -117,6 +118,8 @@ class UserWrites:
     def _before_use(self, read: Sequence[Any], changed: Sequence[Any]) -> None:
         """Let shards have what was written to their unsharded values, and reshard the units of those that change."""
         self._has_changed = self._has_changed or bool(changed)
+        for unit in self._units if changed else ():
+            fsdp.finish_gathering(unit.group)
         for unit in tuple(self.unsharded):
             if unit.has_one_of(changed):
                 fsdp.reshard(unit.group)
@@ -155,6 +158,9 @@ class _ParameterHooks:
         original = self._originals[param]
         if isinstance(original, DTensor):  # sharded by the user
             refuse_hook(name_of(param), "register_hook")
+        unsharded = unsharded_param(param)
+        if unsharded is not None and not gradient_hooks(original):  # a step may have registered some on it
+            share_gradient_hooks(unsharded, original)
         original.requires_grad_(shard.requires_grad)  # torch refuses hooks on frozen parameters
         handle: RemovableHandle = original.register_hook(hook)  # type: ignore[no-untyped-call]
         self.attach(param)
@@ -224,7 +230,9 @@ class ShownGradients:
             assert unsharded is not None
             gradient = unsharded.grad
             if gradient is not shown and (shard.grad is shown or shard.grad is None):
-                shard.grad = gradient if gradient is None else gradient.to(shard.dtype)
+                gradient = gradient if gradient is None else gradient.to(shard.dtype)
+                is_full = gradient is not None and not isinstance(gradient, DTensor)
+                shard.grad = shard_like(shard, gradient) if is_full else gradient
             if gradient is not None:
                 unsharded.grad = None
                 unsharded.grad_dtype = unsharded.dtype

@@ -263,6 +263,69 @@ class Assigns(Net):
             p.grad = None
 
 
+class Freezes(Net):
+    """Freezes unsharded parameters of the root, before and after their use."""
+
+    optimizer = optim.Adam
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.gain.requires_grad_(batch_idx % 2 == 0)
+        loss = self.loss(batch)
+        self.head.bias.requires_grad_(batch_idx % 2 == 0)
+        return loss
+
+
+class AssignsThenWrites(Net):
+    """Assigns the gradient of an unsharded parameter, and then writes to a shard of its unit."""
+
+    is_manual = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.gain.grad = torch.full_like(self.gain, 0.3)
+        self.kept[0][0].data.mul_(0.9)
+        optimizer.step()
+
+
+class Prefetches(Net):
+    """Writes to a block that is gathered ahead."""
+
+    options: ClassVar[dict[str, Any]] = {"prefetch": 1}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.next = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(self.stem(x))
+        self.next.row.data.mul_(0.9)
+        return self.head(self.next(x)) * self.gain
+
+
+class ReadsOnOneRank(Net):
+    """Reads local tensors, which is not collective, while their unit is unsharded."""
+
+    def on_before_backward(self, loss: Any) -> None:
+        if self.trainer.world_size > 1 and self.trainer.is_global_zero:
+            for p in self.held:
+                p.to_local().norm()
+
+
+class Hooks(Net):
+    """Registers gradient hooks on an unsharded parameter, and later on its shard."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == 1:
+            self.gain.register_hook(lambda gradient: gradient * 0.5)
+        return self.loss(batch)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_step == 3:
+            self.gain.register_hook(lambda gradient: gradient * 0.7)
+
+
 class AddsInStep(Net):
     def configure_optimizers(self) -> Any:
         return optim.SGD([*self.stem.parameters(), *self.block.parameters()], lr=0.05)
@@ -291,7 +354,8 @@ class Unfreezes(Net):
 
 CASES = (
     InStep, AfterTheLoss, ViewInStep, BeforeZeroGrad, BeforeBackward, Precise, Accumulates, Transposes, RawManual,
-    RawSign, Subclass, StaysUnsharded, StaysUnshardedManually, Unreduced, Assigns, AddsInStep, Unfreezes,
+    RawSign, Subclass, StaysUnsharded, StaysUnshardedManually, Unreduced, Assigns, AddsInStep, Unfreezes, Freezes,
+    AssignsThenWrites, Prefetches, ReadsOnOneRank, Hooks,
 )  # fmt: skip
 
 
