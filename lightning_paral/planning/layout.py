@@ -74,7 +74,8 @@ class Layout:
         stages, tensor = self.stages or 1, self.tensor or 1
         if num_ranks % (stages * tensor):
             return f"stages={stages} with tensor_parallel={tensor} do not divide the {num_ranks} ranks of the plan"
-        parts = self.num_stages(num_ranks) * self.parts_per_stage
+        stages = self.num_stages(num_ranks)
+        parts = stages * self.parts_per_stage if stages > 1 else 1
         if self.engine == "pipeline" and num_units < parts:
             what = "stages" if self.parts_per_stage == 1 else "parts of stages"
             return f"{parts} {what} need at least as many repeated blocks, but the module has {num_units}"

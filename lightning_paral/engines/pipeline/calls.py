@@ -75,6 +75,8 @@ class UnitCalls:
         """A unit from inside of which code of the passes that were checked used a tensor, until it is set."""
         self.next_unit: int | None = None
         """The position of the unit that is called next; `None` outside of a forward pass."""
+        self.hidden: list[tuple[Module, dict[str, Any], str]] = []
+        """What modules inside units keep, with the dict that has it; NaN in passes through parts without the module."""
         self.first_nan: int | None = None
         """The first unit of this stage that has returned NaN in the passes that were checked, until it is set."""
 
@@ -95,6 +97,12 @@ class UnitCalls:
         self._part, self._own = part, self._parts[part]
         self.inside = InsideUnits()
         self._has_grad = torch.is_grad_enabled()
+        own = {each for number in self._own for each in self._units[number].module.modules()} if self.hidden else set()
+        hidden = [
+            (values, name, values[name]) for module, values, name in self.hidden if module not in own and name in values
+        ]
+        for values, name, _ in hidden:
+            values[name] = torch.tensor(float("nan"))
         try:
             yield
         except Exception as error:
@@ -108,6 +116,8 @@ class UnitCalls:
                 "choose units of which each is called with what the one before returns: units=[...]."
             ) from error
         finally:
+            for values, name, value in hidden:
+                values[name] = value
             if any(each.is_inference() or version_of(each) != version for each, version in self._given):
                 self._nans.clear()  # code between units may have written numbers over NaN
             self._given.clear()

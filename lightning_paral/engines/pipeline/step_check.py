@@ -182,6 +182,7 @@ class StepCheck:
                 changed_by_units = self._hide([key for key, value in now.items() if value != kept.get(key)])
                 if changed_by_units:
                     losses[1] = forward(whole, False).detach()
+                    self._calls.hidden.clear()
                 buffers = _sums(self._buffers())
                 for number, single in enumerate(singles):
                     result = forward(single, False)
@@ -232,15 +233,20 @@ class StepCheck:
         }
 
     def _hide(self, changed: list[tuple[str, str]]) -> list[str]:
-        """Make what units of other stages have changed NaN here, and return the names of all. *Collective*."""
+        """Make what units of other stages have changed NaN here, and return the names of all. *Collective*.
+
+        What units of this stage have changed is NaN in passes through other parts, which may be of other micro-batches.
+        """
         own, modules = dict(self._parts_of_stage()), dict(self._module.named_modules())
         attributes: list[str] = []
         buffers: list[str] = []
         for name, attribute in dict.fromkeys(key for of_stage in self._of_all(changed) for key in of_stage):
             is_buffer = attribute in own_buffers(modules[name])
             (buffers if is_buffer else attributes).append(f"{name}.{attribute}")
-            if name not in own:
-                values: Any = own_buffers(modules[name]) if is_buffer else vars(modules[name])
+            values: Any = own_buffers(modules[name]) if is_buffer else vars(modules[name])
+            if name in own:
+                self._calls.hidden.append((modules[name], values, attribute))
+            else:
                 values[attribute] = torch.tensor(float("nan"))
         return attributes + buffers
 

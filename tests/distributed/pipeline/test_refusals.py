@@ -65,18 +65,19 @@ class KeepsLoss(Chain):
 
 
 class KeepsNumber(Chain):
-    """The first block keeps a number, which weighs the loss."""
+    """A block keeps a number, which weighs the loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
         super().__init__()
-        self.blocks[0].size = 1.0
-        self.blocks[0].register_forward_hook(self._keep)
+        self.number = number
+        self.blocks[number].size = 1.0
+        self.blocks[number].register_forward_hook(self._keep)
 
     def _keep(self, block: Any, inputs: Any, output: Tensor) -> None:
         block.size = float(output.detach().abs().mean())
 
     def _loss(self, batch: Any) -> Tensor:
-        return super()._loss(batch) * self.blocks[0].size
+        return super()._loss(batch) * self.blocks[self.number].size
 
 
 class Collects(Chain):
@@ -173,6 +174,11 @@ def refusal(make: Callable[[], Any], options: dict[str, Any], world_size: int, t
         (KeepsLoss, {}, "depends on what units keep in attributes, such as blocks.0.auxiliary"),
         (KeepsLoss, {"micro_batches": 1}, "depends on what units keep in attributes, such as blocks.0.auxiliary"),
         (KeepsNumber, {}, "depends on what units keep in attributes, such as blocks.0.size"),
+        (
+            partial(KeepsNumber, 1),  # of the last stage, but of another part than the end of the step
+            {"schedule": "interleaved"},
+            "depends on what units keep in attributes, such as blocks.1.size",
+        ),
         (Collects, {"micro_batches": 1}, "uses a tensor from inside blocks.3, such as one that a hook collects"),
         (Collects, {"schedule": "interleaved"}, "uses a tensor from inside blocks.3"),
         (Derives, {}, "The code of a step computes gradients itself"),

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from lightning_paral.cli.plan import plan_command
 from lightning_paral.planning.costs import Case, Estimate, estimate
 from lightning_paral.planning.fake import FakeModule, StepSettings
 from lightning_paral.planning.follow import IsolatedError, batch_of_shape, run_isolated
-from lightning_paral.planning.layout import LAYOUTS, layouts_of
+from lightning_paral.planning.layout import LAYOUTS, Layout, layouts_of
 from lightning_paral.planning.plan import advise, is_candidate
 from lightning_paral.planning.states import ModelStates, ParameterState, count_states
 from lightning_paral.planning.trace import ROOT, PlannedUnit, Point, Step, follow_step
@@ -346,3 +347,10 @@ def test_command_plans_the_configured_strategy(
     assert [row["name"] for row in rows][-2:] == ["paral_ddp", "paral_fsdp"]
     assert said in printed.err
     assert bool(said) == ("has no row" in printed.err)
+
+
+def test_one_stage_needs_no_unit_for_each_virtual_stage() -> None:
+    layout = Layout(strategy="paral_pp", engine="pipeline", stages=1, parts_per_stage=2)
+
+    assert layout.objection(2, num_units=1) is None
+    assert "4 parts of stages" in str(replace(layout, stages=2).objection(2, num_units=3))
