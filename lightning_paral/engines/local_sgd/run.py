@@ -16,8 +16,9 @@ from lightning_paral.comm.reduction import WIRE_DTYPES
 from lightning_paral.comm.ring import ring_all_reduce
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.local_sgd.options import LocalSGDOptions
+from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.buffers import buffers_to_broadcast
-from lightning_paral.model.requires_grad import TrainedParameters, TrainingAgreement
+from lightning_paral.model.requires_grad import TrainedParameters, TrainingAgreement, first_names
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -73,6 +74,8 @@ class LocalSGDRun:
         """
         if self._agreement.update(self.module.current_epoch, batch_idx):
             self._follow_parameters()
+            if not self.since:  # hooks may have written weights, also after the setup
+                self.settle()
 
     def _follow_parameters(self) -> None:
         named: dict[Tensor, str] = {parameter: name for name, parameter in self._trained.all_by_name.items()}
@@ -85,6 +88,24 @@ class LocalSGDRun:
                 last = self._copy(parameter, torch.float32)
                 for kind, tensors in self._outer.items():
                     tensors[name] = last if kind == "last" else torch.zeros_like(last)
+        self._frozen = self._sums_of_frozen()
+
+    def _sums_of_frozen(self) -> dict[str, str]:
+        """Return a text for each parameter that is not exchanged, which changes with its values."""
+        moved = set(self._moved)
+        frozen = {name: each for each, name in self._names.items() if each not in moved}
+        return {name: repr(each.detach().double().sum().item()) for name, each in frozen.items()}
+
+    def _check_frozen(self) -> None:
+        """Raise a `ConfigurationError` if user code has written parameters that are not exchanged."""
+        now = self._sums_of_frozen()
+        written = [name for name, before in self._frozen.items() if now.get(name, before) != before]
+        if written:
+            raise ConfigurationError(
+                f"Parameters without requires_grad were written during training: {first_names(written)}. Islands do "
+                "not exchange them, so they would differ. Make them buffers, which all islands then get from rank 0 in "
+                "each exchange, or use paral_ddp."
+            )
 
     def _copy(self, tensor: Tensor, at_least: torch.dtype) -> Tensor:
         return tensor.detach().to(self._backup, torch.promote_types(tensor.dtype, at_least), copy=True)
@@ -100,9 +121,13 @@ class LocalSGDRun:
 
         def and_average() -> Any:
             loss = closure()
-            for parameter in self._trained.by_name.values():  # other ranks may have used those that this one has not
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            self.average([p.grad for p in self._trained.by_name.values() if p.grad is not None])
+            parameters = list(self._trained.by_name.values())
+            shares = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
+            self.average([shares])
+            for parameter, share in zip(parameters, shares.tolist(), strict=True):
+                if share and parameter.grad is None:  # only other islands have used it
+                    parameter.grad = torch.zeros_like(parameter)
+            self.average([parameter.grad for parameter in parameters if parameter.grad is not None])
             self._share_buffers()
             return loss
 
@@ -115,9 +140,11 @@ class LocalSGDRun:
         if done == warmup_steps:
             self.settle()
         elif self.since >= self._options.steps_between:
+            self._check_frozen()
             self._replace(self._moved, self._outer_step)
             self._share_buffers()
             self.since, self._moved = 0, [*self._trained.by_name.values()]
+            self._frozen = self._sums_of_frozen()
 
     def _outer_step(self, flat: Tensor, parameters: Sequence[Tensor]) -> None:
         """Replace `flat`, the `parameters` of this island, by the weights with which all islands go on."""
@@ -190,8 +217,10 @@ class LocalSGDRun:
         """Begin a period with the weights that the module holds, which must be equal on all islands."""
         self._held, self.since = None, 0
         for parameter, name in self._names.items():
-            if name in self._outer["last"]:
-                self._outer["last"][name].copy_(parameter.detach())
+            last = self._outer["last"].get(name)
+            # those of bf16 are more exact, and stay
+            if last is not None and not torch.equal(last.to(parameter.device, parameter.dtype), parameter):
+                last.copy_(parameter.detach())
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a checkpoint has, by name: states and, inside a period, weights and buffers."""

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
-from lightning_paral import ConfigurationError, ParalLocalSGDStrategy, RankFailedError
+from lightning_paral import ConfigurationError, ParalDDPStrategy, ParalLocalSGDStrategy, RankFailedError
 from lightning_paral.checkpoint.load import load
 from lightning_paral.comm import count_traffic
 from lightning_paral.comm.int8 import BLOCK, int8_average
@@ -136,6 +136,68 @@ def test_ema_averages_the_mean(on_ranks, tmp_path: Path) -> None:
         named = [name for name in final if "running" not in name]
         assert max((final[name] - expected[name]).abs().max() for name in named) < 1e-12
         assert max(off[name].abs().max() for name in named) < 1e-12
+
+
+# What user code writes, and does not use
+
+
+class Initializes(Callback):
+    """Writes equal weights on all ranks, in the hook `when`."""
+
+    def __init__(self, when: str) -> None:
+        setattr(self, when, self._write)
+
+    def _write(self, trainer: Any, module: Any, *_: Any, **__: Any) -> None:
+        for number, parameter in enumerate(module.parameters()):
+            parameter.data.copy_(torch.arange(parameter.numel()).add(number).sin().mul(0.3).view(parameter.shape))
+
+
+def initialize_late() -> list[float]:
+    first, *others = (
+        fit(local(**HARDEST), "adamw", Initializes(when)) for when in ("setup", "on_fit_start", "on_train_start")
+    )
+    return [distance(each, first) for each in others]
+
+
+def test_training_starts_from_weights_that_hooks_write(on_ranks) -> None:
+    assert on_ranks(2, initialize_late)[0] == [0.0, 0.0]
+
+
+class WithTeacher(Model):
+    """Has a layer that no loss uses, or with `momentum` writes it in each step."""
+
+    def __init__(self, momentum: float = 0.0) -> None:
+        super().__init__("adamw")
+        self.teacher, self.momentum = nn.Linear(8, 32).double().requires_grad_(not momentum), momentum
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.momentum:
+            self.teacher.weight.data.lerp_(self.hidden.weight.data, self.momentum)
+
+
+def fit_with_teacher(strategy: Any, **options: Any) -> Weights:
+    torch.manual_seed(3)
+    module = WithTeacher(**options)
+    quiet_trainer(strategy=strategy, devices=2, max_epochs=1).fit(module, samples(6))
+    return weights_of(module)
+
+
+def leave_unused() -> float:
+    of_ddp = fit_with_teacher(ParalDDPStrategy(find_unused_parameters=True))
+    return distance(fit_with_teacher(local(period=9, warmup_steps=6)), of_ddp)
+
+
+def test_warm_up_leaves_what_no_rank_uses(on_ranks) -> None:
+    assert max(on_ranks(2, leave_unused)) < 1e-12
+
+
+def write_frozen() -> None:
+    with pytest.raises(ConfigurationError, match=r"were written during training: teacher\.weight\. .*buffers"):
+        fit_with_teacher(local(period=4), momentum=0.1)
+
+
+def test_written_frozen_parameters_are_refused(in_own_world) -> None:
+    in_own_world(2, write_frozen)
 
 
 # The wire
