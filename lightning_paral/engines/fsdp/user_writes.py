@@ -119,7 +119,8 @@ class UserWrites:
         """Let shards have what was written to their unsharded values, and reshard the units of those that change."""
         self._has_changed = self._has_changed or bool(changed)
         for unit in self._units if changed else ():
-            fsdp.finish_gathering(unit.group)
+            if unit.has_one_of(changed):  # not while FSDP2 itself makes the unsharded parameters of another one
+                fsdp.finish_gathering(unit.group)
         for unit in tuple(self.unsharded):
             if unit.has_one_of(changed):
                 fsdp.reshard(unit.group)
@@ -228,11 +229,11 @@ class ShownGradients:
                 continue
             shown, unsharded, shard = self._shown.pop(param), unsharded_param(param), param.sharded_param
             assert unsharded is not None
-            gradient = unsharded.grad
+            gradient: Tensor | None = unsharded.grad
             if gradient is not shown and (shard.grad is shown or shard.grad is None):
                 gradient = gradient if gradient is None else gradient.to(shard.dtype)
-                is_full = gradient is not None and not isinstance(gradient, DTensor)
-                shard.grad = shard_like(shard, gradient) if is_full else gradient
+                is_full = isinstance(gradient, Tensor) and not isinstance(gradient, DTensor)
+                shard.grad = shard_like(shard, gradient) if is_full else gradient  # type: ignore[arg-type]
             if gradient is not None:
                 unsharded.grad = None
                 unsharded.grad_dtype = unsharded.dtype
@@ -304,7 +305,8 @@ class UnitReconciliation:
     def has_one_of(self, tensors: Iterable[Any]) -> bool:
         """Return whether one of these DTensors has the memory of a shard of the unit."""
         storages = {identity_of(local_of(each).untyped_storage()) for each in tensors}
-        return bool(storages) and any(identity_of(e.shard.untyped_storage()) in storages for e in self.params or ())
+        shards = (local_of(param.sharded_param) for param in self.group.fsdp_params)
+        return bool(storages) and any(identity_of(shard.untyped_storage()) in storages for shard in shards)
 
     def check(self) -> None:
         """Raise a `ConfigurationError` if a step has written to parameters that must not be written to."""
