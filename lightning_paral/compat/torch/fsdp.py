@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
-from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from lightning_paral.compat.private_name import Names, named, replace
@@ -113,15 +112,8 @@ def is_param_of(value: object, param: Any) -> bool:
     """Return whether `value` is the sharded or unsharded parameter that FSDP2 sets on modules for an `FSDPParam`."""
     if value is param.sharded_param:
         return True
-    others = [getattr(param, name, None) for name in ("_unsharded_param", "_sharded_post_forward_param")]
-    return value is not None and any(value is one or _share_memory(value, one) for one in others)
-
-
-def _share_memory(value: object, other: object) -> bool:
-    # torch may create the unsharded DTensor of a parameter anew, in the same memory.
-    if not isinstance(value, DTensor) or not isinstance(other, DTensor):
-        return False
-    return local_of(value).data_ptr() == local_of(other).data_ptr()
+    others = (getattr(param, name, None) for name in ("_unsharded_param", "_sharded_post_forward_param"))
+    return value is not None and any(value is one for one in others)
 
 
 def owners_of(param: Any) -> list[tuple[Module, str]]:
