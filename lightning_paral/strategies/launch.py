@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ class CheckedLaunch:
             self._replaced = theirs, method
             if method == "popen":
                 self._own_launcher = ScriptLauncher(
-                    environment, strategy.num_processes, strategy.num_nodes, lambda: strategy.watch
+                    environment, strategy.num_processes, strategy.num_nodes, partial(getattr, strategy, "watch")
                 )
             else:
                 self._own_launcher = ProcessLauncher(strategy)
