@@ -30,6 +30,7 @@ class Keeps(Callback):
 def fine_tune(folder: str, pretrained: str, lora_rank: int) -> dict[str, torch.Tensor]:
     os.chdir(ROOT)
     options = [f"--model.folder={folder}", f"--model.pretrained={pretrained}", f"--model.lora_rank={lora_rank}"]
+    options.append(f"--trainer.default_root_dir={Path(folder).parent}")  # to which the configuration is written
     sys.argv = ["paral", "fit", "--config", "configs/fine-tune.yaml", *options, *SHORT.split()]
     main()
     return Keeps.weights
