@@ -14,7 +14,7 @@ from torch import nn
 from lightning_paral import ConfigurationError, ParalDDPStrategy, ParalLocalSGDStrategy, RankFailedError
 from lightning_paral.checkpoint.load import load
 from lightning_paral.comm import count_traffic
-from lightning_paral.comm.int8 import BLOCK, int8_average
+from lightning_paral.comm.direct import BLOCK, int8_average
 from lightning_paral.distributed.exchange import RankGroup, gather_objects
 from tests.distributed.local_sgd.training import Model, Weights, ddp, distance, fit, local, samples, weights_of
 from tests.running import SaveAt, logged, quiet_trainer
