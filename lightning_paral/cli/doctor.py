@@ -1,14 +1,17 @@
-"""`paral doctor`: what this machine has, which strategies are ready, and whether its ranks can communicate."""
+"""`paral doctor` and `paral strategies`: which strategies there are, and which are ready on this machine."""
 
 import json
 import os
 import sys
 from contextlib import redirect_stdout
 
+from tabulate import tabulate
+
 from lightning_paral.cli.parser import CommandParser
 from lightning_paral.diagnostics.doctor import as_json, broken, conclusion, examine
 from lightning_paral.engines.zero.options import PATH_VARIABLE
-from lightning_paral.tables import make_console
+from lightning_paral.registry import STRATEGIES
+from lightning_paral.text import make_console
 
 
 def doctor(arguments: list[str]) -> None:
@@ -36,3 +39,13 @@ def doctor(arguments: list[str]) -> None:
             console.print(conclusion(facts))
     if broken(facts):
         sys.exit(1)
+
+
+def strategies(arguments: list[str]) -> None:
+    """Print the name, class, arguments and description of every strategy that this package registers."""
+    CommandParser(prog="paral strategies", description=strategies.__doc__).parse_args(arguments)
+    rows = []
+    for entry in STRATEGIES:
+        given = ", ".join(f"{option}={value!r}" for option, value in entry.arguments.items())
+        rows.append((entry.name, f"{entry.strategy.__name__}({given})", entry.description))
+    print(tabulate(rows, headers=("name", "class", "what it does"), maxcolwidths=[None, 35, 41]))

@@ -31,9 +31,9 @@ from lightning_paral.engines.zero.runtime.nvme import check_folder
 from lightning_paral.engines.zero.runtime.operators import check_compiler, operator_folder
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.host_memory_check import available_bytes
-from lightning_paral.quantities import format_bytes, format_seconds
 from lightning_paral.registry import STRATEGIES
 from lightning_paral.tested_versions import TESTED_VERSIONS, untested
+from lightning_paral.text import format_bytes, format_seconds
 
 PART_SECONDS = 60.0
 """How long a part of the machine may take to answer: a driver, a disk, an import on a cold machine."""
