@@ -33,6 +33,14 @@ def did_you_mean(names: Sequence[str], *, quoted: bool = False) -> str:
     return f"Did you mean {' or '.join(shown)}?" if names else ""
 
 
+def list_names(title: str, names: Sequence[str]) -> str:
+    """Return the sentence `title: names. ` with at most 12 of the names, or an empty string if there are no names."""
+    if not names:
+        return ""
+    more = f" and {len(names) - 12} more" if len(names) > 12 else ""
+    return f"{title}: {', '.join(names[:12])}{more}. "
+
+
 def parse_bytes(text: str | int | float, name: str) -> int:
     """Return a size in bytes.
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lightning_paral.checkpoint.archive import check_regular
 from lightning_paral.checkpoint.commit import remove_leftovers, resolve
 from lightning_paral.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest, extract
 from lightning_paral.checkpoint.reader import open_checkpoint
-from lightning_paral.checkpoint.safe_load.archive import check_regular
 from lightning_paral.checkpoint.storage import COPY_NAME, folder_at, get_file, is_remote, without_scheme
 from lightning_paral.distributed.exchange import RankGroup, explain
 from lightning_paral.errors import CheckpointError, MissingCheckpointError, explain_read_errors

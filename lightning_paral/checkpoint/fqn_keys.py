@@ -9,10 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_paral.checkpoint.host_memory import host_copy
 from lightning_paral.checkpoint.optimizer_state import OTHER_ENTRIES_KEY, other_entries, to_fqn_keys, to_int_keys
-from lightning_paral.checkpoint.saved_tensors import SavedTensor, name_of
-from lightning_paral.checkpoint.tree import WEIGHT_KEYS, TreePath, insert, is_state_key, replace_at, tensors_in
+from lightning_paral.checkpoint.tree import (
+    WEIGHT_KEYS,
+    SavedTensor,
+    TreePath,
+    host_copy,
+    insert,
+    is_state_key,
+    name_of,
+    replace_at,
+    tensors_in,
+)
 from lightning_paral.checkpoint.weights import PACKAGE_STATE_KEY
 from lightning_paral.compat.torch.modules import set_versions, versions_in
 from lightning_paral.distributed.exchange import RankGroup

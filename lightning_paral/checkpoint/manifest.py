@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_paral.checkpoint.archive import open_regular, read_archive
 from lightning_paral.checkpoint.checksums import FileRecord, checksum, checksum_of_block, reader_of
-from lightning_paral.checkpoint.safe_load.archive import open_regular, read_archive
 from lightning_paral.errors import CheckpointError
 
 FORMAT = 1

@@ -3,7 +3,7 @@
 The steps of a save, with the files to read:
 
 1. `sharded_state.py`, `weights.py`: Lightning collects this rank's shards before it calls the strategy.
-2. `saved_tensors.py`, `shards.py`: list the tensors, and the elements of them that this rank writes.
+2. `tree.py`, `shards.py`: list the tensors, and the elements of them that this rank writes.
 3. `sharded.py` or `full.py`: write them, into a new folder or file next to the target.
 4. `manifest.py`: rank 0 writes the manifest after all ranks have succeeded.
 5. `commit.py`: rename the new folder or file to the target.
@@ -24,15 +24,14 @@ from uuid import uuid4
 
 from torch import Tensor
 
+from lightning_paral.checkpoint.background import Staging
 from lightning_paral.checkpoint.checksums import record_bytes
 from lightning_paral.checkpoint.commit import AtomicPath, check_replaceable, check_replaceable_at
 from lightning_paral.checkpoint.dcp_metadata import META, METADATA
 from lightning_paral.checkpoint.fqn_keys import by_fqn, merge_stages
 from lightning_paral.checkpoint.full import write_full
-from lightning_paral.checkpoint.host_memory import Staging, host_copy
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
-from lightning_paral.checkpoint.safe_load.unpickle import warn_about_refused_types
-from lightning_paral.checkpoint.saved_tensors import SavedTensor, tensors_to_save
+from lightning_paral.checkpoint.safe_load import warn_about_refused_types
 from lightning_paral.checkpoint.sharded import (
     leaves,
     make_metadata,
@@ -41,7 +40,16 @@ from lightning_paral.checkpoint.sharded import (
 )
 from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.storage import Folder, FsspecStorage, LocalStorage, file_system, is_remote, put_file
-from lightning_paral.checkpoint.tree import WEIGHT_KEYS, TreePath, is_state_key, replace_at, tensors_in
+from lightning_paral.checkpoint.tree import (
+    WEIGHT_KEYS,
+    SavedTensor,
+    TreePath,
+    host_copy,
+    is_state_key,
+    replace_at,
+    tensors_in,
+    tensors_to_save,
+)
 from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.errors import CheckpointError
 from lightning_paral.options import Form

@@ -9,8 +9,7 @@ import torch
 from tabulate import tabulate
 
 from lightning_paral.checkpoint.convert import convert
-from lightning_paral.checkpoint.load import peek
-from lightning_paral.checkpoint.verify import DamagedError, check, named_tensors
+from lightning_paral.checkpoint.load import DamagedError, check, named_tensors, peek
 from lightning_paral.cli.parser import CommandParser
 from lightning_paral.text import parse_bytes
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.data import IterableDataset
 
-from lightning_paral.checkpoint.ended_optimizers import EndedOptimizers
+from lightning_paral.checkpoint.optimizer_state import EndedOptimizers
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.compat.torch.modules import BatchNorm
 from lightning_paral.strategies.base import ParalStrategy

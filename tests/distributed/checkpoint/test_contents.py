@@ -12,10 +12,9 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_paral import CheckpointError
-from lightning_paral.checkpoint.load import load
+from lightning_paral.checkpoint.load import load, verify
 from lightning_paral.checkpoint.save import SaveJob
 from lightning_paral.checkpoint.shards import FlatShard, identity
-from lightning_paral.checkpoint.verify import verify
 from lightning_paral.distributed.exchange import RankGroup, all_ranks
 from tests.models.resumable import NUM_BATCHES, Resumable, SaveOnce, losses, refusal
 

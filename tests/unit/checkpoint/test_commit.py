@@ -21,8 +21,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_paral import CheckpointError, CheckpointOptions, ParalDDPStrategy
+from lightning_paral.checkpoint.background import Staging
 from lightning_paral.checkpoint.commit import AtomicPath, _new_save_id, _siblings, remove_leftovers, resolve
-from lightning_paral.checkpoint.host_memory import Staging
 from lightning_paral.checkpoint.load import peek
 from lightning_paral.checkpoint.save import SaveJob
 from lightning_paral.checkpoint.storage import remove_at
