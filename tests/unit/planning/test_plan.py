@@ -35,8 +35,16 @@ from lightning_paral.planning.fake import FakeModule, StepSettings
 from lightning_paral.planning.follow import IsolatedError, batch_of_shape, run_isolated
 from lightning_paral.planning.layout import LAYOUTS, Layout, layouts_of
 from lightning_paral.planning.plan import advise, is_candidate
-from lightning_paral.planning.states import ModelStates, ParameterState, count_states
-from lightning_paral.planning.trace import ROOT, PlannedUnit, Point, Step, follow_step
+from lightning_paral.planning.trace import (
+    ROOT,
+    ModelStates,
+    ParameterState,
+    PlannedUnit,
+    Point,
+    Step,
+    count_states,
+    follow_step,
+)
 from tests.models.planned import Adversarial, ConvNet, DependsOnValues, bytes_of_text, gpt, images
 
 PROJECT = Path(lightning_paral.__file__).parents[1]
