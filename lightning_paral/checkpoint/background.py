@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_paral.checkpoint.shards import LocalShard, fresh_like, identity
+from lightning_paral.checkpoint.shards import LocalShard, identity
 from lightning_paral.checkpoint.tree import SavedTensor
 from lightning_paral.distributed.exchange import RankGroup, all_ranks
 
@@ -37,16 +37,11 @@ class Staging:
             values = tensor.shard.values()
             copy = kept[len(self._copies)] if len(self._copies) < len(kept) else None
             if copy is None or (copy.shape, copy.dtype) != (values.shape, tensor.dtype):
-                copy = self._allocate(values, tensor.dtype)
+                copy = torch.empty(values.shape, dtype=tensor.dtype, device="cpu", pin_memory=self._pin)
             self._copies.append(copy.copy_(values, non_blocking=self._pin))
             tensor.shard = LocalShard(tensor.shard.chunks, partial(identity, copy))
         if self._pin:
             torch.cuda.synchronize()
-
-    def _allocate(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        if self._pin:
-            return torch.empty(values.shape, dtype=dtype, pin_memory=True)
-        return fresh_like(torch.empty(values.shape, dtype=dtype, device="meta"))
 
     def release(self) -> None:
         """Free the memory."""

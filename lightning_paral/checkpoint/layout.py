@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from math import prod
 
 import torch
@@ -147,27 +146,6 @@ def is_chunked(value: DTensor) -> bool:
     """Return whether each rank of the mesh holds a chunk of `value`, rather than, for example, a partial sum."""
     is_partial = any(sharded_dim(each) is None and not each.is_replicate() for each in value.placements)
     return not is_partial and _find_splits(value) is not None
-
-
-def chunks_by_rank(value: DTensor) -> dict[int, Chunk]:
-    """Return the chunks of `value` that together are the full tensor, by the global rank that holds them.
-
-    The ranks are those of the mesh that have this rank's coordinate in the dimensions without sharding.
-
-    Raises:
-        CheckpointError: the local tensors are not chunks of `value`.
-    """
-    mesh, splits = value.device_mesh, _splits(value)
-    own = mesh.get_coordinate()
-    assert own is not None
-    sharded = {number for splits_of_dim in splits for number in splits_of_dim}
-    ranks = mesh.mesh[tuple(slice(None) if number in sharded else index for number, index in enumerate(own))]
-    ranges = [range(mesh.size(number)) if number in sharded else (own[number],) for number in range(mesh.ndim)]
-    coordinates = product(*ranges)  # in the order of `ranks.flatten()`
-    return {
-        rank: _chunk_at(value, splits, coordinate)
-        for rank, coordinate in zip(ranks.flatten().tolist(), coordinates, strict=True)
-    }
 
 
 def ranks_with_same_chunk(value: DTensor) -> tuple[int, ...]:

@@ -11,13 +11,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.checkpoint.layout import dtensor_like
 from lightning_paral.checkpoint.lazy_tensor import materialize, read_into
-from lightning_paral.checkpoint.shards import FlatShard, fresh_like, identity, is_sharded, local_shard
+from lightning_paral.checkpoint.shards import FlatShard, identity, is_sharded, local_shard
 from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.errors import CheckpointError, ConfigurationError
 from lightning_paral.text import list_names
@@ -197,16 +195,9 @@ def load_state(optimizer: Optimizer, names: Sequence[Sequence[str]], saved: Stat
 def _restore_value(key: str, value: Any, parameter: Parameter) -> Any:
     if not isinstance(value, Tensor) or key == "step" or value.shape != parameter.shape:
         return tree_map_only(Tensor, _copy, value)
-    target = _memory_for(parameter.detach())
+    target = torch.empty_like(parameter.detach())
     read_into(value, target)
     return target
-
-
-def _memory_for(parameter: Tensor) -> Tensor:
-    if isinstance(parameter, DTensor):
-        return dtensor_like(_memory_for(parameter.to_local()), parameter)
-    on_host = parameter.device.type == "cpu" and parameter.is_contiguous()
-    return fresh_like(parameter) if on_host else torch.empty_like(parameter)
 
 
 def _copy(value: Tensor) -> Tensor:

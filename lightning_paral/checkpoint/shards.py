@@ -1,8 +1,6 @@
 """A rank's shard of a tensor: the full tensor, an N-dimensional chunk (DTensor), or a flat range (ZeRO)."""
 
-import mmap
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -42,7 +40,6 @@ _ELEMENTWISE = {
     _aten.neg.default,
 }
 """The operations that `FlatShard` supports."""
-_HUGE_PAGE_BYTES = 2**21
 
 
 class FlatShard(WithoutMemory):
@@ -226,20 +223,6 @@ def alone(value: Tensor) -> Tensor:
     """
     data: Any = bytes_of(value)
     return torch.frombuffer(data, dtype=value.dtype)
-
-
-def fresh_like(values: Tensor) -> Tensor:
-    """Return an uninitialized contiguous tensor on the host with the shape and dtype of `values`.
-
-    Large tensors are allocated in huge pages if the system supports them (Linux). In pages of the usual size, the page
-    faults at the first access take three times as long as copying to the memory.
-    """
-    if values.nbytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(values.shape, dtype=values.dtype)
-    memory = mmap.mmap(-1, values.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=values.dtype).view(values.shape)
 
 
 def is_sharded(value: Tensor) -> bool:

@@ -10,6 +10,7 @@ from tabulate import tabulate
 from lightning_paral.cli.parser import CommandParser
 from lightning_paral.diagnostics.doctor import as_json, broken, conclusion, examine
 from lightning_paral.engines.zero.options import PATH_VARIABLE
+from lightning_paral.errors import ConfigurationError
 from lightning_paral.registry import STRATEGIES
 
 
@@ -25,7 +26,7 @@ def doctor(arguments: list[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
     if options.ranks < 1:
-        parser.error(f"--ranks {options.ranks} was given. Give at least 1.")
+        raise ConfigurationError(f"--ranks {options.ranks} was given. Give at least 1.")
     output, facts = sys.stdout, []
     # Libraries print to stdout when they are imported, and the output has to stay readable JSON.
     with redirect_stdout(sys.stderr):
