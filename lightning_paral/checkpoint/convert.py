@@ -15,15 +15,21 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lightning_paral.checkpoint.commit import AtomicPath, sync_folder
-from lightning_paral.checkpoint.find import read_current, read_manifest
 from lightning_paral.checkpoint.full import write_full
 from lightning_paral.checkpoint.layout import full_chunk
 from lightning_paral.checkpoint.lazy_tensor import LazyTensor, materialize
-from lightning_paral.checkpoint.load import load
+from lightning_paral.checkpoint.load import load, read_current, read_manifest
 from lightning_paral.checkpoint.manifest import Manifest
 from lightning_paral.checkpoint.shards import NO_SHARD, LocalShard
-from lightning_paral.checkpoint.tree import CURRENT_KEY, WEIGHT_KEYS, SavedTensor, tensors_in, view_key
-from lightning_paral.checkpoint.weights import MODELS_KEY, PACKAGE_STATE_KEY
+from lightning_paral.checkpoint.tree import (
+    CURRENT_KEY,
+    PACKAGE_STATE_KEY,
+    WEIGHT_KEYS,
+    SavedTensor,
+    tensors_in,
+    view_key,
+)
+from lightning_paral.checkpoint.weights import MODELS_KEY
 from lightning_paral.distributed.exchange import RankGroup, explain
 from lightning_paral.errors import CheckpointError, ConfigurationError, ParalError
 from lightning_paral.text import list_names

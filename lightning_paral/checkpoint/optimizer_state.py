@@ -3,8 +3,10 @@
 After a run that sharded it, each rank keeps its shards on the host as `FlatShard`: see `EndedOptimizers`.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,6 +32,7 @@ Names = list[list[str]]
 OTHER_ENTRIES_KEY = "lightning_paral.optimizers"
 """Key in `meta.pt` of a sharded checkpoint: for each optimizer, the result of `other_entries`."""
 
+_OPTIMIZER_KEY = re.compile(r"optimizer_(\d+)")
 _REMEDY = (
     "Return the same parameters in the same groups from configure_optimizers, or skip the optimizer's state with "
     "CheckpointOptions(restore_optimizer=False)."
@@ -114,6 +117,32 @@ def to_int_keys(state: State) -> State:
 def other_entries(state: State) -> dict[str, Any]:
     """Return the entries of `state` other than `state` and `param_groups`, such as averages of weights."""
     return {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+
+
+def by_fqn(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint with entries `optimizer_0`, ..., keyed by FQN, in place of `optimizer_states`."""
+    tree = dict(checkpoint)
+    states = tree.pop("optimizer_states", [])
+    tree |= {f"optimizer_{number}": to_fqn_keys(state) for number, state in enumerate(states)}
+    others = [other_entries(state) for state in states]
+    if any(others):
+        tree[OTHER_ENTRIES_KEY] = others
+    tree.setdefault("state_dict", {})
+    return tree
+
+
+def by_int(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint in Lightning's format, keyed by int, from one that `by_fqn` made."""
+    numbers = sorted(int(found[1]) for found in map(_OPTIMIZER_KEY.fullmatch, tree) if found)
+    states = [to_int_keys(tree[f"optimizer_{number}"]) for number in numbers]
+    checkpoint = {
+        key: value for key, value in tree.items() if not _OPTIMIZER_KEY.fullmatch(key) and key != OTHER_ENTRIES_KEY
+    }
+    if states:
+        empty: dict[str, Any] = {}
+        pairs = zip_longest(tree.get(OTHER_ENTRIES_KEY, ()), states, fillvalue=empty)
+        checkpoint["optimizer_states"] = [other | state for other, state in pairs]
+    return checkpoint
 
 
 class SavedOptimizer:

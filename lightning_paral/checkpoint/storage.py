@@ -15,8 +15,8 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_paral.checkpoint.archive import check_regular, open_regular
-from lightning_paral.checkpoint.checksums import Block, ChecksummedWriter, checksum, checksum_of_block, reader_of
 from lightning_paral.checkpoint.commit import check_replaceable_at, inspect, remove, remove_beside_others
+from lightning_paral.checkpoint.manifest import Block, ChecksummedWriter, checksum, checksum_of_block, reader_of
 from lightning_paral.errors import CheckpointError
 
 COPY_NAME = re.compile(r"\S+/lightning_paral_\w+\.copy")

@@ -21,6 +21,10 @@ TreePath = tuple[str | int, ...]
 CURRENT_KEY = "current_model_state"
 """Key under which Lightning's `WeightAveraging` saves the weights; `state_dict` then contains their averages."""
 
+PACKAGE_STATE_KEY = "lightning_paral"
+"""Key in a checkpoint for the state that only this package reads: the names of frozen parameters that were not saved,
+random states, and descriptions of Hugging Face models."""
+
 WEIGHT_KEYS = ("state_dict", CURRENT_KEY)
 """Keys of a checkpoint whose values are results of `Module.state_dict`."""
 

@@ -29,11 +29,8 @@ from lightning_paral.errors import CheckpointError, ParalError
 from lightning_paral.model.engine_attributes import attributes_without_engine, class_without_engine
 from lightning_paral.text import list_names
 
-PACKAGE_STATE_KEY = "lightning_paral"
-"""Key in a checkpoint for the state that only this package reads: the names of frozen parameters that were not saved,
-random states, and descriptions of Hugging Face models."""
 MODELS_KEY = "hugging_face"
-"""Key in that state for the descriptions of Hugging Face models."""
+"""Key in the state of this package for the descriptions of Hugging Face models."""
 
 
 def sharded_state_dict(module: Module, shard: Callable[[Parameter], Tensor], save_frozen: bool) -> dict[str, Any]:
