@@ -57,42 +57,6 @@ class FileRecord:
     """Offset, length and checksum of each block, in order and without gaps."""
 
 
-class BlockChecksums:
-    """Computes the checksums of a file that is written sequentially."""
-
-    def __init__(self) -> None:
-        self._blocks: list[tuple[int, int, int]] = []
-        self._offset = self._length = 0
-        self._sum = xxh3_64()
-
-    @property
-    def position(self) -> int:
-        """Number of bytes processed."""
-        return self._offset + self._length
-
-    def update(self, data: memoryview) -> None:
-        """Process the next bytes of the file."""
-        while len(data):
-            taken = data[: BLOCK_BYTES - self._length]
-            self._sum.update(taken)
-            self._length += len(taken)
-            data = data[len(taken) :]
-            if self._length == BLOCK_BYTES:
-                self._close()
-
-    def record(self) -> FileRecord:
-        """Return the size and checksums of the bytes processed so far. Call this once, at the end of the file."""
-        if self._length:
-            self._close()
-        return FileRecord(bytes=self._offset, blocks=self._blocks)
-
-    def _close(self) -> None:
-        self._blocks.append((self._offset, self._length, self._sum.intdigest()))
-        self._offset += self._length
-        self._length = 0
-        self._sum.reset()
-
-
 def checksum(data: bytes | memoryview) -> int:
     """Return the checksum of `data`."""
     return xxh3_64_intdigest(data)
@@ -126,9 +90,8 @@ def reader_of(descriptor: int) -> ReadInto:
 
 def record_bytes(data: bytes) -> FileRecord:
     """Return the size and checksums of a file with the content `data`."""
-    checksums = BlockChecksums()
-    checksums.update(memoryview(data))
-    return checksums.record()
+    parts = [(start, data[start : start + BLOCK_BYTES]) for start in range(0, len(data), BLOCK_BYTES)]
+    return FileRecord(bytes=len(data), blocks=[(start, len(part), checksum(part)) for start, part in parts])
 
 
 class ChecksummedWriter:
@@ -148,14 +111,12 @@ class ChecksummedWriter:
         self._flusher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flush") if on_disk else None
         self._flush: Future[None] | None = None
         self._unflushed_bytes = 0
-        self._checksums = BlockChecksums()
+        self._blocks: list[tuple[int, int, int]] = []
+        self._sum = xxh3_64()
+        self.position = 0
+        """Number of bytes written."""
         self.error: BaseException | None = None
         """The error of the last write. It is kept because `torch.save` replaces it by another error."""
-
-    @property
-    def position(self) -> int:
-        """Number of bytes written."""
-        return self._checksums.position
 
     def write(self, data: Any) -> int:
         """Append bytes."""
@@ -170,8 +131,23 @@ class ChecksummedWriter:
         except BaseException as error:
             self.error = error
             raise
-        self._checksums.update(view)
+        self._add(view)
         return len(view)
+
+    def _add(self, data: memoryview) -> None:
+        """Add bytes to the checksums."""
+        while len(data):
+            taken = data[: BLOCK_BYTES - self.position % BLOCK_BYTES]
+            self._sum.update(taken)
+            self.position += len(taken)
+            data = data[len(taken) :]
+            if self.position % BLOCK_BYTES == 0:
+                self._end_block()
+
+    def _end_block(self) -> None:
+        start = len(self._blocks) * BLOCK_BYTES
+        self._blocks.append((start, self.position - start, self._sum.intdigest()))
+        self._sum.reset()
 
     def _check_flush(self) -> None:
         """Raise the error of the last flush. The kernel reports such a failure only once, so `fsync` would not."""
@@ -188,7 +164,9 @@ class ChecksummedWriter:
 
     def record(self) -> FileRecord:
         """Return the size and checksums of the bytes written. Call this once, at the end of the file."""
-        return self._checksums.record()
+        if self.position % BLOCK_BYTES:
+            self._end_block()
+        return FileRecord(bytes=self.position, blocks=self._blocks)
 
     def __enter__(self) -> "ChecksummedWriter":
         return self
