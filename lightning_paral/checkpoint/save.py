@@ -13,10 +13,10 @@ After each step, the ranks agree in `distributed/exchange.py` whether all of the
 
 import io
 import logging
-import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -187,25 +187,17 @@ class SaveJob:
         """Write next to the target, and rename the result to the target. Return the size of all files in bytes."""
         target = Path(self.path)
         what = f"Saving {target}"
-        draft: AtomicPath | None = None
+        folder, drafts = self.form == "sharded", list[AtomicPath]()
+        with ExitStack() as stack:
 
-        def begin() -> str:
-            nonlocal draft
-            draft = AtomicPath(target, folder=self.form == "sharded")
-            return str(draft.path)
+            def begin() -> str:
+                drafts.append(stack.enter_context(AtomicPath(target, folder=folder)))
+                return str(drafts[0].path)
 
-        try:
             path = Path(ranks.run_on_rank_0(what, begin))
-            if self.form == "full":
-                nbytes = self._write_file(path, ranks)
-            else:
-                nbytes = self._write_folder(LocalStorage(path), ranks)
-            ranks.run_on_rank_0(what, lambda: draft.commit() if draft is not None else None)
-            draft = None
+            nbytes = self._write_folder(LocalStorage(path), ranks) if folder else self._write_file(path, ranks)
+            ranks.run_on_rank_0(what, lambda: drafts[0].commit())
             return nbytes
-        finally:
-            if draft is not None:
-                draft.discard()
 
     def _write_file(self, path: Path, ranks: RankGroup) -> int:
         what = f"Saving {self.path}"
@@ -216,15 +208,16 @@ class SaveJob:
     def _upload(self, ranks: RankGroup) -> int:
         """Write a local file, because a manifest cannot be appended to a file at a URL, and upload it."""
         what = f"Saving {self.path}"
-        folder = ranks.run_on_rank_0(what, lambda: tempfile.mkdtemp(prefix="lightning_paral_"))
-        try:
-            path = Path(folder) / "full.ckpt"
+        with ExitStack() as stack:
+
+            def begin() -> str:
+                made = tempfile.TemporaryDirectory(prefix="lightning_paral_", ignore_cleanup_errors=True)
+                return stack.enter_context(made)
+
+            path = Path(ranks.run_on_rank_0(what, begin)) / "full.ckpt"
             nbytes = self._write_file(path, ranks)
             ranks.run_on_rank_0(what, lambda: put_file(path, self.path))
             return nbytes
-        finally:
-            if ranks.is_rank_0:
-                shutil.rmtree(folder, ignore_errors=True)
 
     def _write_folder(self, folder: Folder, ranks: RankGroup, save_id: str = "") -> int:
         """Write the files of a sharded checkpoint, the manifest last. Return the size of all files in bytes.
