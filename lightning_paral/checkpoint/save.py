@@ -32,12 +32,7 @@ from lightning_paral.checkpoint.full import write_full
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest, record_bytes
 from lightning_paral.checkpoint.optimizer_state import OTHER_ENTRIES_KEY, by_fqn
 from lightning_paral.checkpoint.safe_load import warn_about_refused_types
-from lightning_paral.checkpoint.sharded import (
-    leaves,
-    make_metadata,
-    serialize_values,
-    write_rank_file,
-)
+from lightning_paral.checkpoint.sharded import leaves, make_metadata, serialize_values, write_rank_file
 from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.storage import Folder, FsspecStorage, LocalStorage, file_system, is_remote, put_file
 from lightning_paral.checkpoint.tree import (
