@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_paral import tested_versions as tested_versions  # warns of untested versions
 from lightning_paral._version import __version__
-from lightning_paral.checkpoint.load_from_checkpoint import is_folder, read_folder
+from lightning_paral.checkpoint import is_folder, read_folder
 from lightning_paral.compat.lightning import load_from_checkpoint
 from lightning_paral.error_report import install_brief_excepthook
 from lightning_paral.errors import (

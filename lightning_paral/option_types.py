@@ -11,7 +11,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Concatenate, Literal, ParamSpec, TypeVar, Union
 
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.suggestions import did_you_mean, nearest_names
+from lightning_paral.text import did_you_mean, nearest_names
 
 Class = TypeVar("Class", bound=type)
 Options = TypeVar("Options")

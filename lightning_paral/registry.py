@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-from lightning_paral.suggestions import did_you_mean, nearest_names
+from lightning_paral.text import did_you_mean, nearest_names
 
 
 @dataclass(frozen=True, kw_only=True)

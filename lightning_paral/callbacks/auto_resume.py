@@ -9,9 +9,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_paral.checkpoint.find import Candidate, find_candidates
+from lightning_paral.checkpoint.load import Candidate, find_candidates, verify_records
 from lightning_paral.checkpoint.storage import is_remote, without_scheme
-from lightning_paral.checkpoint.verify import verify_records
 from lightning_paral.compat.lightning.loops import choose_checkpoint
 from lightning_paral.distributed.exchange import RankGroup, all_ranks, explain
 from lightning_paral.errors import CheckpointError, ConfigurationError

@@ -16,7 +16,7 @@ from lightning_paral.compat.lightning.loops import step_of_loggers
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.distributed.exchange import gather_objects
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.quantities import format_bytes, format_seconds
+from lightning_paral.text import format_bytes, format_seconds
 
 
 class ParalMonitor(Callback):

@@ -1,14 +1,51 @@
-"""Save in the background: one save at a time, in a thread, with a separate process group."""
+"""Save in the background: copies of what a save writes, and one thread with a separate process group."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from lightning_paral.checkpoint.host_memory import Staging
+from lightning_paral.checkpoint.shards import LocalShard, identity
+from lightning_paral.checkpoint.tree import SavedTensor
 from lightning_paral.distributed.exchange import RankGroup, all_ranks
+
+
+class Staging:
+    """Copies on the host of the shards that a rank writes.
+
+    The memory is kept for the next save, because allocating it takes longer than copying to it.
+
+    Args:
+        pin: whether to use pinned memory, to which a GPU copies without waiting.
+    """
+
+    def __init__(self, *, pin: bool = False) -> None:
+        self._pin = pin
+        self._copies: list[Tensor] = []
+
+    def stage(self, tensors: list[SavedTensor]) -> None:
+        """Copy the shards of `tensors`, and replace them by the copies. Earlier copies are overwritten."""
+        kept, self._copies = self._copies, []
+        for tensor in tensors:
+            if not tensor.shard.chunks:
+                continue
+            values = tensor.shard.values()
+            copy = kept[len(self._copies)] if len(self._copies) < len(kept) else None
+            if copy is None or (copy.shape, copy.dtype) != (values.shape, tensor.dtype):
+                copy = torch.empty(values.shape, dtype=tensor.dtype, device="cpu", pin_memory=self._pin)
+            self._copies.append(copy.copy_(values, non_blocking=self._pin))
+            tensor.shard = LocalShard(tensor.shard.chunks, partial(identity, copy))
+        if self._pin:
+            torch.cuda.synchronize()
+
+    def release(self) -> None:
+        """Free the memory."""
+        self._copies.clear()
 
 
 class BackgroundSaver:

@@ -21,7 +21,7 @@ from typing import Any
 from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_paral.checkpoint.checksums import checksum
+from lightning_paral.checkpoint.manifest import checksum
 from lightning_paral.errors import CheckpointError
 
 # Files of a Distributed Checkpoint, with the id of the save behind a URL: those that no other folder has, and all.

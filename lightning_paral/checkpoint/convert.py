@@ -1,5 +1,6 @@
 """Convert any checkpoint to one Lightning file, to safetensors, or to a Hugging Face folder."""
 
+import json
 import logging
 import os
 import shutil
@@ -14,20 +15,24 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lightning_paral.checkpoint.commit import AtomicPath, sync_folder
-from lightning_paral.checkpoint.find import read_current, read_manifest
 from lightning_paral.checkpoint.full import write_full
-from lightning_paral.checkpoint.hugging_face import KEY, build_model, fill, without_wrappers
 from lightning_paral.checkpoint.layout import full_chunk
 from lightning_paral.checkpoint.lazy_tensor import LazyTensor, materialize
-from lightning_paral.checkpoint.load import load
+from lightning_paral.checkpoint.load import load, read_current, read_manifest
 from lightning_paral.checkpoint.manifest import Manifest
-from lightning_paral.checkpoint.optimizer_state import list_names
-from lightning_paral.checkpoint.saved_tensors import SavedTensor
 from lightning_paral.checkpoint.shards import NO_SHARD, LocalShard
-from lightning_paral.checkpoint.tree import CURRENT_KEY, WEIGHT_KEYS, tensors_in, view_key
-from lightning_paral.checkpoint.weights import PACKAGE_STATE_KEY
+from lightning_paral.checkpoint.tree import (
+    CURRENT_KEY,
+    PACKAGE_STATE_KEY,
+    WEIGHT_KEYS,
+    SavedTensor,
+    tensors_in,
+    view_key,
+)
+from lightning_paral.checkpoint.weights import MODELS_KEY
 from lightning_paral.distributed.exchange import RankGroup, explain
 from lightning_paral.errors import CheckpointError, ConfigurationError, ParalError
+from lightning_paral.text import list_names
 
 _TRAINING_KEYS = ("optimizer_states", "lr_schedulers", "callbacks", CURRENT_KEY, "averaging_state")
 
@@ -94,8 +99,8 @@ def convert(
     prefix = strip_prefix if strip_prefix is None else f"{strip_prefix.rstrip('.')}.".removeprefix(".")
     model = None
     if hugging_face:
-        described = found.get(PACKAGE_STATE_KEY, {}).get(KEY, [])
-        prefix, model = build_model(described, None if config is None else Path(config), prefix)
+        described = found.get(PACKAGE_STATE_KEY, {}).get(MODELS_KEY, [])
+        prefix, model = _build_model(described, None if config is None else Path(config), prefix)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.suffix == ".ckpt" and model is None:
@@ -201,14 +206,106 @@ def _write_model(
     max_shard_bytes: int | None,
 ) -> list[Path]:
     """Write the folder `out` with the `PreTrainedModel` on the meta device and its weights."""
-    weights = {without_wrappers(name): value for name, value in weights.items()}
-    fill(model, {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in weights.items()})
+    weights = {_without_wrappers(name): value for name, value in weights.items()}
+    _fill(model, {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in weights.items()})
     with AtomicPath(out, folder=True) as draft:
-        fill(model, _mapped(weights, draft.path, about, dtype))
+        _fill(model, _mapped(weights, draft.path, about, dtype))
         model.save_pretrained(draft.path, max_shard_size=max_shard_bytes or 5 * 10**9)
         names = _flush(draft.path)
         draft.commit()
     return [out / name for name in names]
+
+
+def _without_wrappers(name: str) -> str:
+    """Return the name of a weight without the prefixes that `torch.compile` adds to it."""
+    return name.replace("_orig_mod.", "")
+
+
+def _build_model(described: list[dict[str, str]], config: Path | None, prefix: str | None) -> tuple[str, Any]:
+    """Return the prefix of the names of a model's weights, and the `PreTrainedModel` itself, on the meta device.
+
+    Args:
+        described: what `describe_models` returned when the checkpoint was saved.
+        config: the path of `config.json`, or of the folder that contains it; `None` takes it from `described`.
+        prefix: the prefix. Required if the checkpoint does not describe exactly one model.
+
+    Raises:
+        ConfigurationError: the model cannot be determined, or its class is not in `transformers`.
+        CheckpointError: the model cannot be built from its config.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigurationError("--hugging-face needs a library: pip install transformers.") from error
+    chosen = [model for model in described if prefix in (None, model["prefix"])]
+    if len(chosen) != 1 and (config is None or prefix is None):
+        choices = ", ".join(f"--strip-prefix {model['prefix']}" for model in described)
+        raise ConfigurationError(
+            f"The checkpoint describes {len(described)} Hugging Face models, and one must be chosen: "
+            f"{choices or 'none'}. For a model that it does not describe, pass the folder of its config and the prefix "
+            "of its weights: --config FOLDER --strip-prefix PREFIX."
+        )
+    texts = chosen[0] if config is None else _read_config(config)
+    content = json.loads(texts["config"])
+    name = " ".join(map(str, content.get("architectures") or ["no class"]))
+    cls: Any = getattr(transformers, name, None)
+    if getattr(cls, "config_class", None) is None:
+        raise ConfigurationError(
+            f"The config of the model names {name}, which `transformers` does not have. Write only the weights: "
+            "OUT.safetensors --strip-prefix PREFIX."
+        )
+    try:
+        with torch.device("meta"):
+            model = cls(cls.config_class.from_dict(content))
+        if "generation_config" in texts:
+            model.generation_config = transformers.GenerationConfig.from_dict(json.loads(texts["generation_config"]))
+    except Exception as error:
+        raise CheckpointError(f"{name} could not be built from its config: {error}") from error
+    return chosen[0]["prefix"] if prefix is None else prefix, model
+
+
+def _read_config(path: Path) -> dict[str, str]:
+    """Return the texts of `config.json` and, if there is one, `generation_config.json`."""
+    folder = path if path.is_dir() else path.parent
+    files = {"config": path / "config.json" if path.is_dir() else path}
+    if (folder / "generation_config.json").is_file():
+        files["generation_config"] = folder / "generation_config.json"
+    try:
+        texts = {key: file.read_text() for key, file in files.items()}
+        if not all(isinstance(json.loads(text), dict) for text in texts.values()):
+            raise ValueError("it is not a JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{path} is not the config of a model: {error}.") from error
+    return texts
+
+
+def _fill(model: Any, weights: Mapping[str, Tensor]) -> None:
+    """Make these weights, without copying them, those of a `PreTrainedModel` on the meta device.
+
+    Raises:
+        CheckpointError: the weights are not exactly those of the model, so `from_pretrained` would load other values.
+    """
+    try:
+        unexpected = model.load_state_dict(weights, strict=False, assign=True).unexpected_keys
+        fault = list_names("Only in the checkpoint", sorted(unexpected))
+    except RuntimeError as error:
+        fault = f"{error} "
+    model.tie_weights()
+    own = model.state_dict(keep_vars=True)
+    given = {id(own[name]) for name in weights if name in own}
+    fault += list_names("Missing in the checkpoint", [name for name, value in own.items() if id(value) not in given])
+    tied = [name for name in weights if name in own and not _equal(own[name], weights[name])]
+    fault += list_names("Tied by the config, but different in the checkpoint", tied)
+    if fault:
+        raise CheckpointError(
+            f"The weights do not match {type(model).__name__} with this config, so `from_pretrained` would not load "
+            f"them. {fault}Save frozen parameters as well, merge adapters before saving (merge_and_unload), pass "
+            "another --config, or write only the weights: OUT.safetensors --strip-prefix PREFIX."
+        )
+
+
+def _equal(value: Tensor, given: Tensor) -> bool:
+    return value.is_meta or value.data_ptr() == given.data_ptr() or torch.equal(value, given)
 
 
 def _mapped(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_paral.checkpoint.layout import Chunk
-from lightning_paral.checkpoint.safe_load.pickles import Made, Named, PickleError, PickleReader, count_hash, opcodes
+from lightning_paral.checkpoint.pickles import Made, Named, PickleError, PickleReader, count_hash, opcodes
 from lightning_paral.checkpoint.tree import TreePath
 from lightning_paral.errors import CheckpointError
 

@@ -12,13 +12,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.serialization import config
 
-from lightning_paral.checkpoint.checksums import ChecksummedWriter, FileRecord, checksum_of_block, reader_of
-from lightning_paral.checkpoint.fqn_keys import by_int
 from lightning_paral.checkpoint.layout import Chunk, flat_range_of
-from lightning_paral.checkpoint.manifest import Manifest, embed
-from lightning_paral.checkpoint.saved_tensors import Kind, SavedTensor, check_shards
+from lightning_paral.checkpoint.manifest import (
+    ChecksummedWriter,
+    FileRecord,
+    Manifest,
+    checksum_of_block,
+    embed,
+    reader_of,
+)
+from lightning_paral.checkpoint.optimizer_state import by_int
 from lightning_paral.checkpoint.shards import bytes_of, flat
-from lightning_paral.checkpoint.tree import TreePath, replace_at
+from lightning_paral.checkpoint.tree import Kind, SavedTensor, TreePath, check_shards, replace_at
 from lightning_paral.compat.torch.tensors import fake_tensors, identity_of, untyped
 from lightning_paral.distributed.exchange import RankGroup
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_paral.checkpoint.dtensor_chunks import chunk_of_dtensor
-from lightning_paral.checkpoint.layout import Chunk, chunks_of_flat_range, full_chunk, intersection
+from lightning_paral.checkpoint.layout import Chunk, chunk_of_dtensor, chunks_of_flat_range, full_chunk, intersection
 from lightning_paral.compat.torch.tensors import WithoutMemory, tree_map_only, without_memory
 from lightning_paral.errors import CheckpointError
 

@@ -1,28 +1,38 @@
-"""Optimizer state keyed by FQN, so that it does not depend on the order, grouping and sharding of parameters."""
+"""Optimizer state keyed by FQN, so that it does not depend on the order, grouping and sharding of parameters.
 
+After a run that sharded it, each rank keeps its shards on the host as `FlatShard`: see `EndedOptimizers`.
+"""
+
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.checkpoint.dtensor_chunks import dtensor_like
-from lightning_paral.checkpoint.host_memory import fresh_like
 from lightning_paral.checkpoint.lazy_tensor import materialize, read_into
-from lightning_paral.checkpoint.shards import FlatShard
+from lightning_paral.checkpoint.shards import FlatShard, identity, is_sharded, local_shard
 from lightning_paral.compat.torch.tensors import tree_map_only
-from lightning_paral.errors import CheckpointError
+from lightning_paral.errors import CheckpointError, ConfigurationError
+from lightning_paral.text import list_names
 
 State = dict[str, Any]
 """The result of `Optimizer.state_dict`. Each group has the names of its parameters as `param_names`."""
 
 
+Names = list[list[str]]
+"""The names of the parameters in each group of an optimizer."""
+
 OTHER_ENTRIES_KEY = "lightning_paral.optimizers"
 """Key in `meta.pt` of a sharded checkpoint: for each optimizer, the result of `other_entries`."""
 
+_OPTIMIZER_KEY = re.compile(r"optimizer_(\d+)")
 _REMEDY = (
     "Return the same parameters in the same groups from configure_optimizers, or skip the optimizer's state with "
     "CheckpointOptions(restore_optimizer=False)."
@@ -109,6 +119,32 @@ def other_entries(state: State) -> dict[str, Any]:
     return {key: value for key, value in state.items() if key not in ("state", "param_groups")}
 
 
+def by_fqn(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint with entries `optimizer_0`, ..., keyed by FQN, in place of `optimizer_states`."""
+    tree = dict(checkpoint)
+    states = tree.pop("optimizer_states", [])
+    tree |= {f"optimizer_{number}": to_fqn_keys(state) for number, state in enumerate(states)}
+    others = [other_entries(state) for state in states]
+    if any(others):
+        tree[OTHER_ENTRIES_KEY] = others
+    tree.setdefault("state_dict", {})
+    return tree
+
+
+def by_int(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint in Lightning's format, keyed by int, from one that `by_fqn` made."""
+    numbers = sorted(int(found[1]) for found in map(_OPTIMIZER_KEY.fullmatch, tree) if found)
+    states = [to_int_keys(tree[f"optimizer_{number}"]) for number in numbers]
+    checkpoint = {
+        key: value for key, value in tree.items() if not _OPTIMIZER_KEY.fullmatch(key) and key != OTHER_ENTRIES_KEY
+    }
+    if states:
+        empty: dict[str, Any] = {}
+        pairs = zip_longest(tree.get(OTHER_ENTRIES_KEY, ()), states, fillvalue=empty)
+        checkpoint["optimizer_states"] = [other | state for other, state in pairs]
+    return checkpoint
+
+
 class SavedOptimizer:
     """The state of one optimizer in a checkpoint, keyed by FQN.
 
@@ -188,16 +224,9 @@ def load_state(optimizer: Optimizer, names: Sequence[Sequence[str]], saved: Stat
 def _restore_value(key: str, value: Any, parameter: Parameter) -> Any:
     if not isinstance(value, Tensor) or key == "step" or value.shape != parameter.shape:
         return tree_map_only(Tensor, _copy, value)
-    target = _memory_for(parameter.detach())
+    target = torch.empty_like(parameter.detach())
     read_into(value, target)
     return target
-
-
-def _memory_for(parameter: Tensor) -> Tensor:
-    if isinstance(parameter, DTensor):
-        return dtensor_like(_memory_for(parameter.to_local()), parameter)
-    on_host = parameter.device.type == "cpu" and parameter.is_contiguous()
-    return fresh_like(parameter) if on_host else torch.empty_like(parameter)
 
 
 def _copy(value: Tensor) -> Tensor:
@@ -208,9 +237,71 @@ def _as_number(value: Tensor) -> Any:
     return materialize(value).item() if value.numel() == 1 else value
 
 
-def list_names(title: str, names: Sequence[str]) -> str:
-    """Return the sentence `title: names. ` with at most 12 of the names, or an empty string if there are no names."""
-    if not names:
-        return ""
-    more = f" and {len(names) - 12} more" if len(names) > 12 else ""
-    return f"{title}: {', '.join(names[:12])}{more}. "
+class EndedOptimizers:
+    """Prepares optimizers for the time after a run, and keeps the names of their parameters.
+
+    The names are kept because a later evaluation may shard the module again and replace its parameters. They can then
+    no longer be looked up in the module.
+    """
+
+    def __init__(self) -> None:
+        self._names: WeakKeyDictionary[Optimizer, Names] = WeakKeyDictionary()
+        self._lost: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
+
+    def keep(self, optimizer: Optimizer, module: Module, state: State | None, parameters: Mapping[Any, Any]) -> None:
+        """Give `optimizer` the parameters that the module has after the run, and this rank's shards of its state.
+
+        Args:
+            optimizer: the user's optimizer.
+            module: the module after the run.
+            state: the state with int keys, as `Optimizer.state_dict` returns it; `None` keeps the current state of
+                `optimizer`.
+            parameters: maps parameters of the optimizer to those of the module; those that are the same may be absent.
+        """
+        local = dict(optimizer.state)
+        if state is not None:
+            in_order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            local = {in_order[number]: values for number, values in state["state"].items()}
+        for group in optimizer.param_groups:
+            group["params"] = [parameters.get(parameter, parameter) for parameter in group["params"]]
+        optimizer.state.clear()
+        for parameter, values in local.items():
+            optimizer.state[parameters.get(parameter, parameter)] = tree_map_only(Tensor, _on_host, values)
+        self._names[optimizer] = param_names(optimizer, module)
+
+    def lose(self, optimizer: Optimizer, reason: str) -> None:
+        """Record that the state of `optimizer` was lost at the end of the run, and why."""
+        self._lost[optimizer] = reason
+
+    def why_lost(self, optimizer: Optimizer) -> str | None:
+        """Return why the state of `optimizer` was lost at the end of a run; `None` if it was not."""
+        return self._lost.get(optimizer)
+
+    def names(self, optimizer: Optimizer, module: Module) -> Names:
+        """Return the names of the parameters of `optimizer`, one list per group.
+
+        Raises:
+            ConfigurationError: the state of the optimizer was lost at the end of the run.
+        """
+        if optimizer in self._lost:
+            raise ConfigurationError(
+                f"The optimizer's state can be saved only during trainer.fit: {self._lost[optimizer]}. Use "
+                "ModelCheckpoint, or trainer.save_checkpoint(path, weights_only=True)."
+            )
+        return self._names.get(optimizer) or param_names(optimizer, module)
+
+
+def _on_host(value: Tensor) -> Tensor:
+    """Return this rank's elements of `value` on the host, as a plain tensor or a `FlatShard`."""
+    if not is_sharded(value):
+        return value.detach().cpu()
+    shard = local_shard(value)  # of a DTensor, only the first replica has elements, which a gather adds up
+    local = shard.values().detach().to("cpu", value.dtype)
+    if local.numel() == value.numel() and dist.is_initialized() and dist.get_world_size() == 1:
+        return local.view(value.shape)
+    if isinstance(value, FlatShard):
+        start, chunk = value.start, value.local_chunk
+    else:
+        start, chunk = 0, next(iter(shard.chunks), None)
+    values = partial(identity, local)
+    return FlatShard(value.shape, value.dtype, start, local.numel(), values, local_chunk=chunk)

@@ -10,16 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_paral.checkpoint.archive import check_regular, read_archive
 from lightning_paral.checkpoint.dcp_metadata import META, METADATA, Entry, Location, load_metadata
-from lightning_paral.checkpoint.fqn_keys import by_int
 from lightning_paral.checkpoint.layout import Chunk, coverage_fault
 from lightning_paral.checkpoint.lazy_tensor import LazyTensor, StoredChunk, materialize
 from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
-from lightning_paral.checkpoint.safe_load.archive import check_regular, read_archive
-from lightning_paral.checkpoint.safe_load.unpickle import load_safely
+from lightning_paral.checkpoint.optimizer_state import by_int
+from lightning_paral.checkpoint.safe_load import load_safely
 from lightning_paral.checkpoint.storage import Folder, LocalStorage, check_range, folder_at
-from lightning_paral.checkpoint.tree import CURRENT_KEY, insert, is_state_key
-from lightning_paral.checkpoint.weights import PACKAGE_STATE_KEY
+from lightning_paral.checkpoint.tree import CURRENT_KEY, PACKAGE_STATE_KEY, insert, is_state_key
 from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.errors import CheckpointError, explain_read_errors
 

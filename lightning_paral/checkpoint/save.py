@@ -3,7 +3,7 @@
 The steps of a save, with the files to read:
 
 1. `sharded_state.py`, `weights.py`: Lightning collects this rank's shards before it calls the strategy.
-2. `saved_tensors.py`, `shards.py`: list the tensors, and the elements of them that this rank writes.
+2. `tree.py`, `shards.py`: list the tensors, and the elements of them that this rank writes.
 3. `sharded.py` or `full.py`: write them, into a new folder or file next to the target.
 4. `manifest.py`: rank 0 writes the manifest after all ranks have succeeded.
 5. `commit.py`: rename the new folder or file to the target.
@@ -13,35 +13,42 @@ After each step, the ranks agree in `distributed/exchange.py` whether all of the
 
 import io
 import logging
-import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import torch
 from torch import Tensor
 
-from lightning_paral.checkpoint.checksums import record_bytes
+from lightning_paral.checkpoint.background import Staging
 from lightning_paral.checkpoint.commit import AtomicPath, check_replaceable, check_replaceable_at
 from lightning_paral.checkpoint.dcp_metadata import META, METADATA
-from lightning_paral.checkpoint.fqn_keys import by_fqn, merge_stages
 from lightning_paral.checkpoint.full import write_full
-from lightning_paral.checkpoint.host_memory import Staging, host_copy
-from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
-from lightning_paral.checkpoint.safe_load.unpickle import warn_about_refused_types
-from lightning_paral.checkpoint.saved_tensors import SavedTensor, tensors_to_save
-from lightning_paral.checkpoint.sharded import (
-    leaves,
-    make_metadata,
-    serialize_values,
-    write_rank_file,
-)
+from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest, record_bytes
+from lightning_paral.checkpoint.optimizer_state import OTHER_ENTRIES_KEY, by_fqn
+from lightning_paral.checkpoint.safe_load import warn_about_refused_types
+from lightning_paral.checkpoint.sharded import leaves, make_metadata, serialize_values, write_rank_file
 from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.storage import Folder, FsspecStorage, LocalStorage, file_system, is_remote, put_file
-from lightning_paral.checkpoint.tree import WEIGHT_KEYS, TreePath, is_state_key, replace_at, tensors_in
+from lightning_paral.checkpoint.tree import (
+    PACKAGE_STATE_KEY,
+    WEIGHT_KEYS,
+    SavedTensor,
+    TreePath,
+    host_copy,
+    insert,
+    is_state_key,
+    name_of,
+    replace_at,
+    tensors_in,
+    tensors_to_save,
+)
+from lightning_paral.compat.torch.modules import set_versions, versions_in
 from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.errors import CheckpointError
 from lightning_paral.options import Form
@@ -113,7 +120,7 @@ class SaveJob:
 
         tensors = ranks.run_on_all(what, list_tensors)
         if has_stages:
-            tree, tensors = merge_stages(tree, tensors, ranks, stages, what)
+            tree, tensors = _merge_stages(tree, tensors, ranks, stages, what)
             if form == "full":
                 merged, own = tree, tensors
                 tensors = ranks.run_on_all(
@@ -175,25 +182,17 @@ class SaveJob:
         """Write next to the target, and rename the result to the target. Return the size of all files in bytes."""
         target = Path(self.path)
         what = f"Saving {target}"
-        draft: AtomicPath | None = None
+        folder, drafts = self.form == "sharded", list[AtomicPath]()
+        with ExitStack() as stack:
 
-        def begin() -> str:
-            nonlocal draft
-            draft = AtomicPath(target, folder=self.form == "sharded")
-            return str(draft.path)
+            def begin() -> str:
+                drafts.append(stack.enter_context(AtomicPath(target, folder=folder)))
+                return str(drafts[0].path)
 
-        try:
             path = Path(ranks.run_on_rank_0(what, begin))
-            if self.form == "full":
-                nbytes = self._write_file(path, ranks)
-            else:
-                nbytes = self._write_folder(LocalStorage(path), ranks)
-            ranks.run_on_rank_0(what, lambda: draft.commit() if draft is not None else None)
-            draft = None
+            nbytes = self._write_folder(LocalStorage(path), ranks) if folder else self._write_file(path, ranks)
+            ranks.run_on_rank_0(what, lambda: drafts[0].commit())
             return nbytes
-        finally:
-            if draft is not None:
-                draft.discard()
 
     def _write_file(self, path: Path, ranks: RankGroup) -> int:
         what = f"Saving {self.path}"
@@ -204,15 +203,16 @@ class SaveJob:
     def _upload(self, ranks: RankGroup) -> int:
         """Write a local file, because a manifest cannot be appended to a file at a URL, and upload it."""
         what = f"Saving {self.path}"
-        folder = ranks.run_on_rank_0(what, lambda: tempfile.mkdtemp(prefix="lightning_paral_"))
-        try:
-            path = Path(folder) / "full.ckpt"
+        with ExitStack() as stack:
+
+            def begin() -> str:
+                made = tempfile.TemporaryDirectory(prefix="lightning_paral_", ignore_cleanup_errors=True)
+                return stack.enter_context(made)
+
+            path = Path(ranks.run_on_rank_0(what, begin)) / "full.ckpt"
             nbytes = self._write_file(path, ranks)
             ranks.run_on_rank_0(what, lambda: put_file(path, self.path))
             return nbytes
-        finally:
-            if ranks.is_rank_0:
-                shutil.rmtree(folder, ignore_errors=True)
 
     def _write_folder(self, folder: Folder, ranks: RankGroup, save_id: str = "") -> int:
         """Write the files of a sharded checkpoint, the manifest last. Return the size of all files in bytes.
@@ -287,3 +287,105 @@ def _serialized(tree: Mapping[str, Any], is_merged: bool) -> dict[TreePath, byte
 def _write(folder: Folder, name: str, data: bytes) -> None:
     with folder.create(name) as file:
         file.write(data)
+
+
+# Stages of a pipeline
+
+
+def _merge_stages(
+    tree: dict[str, Any], tensors: Sequence[SavedTensor], ranks: RankGroup, stages: Sequence[int], what: str
+) -> tuple[dict[str, Any], list[SavedTensor]]:
+    """Return rank 0's `tree` with what only other stages have, and the tensors that no earlier stage has. *Collective*.
+
+    Groups of parameters are merged by index. Where several stages have an entry, that of the first stage is used. Of
+    other entries, only the shards that callbacks keep are added.
+
+    Args:
+        tree: the checkpoint of this rank, keyed by FQN.
+        tensors: the tensors of this rank.
+        ranks: the ranks that save together.
+        stages: the pipeline stage of each of `ranks`.
+        what: the action, such as "Saving a.ckpt", for error messages.
+
+    Returns:
+        tuple[dict[str, Any], list[SavedTensor]]: on rank 0, the merged tree, with tensors on the meta device where only
+            other stages have them, and on other ranks an unspecified tree; and what is left of `tensors`.
+
+    Raises:
+        CheckpointError: the state of a stage cannot be copied or merged. Raised on all ranks.
+    """
+
+    def describe() -> Any:
+        if stages.index(stages[ranks.rank]) != ranks.rank:
+            return None
+        state = {key: value for key, value in tree.items() if is_state_key(key) or key == OTHER_ENTRIES_KEY}
+        absent: dict[TreePath, Tensor] = {}
+        for tensor in tensors:
+            stand_in = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            absent |= dict.fromkeys(tensor.paths, stand_in)
+        frozen = tree.get(PACKAGE_STATE_KEY, {}).get("frozen", [])
+        return absent, frozen, None if ranks.is_rank_0 else host_copy(replace_at(state, absent))
+
+    described = ranks.gather_results(what, describe)
+    earlier = {path for found in described[: stages.index(stages[ranks.rank])] if found for path in found[0]}
+    left = [replace(tensor, paths=tuple(path for path in tensor.paths if path not in earlier)) for tensor in tensors]
+
+    def merge() -> dict[str, Any]:
+        merged: dict[str, Any] = replace_at(tree, {})
+        for found in described[1:]:
+            if found is not None:
+                absent, frozen, state = found
+                _add_frozen(merged, frozen)
+                present = {path for path, _ in tensors_in(merged)}
+                for path in sorted(absent.keys() - present, key=str):
+                    if not is_state_key(str(path[0])):  # a shard in the state of a callback
+                        _check_names(path)
+                        insert(merged, path, absent[path], [0])
+                for key, value in state.items():
+                    _merge(key, merged.setdefault(key, value), value)
+        return merged
+
+    tree = ranks.run_on_all(what, lambda: merge() if ranks.is_rank_0 else tree)
+    return tree, [tensor for tensor in left if tensor.paths]
+
+
+def _check_names(path: TreePath) -> None:
+    if not all(isinstance(step, str) for step in path):
+        raise CheckpointError(
+            f"{name_of(path)} is a shard that only a later stage of the pipeline keeps, in a list or under a number. A "
+            "callback must keep such shards in dicts, by names."
+        )
+
+
+def _add_frozen(merged: dict[str, Any], names: list[str]) -> None:
+    about = merged.get(PACKAGE_STATE_KEY)
+    if about is not None:
+        about["frozen"] = list(dict.fromkeys((*about.get("frozen", ()), *names)))
+
+
+def _merge(key: str, first: Any, second: Any) -> None:
+    """Add to `first`, an entry of a checkpoint, what only `second` has."""
+    if key in WEIGHT_KEYS:
+        versions = {**(versions_in(second) or {}), **(versions_in(first) or {})}
+        _add_missing(first, second)
+        if versions:
+            set_versions(first, versions)
+    elif key == OTHER_ENTRIES_KEY:
+        _add_by_index(first, second)
+    else:
+        _add_missing(first["state"], second["state"])
+        groups = second["param_groups"]
+        for group, other in zip(first["param_groups"], groups, strict=False):
+            group["params"] = list(dict.fromkeys((*group["params"], *other["params"])))
+        _add_by_index(first["param_groups"], groups)
+
+
+def _add_missing(first: dict[str, Any], second: Mapping[str, Any]) -> None:
+    for key, value in second.items():
+        first.setdefault(key, value)
+
+
+def _add_by_index(first: list[Any], second: Sequence[Mapping[str, Any]]) -> None:
+    first.extend({} for _ in range(len(second) - len(first)))
+    for one, other in zip(first, second, strict=False):
+        _add_missing(one, other)

@@ -28,12 +28,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.utils.serialization import config
 
-from lightning_paral.checkpoint.checksums import FileRecord
 from lightning_paral.checkpoint.layout import Chunk
-from lightning_paral.checkpoint.saved_tensors import Kind, SavedTensor, check_shards, name_of
+from lightning_paral.checkpoint.manifest import FileRecord
 from lightning_paral.checkpoint.shards import alone, flat
 from lightning_paral.checkpoint.storage import Folder
-from lightning_paral.checkpoint.tree import TreePath
+from lightning_paral.checkpoint.tree import Kind, SavedTensor, TreePath, check_shards, name_of
 from lightning_paral.compat.torch.distributed_checkpoint import StorageInfo
 
 _ALIGNMENT = 64

@@ -15,10 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.checkpoint.dtensor_chunks import dtensor_like
-from lightning_paral.checkpoint.ended_optimizers import EndedOptimizers
+from lightning_paral.checkpoint.layout import dtensor_like
 from lightning_paral.checkpoint.lazy_tensor import read_into
-from lightning_paral.checkpoint.optimizer_state import State, load_state, param_names, state_of
+from lightning_paral.checkpoint.optimizer_state import EndedOptimizers, State, load_state, param_names, state_of
 from lightning_paral.checkpoint.shards import FlatShard, is_sharded
 from lightning_paral.model.gradients import full_copy, gradient_norm
 

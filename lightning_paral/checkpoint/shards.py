@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_paral.checkpoint.dtensor_chunks import chunk_of_dtensor, writes_chunk
-from lightning_paral.checkpoint.layout import Chunk, chunks_of_flat_range, full_chunk
+from lightning_paral.checkpoint.layout import Chunk, chunk_of_dtensor, chunks_of_flat_range, full_chunk, writes_chunk
 from lightning_paral.compat.torch.tensors import WithoutMemory, tree_leaves, without_memory
 from lightning_paral.errors import CheckpointError
 

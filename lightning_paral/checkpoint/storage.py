@@ -14,17 +14,15 @@ from typing import Any
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_paral.checkpoint.checksums import Block, ChecksummedWriter, checksum, checksum_of_block, reader_of
+from lightning_paral.checkpoint.archive import check_regular, open_regular
 from lightning_paral.checkpoint.commit import check_replaceable_at, inspect, remove, remove_beside_others
-from lightning_paral.checkpoint.safe_load.archive import check_regular, open_regular
+from lightning_paral.checkpoint.manifest import Block, ChecksummedWriter, checksum, checksum_of_block, reader_of
 from lightning_paral.errors import CheckpointError
 
 COPY_NAME = re.compile(r"\S+/lightning_paral_\w+\.copy")
 """Matches the paths of local copies of files at URLs, see `get_file`."""
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
-_MADV_POPULATE_READ = 22  # of Linux 5.14; not in Python's mmap yet
-_LARGE_BYTES = 2**20
 _AHEAD_BYTES = 2**23
 _NUM_REQUESTS = 4
 _MAX_NAME = 4096
@@ -101,12 +99,6 @@ class LocalStorage:
         """
         self.hold(file)
         check_range(self.name(file), offset, length, len(self._maps[file]))
-        if length >= _LARGE_BYTES:
-            # Map all pages at once, instead of one by one at their first access.
-            with suppress(OSError, ValueError):
-                mapped: Any = self._maps[file].obj
-                start = offset - offset % mmap.PAGESIZE
-                mapped.madvise(_MADV_POPULATE_READ, start, offset + length - start)
         return self._maps[file][offset : offset + length]
 
     def checksums(self, file: str, blocks: Sequence[Block]) -> list[int]:

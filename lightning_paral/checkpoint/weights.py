@@ -1,6 +1,9 @@
 """The weights of a module in a checkpoint: collect this rank's shards, and load weights by name after checking them."""
 
+import json
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from copy import copy
 from typing import Any
 
@@ -9,10 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lightning_paral.checkpoint.hugging_face import KEY as MODELS_KEY
-from lightning_paral.checkpoint.hugging_face import describe_models
 from lightning_paral.checkpoint.lazy_tensor import LazyTensor, materialize
-from lightning_paral.checkpoint.optimizer_state import list_names
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.checkpoint.tree import is_state_key
 from lightning_paral.compat.torch.modules import (
@@ -27,10 +27,10 @@ from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.errors import CheckpointError, ParalError
 from lightning_paral.model.engine_attributes import attributes_without_engine, class_without_engine
+from lightning_paral.text import list_names
 
-PACKAGE_STATE_KEY = "lightning_paral"
-"""Key in a checkpoint for the state that only this package reads: the names of frozen parameters that were not saved,
-random states, and descriptions of Hugging Face models."""
+MODELS_KEY = "hugging_face"
+"""Key in the state of this package for the descriptions of Hugging Face models."""
 
 
 def sharded_state_dict(module: Module, shard: Callable[[Parameter], Tensor], save_frozen: bool) -> dict[str, Any]:
@@ -90,6 +90,29 @@ def package_state(module: Module, save_frozen: bool, ranks: RankGroup, random_st
     models = describe_models(module)
     about = {"frozen": [] if save_frozen else frozen, "random_states": ranks.gather(random_states)}
     return about | ({MODELS_KEY: models} if models else {})
+
+
+def describe_models(module: Module) -> list[dict[str, str]]:
+    """Return descriptions of the outermost `PreTrainedModel`s in `module`: `prefix`, `config`, `generation_config`.
+
+    `prefix` is that of the names of its weights, with the dot; the others are the texts of two JSON files.
+    `transformers` is not imported here: unless the user has imported it, no such model exists.
+    """
+    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+    found: dict[str, dict[str, str]] = {}
+    for name, model in module.named_modules():  # parents come first
+        prefix = f"{name}." if name else ""
+        if not isinstance(model, base) or any(prefix.startswith(outer) for outer in found):
+            continue
+        found[prefix] = {}
+        with suppress(Exception):  # a custom config may raise any error, and that must not make the save fail
+            config = json.loads(model.config.to_json_string())
+            config["architectures"] = [class_without_engine(type(model)).__name__]
+            described = {"prefix": prefix, "config": json.dumps(config)}
+            if model.can_generate() and model.generation_config is not None:
+                described["generation_config"] = model.generation_config.to_json_string()
+            found[prefix] = described
+    return [described for described in found.values() if described]
 
 
 def load_weights(

@@ -1,7 +1,7 @@
-"""The command-line tool `paral`, with one module per command."""
+"""The command-line tool `paral`."""
 
-import importlib
 import os
+import pkgutil
 import platform
 import select
 import signal
@@ -12,19 +12,19 @@ from lightning_paral._version import __version__
 from lightning_paral.distributed.failure import first_failure_of
 from lightning_paral.error_report import has_user_cause
 from lightning_paral.errors import CheckpointError, ConfigurationError
-from lightning_paral.suggestions import did_you_mean, nearest_names
+from lightning_paral.text import did_you_mean, nearest_names
 
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 _COMMANDS = {
-    "plan": ("plan_command", "predict the costs of a fit under each strategy, and choose one"),
-    "check": ("check_command", "compare a few steps under each strategy with one process"),
-    "strategies": ("strategies", "list the strategies this package registers"),
-    "consolidate": ("consolidate", "convert a checkpoint to one file, or a Hugging Face folder"),
-    "verify": ("verify", "check that a checkpoint is complete and undamaged"),
-    "inspect": ("inspect", "print the contents of a checkpoint"),
-    "doctor": ("doctor", "print what this machine has, and test communication between ranks"),
+    "plan": ("plan:plan_command", "predict the costs of a fit under each strategy, and choose one"),
+    "check": ("check:check_command", "compare a few steps under each strategy with one process"),
+    "strategies": ("doctor:strategies", "list the strategies this package registers"),
+    "consolidate": ("checkpoints:consolidate", "convert a checkpoint to one file, or a Hugging Face folder"),
+    "verify": ("checkpoints:verify", "check that a checkpoint is complete and undamaged"),
+    "inspect": ("checkpoints:inspect", "print the contents of a checkpoint"),
+    "doctor": ("doctor:doctor", "print what this machine has, and test communication between ranks"),
 }
-"""The function in the module of each command, and one line about it. Modules are imported when they are used."""
+"""The module and function of each command, and one line about it. Modules are imported when they are used."""
 
 
 def main() -> None:
@@ -58,7 +58,7 @@ def _run(command: str) -> None:
         AnyModelCLI(save_config_kwargs={"overwrite": True})
     elif command in _COMMANDS:
         function, _ = _COMMANDS[command]
-        getattr(importlib.import_module(f"lightning_paral.cli.{command}"), function)(sys.argv[2:])
+        pkgutil.resolve_name(f"lightning_paral.cli.{function}")(sys.argv[2:])
     else:
         near = did_you_mean(nearest_names(command, (*TRAINER_COMMANDS, *_COMMANDS)))
         print(f"paral: There is no command {command!r}. {near or '`paral --help` lists all.'}", file=sys.stderr)

@@ -2,15 +2,16 @@
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from lightning.pytorch.strategies import Strategy
+from rich.console import Console
 
-from lightning_paral.cli.output import at_work, show
-from lightning_paral.cli.parser import CommandParser
+from lightning_paral.cli.parser import CommandParser, show
 from lightning_paral.cli.train import ConfiguredCLI
 from lightning_paral.diagnostics.check import DEFAULT, by_name, check_project
 from lightning_paral.diagnostics.check_run import Fit
@@ -41,7 +42,7 @@ def check_command(arguments: list[str]) -> None:
     given = {name: value for name, value in vars(options).items() if name not in ("strategies", "json")}
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # says each seed
     try:
-        with at_work("paral check") as progress:
+        with _at_work("paral check") as progress:
             cli = Configured(rest).cli()
             strategies = _strategies(options.strategies, cli.trainer_options["strategy"])
             report = check_project(Configured(rest), strategies, seed=cli.seed, progress=progress, **given)
@@ -51,6 +52,16 @@ def check_command(arguments: list[str]) -> None:
     show(report, options.json)
     if not all(row.is_allowed for row in report.rows):
         sys.exit(1)
+
+
+@contextmanager
+def _at_work(command: str) -> Iterator[Callable[[str], None]]:
+    """Show on stderr that a command works, and what it does, with the function that this yields.
+
+    Libraries print to stdout when they are imported. It becomes stderr here, so that JSON stays readable.
+    """
+    with redirect_stdout(sys.stderr), Console(stderr=True).status(command) as status:
+        yield lambda what: status.update(f"{command}: {what}")
 
 
 def _strategies(given: str | None, configured: Any) -> Any:

@@ -1,18 +1,21 @@
-"""`paral doctor`: what this machine has, which strategies are ready, and whether its ranks can communicate."""
+"""`paral doctor` and `paral strategies`: which strategies there are, and which are ready on this machine."""
 
 import json
 import os
 import sys
 from contextlib import redirect_stdout
 
+from tabulate import tabulate
+
 from lightning_paral.cli.parser import CommandParser
 from lightning_paral.diagnostics.doctor import as_json, broken, conclusion, examine
 from lightning_paral.engines.zero.options import PATH_VARIABLE
-from lightning_paral.tables import make_console
+from lightning_paral.errors import ConfigurationError
+from lightning_paral.registry import STRATEGIES
 
 
 def doctor(arguments: list[str]) -> None:
-    """Print versions, devices, operators, interfaces and ready strategies, and all-reduce over ranks started here.
+    """Print versions, devices, operators and ready strategies, and all-reduce over ranks started here.
 
     The exit status is 1 if something is broken.
     """
@@ -22,17 +25,25 @@ def doctor(arguments: list[str]) -> None:
     parser.add_argument("--nvme-path", default=path, help=f"folder for offload to NVMe (default: {PATH_VARIABLE})")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
-    console, facts = make_console(), []
-    console.file = sys.stdout
+    if options.ranks < 1:
+        raise ConfigurationError(f"--ranks {options.ranks} was given. Give at least 1.")
+    output, facts = sys.stdout, []
     # Libraries print to stdout when they are imported, and the output has to stay readable JSON.
     with redirect_stdout(sys.stderr):
         for fact in examine(options.ranks, options.nvme_path):
             facts.append(fact)
             if not options.json:
-                console.print(fact)
-        if options.json:
-            print(json.dumps(as_json(facts), indent=2), file=console.file)
-        else:
-            console.print(conclusion(facts))
+                print(fact, file=output, flush=True)
+    print(json.dumps(as_json(facts), indent=2) if options.json else conclusion(facts))
     if broken(facts):
         sys.exit(1)
+
+
+def strategies(arguments: list[str]) -> None:
+    """Print the name, class, arguments and description of every strategy that this package registers."""
+    CommandParser(prog="paral strategies", description=strategies.__doc__).parse_args(arguments)
+    rows = []
+    for entry in STRATEGIES:
+        given = ", ".join(f"{option}={value!r}" for option, value in entry.arguments.items())
+        rows.append((entry.name, f"{entry.strategy.__name__}({given})", entry.description))
+    print(tabulate(rows, headers=("name", "class", "what it does"), maxcolwidths=[None, 35, 41]))

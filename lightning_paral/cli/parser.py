@@ -1,7 +1,8 @@
-"""Parsers whose errors are short, and name the option that an unknown one resembles."""
+"""What commands share: parsers with short errors, which name what an unknown option resembles, and the output."""
 
 import argparse
 import inspect
+import json
 import pkgutil
 import re
 import textwrap
@@ -11,7 +12,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.registry import STRATEGIES
-from lightning_paral.suggestions import did_you_mean, nearest_names
+from lightning_paral.text import did_you_mean, make_console, nearest_names
 
 _UNKNOWN = re.compile(r"(?:[Oo]ption|attribute) '([\w.]+)'|arguments: -*([\w.-]+)")
 _NAMED = re.compile(r"Expected a dot import path string: (paral_\w+)")
@@ -94,3 +95,11 @@ def _hint(message: str, options: list[str]) -> str:
                 return str(error)
     wrong = [part for part in name.split(".") if part not in known]
     return did_you_mean(nearest_names(wrong[0], known, 2, 0.6)) if wrong else ""
+
+
+def show(report: Any, as_json: bool) -> None:
+    """Print a report, which rich renders, or the JSON of its `as_dict`."""
+    if as_json:
+        print(json.dumps(report.as_dict(), indent=2))
+    else:
+        make_console().print(report)

@@ -9,8 +9,7 @@ import torch
 from jsonargparse import Namespace
 from torch.nn import Module
 
-from lightning_paral.cli.output import show
-from lightning_paral.cli.parser import CommandParser
+from lightning_paral.cli.parser import CommandParser, show
 from lightning_paral.cli.train import ConfiguredCLI
 from lightning_paral.engines.tensor.planner import make_plan
 from lightning_paral.engines.tensor.report import TensorReport, print_report, report_of
@@ -18,8 +17,8 @@ from lightning_paral.errors import ConfigurationError
 from lightning_paral.planning.follow import batch_of_shape, first_batch
 from lightning_paral.planning.layout import LAYOUTS
 from lightning_paral.planning.plan import plan
-from lightning_paral.quantities import parse_bytes
 from lightning_paral.strategies.auto import ParalAutoStrategy
+from lightning_paral.text import parse_bytes
 
 _NOT_PLANNED = ("logger", "callbacks", "plugins", "profiler")
 """Options of the Trainer whose objects are not created: they would open files or start other programs."""

@@ -12,7 +12,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_paral.callbacks.auto_resume import AutoResume
-from lightning_paral.checkpoint.find import is_checkpoint
+from lightning_paral.checkpoint.load import is_checkpoint
 from lightning_paral.cli.parser import TrainerParser
 from lightning_paral.errors import ConfigurationError, MissingCheckpointError, ParalError
 from lightning_paral.registry import STRATEGIES, explain_unknown_name

@@ -1,10 +1,9 @@
 """All-reduce algorithms as pure functions of `(tensor, group)`, the DDP hook that runs them, and a traffic counter."""
 
-from lightning_paral.comm.native import native_all_reduce
-from lightning_paral.comm.reduction import AllReduce, WireDtype
+from lightning_paral.comm.direct import all_to_all_all_reduce, reduce_broadcast_all_reduce
+from lightning_paral.comm.point_to_point import Traffic, count_traffic
+from lightning_paral.comm.reduction import AllReduce, WireDtype, native_all_reduce
 from lightning_paral.comm.ring import ring_all_reduce
-from lightning_paral.comm.textbook import all_to_all_all_reduce, reduce_broadcast_all_reduce
-from lightning_paral.comm.traffic import Traffic, count_traffic
 
 ALL_REDUCE: dict[str, AllReduce] = {
     "ring": ring_all_reduce,

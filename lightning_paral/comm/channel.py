@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_paral.comm.traffic import record_sent
+from lightning_paral.comm.point_to_point import record_sent
 from lightning_paral.compat.torch.tensors import tree_flatten, tree_map_only, tree_unflatten
 
 

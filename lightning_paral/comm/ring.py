@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_paral.comm.native import native_all_reduce
 from lightning_paral.comm.point_to_point import (
     SEGMENT_BYTES,
     Exchange,
@@ -22,7 +21,7 @@ from lightning_paral.comm.point_to_point import (
     run_pipeline,
     wait,
 )
-from lightning_paral.comm.reduction import plan_reduction
+from lightning_paral.comm.reduction import native_all_reduce, plan_reduction
 
 _ALL_GATHER_PHASE = 1
 LEAST_CHUNK_BYTES = 768 * 1024

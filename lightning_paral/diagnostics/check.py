@@ -17,12 +17,11 @@ from rich.markup import escape
 from rich.text import Text
 
 from lightning_paral.diagnostics.check_compare import CheckRow, Checks
-from lightning_paral.diagnostics.check_record import Task
-from lightning_paral.diagnostics.check_run import Fit
+from lightning_paral.diagnostics.check_run import Fit, Task
 from lightning_paral.diagnostics.rank_pool import RankPool
 from lightning_paral.errors import ConfigurationError, DifferenceError
 from lightning_paral.registry import STRATEGIES, explain_unknown_name
-from lightning_paral.tables import make_table
+from lightning_paral.text import make_table
 
 DEFAULT = ("paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3")
 Make = Callable[[], Any]

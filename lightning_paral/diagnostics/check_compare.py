@@ -7,8 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from lightning_paral.diagnostics.check_record import Item, Task
-from lightning_paral.diagnostics.check_run import Fit, Raised, Ran, run
+from lightning_paral.diagnostics.check_run import Fit, Item, Raised, Ran, Task, run
 from lightning_paral.diagnostics.rank_pool import RankError, RankPool
 from lightning_paral.errors import ConfigurationError, ReferenceFailedError
 from lightning_paral.strategies.dp import ParalDPStrategy

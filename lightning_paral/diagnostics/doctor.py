@@ -7,21 +7,16 @@ import platform
 import re
 import shutil
 import socket
-import sys
-import sysconfig
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module, metadata
-from threading import Thread
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 
 from lightning_paral._version import __version__
 from lightning_paral.diagnostics.rank_pool import RankError, RankPool
@@ -30,17 +25,13 @@ from lightning_paral.engines.zero.runtime.deepspeed import choose_accelerator, q
 from lightning_paral.engines.zero.runtime.nvme import check_folder
 from lightning_paral.engines.zero.runtime.operators import check_compiler, operator_folder
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.host_memory_check import available_bytes
-from lightning_paral.quantities import format_bytes, format_seconds
 from lightning_paral.registry import STRATEGIES
 from lightning_paral.tested_versions import TESTED_VERSIONS, untested
+from lightning_paral.text import format_bytes, format_seconds
 
-PART_SECONDS = 60.0
-"""How long a part of the machine may take to answer: a driver, a disk, an import on a cold machine."""
-_RANK_BYTES = 2**29
-"""The host memory that a rank of the all-reduce needs: 0.3 GiB with torch's build for CPU, 0.41 with that for CUDA."""
 _REDUCED_BYTES = 4 * 2**20
-_STYLES = {"ok": "green", "note": "dim", "warning": "yellow", "broken": "bold red"}
+_INDENT, _WIDTH = 27, 80
+"""Columns before what was found, and of a line."""
 
 ALL, RANKS, ZERO, OFFLOAD, NVME = "paral_", "paral_(?!dp$)", "zero", r"zero\d_(offload|nvme)", "nvme"
 """Regular expressions of the names of all strategies, of those of several processes, of those on DeepSpeed, of those
@@ -61,14 +52,10 @@ class Fact:
     stops: str = ""
     """A regular expression of the names of the strategies that it keeps from running; empty if it stops none."""
 
-    def __rich__(self) -> Table:
-        """Return a row of a table for 80 columns and more."""
-        table = Table.grid(padding=(0, 2, 0, 0))
-        for width in (7, 16, None):
-            table.add_column(width=width, overflow="fold")
-        found = Text.assemble(self.found, (f"\n{self.advice}" if self.advice else "", "bold"))
-        table.add_row(Text(self.state, _STYLES[self.state]), Text(self.name), found)
-        return table
+    def __str__(self) -> str:
+        """Return a row of 80 columns, with the advice below what was found."""
+        lines = [line for text in (self.found, self.advice) for line in textwrap.wrap(text, _WIDTH - _INDENT)]
+        return f"{self.state:<9}{self.name:<18}" + f"\n{' ' * _INDENT}".join(lines)
 
 
 def broken(facts: Iterable[Fact]) -> list[str]:
@@ -88,7 +75,7 @@ def as_json(facts: Sequence[Fact]) -> dict[str, Any]:
     return {"broken": broken(facts), "facts": [asdict(fact) for fact in facts], "strategies": strategies}
 
 
-def conclusion(facts: Sequence[Fact]) -> Group:
+def conclusion(facts: Sequence[Fact]) -> str:
     """Return for the terminal which strategies are ready, what the others lack, and what is broken."""
     alike: dict[str, list[str]] = {}
     for name, lacking in lacks(facts).items():
@@ -96,7 +83,7 @@ def conclusion(facts: Sequence[Fact]) -> Group:
     ready = Fact(name="ready", found=", ".join(alike.pop("", ["no strategy"])))
     rows = [Fact(name="not ready", found=f"{', '.join(alike[each])} (no {each})", state="note") for each in alike]
     said = f"Broken: {', '.join(broken(facts))}." if broken(facts) else "Nothing is broken."
-    return Group(ready, *rows, Text(f"\n{said}", "bold red" if broken(facts) else "green"))
+    return "\n".join(map(str, (ready, *rows, "", said)))
 
 
 def examine(num_ranks: int, nvme_path: str | None) -> Iterator[Fact]:
@@ -105,16 +92,7 @@ def examine(num_ranks: int, nvme_path: str | None) -> Iterator[Fact]:
     Args:
         num_ranks: the number of ranks.
         nvme_path: the folder for offload to NVMe, if there is one.
-
-    Raises:
-        ConfigurationError: there are no ranks, or too many for the memory of this machine.
     """
-    most = (available_bytes() or sys.maxsize) // _RANK_BYTES
-    if not 1 <= num_ranks <= most:
-        raise ConfigurationError(
-            f"--ranks {num_ranks} was given. Give at least 1, and at most {most}: a rank needs "
-            f"{format_bytes(_RANK_BYTES)} of host memory."
-        )
     system = f"{platform.python_version()}, {platform.platform()}, {os.cpu_count()} cores"
     yield from (Fact(name="lightning_paral", found=__version__), Fact(name="Python", found=system))
     parts: dict[str, tuple[Callable[[], Fact], str]] = {
@@ -123,28 +101,15 @@ def examine(num_ranks: int, nvme_path: str | None) -> Iterator[Fact]:
         "cpu_adam": (partial(operator_fact, "cpu_adam"), OFFLOAD),
         "async_io": (partial(operator_fact, "async_io"), NVME),
         "NVMe": (lambda: nvme_fact(nvme_path), NVME),
-        "interfaces": (interfaces_fact, ""),
+        "all-reduce": (lambda: all_reduce_fact(num_ranks), RANKS),
     }
     for name, (look, stops) in parts.items():
-        found = _in_time(look)
-        yield found if isinstance(found, Fact) else Fact(name=name, found=found, state="broken", stops=stops)
-    yield all_reduce_fact(num_ranks)
-
-
-def _in_time(look: Callable[[], Fact]) -> Fact | str:
-    """Return what `look` returns; a sentence if it raises, as on a machine unlike any that was seen, or hangs."""
-    answers: list[Fact | str] = []
-
-    def run() -> None:
         try:
-            answers.append(look())
-        except Exception as error:
-            answers.append(f"could not be examined: {_first_line(error)}")
-
-    thread = Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(PART_SECONDS)
-    return answers[0] if answers else f"did not answer within {PART_SECONDS:.0f} s"
+            fact = look()
+        except Exception as error:  # on a machine unlike any that was seen
+            found = f"could not be examined: {_first_line(error)}"
+            fact = Fact(name=name, found=found, state="broken", stops=stops)
+        yield fact
 
 
 def _first_line(error: Exception) -> str:
@@ -202,21 +167,8 @@ def operator_fact(operator: str) -> Fact:
         check_compiler("Offload", needs_aio=operator == "async_io")  # before each run, also if it is compiled
     except ConfigurationError as error:
         return Fact(name=operator, found="cannot be compiled", state="warning", advice=str(error), stops=stops)
-    if (operator_folder() / f"{operator}.so").is_file():
-        return Fact(name=operator, found="compiled")
-    advice = ""
-    if not os.path.isfile(os.path.join(sysconfig.get_path("include"), "Python.h")):
-        advice = "Python has no headers: apt-get install python3-dev"
-    elif not (shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable))):
-        advice = "There is no ninja: pip install ninja"
-    if not advice:
-        return Fact(name=operator, found="compiled at first use, which takes minutes")
-    return Fact(name=operator, found="cannot be compiled", state="warning", advice=advice, stops=stops)
-
-
-def interfaces_fact() -> Fact:
-    """Return the names of the network interfaces."""
-    return Fact(name="interfaces", found=", ".join(name for _, name in socket.if_nameindex()) or "none")
+    is_compiled = (operator_folder() / f"{operator}.so").is_file()
+    return Fact(name=operator, found="compiled" if is_compiled else "compiled at first use, which takes minutes")
 
 
 def all_reduce_fact(num_ranks: int, seconds: float | None = None) -> Fact:
@@ -236,7 +188,11 @@ def all_reduce_fact(num_ranks: int, seconds: float | None = None) -> Fact:
     except RankError as error:
         lines = [line.strip() for line in str(error).splitlines()]
         whys = [line for line in lines if re.match("rank .*[^:]$", line)] or lines[-1:]
-        advice = "Look at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. NCCL_DEBUG=INFO prints what NCCL does."
+        interfaces = ", ".join(name for _, name in socket.if_nameindex())
+        advice = (
+            f"GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose one of the interfaces {interfaces}. NCCL_DEBUG=INFO "
+            "prints what NCCL does."
+        )
         found = f"{what}: {'; '.join(whys)}"
         return Fact(name="all-reduce", found=found, state="broken", advice=advice, stops=RANKS)
     finally:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from lightning_paral.comm.broadcast import broadcast
+from lightning_paral.comm.coalescing import broadcast
 from lightning_paral.compat.torch.ddp import ignored_by_ddp
 from lightning_paral.compat.torch.modules import own_buffers
 from lightning_paral.distributed.mesh import ParallelDims

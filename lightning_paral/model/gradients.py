@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn import Parameter
 
-from lightning_paral.comm.grouping import group_by_dtype_and_device
+from lightning_paral.comm.coalescing import group_by_dtype_and_device
 from lightning_paral.compat.torch.optimizers import foreach_mul_, foreach_norm
 
 

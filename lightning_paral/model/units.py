@@ -8,7 +8,7 @@ from torch.nn import Module, ModuleDict, ModuleList, Parameter, Sequential
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.options import UnitChoice, check_unit_choice
-from lightning_paral.quantities import format_bytes
+from lightning_paral.text import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,7 @@ from typing import NamedTuple
 from lightning_paral.comm.reduce_scatter import ARRIVING_BYTES
 from lightning_paral.planning.fake import StepSettings
 from lightning_paral.planning.layout import Layout, Place
-from lightning_paral.planning.states import ModelStates, ParameterState
-from lightning_paral.planning.trace import ROOT, PlannedUnit, Point, Step
+from lightning_paral.planning.trace import ROOT, ModelStates, ParameterState, PlannedUnit, Point, Step
 
 _CPU_BUCKET, _CUDA_BUCKET = 6_553_600, 50_000_000
 """Elements of a bucket of ZeRO."""

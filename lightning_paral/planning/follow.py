@@ -22,8 +22,16 @@ from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.options import ActivationCheckpointing
 from lightning_paral.planning.fake import FakeModule, StepSettings
 from lightning_paral.planning.layout import Layout
-from lightning_paral.planning.states import ModelStates, count_states, tensors_in
-from lightning_paral.planning.trace import ROOT, Point, Step, follow_step, planned_units
+from lightning_paral.planning.trace import (
+    ROOT,
+    ModelStates,
+    Point,
+    Step,
+    count_states,
+    follow_step,
+    planned_units,
+    tensors_in,
+)
 
 Result = TypeVar("Result")
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.suggestions import did_you_mean, nearest_names
+from lightning_paral.text import did_you_mean, nearest_names
 
 Engine = Literal["dp", "ddp", "fsdp", "zero", "pipeline"]
 Place = Literal["device", "host", "nvme"]

@@ -15,8 +15,7 @@ from lightning_paral.planning.costs import Case, Estimate, estimate
 from lightning_paral.planning.fake import StepSettings
 from lightning_paral.planning.follow import FollowedSteps, follow_fit, follow_steps, settings_of
 from lightning_paral.planning.layout import LAYOUTS, Layout, layouts_of
-from lightning_paral.quantities import format_bytes, parse_bytes
-from lightning_paral.tables import make_console, make_table
+from lightning_paral.text import format_bytes, make_console, make_table, parse_bytes
 
 DeviceType = Literal["cpu", "cuda"]
 MARGIN = 0.1

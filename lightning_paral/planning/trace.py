@@ -1,5 +1,6 @@
-"""Follow one training step on tensors without memory: what exists at once, by unit, and how much is computed."""
+"""Count the model states, and follow one training step on tensors without memory: what exists at once, by unit."""
 
+import math
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -9,9 +10,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import Module
-from torch.utils.flop_counter import flop_registry
+from torch.optim import Optimizer
 
 from lightning_paral.compat.torch.tensors import (
     TorchDispatchMode,
@@ -25,7 +27,6 @@ from lightning_paral.model.activation_checkpointing import checkpoint_units
 from lightning_paral.model.units import choose_units
 from lightning_paral.options import ActivationCheckpointing
 from lightning_paral.planning.fake import FakeModule, call_step
-from lightning_paral.planning.states import tensors_in
 
 Kind = Literal["activation", "cast", "gradient", "temporary", "given"]
 """What memory is for. `cast`: a copy of a parameter that autocast keeps; `temporary`: memory of `optimizer.step`;
@@ -34,6 +35,94 @@ _MISSING_VALUE = "The module reads values of tensors, for example with .item(). 
 _CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
 ROOT = -1
 """The unit of what runs outside of all others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterState:
+    """The states of one parameter, unsharded."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_trained: bool
+    """Whether it requires a gradient."""
+    optimizer_bytes: int = 0
+    """Bytes of all optimizer states, also of scalars such as `step`."""
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the parameter in bytes."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The size of the gradient in bytes; 0 if the parameter is frozen."""
+        return self.num_bytes * self.is_trained
+
+
+class ModelStates:
+    """The states of a module, unsharded. Tied parameters count once. Sizes are in bytes.
+
+    Args:
+        parameters: the states of each parameter.
+        buffer_bytes: of the buffers.
+        num_optimizers: the number of optimizers.
+        early_bytes: of the parameters that are built before `configure_model`, so that every rank builds all of them.
+    """
+
+    def __init__(
+        self, parameters: Sequence[ParameterState], buffer_bytes: int = 0, num_optimizers: int = 1, early_bytes: int = 0
+    ) -> None:
+        self.parameters, self.buffer_bytes = tuple(parameters), buffer_bytes
+        self.num_optimizers, self.early_bytes = num_optimizers, early_bytes
+        self.num_params = sum(each.numel for each in parameters)
+        self.num_trained = sum(each.numel for each in parameters if each.is_trained)
+        self.parameter_bytes = sum(each.num_bytes for each in parameters)
+        self.gradient_bytes = sum(each.gradient_bytes for each in parameters)
+        self.optimizer_bytes = sum(each.optimizer_bytes for each in parameters)
+        self.largest_gradient_bytes = max((each.gradient_bytes for each in parameters), default=0)
+
+
+def count_states(
+    module: Module, optimizers: Sequence[Optimizer], *, early_bytes: int = 0, assume_adam: bool = False
+) -> ModelStates:
+    """Count the states of `module`; its tensors may be on the meta device, or fake.
+
+    Args:
+        module: the module.
+        optimizers: its optimizers after a step, so that their states exist. States are counted as they are.
+        early_bytes: bytes of the parameters that are built before `configure_model`.
+        assume_adam: count two optimizer states per element of each trained parameter instead.
+    """
+    sizes = {
+        parameter: sum(tensor.nbytes for tensor in tensors_in(state))
+        for optimizer in optimizers
+        for parameter, state in optimizer.state.items()
+    }
+    if assume_adam:
+        sizes = {parameter: 2 * parameter.nbytes for parameter in module.parameters() if parameter.requires_grad}
+    parameters = [
+        ParameterState(
+            shape=tuple(parameter.shape),
+            dtype=parameter.dtype,
+            is_trained=parameter.requires_grad,
+            optimizer_bytes=sizes.get(parameter, 0),
+        )
+        for parameter in module.parameters()
+    ]
+    buffer_bytes = sum(buffer.nbytes for buffer in module.buffers())
+    return ModelStates(parameters, buffer_bytes, max(1, len(optimizers)), early_bytes)
+
+
+def tensors_in(data: object) -> list[Tensor]:
+    """Return the tensors of a collection."""
+    found: list[Tensor] = []
+    apply_to_collection(data, Tensor, found.append)
+    return found
 
 
 class Point(NamedTuple):
@@ -65,8 +154,6 @@ class PlannedUnit:
     """Numbers of the parameters, in the order of the module."""
     output_bytes: int = 0
     """What its forward pass returns."""
-    flops: int = 0
-    """Floating-point operations in a step. What runs after a unit, until the next one, counts with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +191,7 @@ def follow_step(
     *,
     on_cpu: bool = False,
 ) -> Step:
-    """Return what a step on a batch of the shapes of `batch` allocates and computes.
+    """Return what a step on a batch of the shapes of `batch` allocates.
 
     Args:
         fake: the module, with its optimizers. Their states exist afterwards.
@@ -116,7 +203,7 @@ def follow_step(
         Exception: whatever the module raises, for example because it needs values of tensors.
     """
     planned, optimizers = planned_units(fake.module), fake.optimizers
-    trace = _Trace(len(planned), on_cpu)
+    trace = _Trace(on_cpu)
     with ExitStack() as stack:
         if checkpointing is not None:
             stack.callback(checkpoint_units(fake.module, checkpointing))
@@ -137,10 +224,7 @@ def follow_step(
         _take_step(fake, batch, trace)
     return Step(
         points=tuple(trace.points),
-        units=tuple(
-            replace(unit, output_bytes=num_bytes, flops=flops)
-            for unit, num_bytes, flops in zip(planned, output_bytes, trace.flops, strict=True)
-        ),
+        units=tuple(replace(unit, output_bytes=size) for unit, size in zip(planned, output_bytes, strict=True)),
         temporary_bytes=trace.temporary_bytes,
         batch_bytes=sum(tensor.nbytes for tensor in tensors_in(batch)),
         notes=tuple(sorted(trace.notes)),
@@ -153,14 +237,12 @@ def _take_step(fake: FakeModule, batch: Any, trace: "_Trace") -> None:
 
     def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         trace.enter(ROOT, in_backward=True)
-        trace.computing = len(trace.flops) - 2  # the loss, and what runs after the last unit
         torch.autograd.backward(loss, *args, **kwargs)
         trace.enter(ROOT, in_backward=False)
 
     fake.use_optimizers(backward)
     for number in range(min(2, accumulate)):
         trace.enter(ROOT, in_backward=False)
-        trace.computing = ROOT
         with fake.trainer.precision_plugin.forward_context():
             output: Any = call_step(module.training_step, batch)
         loss = output.get("loss") if isinstance(output, dict) else output
@@ -222,13 +304,11 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Use it inside a fake tensor mode, which is entered first. Memory that an operation uses internally is not seen.
     """
 
-    def __init__(self, num_units: int, on_cpu: bool) -> None:
+    def __init__(self, on_cpu: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.notes: set[str] = set()
         self.in_backward = False
-        self.computing = ROOT
-        """The unit with which operations are counted."""
-        self._num_units, self._on_cpu, self._unit = num_units, on_cpu, ROOT
+        self._on_cpu, self._unit = on_cpu, ROOT
         self._kind: Kind = "activation"
         self._now: dict[Kind, int] = dict.fromkeys(("activation", "cast", "gradient", "temporary", "given"), 0)
         # By the identity of a storage. It is removed when the storage is freed.
@@ -237,9 +317,8 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.restart()
 
     def restart(self) -> None:
-        """Forget the points and operations so far."""
+        """Forget the points so far."""
         self.points: list[Point] = []
-        self.flops = [0] * self._num_units
         self.temporary_bytes = 0
         self._most = self._most_used = self._point()
 
@@ -254,8 +333,6 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             dtype = args[0].dtype
             return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
         packet = packet_of(func)
-        if count := flop_registry.get(packet):
-            self.flops[self.computing] += int(count(*args, **kwargs, out_val=out))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.device.type != "meta":
                 self._see(leaf, self._kind)
@@ -287,15 +364,13 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count what follows with a unit."""
         # Two, because which of them is the peak depends on the engine, and on the size of the batch.
         self.points += (self._most, self._most_used._replace(reduces=False))
-        if unit != ROOT:
-            self.computing = unit
         self._unit, self.in_backward = unit, in_backward
         self._most = self._most_used = self._point()
 
     def enter_optimizer(self) -> None:
         """Count what follows as memory of the optimizer."""
         self.enter(ROOT, in_backward=False)
-        self._kind, self.computing = "temporary", ROOT
+        self._kind = "temporary"
 
     def leave_optimizer(self) -> None:
         """Count what follows as activations."""

@@ -18,8 +18,8 @@ from lightning_paral.option_types import takes
 from lightning_paral.options import ActivationCheckpointing, RankOptions
 from lightning_paral.planning.layout import LAYOUTS, Layout
 from lightning_paral.planning.plan import plan_fit
-from lightning_paral.quantities import parse_bytes
 from lightning_paral.strategies.base import ParalStrategy
+from lightning_paral.text import parse_bytes
 
 _DDP = next(layout for layout in LAYOUTS if layout.strategy == "paral_ddp")
 

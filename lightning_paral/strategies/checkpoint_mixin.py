@@ -17,13 +17,12 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.background import BackgroundSaver
-from lightning_paral.checkpoint.ended_optimizers import EndedOptimizers
+from lightning_paral.checkpoint.optimizer_state import EndedOptimizers
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.storage import remove_at, without_scheme
-from lightning_paral.checkpoint.tree import tensors_in
+from lightning_paral.checkpoint.tree import PACKAGE_STATE_KEY, tensors_in
 from lightning_paral.checkpoint.weights import (
-    PACKAGE_STATE_KEY,
     load_weights,
     package_state,
     sharded_state_dict,

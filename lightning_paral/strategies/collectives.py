@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_paral.comm.rows import gather_rows
+from lightning_paral.comm.reduce_scatter import gather_rows
 from lightning_paral.distributed.exchange import any_rank, every_rank
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.strategies.run_watch import RunWatch

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_paral.averaging.run import RunAverages
 from lightning_paral.checkpoint.sharded_state import ShardedState
-from lightning_paral.checkpoint.weights import PACKAGE_STATE_KEY
+from lightning_paral.checkpoint.tree import PACKAGE_STATE_KEY
 from lightning_paral.compat.lightning.strategies import ddp_options, set_ddp_options
 from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.engines.local_sgd.options import LocalSGDOptions, check_run

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from lightning_paral.checkpoint.shards import FlatShard
 from lightning_paral.compat.lightning.loops import call_once_after_setup_of_data
 from lightning_paral.data.sampler import RankBatchSampler
-from lightning_paral.quantities import format_bytes
+from lightning_paral.text import format_bytes
 
 
 def print_start_line(trainer: Trainer, strategy: Any) -> None:

@@ -23,7 +23,7 @@ from lightning_paral.comm import ALL_REDUCE, count_traffic
 from lightning_paral.comm.reduce_scatter import direct_reduce_scatter
 from lightning_paral.comm.reduction import WIRE_DTYPES
 from lightning_paral.compat.torch.process_groups import all_gather_single, reduce_scatter_single
-from lightning_paral.quantities import parse_bytes
+from lightning_paral.text import parse_bytes
 from tests.benchmarks.common import show
 from tests.network import run_on_nodes
 

@@ -29,7 +29,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from examples.gpt import GPT, StandardLibraryData
 from lightning_paral import CheckpointOptions, ParalFSDPStrategy
-from lightning_paral.cli.consolidate import consolidate
+from lightning_paral.cli.checkpoints import consolidate
 from tests.benchmarks.common import show, silent_ranks
 from tests.running import quiet_trainer
 

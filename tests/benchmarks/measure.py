@@ -1,6 +1,6 @@
 """Run benchmarks again and write what they print into docs/measurements.md.
 
-    python -m tests.benchmarks.measure          # all of them, which takes about half an hour on two cores
+    python -m tests.benchmarks.measure          # all of them, which takes about two hours on two cores
     python -m tests.benchmarks.measure NAME...  # some of them
     python -m tests.benchmarks.measure --list
 
@@ -51,6 +51,14 @@ BENCHMARKS = {
         f"paral plan --config configs/gpt-13b.yaml --world-size 1 --device-memory {memory}GiB --strategies "
         "paral_zero2_offload,paral_zero3_offload"
         for memory in (32, 80, 139)
+    ),
+    "slow_link": tuple(
+        f"python -m tests.benchmarks.slow_link{options}"
+        for options in (
+            "",
+            " --rates 10gbit --periods 1000 --wire fp32",
+            " --rates 10gbit --periods 5,10,25,50,100 --wire fp32 --tokens 512000 --plot docs/assets/slow-link.svg",
+        )
     ),
     **{name: (f"python -m tests.benchmarks.{name}",) for name in PRINTING},
 }

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_paral.diagnostics.check_compare import Checks
-from lightning_paral.diagnostics.check_record import Task
-from lightning_paral.diagnostics.check_run import Fit
+from lightning_paral.diagnostics.check_run import Fit, Task
 from lightning_paral.diagnostics.rank_pool import RankPool
 from tests.contract.cases import BY_LABEL
 

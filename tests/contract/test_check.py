@@ -9,8 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_paral.diagnostics.check_compare import Checks
-from lightning_paral.diagnostics.check_record import Task
-from lightning_paral.diagnostics.check_run import Fit
+from lightning_paral.diagnostics.check_run import Fit, Task
 from tests.contract.tables import page
 from tests.contract.user_code import fitting
 from tests.contract.user_code.columns import COLUMNS

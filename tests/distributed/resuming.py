@@ -11,8 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lightning_paral.diagnostics.check_compare import CheckRow, Checks
-from lightning_paral.diagnostics.check_record import Task
-from lightning_paral.diagnostics.check_run import Fit
+from lightning_paral.diagnostics.check_run import Fit, Task
 from lightning_paral.diagnostics.rank_pool import RankPool
 from tests.models.chain import NUM_BATCHES, loader
 

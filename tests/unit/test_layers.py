@@ -30,10 +30,8 @@ LAYERS = (
     "option_types",
     "compat",
     "tested_versions",
-    "tables",
-    "quantities",
     "_version",
-    "suggestions",
+    "text",
     "errors",
 )
 

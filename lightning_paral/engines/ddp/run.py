@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from lightning_paral.comm import ALL_REDUCE, AllReduce
-from lightning_paral.comm.broadcast import broadcast
+from lightning_paral.comm.coalescing import broadcast
 from lightning_paral.comm.ddp_hook import BucketReducer
 from lightning_paral.comm.reduction import WIRE_DTYPES
 from lightning_paral.comm.ring import all_reduce_by_size

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_paral.checkpoint.dtensor_chunks import chunk_of_dtensor, dtensor_like, is_chunked
-from lightning_paral.checkpoint.layout import Chunk
+from lightning_paral.checkpoint.layout import Chunk, chunk_of_dtensor, dtensor_like, is_chunked
 from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.errors import ConfigurationError
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from lightning_paral.checkpoint.dtensor_chunks import dtensor_like
-from lightning_paral.comm.grouping import group_by_dtype_and_device
+from lightning_paral.checkpoint.layout import dtensor_like
+from lightning_paral.comm.coalescing import group_by_dtype_and_device
 from lightning_paral.comm.reduce_scatter import direct_reduce_scatter, sum_of_own_chunk
 from lightning_paral.compat.torch.autograd import call_at_end_of_backward
 from lightning_paral.compat.torch.dtensor import local_of

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import LBFGS, Optimizer
 
-from lightning_paral.checkpoint.dtensor_chunks import dtensor_like
+from lightning_paral.checkpoint.layout import dtensor_like
 from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
 from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.optimizers import step_with_hooks, without_hooks

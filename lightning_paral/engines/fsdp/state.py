@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lightning_paral.checkpoint.ended_optimizers import EndedOptimizers
+from lightning_paral.checkpoint.optimizer_state import EndedOptimizers
 from lightning_paral.checkpoint.sharded_state import ShardedState, WeightShards
 from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.engines.fsdp.run import FSDPRun

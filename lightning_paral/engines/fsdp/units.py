@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
-from lightning_paral.comm.broadcast import broadcast
+from lightning_paral.comm.coalescing import broadcast
 from lightning_paral.compat.torch.fsdp import can_be_sharded
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.units import Unit, Units, partition

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_paral.comm.broadcast import broadcast
-from lightning_paral.comm.grouping import group_by_dtype_and_device
-from lightning_paral.comm.int8 import int8_average
+from lightning_paral.comm.coalescing import broadcast, group_by_dtype_and_device
+from lightning_paral.comm.direct import int8_average
 from lightning_paral.comm.reduction import WIRE_DTYPES
 from lightning_paral.comm.ring import ring_all_reduce
 from lightning_paral.distributed.mesh import ParallelDims

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from lightning_paral.comm.grouping import group_by_dtype_and_device
+from lightning_paral.comm.coalescing import group_by_dtype_and_device
 from lightning_paral.compat.torch.optimizers import foreach_mul_
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.pipeline.boundaries import PipelineGroups

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.checkpoint.shards import FlatShard
-from lightning_paral.comm.broadcast import broadcast
+from lightning_paral.comm.coalescing import broadcast
 from lightning_paral.compat.torch.modules import not_persistent, own_buffers, own_parameters
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.pipeline.boundaries import PipelineGroups

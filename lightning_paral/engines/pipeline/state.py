@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.checkpoint.ended_optimizers import EndedOptimizers
+from lightning_paral.checkpoint.optimizer_state import EndedOptimizers
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.checkpoint.shards import FlatShard, flat, identity
 from lightning_paral.distributed.exchange import gather_objects

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
-from lightning_paral.checkpoint.dtensor_chunks import chunk_of_dtensor
+from lightning_paral.checkpoint.layout import chunk_of_dtensor
 from lightning_paral.checkpoint.shards import FlatShard
 from lightning_paral.compat.torch.modules import own_parameters, show_parameters, without_fsdp_loading
 from lightning_paral.compat.torch.tensors import tree_leaves

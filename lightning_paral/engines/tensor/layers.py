@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Embedding, Module
 
-from lightning_paral.comm.rows import gather_rows, sum_to_rows
+from lightning_paral.comm.reduce_scatter import gather_rows, sum_to_rows
 from lightning_paral.compat.torch.autograd import version_of
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.engines.tensor.candidates import is_conv1d

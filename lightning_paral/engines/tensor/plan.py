@@ -10,7 +10,7 @@ from torch.nn import Module
 
 from lightning_paral.engines.tensor.candidates import Layer
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.suggestions import did_you_mean, nearest_names
+from lightning_paral.text import did_you_mean, nearest_names
 
 STYLES: dict[str, str] = {
     "colwise": "split the output features of a linear layer",

@@ -10,8 +10,7 @@ from torch.nn import Module
 
 from lightning_paral.engines.tensor.layers import split_dims
 from lightning_paral.engines.tensor.plan import TensorPlan, folded
-from lightning_paral.quantities import format_bytes
-from lightning_paral.tables import make_console, make_table
+from lightning_paral.text import format_bytes, make_console, make_table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.suggestions import did_you_mean, nearest_names
+from lightning_paral.text import did_you_mean, nearest_names
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 """The values of `Trainer(precision=...)` that ZeRO supports."""

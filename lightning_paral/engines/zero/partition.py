@@ -20,7 +20,7 @@ from lightning_paral.compat.deepspeed import stage3
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.deferred.construction import DeferredConstruction
-from lightning_paral.quantities import format_bytes
+from lightning_paral.text import format_bytes
 
 
 def is_stage3_parameter(parameter: Any) -> bool:

@@ -11,10 +11,9 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_paral.checkpoint.ended_optimizers import EndedOptimizers
-from lightning_paral.checkpoint.optimizer_state import State
+from lightning_paral.checkpoint.optimizer_state import EndedOptimizers, State
 from lightning_paral.checkpoint.shards import FlatShard, identity
-from lightning_paral.comm.broadcast import broadcast
+from lightning_paral.comm.coalescing import broadcast
 from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.zero.build import (

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_paral import ParalFSDPStrategy, ParalZeROStrategy
 from lightning_paral.checkpoint.load import peek
-from lightning_paral.cli.consolidate import consolidate
+from lightning_paral.cli.checkpoints import consolidate
 from lightning_paral.errors import ConfigurationError
 from tests.contract.cases import BY_LABEL, MAIN
 from tests.models.averaged import MAX_EPOCHS, Averaged, fit

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_paral import AutoResume, CheckpointError, ConfigurationError
-from lightning_paral.checkpoint.find import find_candidates
+from lightning_paral.checkpoint.load import find_candidates
 from tests.contract.cases import strategy_of
 from tests.models.witnessed import Witnessed, numbered_loader
 from tests.running import logged, quiet_trainer

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_paral import ConfigurationError, Preemption
 from lightning_paral.callbacks import preemption as preemption_module
-from lightning_paral.checkpoint.verify import verify
+from lightning_paral.checkpoint.load import verify
 from tests.contract.cases import strategy_of
 from tests.running import quiet_trainer
 

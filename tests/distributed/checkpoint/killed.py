@@ -20,8 +20,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_paral import CheckpointOptions
-from lightning_paral.checkpoint.load import load
-from lightning_paral.checkpoint.verify import verify
+from lightning_paral.checkpoint.load import load, verify
 from lightning_paral.distributed.exchange import RankGroup
 from tests.contract.cases import strategy_of
 from tests.launching import fork_ranks

@@ -13,8 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_paral import CheckpointOptions, ConfigurationError
-from lightning_paral.checkpoint.load import load
-from lightning_paral.checkpoint.verify import verify
+from lightning_paral.checkpoint.load import load, verify
 from lightning_paral.distributed.exchange import RankGroup
 from tests.contract.cases import strategy_of
 from tests.models.regression import Regression, regression_data

@@ -118,12 +118,6 @@ def test_safetensors_are_on_disk_although_nfs_keeps_the_mapped_file(
     assert synced[-2:] == [out.stat().st_ino, tmp_path.stat().st_ino]
 
 
-@pytest.mark.parametrize("size", ["0", "1.2.3MB", "5 light-years", "-1GB"])
-def test_invalid_sizes_are_named(saved: Path, tmp_path: Path, consolidate: Any, size: str) -> None:
-    assert "is not a size" in consolidate(saved, tmp_path / "x.safetensors", f"--max-shard-size={size}")
-    assert not list(tmp_path.iterdir())
-
-
 def test_parent_that_is_a_file_is_an_error_of_one_line(saved: Path, tmp_path: Path, consolidate: Any) -> None:
     (tmp_path / "file").touch()
     message = consolidate(saved, tmp_path / "file" / "x.ckpt")

@@ -12,11 +12,13 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_paral import CheckpointError
-from lightning_paral.checkpoint.load import load
+from lightning_paral.checkpoint.lazy_tensor import materialize
+from lightning_paral.checkpoint.load import load, verify
 from lightning_paral.checkpoint.save import SaveJob
 from lightning_paral.checkpoint.shards import FlatShard, identity
-from lightning_paral.checkpoint.verify import verify
+from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.distributed.exchange import RankGroup, all_ranks
+from tests.contract.cases import MAIN, labels, with_ranks
 from tests.models.resumable import NUM_BATCHES, Resumable, SaveOnce, losses, refusal
 
 FORMS = ("full", "sharded")
@@ -241,6 +243,36 @@ def test_checkpoint_from_before_the_first_step_resumes(on_ranks, tmp_path: Path,
     whole = on_ranks(2, partial(losses, label, checkpoint="sharded", callbacks=callbacks))
     found = losses("paral_ddp", resume_from=path)
     assert found == pytest.approx({number: sum(each[number] for each in whole) / 2 for number in range(NUM_BATCHES)})
+
+
+# Before the first step of a resumed run
+
+
+class SaveFirst(SaveOnce):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if not Path(self.path).exists():
+            trainer.save_checkpoint(self.path)
+
+
+def save_and_save_again(label: str, first: Path, second: Path) -> None:
+    losses(label, save_to=first)
+    # With two batches per optimizer step, the first batch ends without a step.
+    losses(label, resume_from=first, callbacks=[SaveFirst(str(second))])
+
+
+def optimizer_state(path: Path) -> Any:
+    state = load(path, RankGroup())["optimizer_states"][0]["state"]
+    return tree_map_only(torch.Tensor, materialize, state)
+
+
+@pytest.mark.parametrize("strategy", labels(with_ranks(MAIN, 2)))
+def test_optimizer_states_are_saved_again_before_the_first_step(on_ranks, tmp_path: Path, strategy: str) -> None:
+    paths = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
+    on_ranks(2, save_and_save_again, strategy, *paths)
+
+    first, second = map(optimizer_state, paths)
+    assert first
+    torch.testing.assert_close(second, first, rtol=0.0, atol=0.0)
 
 
 # Callbacks that keep shards on a later stage of a pipeline

@@ -13,8 +13,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_paral import CheckpointError
-from lightning_paral.checkpoint.load import load
-from lightning_paral.checkpoint.verify import verify
+from lightning_paral.checkpoint.load import load, verify
 from lightning_paral.distributed.exchange import RankGroup
 from tests.models.resumable import Resumable, losses, refusal
 

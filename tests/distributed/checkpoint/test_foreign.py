@@ -24,14 +24,7 @@ from lightning_paral import CheckpointError, ParalZeROStrategy
 from lightning_paral.checkpoint.convert import convert
 from lightning_paral.checkpoint.load import load
 from lightning_paral.distributed.exchange import RankGroup
-from tests.models.resumable import (
-    Losses,
-    Resumable,
-    assert_continues,
-    fit,
-    losses,
-    refusal,
-)
+from tests.models.resumable import Losses, Resumable, assert_continues, fit, losses, refusal
 
 OURS = ("paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3")
 

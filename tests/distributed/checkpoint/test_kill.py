@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_paral import CheckpointError
-from lightning_paral.checkpoint.verify import verify
+from lightning_paral.checkpoint.load import verify
 from tests.launching import outputs
 from tests.models.resumable import SaveOnce, losses, refusal
 

@@ -10,9 +10,8 @@ import torch
 
 from lightning_paral import CheckpointError
 from lightning_paral.checkpoint import commit
-from lightning_paral.checkpoint.load import load
+from lightning_paral.checkpoint.load import load, verify
 from lightning_paral.checkpoint.storage import remove_at
-from lightning_paral.checkpoint.verify import verify
 from lightning_paral.distributed.exchange import RankGroup, all_ranks
 from tests.launching import Process, outputs
 from tests.models.resumable import SAVED_AFTER, losses, refusal

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from lightning_paral import CheckpointError
-from lightning_paral.checkpoint.load import peek
-from lightning_paral.checkpoint.verify import verify
+from lightning_paral.checkpoint.load import peek, verify
 from tests.contract.cases import PER_PLACEMENT, labels, with_ranks
 from tests.models.resumable import Resumable, assert_continues, losses, refusal
 

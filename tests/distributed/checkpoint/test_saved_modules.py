@@ -19,7 +19,7 @@ from lightning_paral import (
     ParalPipelineStrategy,
     ParalZeROStrategy,
 )
-from lightning_paral.checkpoint.load_from_checkpoint import read_folder
+from lightning_paral.checkpoint import read_folder
 from tests.models.chain import WIDTH, Block, Chain, fit_chain
 
 STRATEGIES: dict[str, Any] = {

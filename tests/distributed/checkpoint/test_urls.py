@@ -11,9 +11,8 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_paral import CheckpointError
-from lightning_paral.checkpoint.load import load
+from lightning_paral.checkpoint.load import load, verify
 from lightning_paral.checkpoint.storage import folder_at
-from lightning_paral.checkpoint.verify import verify
 from lightning_paral.distributed.exchange import RankGroup
 from tests.models.resumable import Losses, assert_continues, losses
 

@@ -9,13 +9,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from lightning_paral import (
-    STRATEGIES,
-    ConfigurationError,
-    DifferenceError,
-    ReferenceFailedError,
-    check,
-)
+from lightning_paral import STRATEGIES, ConfigurationError, DifferenceError, ReferenceFailedError, check
 from lightning_paral.cli.check import check_command
 from lightning_paral.diagnostics.check import DEFAULT, CheckReport, CheckRow, by_name
 from tests.launching import outputs

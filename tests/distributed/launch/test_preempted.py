@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_paral.checkpoint.verify import verify
+from lightning_paral.checkpoint.load import verify
 from tests.launching import TORCHRUN, Process
 
 SECONDS = 120

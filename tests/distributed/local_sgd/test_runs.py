@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 from lightning_paral import ConfigurationError, ParalDDPStrategy, ParalLocalSGDStrategy, RankFailedError
 from lightning_paral.checkpoint.load import load
 from lightning_paral.comm import count_traffic
-from lightning_paral.comm.int8 import BLOCK, int8_average
+from lightning_paral.comm.direct import BLOCK, int8_average
 from lightning_paral.distributed.exchange import RankGroup, gather_objects
 from tests.distributed.local_sgd.training import Model, Weights, ddp, distance, fit, local, samples, weights_of
 from tests.running import SaveAt, logged, quiet_trainer
@@ -136,6 +136,49 @@ def test_ema_averages_the_mean(on_ranks, tmp_path: Path) -> None:
         named = [name for name in final if "running" not in name]
         assert max((final[name] - expected[name]).abs().max() for name in named) < 1e-12
         assert max(off[name].abs().max() for name in named) < 1e-12
+
+
+class Plateaus(Model):
+    """Reduces the learning rate of each island after validations without a better loss."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.5)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+    def test_step(self, batch: list[Any], batch_idx: int) -> None:
+        self.log("test_loss", nn.functional.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
+
+    def predict_step(self, batch: list[Any], batch_idx: int) -> Any:
+        return self(batch[0])
+
+
+def stop_early() -> tuple[list[Any], list[Any], list[Any]]:
+    torch.manual_seed(3)
+    module, stopping = Plateaus(), EarlyStopping("val_loss", patience=2)
+    trainer = quiet_trainer(strategy=local(period=4), devices=2, max_epochs=20, callbacks=[stopping])
+    trainer.fit(module, samples(5), samples(2))
+    of_islands = [stopping.stopped_epoch, trainer.optimizers[0].param_groups[0]["lr"], stopping.best_score.item()]
+    final = Plateaus()
+    final.load_state_dict({name: value.clone() for name, value in module.state_dict().items()})
+    (tested,) = trainer.test(module, samples(2), verbose=False)
+    predicted = trainer.predict(module, samples(2))
+    with torch.no_grad():
+        expected = [final.eval()(inputs) for inputs, _ in samples(2)]
+    (alone,) = quiet_trainer(strategy="auto", devices=1).test(final, samples(2), verbose=False)
+    return of_islands, [tested["test_loss"], alone["test_loss"]], [predicted, expected]
+
+
+def test_schedulers_stopping_and_what_follows_the_fit_agree(on_ranks) -> None:
+    found = on_ranks(2, stop_early)
+    losses = [loss for _, (_, loss), _ in found]
+    for of_islands, (tested, _), (predicted, expected) in found:
+        assert of_islands == found[0][0]
+        assert 0 < of_islands[0] < 19 and of_islands[1] < 0.5
+        assert tested == pytest.approx(sum(losses) / 2, rel=1e-6)
+        assert len(predicted) == len(expected) // 2
+    together = [batch for pair in zip(*(predicted for _, _, (predicted, _) in found), strict=True) for batch in pair]
+    assert all(torch.allclose(got, want) for got, want in zip(together, found[0][2][1], strict=True))
 
 
 # What user code writes, and does not use

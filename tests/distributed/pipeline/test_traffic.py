@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_paral import ParalPipelineStrategy
-from lightning_paral.comm.traffic import count_traffic
+from lightning_paral.comm.point_to_point import count_traffic
 from tests.running import quiet_trainer
 
 WIDTH, LENGTH, BATCH_SIZE = 128, 64, 16

@@ -19,10 +19,11 @@ import torch.distributed.checkpoint as dcp
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import Tensor
 
 from lightning_paral import CheckpointError, CheckpointOptions, ParalDDPStrategy
+from lightning_paral.checkpoint.background import Staging
 from lightning_paral.checkpoint.commit import AtomicPath, _new_save_id, _siblings, remove_leftovers, resolve
-from lightning_paral.checkpoint.host_memory import Staging
 from lightning_paral.checkpoint.load import peek
 from lightning_paral.checkpoint.save import SaveJob
 from lightning_paral.checkpoint.storage import remove_at
@@ -32,8 +33,8 @@ from lightning_paral.options import Form
 FORMS: list[Form] = ["full", "sharded"]
 
 
-def prepared(path: object, form: Form) -> SaveJob:
-    checkpoint = {"epoch": 0, "global_step": 1, "state_dict": {"a": torch.ones(3)}}
+def prepared(path: object, form: Form, value: Tensor = torch.ones(3)) -> SaveJob:  # noqa: B008
+    checkpoint = {"epoch": 0, "global_step": 1, "state_dict": {"a": value}}
     return SaveJob.prepare(checkpoint, path, form, RankGroup(), strategy="Test")
 
 
@@ -201,6 +202,12 @@ def test_checkpoints_are_replaced_and_removed(tmp_path: Path, form: Form, kind: 
         warnings.simplefilter("error")
         remove_at(str(removed))
     assert set(os.listdir(tmp_path / "b")) == others
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tensor_without_values_is_refused(tmp_path: Path, form: Form) -> None:
+    with pytest.raises(CheckpointError, match="has no values to save"):
+        prepared(tmp_path / "x.ckpt", form, torch.ones(2, device="meta"))
 
 
 # Behind a URL

@@ -26,12 +26,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from lightning_paral import CheckpointError
-from lightning_paral.checkpoint.checksums import record_bytes
 from lightning_paral.checkpoint.lazy_tensor import materialize
-from lightning_paral.checkpoint.load import peek
-from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest, sealed
+from lightning_paral.checkpoint.load import named_tensors, peek, verify
+from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest, record_bytes, sealed
 from lightning_paral.checkpoint.save import SaveJob
-from lightning_paral.checkpoint.verify import named_tensors, verify
 from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.planning.follow import run_isolated
 

@@ -7,11 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_paral.checkpoint.layout import (
-    Chunk,
-    chunks_of_flat_range,
-    coverage_fault,
-)
+from lightning_paral.checkpoint.layout import Chunk, chunks_of_flat_range, coverage_fault
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

@@ -1,12 +1,10 @@
 """What the doctor finds, which strategies are ready by it, and the rows and the JSON that say so."""
 
 import json
-import time
 from importlib import metadata
 from pathlib import Path
 
 import pytest
-from rich.console import Console, Group
 
 from lightning_paral import STRATEGIES
 from lightning_paral.diagnostics import doctor
@@ -32,34 +30,23 @@ def test_versions_are_those_of_the_installed_packages(monkeypatch: pytest.Monkey
     assert (facts["no-such-package"].state, facts["no-such-package"].found) == ("broken", "not installed")
 
 
-def test_what_compiles_operators_is_lacking_with_the_command_that_installs_it(
+def test_lacking_compiler_is_named_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for variable in ("PATH", "TORCH_EXTENSIONS_DIR"):  # no commands, and no operators compiled earlier
-        monkeypatch.setenv(variable, str(tmp_path))
-    monkeypatch.setattr(doctor.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
 
-    for operator, compiler, advice in (
-        ("cpu_adam", "g++", "apt-get install g++"),
-        ("async_io", "g++", "apt-get install g++"),
-        ("cpu_adam", "/bin/true", "pip install ninja"),
-    ):
-        monkeypatch.setenv("CXX", compiler)
-        fact = operator_fact(operator)
-
+    for fact in map(operator_fact, ("cpu_adam", "async_io")):
         assert (fact.state, fact.found) == ("warning", "cannot be compiled")
-        assert advice in fact.advice
+        assert "apt-get install g++" in fact.advice
 
 
-def test_part_that_hangs_or_raises_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "cuda_fact", lambda: time.sleep(1000))
+def test_part_that_raises_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "nvme_fact", lambda path: [][0])
     monkeypatch.setattr(doctor, "all_reduce_fact", lambda num_ranks: Fact(name="all-reduce", found=""))
-    monkeypatch.setattr(doctor, "PART_SECONDS", 2.0)
 
     facts = {fact.name: fact for fact in doctor.examine(2, None)}
 
-    assert facts["CUDA"] == Fact(name="CUDA", found="did not answer within 2 s", state="broken")
     assert facts["NVMe"].found == "could not be examined: IndexError: list index out of range"
 
 
@@ -86,23 +73,19 @@ def test_nvme_folder_is_checked_and_left_empty(tmp_path: Path) -> None:
     ],
 )
 def test_rows_and_json_say_which_strategies_lack_what(stops: str, lacking: set[str]) -> None:
-    sound = Fact(name="torch", found="2.13.0 [rich's markup]")
+    sound = Fact(name="torch", found="2.13.0")
     lack = Fact(name="it", found="x " * 90, state="broken", advice="apt-get install it", stops=stops)
-    console = Console(width=80, force_terminal=False)
-    with console.capture() as capture:
-        console.print(Group(sound, lack, conclusion([sound, lack])))
-    printed = capture.get().splitlines()
+    text = f"{sound}\n{lack}\n{conclusion([sound, lack])}"
+    printed = text.splitlines()
     found = json.loads(json.dumps(as_json([sound, lack])))
 
     assert max(map(len, printed)) <= 80
     assert set(" ".join(printed).replace(",", " ").split()) >= NAMES
-    assert "[rich's markup]" in capture.get()
-    assert "apt-get install it" in capture.get()
+    assert "apt-get install it" in text
     assert printed[-1] == "Broken: it."
     assert found["broken"] == ["it"]
     assert {entry["name"] for entry in found["strategies"] if entry["lacks"] == ["it"]} == lacking
 
 
-@pytest.mark.parametrize("ranks", ["0", "100000"])
-def test_ranks_have_to_be_a_number_that_fits(ranks: str) -> None:
-    assert f"--ranks {ranks} was given. Give at least 1, and at most " in run_paral("doctor", "--ranks", ranks)
+def test_there_is_at_least_one_rank() -> None:
+    assert "--ranks 0 was given. Give at least 1." in run_paral("doctor", "--ranks", "0")

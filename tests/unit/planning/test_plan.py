@@ -35,8 +35,16 @@ from lightning_paral.planning.fake import FakeModule, StepSettings
 from lightning_paral.planning.follow import IsolatedError, batch_of_shape, run_isolated
 from lightning_paral.planning.layout import LAYOUTS, Layout, layouts_of
 from lightning_paral.planning.plan import advise, is_candidate
-from lightning_paral.planning.states import ModelStates, ParameterState, count_states
-from lightning_paral.planning.trace import ROOT, PlannedUnit, Point, Step, follow_step
+from lightning_paral.planning.trace import (
+    ROOT,
+    ModelStates,
+    ParameterState,
+    PlannedUnit,
+    Point,
+    Step,
+    count_states,
+    follow_step,
+)
 from tests.models.planned import Adversarial, ConvNet, DependsOnValues, bytes_of_text, gpt, images
 
 PROJECT = Path(lightning_paral.__file__).parents[1]
@@ -257,8 +265,10 @@ class Broken(BoringModel):
         ({"strategies": [ParalFSDPStrategy(replicate=3)], "world_size": 4}, "replicate=3 does not divide the 4 ranks"),
         ({"strategies": [ParalAutoStrategy()]}, "ParalAutoStrategy cannot be planned"),
         ({"world_size": 0}, "world_size=0 has to be at least 1"),
-        ({"device_memory": "many"}, "device_memory 'many' is not a size"),
-        ({"device_memory": 0}, "device_memory 0 is not a size"),
+        *(
+            ({"device_memory": size}, f"device_memory {size!r} is not a size")
+            for size in ("many", 0, "1.2.3MB", "-1GB")
+        ),
         ({"strategies": ["paral_fsdpp"]}, "Did you mean 'paral_fsdp'"),
         ({"strategies": []}, "No strategies were given"),
         ({"accumulate": 0}, "accumulate=0 has to be at least 1"),

@@ -1,4 +1,4 @@
-"""Broadcast many tensors in few messages."""
+"""Treat many tensors together: group those that can be concatenated or fused, and broadcast them in few messages."""
 
 from collections.abc import Iterable
 
@@ -61,3 +61,11 @@ def _write(tensor: Tensor, received: Tensor) -> None:
         tensor.data.copy_(received.clone().view(tensor.dtype).view(tensor.shape))
     elif received.data_ptr() != tensor.data_ptr():
         _as_bytes(tensor).copy_(received)
+
+
+def group_by_dtype_and_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Group `tensors` by dtype and device. Groups are in the order of their first tensors."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(groups.values())

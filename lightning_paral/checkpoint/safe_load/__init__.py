@@ -1,1 +1,0 @@
-"""Load pickles without running code from them."""
