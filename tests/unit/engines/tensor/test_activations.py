@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lightning_paral.engines.tensor import split_tensor
-from lightning_paral.engines.tensor.layout import Layout, own_parts
+from lightning_paral.engines.tensor.collectives import Layout, own_parts
 from lightning_paral.engines.tensor.split_tensor import SplitTensor
 from lightning_paral.errors import ConfigurationError
 from tests.unit.engines.tensor.logits import OnRanks, Same, Square, counted

@@ -7,7 +7,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from lightning_paral.engines.tensor.collectives import own_range
-from lightning_paral.engines.tensor.layers import local_padding_idx, own_rows_of_ids, rows_of_ids
+from lightning_paral.engines.tensor.vocabulary import local_padding_idx, own_rows_of_ids, rows_of_ids
 from tests.unit.engines.tensor.logits import SIZES, OnRanks, targets
 
 

@@ -24,7 +24,6 @@ SPLIT: dict[str, Callable[[Any], Any]] = {
     "all but the last": lambda x: x[:, :-1, :],
     "one position": lambda x: x[:, -1],
     "new dimension": lambda x: x[:, None],
-    "mask": lambda x: x[torch.tensor([[True, False, True], [False, True, True]])],
     "permute": lambda x: x.permute(1, 0, 2),
     "scale": lambda x: 2 * x / 0.7 * 3,
     "concatenated": lambda x: torch.cat([x, x]),
@@ -32,10 +31,11 @@ SPLIT: dict[str, Callable[[Any], Any]] = {
     "last transposed": lambda x: x.transpose(-1, 0) + 0,
     "detach": lambda x: x.detach(),
     "data": lambda x: x.data,
-    "deepcopy": lambda x: copy.deepcopy(x.detach()),
 }
 GATHERED: dict[str, Callable[[Any], Any]] = {
     "argmax": lambda x: x.argmax(-1),
+    "mask": lambda x: x[torch.tensor([[True, False, True], [False, True, True]])],
+    "deepcopy": lambda x: copy.deepcopy(x.detach()),
     "softmax": lambda x: x.softmax(-1),
     "topk": lambda x: torch.topk(x, 2).values,
     "mean": lambda x: x.mean(),
@@ -110,7 +110,11 @@ def write_in_place() -> None:
     logits = pair((4, 7))[2] * 1
     with torch.no_grad(), pytest.raises(ConfigurationError, match="cannot be changed in place"):
         logits[..., 0] = 1.0
+    with pytest.raises(ConfigurationError, match="have no gradient for retain_grad"):
+        logits.retain_grad()
+    with pytest.raises(ConfigurationError, match="have no gradient for grad"):
+        torch.autograd.grad(logits.sum(), logits)
 
 
-def test_writes_are_refused(on_ranks: OnRanks) -> None:
+def test_writes_and_gradients_are_refused(on_ranks: OnRanks) -> None:
     on_ranks(2, write_in_place)
