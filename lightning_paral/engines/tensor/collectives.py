@@ -173,7 +173,7 @@ class _Split(torch.autograd.Function):
 @lru_cache
 def _places(rank: int, segments: _Segments, num_ranks: int) -> Tensor:
     """Return the places in a dimension of several segments that belong to `rank`, in order."""
-    pieces = torch.arange(sum(segments), device="cpu").split(segments)
+    pieces = torch.split(torch.arange(sum(segments), device="cpu"), list(segments))
     return torch.cat([piece[range_of(rank, len(piece), num_ranks)] for piece in pieces])
 
 

@@ -81,6 +81,10 @@ class SplitLayer(ABC):
         self.group = run.group
         self.run = run
         self._dims = split_dims(layer, style)
+        weight = own_parameters(layer)["weight"]
+        assert weight is not None
+        self.size = weight.shape[self._dims["weight"]]
+        """The full number of the output features, input features or rows that are split."""
         self._hidden: dict[str, Any] = {}
         layer.register_forward_pre_hook(self._before, with_kwargs=True)
         # First, so that the user's own hooks see the output of the whole layer.
@@ -132,8 +136,7 @@ class ColwiseLayer(SplitLayer):
 
     def __init__(self, layer: Module, *others: Any) -> None:
         super().__init__(layer, *others)
-        self.num_features = _num_features(layer, 0)
-        self.segments: tuple[int, ...] = (self.num_features,)
+        self.segments: tuple[int, ...] = (self.size,)
         """The segments of the output, of which each rank computes a part, as in `Layout`."""
         self._learned: tuple[int, ...] = self.segments
 
@@ -156,7 +159,7 @@ class ColwiseLayer(SplitLayer):
         if len(self.segments) > 1:
             self._exchange_rows()
         if is_conv1d(self.layer):
-            rows = own_range(self.num_features, self.group)
+            rows = own_range(self.size, self.group)
             self.hide("nf", rows.stop - rows.start)
         return self.run.copies.of(value)
 
@@ -177,14 +180,11 @@ class ColwiseLayer(SplitLayer):
 class RowwiseLayer(SplitLayer):
     """A linear layer of which this rank multiplies some of the input features."""
 
-    def __init__(self, layer: Module, *others: Any) -> None:
-        super().__init__(layer, *others)
-        self.num_inputs = _num_features(layer, 1)
-        self._bias: Tensor | None = None
+    _bias: Tensor | None = None
 
     def prepare(self, value: Tensor) -> Tensor:
         """Return this rank's features of the input. The bias is added once, after the results are summed."""
-        value = SplitTensor.own_part(value, Layout(value.ndim - 1, (self.num_inputs,)), self.group)
+        value = SplitTensor.own_part(value, Layout(value.ndim - 1, (self.size,)), self.group)
         self._bias = own_parameters(self.layer).get("bias")
         if self._bias is not None:
             self.hide("bias", torch.zeros_like(self._bias) if is_conv1d(self.layer) else None)
@@ -211,16 +211,13 @@ class EmbeddingLayer(SplitLayer):
     """
 
     layer: Embedding
-
-    def __init__(self, layer: Module, *others: Any) -> None:
-        super().__init__(layer, *others)
-        self.rows = own_range(self.layer.num_embeddings, self.group)
-        self._elsewhere: Tensor | None = None
+    _elsewhere: Tensor | None = None
 
     def prepare(self, value: Tensor) -> Tensor:
         """Return the indices among this rank's rows."""
-        self.hide("padding_idx", local_padding_idx(self.layer.padding_idx, self.rows))
-        local, self._elsewhere = own_rows_of_ids(value, self.rows, self.layer.num_embeddings)
+        rows = own_range(self.size, self.group)
+        self.hide("padding_idx", local_padding_idx(self.layer.padding_idx, rows))
+        local, self._elsewhere = own_rows_of_ids(value, rows, self.size)
         return local
 
     def finish(self, output: Tensor) -> Tensor:
@@ -228,11 +225,6 @@ class EmbeddingLayer(SplitLayer):
         elsewhere, self._elsewhere = self._elsewhere, None
         assert elsewhere is not None
         return rows_of_ids(output, elsewhere, self.group)
-
-
-def _num_features(layer: Any, dim: int) -> int:
-    size: int = layer.weight.shape[1 - dim if is_conv1d(layer) else dim]
-    return size
 
 
 class TensorSplit:

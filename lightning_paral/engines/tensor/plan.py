@@ -231,9 +231,8 @@ def report_of(module: Module, num_ranks: int, plan: TensorPlan) -> dict[str, Any
     Returns:
         `module`, the name of its class, and `tensor_parallel`, the number of ranks; `parameter_bytes`, and
         `rank_bytes` of them, the most that a rank holds; `other_bytes`, those of modules that cannot be split, such as
-        norms; and `layers`, a dict for all layers that are treated alike: their `name`, with a star in place of the
-        numbers in which they differ, their `count`, `style`, `bytes`, `rank_bytes`, and the `reason` why they are
-        `"whole"`.
+        norms; and `layers`, a dict for all layers that are treated alike: their `name`, with stars in place of numbers
+        if there are several, their `count`, `style`, `bytes`, `rank_bytes`, and the `reason` why they are `"whole"`.
     """
     seen: set[int] = set()
     groups: dict[tuple[str, str, str], list[tuple[str, int, int]]] = {}
@@ -243,12 +242,10 @@ def report_of(module: Module, num_ranks: int, plan: TensorPlan) -> dict[str, Any
             group = groups.setdefault((_kind_of(name), style, plan.whole.get(name, "")), [])
             group.append((name, *_sizes(part, style, num_ranks, seen)))
     rows: list[dict[str, Any]] = []
-    for (_, style, reason), members in groups.items():
+    for (kind, style, reason), members in groups.items():
         names, before, after = zip(*members, strict=True)
-        parts = zip(*(name.split(".") for name in names), strict=True)
-        common = ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
-        sizes = {"bytes": sum(before), "rank_bytes": sum(after)}
-        rows.append({"name": common, "count": len(names), "style": style, **sizes, "reason": reason})
+        name, sizes = kind if len(names) > 1 else names[0], {"bytes": sum(before), "rank_bytes": sum(after)}
+        rows.append({"name": name, "count": len(names), "style": style, **sizes, "reason": reason})
     other = sum(each.numel() * each.element_size() for each in module.parameters() if id(each) not in seen)
     return {
         "module": type(module).__name__,
@@ -291,9 +288,7 @@ def print_report(report: Mapping[str, Any]) -> None:
         name = row["name"] + (f" ({row['count']})" if row["count"] > 1 else "")
         sizes = format_bytes(row["bytes"]), format_bytes(row["rank_bytes"])
         rows.append((escape(name), row["style"], *sizes, escape(row["reason"])))
-    console = make_console()
-    ranks = report["tensor_parallel"]
+    console, ranks = make_console(), report["tensor_parallel"]
     console.print(f"{report['module']}, {ranks} tensor ranks: parameters of {size}, {rank_size} per rank")
     console.print(make_table(["layers", "style", "bytes", "per rank", "because"], rows, left=(0, 1, 4)))
-    if report["other_bytes"]:
-        console.print(f"Other parameters, such as those of norms, stay whole: {other}.")
+    console.print(f"Other parameters, such as those of norms, stay whole: {other}.")

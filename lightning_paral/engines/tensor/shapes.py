@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -75,7 +76,7 @@ def _refusal(part: Module, layer: Layer, parent: Module) -> str | None:
         return "its shape is not known before the first forward pass"
     if parametrize.is_parametrized(part):
         return "it has parametrizations"
-    base = next(each for each in type(part).__mro__ if each in (Linear, Embedding) or _is_conv1d_class(each))
+    base: Any = next(each for each in type(part).__mro__ if each in (Linear, Embedding) or _is_conv1d_class(each))
     if "forward" in vars(part) or type(part).forward is not base.forward:
         return f"its class, {type(part).__name__}, has its own forward"
     own = {name: parameter for name, parameter in own_parameters(part).items() if parameter is not None}

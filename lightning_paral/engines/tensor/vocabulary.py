@@ -53,8 +53,7 @@ def local_padding_idx(padding_idx: int | None, rows: slice) -> int | None:
     """
     if padding_idx is None or not rows.start <= padding_idx < rows.stop:
         return None
-    index: int = padding_idx - rows.start
-    return index
+    return int(padding_idx - rows.start)
 
 
 def split_cross_entropy(
