@@ -82,8 +82,8 @@ def exchange_rows(rows: Tensor, segments: tuple[int, ...], group: dist.ProcessGr
         segments: the sizes of the segments. The number of ranks divides each of them.
         group: the ranks.
     """
-    order, sends, receives = _plan(segments, dist.get_rank(group), dist.get_world_size(group))
-    own = rows.index_select(0, order.to(rows.device))
+    order, sends, receives = _plan(segments, dist.get_rank(group), dist.get_world_size(group), rows.device)
+    own = rows.index_select(0, order)
     exchanged: Tensor = _Exchange.apply(own, sends, receives, group)  # type: ignore[no-untyped-call]
     return exchanged
 
@@ -142,15 +142,15 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, segments: _Segments, group: dist.ProcessGroup) -> Tensor:
         ctx.segments, ctx.group = segments, group
-        places = [_places(rank, segments, dist.get_world_size(group)) for rank in range(dist.get_world_size(group))]
-        padding = len(places[0]) - tensor.shape[-1]
-        own = torch.nn.functional.pad(tensor, (0, padding)).contiguous()
-        parts = own.new_empty(len(places), *own.shape)
+        num_ranks = dist.get_world_size(group)
+        places = [_places(rank, segments, num_ranks, tensor.device) for rank in range(num_ranks)]
+        own = torch.nn.functional.pad(tensor, (0, len(places[0]) - tensor.shape[-1])).contiguous()
+        parts = own.new_empty(num_ranks, *own.shape)
         all_gather_single(parts.view(-1), own.view(-1), group=group)
         # A new tensor, not a view: autograd refuses to change views that a Function returns in place, as by
         # ReLU(inplace=True).
         joined = torch.cat([part[..., : len(own)] for part, own in zip(parts, places, strict=True)], dim=-1)
-        return joined if len(segments) == 1 else joined[..., _order(segments, len(places)).to(joined.device)]
+        return joined if len(segments) == 1 else joined[..., _order(segments, num_ranks, tensor.device)]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -163,7 +163,7 @@ class _Split(torch.autograd.Function):
         ctx.segments, ctx.group = segments, group
         if len(segments) == 1:
             return tensor[..., own_range(segments[0], group)].clone(memory_format=torch.contiguous_format)
-        return tensor[..., _places(dist.get_rank(group), segments, dist.get_world_size(group)).to(tensor.device)]
+        return tensor[..., _places(dist.get_rank(group), segments, dist.get_world_size(group), tensor.device)]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -171,16 +171,16 @@ class _Split(torch.autograd.Function):
 
 
 @lru_cache
-def _places(rank: int, segments: _Segments, num_ranks: int) -> Tensor:
+def _places(rank: int, segments: _Segments, num_ranks: int, device: torch.device) -> Tensor:
     """Return the places in a dimension of several segments that belong to `rank`, in order."""
-    pieces = torch.split(torch.arange(sum(segments), device="cpu"), list(segments))
+    pieces = torch.split(torch.arange(sum(segments), device=device), list(segments))
     return torch.cat([piece[range_of(rank, len(piece), num_ranks)] for piece in pieces])
 
 
 @lru_cache
-def _order(segments: _Segments, num_ranks: int) -> Tensor:
+def _order(segments: _Segments, num_ranks: int, device: torch.device) -> Tensor:
     """Return where each element of the full dimension is among the parts of the ranks, one after another."""
-    return torch.cat([_places(rank, segments, num_ranks) for rank in range(num_ranks)]).argsort()
+    return torch.cat([_places(rank, segments, num_ranks, device) for rank in range(num_ranks)]).argsort()
 
 
 # Exchange of rows
@@ -201,14 +201,14 @@ class _Exchange(torch.autograd.Function):
 
 
 @lru_cache
-def _plan(segments: _Segments, rank: int, num_ranks: int) -> tuple[Tensor, list[int], list[int]]:
+def _plan(segments: _Segments, rank: int, num_ranks: int, device: torch.device) -> tuple[Tensor, list[int], list[int]]:
     """Return the order in which `rank` sends its rows, how many it sends to each rank, and how many it gets from each.
 
     Rows arrive in the order of the full tensor, since each rank has consecutive ones.
     """
-    length = sum(segments) // num_ranks
+    length, cpu = sum(segments) // num_ranks, torch.device("cpu")
     with torch.inference_mode(False):  # autograd saves the order
-        wanted = [_places(each, segments, num_ranks).clone() for each in range(num_ranks)]
+        wanted = [_places(each, segments, num_ranks, cpu).clone() for each in range(num_ranks)]
         sent = [rows[rows // length == rank] - rank * length for rows in wanted]
-        order = torch.cat(sent)
+        order = torch.cat(sent).to(device)
     return order, [len(rows) for rows in sent], (wanted[rank] // length).bincount(minlength=num_ranks).tolist()

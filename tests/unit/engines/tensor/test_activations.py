@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmetrics.functional import accuracy
 
 from lightning_paral.engines.tensor import split_tensor
-from lightning_paral.engines.tensor.collectives import Layout, own_parts
+from lightning_paral.engines.tensor.collectives import Layout, exchange_rows, own_parts, own_range
 from lightning_paral.engines.tensor.split_tensor import SplitTensor
 from lightning_paral.errors import ConfigurationError
 from tests.unit.engines.tensor.logits import SIZES, OnRanks, Same, Square, counted
@@ -243,6 +243,19 @@ def compare_gathered_twice() -> None:
         assert len(compare(function, Layout(1, (WIDTH,)), shape)) == 2
 
 
+def compare_exchanged() -> None:
+    segments = (8, 4, 4)
+    for dtype in (torch.float32, torch.bfloat16):
+        full = torch.arange(48).view(16, 3).to(dtype)
+        rows = full[own_range(16, dist.group.WORLD)].clone().requires_grad_()
+        for context in (torch.inference_mode(), torch.enable_grad()):  # what is known serves both
+            with context:
+                found = exchange_rows(rows, segments, dist.group.WORLD)
+        assert torch.equal(found, own_parts(full, Layout(0, segments), dist.group.WORLD))
+        found.backward(found.detach())
+        assert torch.equal(rows.grad, rows)
+
+
 def zero_view_before(use: Callable[[SplitTensor], Any]) -> Callable[[SplitTensor], Any]:
     def write(x: SplitTensor) -> Any:
         x[..., :5].zero_()
@@ -339,7 +352,11 @@ def test_on_two_ranks(on_ranks: OnRanks, run: Any) -> None:
 @pytest.mark.parametrize(
     ("compared", "world_size"),
     [
-        *((compared, size) for compared in (compare_heads, compare_segments, compare_gathered) for size in (2, 4)),
+        *(
+            (run, size)
+            for run in (compare_heads, compare_segments, compare_gathered, compare_exchanged)
+            for size in (2, 4)
+        ),
         *((compare_classes, size) for size in (2, 3)),
     ],
 )
