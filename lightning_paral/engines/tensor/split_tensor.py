@@ -33,7 +33,7 @@ class SplitTensor(Tensor):
     To a user's code it is a tensor of the full shape. Functions are computed on the parts where `rules.find` says how.
     Tensors that all ranks have in full may take part: this rank uses the part that it needs, and their gradients are
     summed. All other operations are *collective*: they gather the tensor, once, and return ordinary tensors.
-    Attributes such as `shape` and `dtype`, `repr` and `copy.deepcopy` do not communicate.
+    Attributes such as `shape` and `dtype`, and `repr`, do not communicate.
 
     Derivatives are exact. The gradients that hooks get are split too. `retain_grad`, and derivatives by it from
     `torch.autograd.grad`, are refused.
