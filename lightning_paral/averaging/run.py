@@ -1,19 +1,25 @@
-"""Make Lightning's averaging callbacks, and their subclasses, average shards of the weights during one run."""
+"""Averages of weights (EMA, SWA) as shards, in place of the full copy of the module that Lightning's callbacks keep."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim.swa_utils import AveragedModel
 
-from lightning_paral.averaging.averages import ShardedAverages
+from lightning_paral.checkpoint.lazy_tensor import read_into
 from lightning_paral.checkpoint.sharded_state import WeightShards
+from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.tree import CURRENT_KEY
+from lightning_paral.checkpoint.weights import sharded_state_dict
 from lightning_paral.compat.lightning.callbacks import (
     COPY,
     SWAP,
@@ -27,12 +33,200 @@ from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.buffers import RankZeroBuffers
 
 LoadWeights = Callable[[Mapping[str, Any], bool], None]
-"""`Strategy.load_model_state_dict`. Takes a checkpoint, and whether its keys must match the module exactly."""
-_FULL_WEIGHT_METHODS = {
-    WeightAveraging: (SWAP, COPY),
-    StochasticWeightAveraging: ("update_parameters", "transfer_weights"),
-}
-"""Methods that subclasses must not override, because they use full weights."""
+"""Loads weights, and no averages. Takes a checkpoint, and whether its keys must match the module exactly."""
+
+
+class ShardedAverages:
+    """Averages this rank's shards of the weights. A callback uses it like an `AveragedModel` of the full module.
+
+    It is created before the module is sharded, and `attach` gives it the shards. After `end`, it refers to the module
+    itself, whose weights are now the averages. If the fit ended before `become_weights`, the averages are lost.
+
+    Args:
+        module: the LightningModule.
+        save_frozen: whether checkpoints hold frozen parameters.
+        prefix: what the names of weights begin with in the state dict; empty for a copy of the module.
+        options: options of the `AveragedModel` that averages the shards, such as the `device` of the averages.
+    """
+
+    def __init__(self, module: LightningModule, save_frozen: bool, prefix: str = "module.", **options: Any) -> None:
+        self._own, self._save_frozen, self._prefix, self._options = module, save_frozen, prefix, options
+        self.module: Module = module
+        """The averages: this rank's shards and all buffers during a fit, the LightningModule before and after it."""
+        self.n_averaged = torch.tensor(0, dtype=torch.long)
+        """The number of updates so far."""
+        self.is_lost = True
+        """Whether the averages have not become the weights of the module."""
+        self._inner: AveragedModel | None = None
+        self.shards: WeightShards | None = None
+        """This rank's shards of the weights, from `attach` to `end`."""
+        self._buffers: RankZeroBuffers | None = None
+        self._is_swapped = False
+        self._state_to_read: Mapping[str, Any] | None = None
+
+    def attach(self, shards: WeightShards, buffers: RankZeroBuffers | None) -> None:
+        """Start the averages from the current weights.
+
+        Args:
+            shards: this rank's shards of the weights.
+            buffers: broadcasts rank 0's buffers, and the averages of them; `None` if each rank keeps its own.
+        """
+        current = Module()
+        for number, shard in enumerate(shards.current()):
+            current.register_parameter(f"shard_{number}", Parameter(shard, requires_grad=False))
+        for number, buffer in enumerate(self._own.buffers()):
+            current.register_buffer(f"buffer_{number}", buffer.detach())
+        self._inner = AveragedModel(current, **self._options)  # copies them
+        self._inner.n_averaged = self.n_averaged
+        self.module, self.shards, self._buffers = self._inner.module, shards, buffers
+        if self._state_to_read is not None:
+            self.load_state_dict(self._state_to_read)
+            self._state_to_read = None
+
+    def end(self) -> None:
+        """Release the shards and their averages. Call it at the end of the fit."""
+        self.module, self._inner, self.shards = self._own, None, None
+
+    # Interface of AveragedModel, and of the copy that StochasticWeightAveraging keeps
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Return this rank's shards of the averages."""
+        return self.module.parameters()
+
+    def update_parameters(self, module: Module) -> None:
+        """Update the averages with the current weights. No collective."""
+        assert self._inner is not None
+        self._inner.update_parameters(self.current_view())
+
+    def current_view(self) -> Any:
+        """Return an object whose `parameters()` are the current shards, in place of a module."""
+        current = self._attached().current()
+        return SimpleNamespace(parameters=lambda: iter(current), buffers=self._own.buffers)
+
+    def to(self, device: Any) -> "ShardedAverages":
+        """Move the averages to another device."""
+        if self.shards is not None:
+            self.module.to(device)
+        return self
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages by name, as tensors of the full shape that hold this rank's shard."""
+        if self.shards is None:
+            state: dict[str, Any] = self._own.state_dict()
+        elif self._is_swapped:
+            state = self._state_with(self.shards.current())
+        else:
+            state = self._state_of_averages()
+        named = {self._prefix + name: value for name, value in state.items()}
+        return named | ({"n_averaged": self.n_averaged} if self._prefix else {})
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load this rank's shards of the averages in `state`. Before `attach`, postpone this until then."""
+        if self.shards is None:
+            self._state_to_read = state
+            return
+        if self._prefix:
+            self.n_averaged.copy_(state["n_averaged"])
+        numbers, averages = self._numbers(), dict(enumerate(self.parameters()))
+        for name, parameter in self._own.named_parameters(remove_duplicate=False):
+            number = numbers[id(parameter)]
+            if self._prefix + name in state and number in averages:
+                self.shards.read(number, state[self._prefix + name], averages.pop(number).detach())
+        for (name, _), average in zip(self._own.named_buffers(), self.module.buffers(), strict=True):
+            if self._prefix + name in state:
+                read_into(state[self._prefix + name], average)
+
+    @torch.no_grad()
+    def weights_to_save(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """Return the weights for a checkpoint, in place of the averages that the module holds during an evaluation.
+
+        Args:
+            weights: the module's `state_dict`.
+        """
+        if not (self._is_swapped and self.shards is not None):
+            return weights
+        numbers, swapped_out = self._numbers(), self._state_of_averages()
+        named = self._own.named_parameters(remove_duplicate=False)
+        masters = {name for name, parameter in named if self.shards.has_master(numbers[id(parameter)])}
+        return {name: value if name in masters else swapped_out.get(name, value) for name, value in weights.items()}
+
+    def _state_of_averages(self) -> dict[str, Any]:
+        state = self._state_with([average.detach() for average in self.parameters()])
+        # By memory, because a module may give its buffers other names in its state dict.
+        averages = {(own.data_ptr(), own.shape): average for average, own in self._pairs(parameters=False)}
+        for name, value in state.items():
+            if isinstance(value, Tensor) and not is_sharded(value) and value.numel():
+                state[name] = averages.get((value.data_ptr(), value.shape), value)
+        return state
+
+    def _state_with(self, values: list[Tensor]) -> dict[str, Any]:
+        """Return the module's `state_dict` with `values`, this rank's shards, as its parameters."""
+        shards, numbers = self._attached(), self._numbers()
+
+        def saved(parameter: Parameter) -> Tensor:
+            number = numbers[id(parameter)]
+            return shards.as_saved(number, values[number])
+
+        return sharded_state_dict(self._own, saved, self._save_frozen)
+
+    def _numbers(self) -> dict[int, int]:
+        """Return the index in `WeightShards` of each parameter of the module, by the `id` of the parameter."""
+        return {id(parameter): number for number, parameter in enumerate(self._own.parameters())}
+
+    # Weights
+
+    @torch.no_grad()
+    def take_current(self) -> None:
+        """Set the averages to the current weights and buffers."""
+        for average, current in self._pairs():
+            average.copy_(current)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange weights and buffers with their averages. Call it before and after an evaluation. *Collective*."""
+        shards = self.shards
+        if shards is None:  # the averages are the weights
+            return
+        shards.prepare()
+        self._broadcast_buffers()
+        for average, current in self._pairs():
+            before = current.clone()
+            current.copy_(average)
+            average.copy_(before)
+        self._is_swapped = not self._is_swapped
+        shards.publish(borrowed=self._is_swapped)
+
+    @torch.no_grad()
+    def become_weights(self, *, buffers: bool) -> None:
+        """Set the weights of the module to the averages, and its buffers as well if `buffers`. *Collective*."""
+        shards = self._attached()
+        shards.prepare()
+        if buffers:
+            self._broadcast_buffers()
+        for average, current in self._pairs(buffers=buffers):
+            current.copy_(average)
+        shards.keep()
+        shards.publish(borrowed=False)
+        self.is_lost = False
+
+    def _attached(self) -> WeightShards:
+        if self.shards is None:
+            raise ConfigurationError("Averages of weights exist only during trainer.fit, after the strategy's setup.")
+        return self.shards
+
+    def _pairs(self, *, parameters: bool = True, buffers: bool = True) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's shard of each average, and that of the weight; then buffers. All are writable."""
+        if parameters:
+            averages = (average.detach() for average in self.parameters())
+            yield from zip(averages, self._attached().current(), strict=True)
+        if buffers:
+            yield from zip(self.module.buffers(), (own.detach() for own in self._own.buffers()), strict=True)
+
+    def _broadcast_buffers(self) -> None:
+        if self._buffers is not None and not self._is_swapped:
+            self._buffers.broadcast_averages(self.module)
 
 
 class RunAverages:
@@ -57,8 +251,8 @@ class RunAverages:
         self._trainer, self._save_frozen = trainer, save_frozen
         found: list[Any] = vars(trainer)["callbacks"]
         self._callbacks = [each for each in found if isinstance(each, WeightAveraging | StochasticWeightAveraging)]
+        self._made: list[tuple[Callback, ShardedAverages]] = []
         self._pending: tuple[Mapping[str, Any], bool] | None = None
-        self._is_loading_weights = False
         self._undo = ExitStack()
         if not self._callbacks:
             return
@@ -68,8 +262,7 @@ class RunAverages:
             raise ConfigurationError(f"{type(self._callbacks[0]).__name__} cannot be used here: {obstacle}")
         for callback in self._callbacks:
             _check(callback)
-        self._undo.callback(replace_methods(WeightAveraging, self._weight_averaging_methods()))
-        self._undo.callback(replace_methods(StochasticWeightAveraging, self._swa_methods()))
+        self._replace_methods()
 
     def attach(
         self, make_shards: Callable[[], WeightShards], buffers: RankZeroBuffers | None, load_weights: LoadWeights
@@ -85,11 +278,10 @@ class RunAverages:
         Raises:
             ConfigurationError: a callback keeps a full copy of the module.
         """
-        if self._callbacks:
-            shards = make_shards()
+        shards = make_shards() if self._callbacks else None
         for callback in self._callbacks:
             averages = averages_of(callback)
-            if not isinstance(averages, ShardedAverages):
+            if not isinstance(averages, ShardedAverages) or shards is None:
                 raise ConfigurationError(
                     f"{type(callback).__name__} copies the full module in its own setup, but ranks hold shards of it. "
                     "Call super().setup(trainer, pl_module, stage) there, or use paral_ddp."
@@ -105,36 +297,69 @@ class RunAverages:
         If that entry holds averages, the checkpoint holds the weights under another key: load these afterwards. A call
         before `attach` is postponed until `attach`.
         """
-        found: list[Any] = [averages_of(each) for each in self._callbacks if isinstance(each, WeightAveraging)]
-        in_state_dict = [averages for averages in found if isinstance(averages, ShardedAverages)]
-        if self._is_loading_weights or not in_state_dict:
+        in_state_dict = [each for callback, each in self._made if isinstance(callback, WeightAveraging)]
+        if not in_state_dict:
             return
-        if not all(averages.has_shards for averages in in_state_dict):
+        if any(averages.shards is None for averages in in_state_dict):
             self._pending = checkpoint, strict
             return
         for averages in in_state_dict:
             averages.take_current()
         if CURRENT_KEY in checkpoint:
-            self._is_loading_weights = True
-            try:
-                load_weights({**checkpoint, "state_dict": checkpoint[CURRENT_KEY]}, strict)
-            finally:
-                self._is_loading_weights = False
+            load_weights({**checkpoint, "state_dict": checkpoint[CURRENT_KEY]}, strict)
 
     def end(self) -> None:
         """Restore Lightning's classes. Averages that have not become the module's weights are lost."""
         self._undo.close()
-        for callback in self._callbacks:
-            averages = averages_of(callback)
-            if isinstance(averages, ShardedAverages) and averages.has_shards:
+        for callback, averages in self._made:
+            if averages.shards is not None:
                 averages.end()
-                if averages.is_lost and isinstance(callback, WeightAveraging):
+                if averages.is_lost:
                     rank_zero_warn(
                         f"The fit ended before the averages of {type(callback).__name__} became the weights of the "
                         "module. They were sharded and are lost; checkpoints of the fit contain them."
                     )
                     set_averages(callback, None)
-        self._callbacks = []
+        self._made = []
+
+    def _replace_methods(self) -> None:
+        """Make both classes use `ShardedAverages` where they use full weights."""
+        save, update = WeightAveraging.on_save_checkpoint, StochasticWeightAveraging.update_parameters
+        load = StochasticWeightAveraging.load_state_dict
+
+        def on_save_checkpoint(callback: Any, trainer: Trainer, module: LightningModule, checkpoint: Any) -> None:
+            checkpoint["state_dict"] = averages_of(callback).weights_to_save(checkpoint["state_dict"])
+            save(callback, trainer, module, checkpoint)
+
+        def on_load_checkpoint(callback: Any, trainer: Trainer, module: LightningModule, checkpoint: Any) -> None:
+            # The strategy sets the averages to the loaded weights when it loads the weights of the module.
+            if CURRENT_KEY in checkpoint and "averaging_state" in checkpoint:
+                averages_of(callback).n_averaged.copy_(checkpoint["averaging_state"]["n_averaged"])
+
+        @torch.no_grad()
+        def update_parameters(averages: ShardedAverages, model: Any, *args: Any) -> None:
+            update(averages, averages.current_view(), *args)  # type: ignore[arg-type]
+
+        def load_state_dict(callback: Any, state_dict: dict[str, Any]) -> None:
+            load(callback, state_dict)
+            replace_schedulers_late(callback, self._trainer)
+
+        replaced: dict[type[Callback], dict[str, Callable[..., None]]] = {
+            WeightAveraging: {
+                SWAP: lambda callback, module: averages_of(callback).swap(),
+                COPY: lambda callback, module: averages_of(callback).become_weights(buffers=True),
+                "on_save_checkpoint": on_save_checkpoint,
+                "on_load_checkpoint": on_load_checkpoint,
+            },
+            StochasticWeightAveraging: {
+                "update_parameters": update_parameters,
+                "transfer_weights": lambda averages, module: averages.become_weights(buffers=False),
+                "load_state_dict": load_state_dict,
+            },
+        }
+        for base, ours in replaced.items():
+            methods = {name: _if_sharded(method, vars(base)[name]) for name, method in ours.items()}
+            self._undo.callback(replace_methods(base, {"setup": self._setup(base.setup), **methods}))
 
     def _setup(self, theirs: Callable[..., None]) -> Callable[..., None]:
         """Return a `setup` that makes sharded averages in place of a copy of the module."""
@@ -145,89 +370,34 @@ class RunAverages:
             elif stage == "fit":
                 # Like Lightning's copy, the averages of SWA move to the callback's device at the first update.
                 options = options_of(callback) if isinstance(callback, WeightAveraging) else {"prefix": ""}
-                set_averages(callback, ShardedAverages(pl_module, self._save_frozen, **options))
+                averages = ShardedAverages(pl_module, self._save_frozen, **options)
+                self._made.append((callback, averages))
+                set_averages(callback, averages)
 
         return setup
 
-    def _weight_averaging_methods(self) -> dict[str, Any]:
-        theirs = WeightAveraging
-        save = theirs.on_save_checkpoint
 
-        def swap_models(callback: Any, pl_module: LightningModule) -> None:
-            averages: ShardedAverages = averages_of(callback)
-            if averages.has_shards:  # otherwise the averages are the weights
-                averages.swap()
+def _if_sharded(ours: Callable[..., None], theirs: Any) -> Any:
+    """Return a method that calls `ours` if its first argument is, or is a callback that keeps, `ShardedAverages`."""
+    function = theirs.__func__ if isinstance(theirs, staticmethod) else theirs
 
-        def copy_average_to_current(callback: Any, pl_module: LightningModule) -> None:
-            averages_of(callback).become_weights(buffers=True)
-
-        def on_save_checkpoint(callback: Any, trainer: Trainer, module: LightningModule, checkpoint: Any) -> None:
-            checkpoint["state_dict"] = averages_of(callback).weights_to_save(checkpoint["state_dict"])
-            save(callback, trainer, module, checkpoint)
-
-        def on_load_checkpoint(callback: Any, trainer: Trainer, module: LightningModule, checkpoint: Any) -> None:
-            # The strategy sets the averages to the loaded weights when it loads the weights of the module.
-            if CURRENT_KEY in checkpoint and "averaging_state" in checkpoint:
-                rank_zero_info("Found current_model_state in the checkpoint. This is used to initialize the model.")
-                averages_of(callback).n_averaged.copy_(checkpoint["averaging_state"]["n_averaged"])
-            else:
-                rank_zero_warn(
-                    "The checkpoint was not created with WeightAveraging. Both the current and the average model are "
-                    "initialized with its state_dict."
-                )
-
-        return {
-            "setup": self._setup(theirs.setup),
-            SWAP: _if_sharded(swap_models, getattr(theirs, SWAP)),
-            COPY: _if_sharded(copy_average_to_current, getattr(theirs, COPY)),
-            "on_save_checkpoint": _if_sharded(on_save_checkpoint, save),
-            "on_load_checkpoint": _if_sharded(on_load_checkpoint, theirs.on_load_checkpoint),
-        }
-
-    def _swa_methods(self) -> dict[str, Any]:
-        theirs = StochasticWeightAveraging
-        update, load = theirs.update_parameters, theirs.load_state_dict
-
-        @torch.no_grad()
-        def update_parameters(averages: ShardedAverages, model: Any, *args: Any) -> None:
-            update(averages, averages.current_view(), *args)  # type: ignore[arg-type]
-
-        def transfer_weights(averages: ShardedAverages, pl_module: LightningModule) -> None:
-            averages.become_weights(buffers=False)
-
-        def load_state_dict(callback: Any, state_dict: dict[str, Any]) -> None:
-            load(callback, state_dict)
-            replace_schedulers_late(callback, self._trainer)
-
-        return {
-            "setup": self._setup(theirs.setup),
-            "update_parameters": staticmethod(_if_sharded(update_parameters, update)),
-            "transfer_weights": staticmethod(_if_sharded(transfer_weights, theirs.transfer_weights)),
-            "load_state_dict": _if_sharded(load_state_dict, load),
-        }
-
-
-def _if_sharded(ours: Callable[..., None], theirs: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that calls `ours` if its first argument is, or is a callback that keeps, `ShardedAverages`."""
-
-    @wraps(theirs)
+    @wraps(function)
     def method(first: Any, *args: Any, **keywords: Any) -> None:
         averages = averages_of(first) if isinstance(first, Callback) else first
-        (ours if isinstance(averages, ShardedAverages) else theirs)(first, *args, **keywords)
+        (ours if isinstance(averages, ShardedAverages) else function)(first, *args, **keywords)
 
-    return method
+    return staticmethod(method) if isinstance(theirs, staticmethod) else method
 
 
 def _check(callback: Any) -> None:
-    """Raise a `ConfigurationError` if a callback needs full weights."""
-    name = type(callback).__name__
-    for base, methods in _FULL_WEIGHT_METHODS.items():
-        for method in methods if isinstance(callback, base) else ():
-            if getattr(type(callback), method) is not getattr(base, method):
-                raise ConfigurationError(
-                    f"{name} overrides {method}. That method needs full weights, but ranks hold shards of them. Remove "
-                    "the override, or use paral_ddp."
-                )
+    """Raise a `ConfigurationError` if a callback overrides a method that has to be replaced."""
+    base = WeightAveraging if isinstance(callback, WeightAveraging) else StochasticWeightAveraging
+    for method in (SWAP, COPY) if base is WeightAveraging else ("update_parameters", "transfer_weights"):
+        if getattr(type(callback), method) is not getattr(base, method):
+            raise ConfigurationError(
+                f"{type(callback).__name__} overrides {method}. That method needs full weights, but ranks hold shards "
+                "of them. Remove the override, or use paral_ddp."
+            )
 
 
 def forget_ended(callbacks: list[Any]) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -11,8 +10,7 @@ from torch.nn import Module
 
 from lightning_paral.cli.parser import CommandParser, show
 from lightning_paral.cli.train import ConfiguredCLI
-from lightning_paral.engines.tensor.planner import make_plan
-from lightning_paral.engines.tensor.report import TensorReport, print_report, report_of
+from lightning_paral.engines.tensor.plan import make_plan, print_report, report_of
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.planning.follow import batch_of_shape, first_batch
 from lightning_paral.planning.layout import LAYOUTS
@@ -48,7 +46,7 @@ def plan_command(arguments: list[str]) -> None:
     if options.tensor_parallel is not None:
         report = _tensor_report(cli, options.tensor_parallel)
         if options.json:
-            print(json.dumps(asdict(report), indent=2))
+            print(json.dumps(report, indent=2))
         else:
             print_report(report)
         return
@@ -67,7 +65,7 @@ def plan_command(arguments: list[str]) -> None:
     show(made, options.json)
 
 
-def _tensor_report(cli: "_PlanningCLI", num_ranks: int) -> TensorReport:
+def _tensor_report(cli: "_PlanningCLI", num_ranks: int) -> dict[str, Any]:
     """Return how the configured plan, or the automatic one, splits the layers over the tensor ranks."""
     configured = getattr(getattr(cli.trainer_options["strategy"], "_options", None), "plan", "auto")
     return report_of(cli.model, num_ranks, make_plan(cli.model, num_ranks, configured))

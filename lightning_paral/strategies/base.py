@@ -331,7 +331,7 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
     def _attach_averages(self, make_shards: Callable[[], WeightShards]) -> None:
         """Start averaging weights if a callback asks for it; call this after sharding. *Collective* over the world."""
         if self._averages is not None:
-            self._averages.attach(make_shards, self._fit_buffers(), self.load_model_state_dict)
+            self._averages.attach(make_shards, self._fit_buffers(), super().load_model_state_dict)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -464,7 +464,7 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         """Load the weights, of which each rank reads what it holds, and the callbacks' averages of weights."""
         super().load_model_state_dict(checkpoint, strict)
         if self._averages is not None:
-            self._averages.load(checkpoint, strict, self.load_model_state_dict)
+            self._averages.load(checkpoint, strict, super().load_model_state_dict)
 
     def teardown(self) -> None:
         """End the run. The next run reuses the process group, except after a failure with several ranks."""

@@ -20,9 +20,8 @@ from lightning_paral.engines.fsdp.options import FSDPOptions
 from lightning_paral.engines.fsdp.run import FSDPRun
 from lightning_paral.engines.pipeline.options import PipelineOptions
 from lightning_paral.engines.tensor.check import Step, check_split
-from lightning_paral.engines.tensor.plan import TensorPlan
-from lightning_paral.engines.tensor.planner import make_plan
-from lightning_paral.engines.tensor.split import TensorSplit
+from lightning_paral.engines.tensor.layers import TensorSplit
+from lightning_paral.engines.tensor.plan import TensorPlan, make_plan
 from lightning_paral.engines.tensor.split_tensor import SplitTensor
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.host_memory_check import host_memory_shortage
@@ -79,7 +78,7 @@ class TensorParallel:
         rank_zero_info(_summary(plan, dims.tensor))
         own = {name: split for name, split in plan.splits.items() if module.get_submodule(name) not in elsewhere}
         plan = replace(plan, splits=own)
-        self.split = TensorSplit(module, plan, self._mesh, self._device, splits_positions=splits_positions)
+        self.split = TensorSplit(module, plan, self._mesh, splits_positions=splits_positions)
         self.share_random_states()
 
     def before_step(self, engine: FSDPRun, context: Callable[[], Any], args: tuple[Any, ...]) -> None:

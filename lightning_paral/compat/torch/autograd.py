@@ -22,7 +22,6 @@ NAMES: Names = {
         "_version": "detect in-place writes to tensors",
         "_backward_hooks": "call hooks of sharded parameters when the unsharded parameters get their gradients",
         "_post_accumulate_grad_hooks": "reject hooks on parameters that would never be called",
-        "_base": "recognize that FSDP2 asks whether a tensor is a view",
     },
     "torch._C": {
         "DisableTorchFunctionSubclass": "run torch's own operations inside __torch_function__",
@@ -72,12 +71,6 @@ def post_accumulate_grad_hooks(tensor: Tensor) -> dict[int, Any]:
     """Return the hooks that `register_post_accumulate_grad_hook` has registered on a tensor, by id."""
     hooks: dict[int, Any] = tensor._post_accumulate_grad_hooks or {}
     return hooks
-
-
-# The attributes by which code looks at the place of a tensor in the graph of autograd
-
-GRAPH_ATTRIBUTES = frozenset({"grad_fn", "output_nr", *NAMES["torch.Tensor"]})
-"""Names of attributes that depend on the tensor itself, not on its values."""
 
 
 # Callbacks at the end of a backward pass

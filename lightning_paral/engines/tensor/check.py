@@ -21,7 +21,7 @@ from lightning_paral.data.rollback import rollback_side_effects
 from lightning_paral.distributed.exchange import any_rank, gather_int_lists, gather_objects
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.rng_state import global_states
-from lightning_paral.engines.tensor.split import TensorSplit
+from lightning_paral.engines.tensor.layers import TensorSplit
 from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.model.gradients import full_copy
 
@@ -145,16 +145,12 @@ def _different_gradient(
     for name in used:
         expected, gradient = full[name].grad, gradients.get(name)
         assert expected is not None
-        if gradient is None:
-            local = torch.zeros_like(expected)
-        elif isinstance(gradient, DTensor):
+        if isinstance(gradient, DTensor):
             chunk = chunk_of_dtensor(gradient)
             assert chunk is not None
-            expected = expected[chunk.index]
-            local = gradient.to_local()
-        else:
-            local = gradient
-        difference = _largest(local.to(expected.device, expected.dtype) - expected) / max(sizes[name], smallest_scale)
+            expected, gradient = expected[chunk.index], gradient.to_local()
+        different = expected if gradient is None else gradient.to(expected) - expected
+        difference = _largest(different) / max(sizes[name], smallest_scale)
         if difference > worst or difference != difference:
             worst, text = difference, f"the gradient of {name} differs by {difference:.2g} of its largest element"
     return text

@@ -1,12 +1,13 @@
-"""Differentiable collectives over the ranks that compute a layer together.
+"""Which part of a tensor each rank has, and the differentiable collectives between parts and full tensors.
 
-They are the conjugate operators f and g of Shoeybi et al., "Megatron-LM", arXiv:1909.08053, and those between split and
-full activations. Copy and sum are each other's backward pass, and so are gather and split: second derivatives are exact
-as well. Each is *collective* over `group` in the forward pass, the backward pass, or both, as its docstring
-says. All ranks of `group` must have the same gradient of a full tensor.
+These are the conjugate operators f and g of Shoeybi et al., "Megatron-LM", arXiv:1909.08053, and those between split
+and full activations. Copy and sum are each other's backward pass, and so are gather and split: second derivatives are
+exact as well. Each is *collective* over `group` in the forward pass, the backward pass, or both, as its docstring says.
+All ranks of `group` must have the same gradient of a full tensor.
 """
 
-from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,48 +17,43 @@ from torch import Tensor
 from lightning_paral.compat.torch.process_groups import all_gather_single
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
+@dataclass(frozen=True)
+class Layout:
+    """The dimension in which a tensor is split, and the segments of this dimension.
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return sum_over_ranks(gradient, ctx.group), None
+    The dimension consists of segments one after another, such as the queries, the keys and the values that one linear
+    layer computes. Each rank has its `range_of` each segment.
+    """
 
+    dim: int
+    """Counted from the first dimension."""
+    segments: tuple[int, ...]
+    """The full sizes of the segments."""
 
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _summed(tensor, group)
+    @property
+    def size(self) -> int:
+        """The full size of the dimension."""
+        return sum(self.segments)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return copy_to_ranks(gradient, ctx.group), None
+    def moved(self, dim: int) -> "Layout":
+        """Return the same segments in another dimension."""
+        return Layout(dim, self.segments)
 
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, segments: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-        ctx.segments, ctx.group = segments, group
-        return _gathered(tensor, segments, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return split_features(gradient, ctx.segments, ctx.group), None, None
+    def is_even(self, num_ranks: int) -> bool:
+        """Return whether all ranks have the same number of elements of each segment, which is at least one."""
+        return all(size and size % num_ranks == 0 for size in self.segments)
 
 
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, segments: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-        ctx.segments, ctx.group = segments, group
-        return torch.cat([tensor[..., each] for each in own_ranges(segments, group)], dim=-1)
+def gather_parts(local: Tensor, layout: Layout, group: dist.ProcessGroup) -> Tensor:
+    """Return the full tensor of which each rank has the part `local`. *Collective* in the forward pass."""
+    full = _gather_last(local.movedim(layout.dim, -1), layout.segments, group)
+    return full.movedim(-1, layout.dim).contiguous()  # code may call `view`
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gather_features(gradient, ctx.segments, ctx.group), None, None
+
+def own_parts(full: Tensor, layout: Layout, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's part of `full`, which is equal on all ranks. *Collective* in the backward pass."""
+    own = _split_last(full.movedim(layout.dim, -1), layout.segments, group)
+    return own.movedim(-1, layout.dim).contiguous()
 
 
 def copy_to_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -75,85 +71,7 @@ def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return summed
 
 
-def gather_features(tensor: Tensor, segments: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-    """Return the ranks' parts of the last dimension joined. *Collective* in the forward pass.
-
-    Args:
-        tensor: this rank's `own_ranges` of the last dimension, one after another.
-        segments: the full sizes of the segments of which the last dimension consists.
-        group: the ranks.
-    """
-    if _are_rows(segments):
-        return gather_features(_unflattened(tensor, len(segments)), segments[:1], group).flatten(-2)
-    gathered: Tensor = _Gather.apply(tensor, segments, group)  # type: ignore[no-untyped-call]
-    return gathered
-
-
-def split_features(tensor: Tensor, segments: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's `own_ranges` of the last dimension of `tensor`, which is equal on all ranks.
-
-    *Collective* in the backward pass.
-    """
-    if _are_rows(segments):
-        return split_features(_unflattened(tensor, len(segments)), segments[:1], group).flatten(-2)
-    split: Tensor = _Split.apply(tensor, segments, group)  # type: ignore[no-untyped-call]
-    return split
-
-
-def own_range(size: int, group: dist.ProcessGroup) -> slice:
-    """Return the indices among `size` that belong to this rank, divided as by `torch.chunk` and DTensor's `Shard`."""
-    return range_of(dist.get_rank(group), size, dist.get_world_size(group))
-
-
-def own_ranges(segments: Iterable[int], group: dist.ProcessGroup) -> list[slice]:
-    """Return the indices that belong to this rank in a dimension of several segments, one slice for each segment."""
-    return _ranges_of(dist.get_rank(group), segments, dist.get_world_size(group))
-
-
-def range_of(rank: int, size: int, num_ranks: int) -> slice:
-    """Return the indices, among `size`, that belong to `rank` of `num_ranks`. The last ranks may have fewer or none."""
-    length = -(-size // num_ranks)
-    return slice(min(rank * length, size), min((rank + 1) * length, size))
-
-
-def _ranges_of(rank: int, segments: Iterable[int], num_ranks: int) -> list[slice]:
-    start, found = 0, []
-    for size in segments:
-        own = range_of(rank, size, num_ranks)
-        found.append(slice(start + own.start, start + own.stop))
-        start += size
-    return found
-
-
-def _are_rows(segments: tuple[int, ...]) -> bool:
-    """Return whether all segments are alike. They are often many: each row of logits that are viewed as one row."""
-    return len(segments) > 1 and len(set(segments)) == 1
-
-
-def _unflattened(tensor: Tensor, num_rows: int) -> Tensor:
-    return tensor.reshape(*tensor.shape[:-1], num_rows, tensor.shape[-1] // num_rows)
-
-
-def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    summed = tensor.contiguous() if not tensor.is_contiguous() else tensor.clone()
-    dist.all_reduce(summed, group=group)
-    return summed
-
-
-def _gathered(tensor: Tensor, segments: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-    num_ranks = dist.get_world_size(group)
-    ranges = [_ranges_of(rank, segments, num_ranks) for rank in range(num_ranks)]
-    lengths = [[each.stop - each.start for each in own] for own in ranges]
-    longest = sum(lengths[0])
-    padded = torch.nn.functional.pad(tensor, (0, longest - tensor.shape[-1])).contiguous()
-    parts = padded.new_empty(num_ranks, *padded.shape)
-    all_gather_single(parts.view(-1), padded.view(-1), group=group)
-    pieces = [part.split([*own, longest - sum(own)], dim=-1) for part, own in zip(parts, lengths, strict=True)]
-    # A new tensor, not a view: autograd refuses to change views that a Function returns in place, as by ReLU(inplace).
-    return torch.cat([of_rank[number] for number in range(len(segments)) for of_rank in pieces], dim=-1)
-
-
-def own_rows_of_segments(rows: Tensor, segments: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+def exchange_rows(rows: Tensor, segments: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
     """Return this rank's part of each segment, from tensors of which each rank has consecutive rows. *Collective*.
 
     For example, one weight computes queries, keys and values. If 2 ranks have half of its rows each, the first has the
@@ -164,51 +82,133 @@ def own_rows_of_segments(rows: Tensor, segments: tuple[int, ...], group: dist.Pr
         segments: the sizes of the segments. The number of ranks divides each of them.
         group: the ranks.
     """
-    exchanged: Tensor = _Exchange.apply(rows, segments, group)  # type: ignore[no-untyped-call]
+    order, sends, receives = _plan(segments, dist.get_rank(group), dist.get_world_size(group), rows.device)
+    own = rows.index_select(0, order)
+    exchanged: Tensor = _Exchange.apply(own, sends, receives, group)  # type: ignore[no-untyped-call]
     return exchanged
+
+
+def own_range(size: int, group: dist.ProcessGroup) -> slice:
+    """Return the indices among `size` that belong to this rank, divided as by `torch.chunk` and DTensor's `Shard`."""
+    return range_of(dist.get_rank(group), size, dist.get_world_size(group))
+
+
+def range_of(rank: int, size: int, num_ranks: int) -> slice:
+    """Return the indices, among `size`, that belong to `rank` of `num_ranks`. The last ranks may have fewer or none."""
+    length = -(-size // num_ranks)
+    return slice(min(rank * length, size), min((rank + 1) * length, size))
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return sum_over_ranks(gradient, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        summed = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=group)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return copy_to_ranks(gradient, ctx.group), None
+
+
+# Parts of the last dimension
+
+_Segments = tuple[int, ...]
+
+
+def _gather_last(tensor: Tensor, segments: _Segments, group: dist.ProcessGroup) -> Tensor:
+    gathered: Tensor = _Gather.apply(tensor, segments, group)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def _split_last(tensor: Tensor, segments: _Segments, group: dist.ProcessGroup) -> Tensor:
+    split: Tensor = _Split.apply(tensor, segments, group)  # type: ignore[no-untyped-call]
+    return split
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, segments: _Segments, group: dist.ProcessGroup) -> Tensor:
+        ctx.segments, ctx.group = segments, group
+        num_ranks = dist.get_world_size(group)
+        places = [_places(rank, segments, num_ranks, tensor.device) for rank in range(num_ranks)]
+        own = torch.nn.functional.pad(tensor, (0, len(places[0]) - tensor.shape[-1])).contiguous()
+        parts = own.new_empty(num_ranks, *own.shape)
+        all_gather_single(parts.view(-1), own.view(-1), group=group)
+        # A new tensor, not a view: autograd refuses to change views that a Function returns in place, as by
+        # ReLU(inplace=True).
+        joined = torch.cat([part[..., : len(own)] for part, own in zip(parts, places, strict=True)], dim=-1)
+        return joined if len(segments) == 1 else joined[..., _order(segments, num_ranks, tensor.device)]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _split_last(gradient, ctx.segments, ctx.group), None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, segments: _Segments, group: dist.ProcessGroup) -> Tensor:
+        ctx.segments, ctx.group = segments, group
+        if len(segments) == 1:
+            return tensor[..., own_range(segments[0], group)].clone(memory_format=torch.contiguous_format)
+        return tensor[..., _places(dist.get_rank(group), segments, dist.get_world_size(group), tensor.device)]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _gather_last(gradient, ctx.segments, ctx.group), None, None
+
+
+@lru_cache
+def _places(rank: int, segments: _Segments, num_ranks: int, device: torch.device) -> Tensor:
+    """Return the places in a dimension of several segments that belong to `rank`, in order."""
+    pieces = torch.split(torch.arange(sum(segments), device=device), list(segments))
+    return torch.cat([piece[range_of(rank, len(piece), num_ranks)] for piece in pieces])
+
+
+@lru_cache
+def _order(segments: _Segments, num_ranks: int, device: torch.device) -> Tensor:
+    """Return where each element of the full dimension is among the parts of the ranks, one after another."""
+    return torch.cat([_places(rank, segments, num_ranks, device) for rank in range(num_ranks)]).argsort()
+
+
+# Exchange of rows
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, segments: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-        ctx.segments, ctx.group = segments, group
-        order, sends, receives = _plan(segments, dist.get_rank(group), dist.get_world_size(group))
-        return _exchanged(rows[order.to(rows.device)], sends, receives, group)
+    def forward(ctx: Any, rows: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.group = (receives, sends), group
+        received = rows.new_empty(sum(receives), *rows.shape[1:])
+        dist.all_to_all_single(received, rows.contiguous(), receives, sends, group=group)
+        return received
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        order, sends, receives = _plan(ctx.segments, dist.get_rank(ctx.group), dist.get_world_size(ctx.group))
-        returned = _exchanged(gradient.contiguous(), receives, sends, ctx.group)
-        return returned[order.argsort().to(gradient.device)], None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        returned: Tensor = _Exchange.apply(gradient, *ctx.sizes, ctx.group)  # type: ignore[no-untyped-call]
+        return returned, None, None, None
 
 
-def _plan(segments: tuple[int, ...], rank: int, num_ranks: int) -> tuple[Tensor, list[int], list[int]]:
+@lru_cache
+def _plan(segments: _Segments, rank: int, num_ranks: int, device: torch.device) -> tuple[Tensor, list[int], list[int]]:
     """Return the order in which `rank` sends its rows, how many it sends to each rank, and how many it gets from each.
 
     Rows arrive in the order of the full tensor, since each rank has consecutive ones.
     """
-    wanted = [_rows_of(each, segments, num_ranks) for each in range(num_ranks)]
-    held = [range_of(each, sum(segments), num_ranks) for each in range(num_ranks)]
-    own = held[rank]
-    sent = [rows[(rows >= own.start) & (rows < own.stop)] - own.start for rows in wanted]
-    receives = [int(((wanted[rank] >= each.start) & (wanted[rank] < each.stop)).sum()) for each in held]
-    return torch.cat(sent), [len(each) for each in sent], receives
-
-
-def _rows_of(rank: int, segments: tuple[int, ...], num_ranks: int) -> Tensor:
-    ranges = _ranges_of(rank, segments, num_ranks)
-    return torch.cat([torch.arange(each.start, each.stop, device="cpu") for each in ranges])
-
-
-def _exchanged(rows: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup) -> Tensor:
-    received = rows.new_empty(sum(receives), *rows.shape[1:])
-    # As bytes: gloo does not exchange bfloat16.
-    row_bytes = rows[0].numel() * rows.element_size()
-    dist.all_to_all_single(
-        received.view(-1).view(torch.uint8),
-        rows.view(-1).view(torch.uint8),
-        [count * row_bytes for count in receives],
-        [count * row_bytes for count in sends],
-        group=group,
-    )
-    return received
+    length, cpu = sum(segments) // num_ranks, torch.device("cpu")
+    with torch.inference_mode(False):  # autograd saves the order
+        wanted = [_places(each, segments, num_ranks, cpu).clone() for each in range(num_ranks)]
+        sent = [rows[rows // length == rank] - rank * length for rows in wanted]
+        order = torch.cat(sent).to(device)
+    return order, [len(rows) for rows in sent], (wanted[rank] // length).bincount(minlength=num_ranks).tolist()

@@ -1,48 +1,32 @@
-"""The parameters of a layer that is split, and how each rank computes its part of the layer."""
+"""The layers that are split: their parameters, and how each rank computes its part of a layer."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from itertools import accumulate
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from typing import Any
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.nn import Embedding, Module
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.nn import Embedding, Module, Parameter
 
 from lightning_paral.comm.reduce_scatter import gather_rows, sum_to_rows
 from lightning_paral.compat.torch.autograd import version_of
 from lightning_paral.compat.torch.modules import own_parameters
-from lightning_paral.engines.tensor.candidates import is_conv1d
-from lightning_paral.engines.tensor.collectives import (
-    copy_to_ranks,
-    own_range,
-    own_rows_of_segments,
-    split_features,
-    sum_over_ranks,
-)
-from lightning_paral.engines.tensor.layout import Layout, sizes_between
-from lightning_paral.engines.tensor.random_streams import SplitStreams
+from lightning_paral.distributed.rng_state import derive_seed, seed_torch, set_torch_states, torch_states
+from lightning_paral.engines.tensor.collectives import Layout, copy_to_ranks, exchange_rows, own_range, sum_over_ranks
+from lightning_paral.engines.tensor.plan import TensorPlan, split_dims
+from lightning_paral.engines.tensor.shapes import is_conv1d
 from lightning_paral.engines.tensor.split_tensor import SplitTensor
+from lightning_paral.engines.tensor.vocabulary import local_padding_idx, own_rows_of_ids, rows_of_ids
 from lightning_paral.errors import ConfigurationError
 
 _ABSENT = object()
 """Stands for an attribute that an instance does not have."""
-
-
-def split_dims(layer: Module, style: str | None) -> dict[str, int]:
-    """Return the dimension in which each parameter of `layer` is split, by name. The others stay whole."""
-    if style is None:
-        return {}
-    if isinstance(layer, Embedding):
-        return {"weight": 0}
-    features = 1 if style == "rowwise" else 0
-    dims = {"weight": 1 - features if is_conv1d(layer) else features}
-    if features == 0 and own_parameters(layer).get("bias") is not None:
-        dims["bias"] = 0
-    return dims
 
 
 class SharedCopies:
@@ -57,43 +41,27 @@ class SharedCopies:
 
         The gradients of the result are summed over the ranks.
         """
-        is_split = isinstance(tensor, SplitTensor)
-        if not is_split and not (torch.is_grad_enabled() and tensor.requires_grad):
+        needs_graph = torch.is_grad_enabled() and tensor.requires_grad
+        if not isinstance(tensor, SplitTensor) and not needs_graph:
             return tensor
         version = tensor.local_version() if isinstance(tensor, SplitTensor) else version_of(tensor)
         if self._last is not None:
             source, known, copy = self._last
             if source() is tensor and known == version:
                 return copy
-        copied = self._copied(tensor)
+        if isinstance(tensor, SplitTensor) and tensor.parts.dim < tensor.ndim - 1 and len(tensor.parts.segments) == 1:
+            local = tensor.local.movedim(tensor.parts.dim, 0)  # positions
+            copied = gather_rows(local, self._group).movedim(0, tensor.parts.dim).contiguous()
+        else:
+            full = tensor.full() if isinstance(tensor, SplitTensor) else tensor
+            copied = copy_to_ranks(full, self._group) if needs_graph else full
         if torch.is_grad_enabled():
             self._last = ref(tensor, self._forget), version, copied
         return copied
 
-    def _copied(self, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, SplitTensor):
-            dim, is_single = tensor.parts.dim, len(tensor.parts.segments) == 1
-            if dim < tensor.ndim - 1 and is_single:  # positions
-                return gather_rows(tensor.local.movedim(dim, 0), self._group).movedim(0, dim).contiguous()
-            tensor = tensor.full()
-        return copy_to_ranks(tensor, self._group) if torch.is_grad_enabled() and tensor.requires_grad else tensor
-
     def _forget(self, source: Any) -> None:
         if self._last is not None and self._last[0] is source:
             self._last = None
-
-
-class TensorRun(Protocol):
-    """What the layers of a module share in a run."""
-
-    group: dist.ProcessGroup
-    """The ranks that compute each layer together."""
-    copies: SharedCopies
-    streams: SplitStreams
-    is_paused: bool
-    """Whether layers compute as if they were not split."""
-    splits_positions: bool
-    """Whether each rank has some of the positions of activations that it would otherwise have in full."""
 
 
 class SplitLayer(ABC):
@@ -108,11 +76,15 @@ class SplitLayer(ABC):
         run: what the layers share.
     """
 
-    def __init__(self, layer: Module, style: str, run: TensorRun) -> None:
+    def __init__(self, layer: Module, style: str, run: "TensorSplit") -> None:
         self.layer = layer
         self.group = run.group
         self.run = run
         self._dims = split_dims(layer, style)
+        weight = own_parameters(layer)["weight"]
+        assert weight is not None
+        self.size = weight.shape[self._dims["weight"]]
+        """The full number of the output features, input features or rows that are split."""
         self._hidden: dict[str, Any] = {}
         layer.register_forward_pre_hook(self._before, with_kwargs=True)
         # First, so that the user's own hooks see the output of the whole layer.
@@ -150,9 +122,6 @@ class SplitLayer(ABC):
         self._hidden.setdefault(name, vars(self.layer).get(name, _ABSENT))
         vars(self.layer)[name] = value
 
-    def begin_step(self) -> None:  # noqa: B027  # most layers need nothing
-        """Prepare for a step."""
-
     @abstractmethod
     def prepare(self, value: Tensor) -> Tensor:
         """Return the input with which the layer's own code computes this rank's part."""
@@ -167,8 +136,7 @@ class ColwiseLayer(SplitLayer):
 
     def __init__(self, layer: Module, *others: Any) -> None:
         super().__init__(layer, *others)
-        self.num_features = _num_features(layer, 0)
-        self.segments: tuple[int, ...] = (self.num_features,)
+        self.segments: tuple[int, ...] = (self.size,)
         """The segments of the output, of which each rank computes a part, as in `Layout`."""
         self._learned: tuple[int, ...] = self.segments
 
@@ -177,7 +145,8 @@ class ColwiseLayer(SplitLayer):
 
         From the next step on, each rank computes a part of each piece, if the ranks divide it.
         """
-        segments = sizes_between({*accumulate(self._learned), *cuts}, self.num_features)
+        ends = sorted({0, *accumulate(self._learned), *cuts})
+        segments = tuple(stop - start for start, stop in pairwise(ends))
         if Layout(0, segments).is_even(dist.get_world_size(self.group)):
             self._learned = segments
 
@@ -190,13 +159,13 @@ class ColwiseLayer(SplitLayer):
         if len(self.segments) > 1:
             self._exchange_rows()
         if is_conv1d(self.layer):
-            rows = own_range(self.num_features, self.group)
+            rows = own_range(self.size, self.group)
             self.hide("nf", rows.stop - rows.start)
         return self.run.copies.of(value)
 
     def finish(self, output: Tensor) -> Tensor:
         """Return the output, of which each rank has a part."""
-        split = SplitTensor.of(output, Layout(output.ndim - 1, self.segments), self.group, self.run.streams)
+        split = SplitTensor.of(output, Layout(output.ndim - 1, self.segments), self.group, self.run.own_draws)
         split.learn = self.learn
         return split
 
@@ -204,24 +173,18 @@ class ColwiseLayer(SplitLayer):
         """Compute this rank's part of each segment, instead of consecutive output features."""
         for name, dim in self._dims.items():
             local = getattr(self.layer, name).transpose(0, dim)
-            rows = own_rows_of_segments(local.contiguous(), self.segments, self.group)
+            rows = exchange_rows(local.contiguous(), self.segments, self.group)
             self.hide(name, rows.transpose(0, dim))
 
 
 class RowwiseLayer(SplitLayer):
     """A linear layer of which this rank multiplies some of the input features."""
 
-    def __init__(self, layer: Module, *others: Any) -> None:
-        super().__init__(layer, *others)
-        self.num_inputs = _num_features(layer, 1)
-        self._bias: Tensor | None = None
+    _bias: Tensor | None = None
 
     def prepare(self, value: Tensor) -> Tensor:
         """Return this rank's features of the input. The bias is added once, after the results are summed."""
-        if isinstance(value, SplitTensor) and value.parts == Layout(value.ndim - 1, (self.num_inputs,)):
-            value = value.local
-        else:
-            value = split_features(full(value), (self.num_inputs,), self.group)
+        value = SplitTensor.own_part(value, Layout(value.ndim - 1, (self.size,)), self.group)
         self._bias = own_parameters(self.layer).get("bias")
         if self._bias is not None:
             self.hide("bias", torch.zeros_like(self._bias) if is_conv1d(self.layer) else None)
@@ -237,7 +200,7 @@ class RowwiseLayer(SplitLayer):
         if not self.run.splits_positions or parts is None or not parts.is_even(dist.get_world_size(self.group)):
             return sum_over_ranks(output, self.group)
         own = sum_to_rows(output.movedim(parts.dim, 0), self.group).movedim(0, parts.dim).contiguous()
-        return SplitTensor.of(own, parts, self.group, self.run.streams)
+        return SplitTensor.of(own, parts, self.group, self.run.own_draws)
 
 
 class EmbeddingLayer(SplitLayer):
@@ -248,16 +211,13 @@ class EmbeddingLayer(SplitLayer):
     """
 
     layer: Embedding
-
-    def __init__(self, layer: Module, *others: Any) -> None:
-        super().__init__(layer, *others)
-        self.rows = own_range(self.layer.num_embeddings, self.group)
-        self._elsewhere: Tensor | None = None
+    _elsewhere: Tensor | None = None
 
     def prepare(self, value: Tensor) -> Tensor:
         """Return the indices among this rank's rows."""
-        self.hide("padding_idx", local_padding_idx(self.layer.padding_idx, self.rows))
-        local, self._elsewhere = own_rows_of_ids(value, self.rows, self.layer.num_embeddings)
+        rows = own_range(self.size, self.group)
+        self.hide("padding_idx", local_padding_idx(self.layer.padding_idx, rows))
+        local, self._elsewhere = own_rows_of_ids(value, rows, self.size)
         return local
 
     def finish(self, output: Tensor) -> Tensor:
@@ -267,68 +227,117 @@ class EmbeddingLayer(SplitLayer):
         return rows_of_ids(output, elsewhere, self.group)
 
 
-def own_rows_of_ids(ids: Tensor, rows: slice, num_embeddings: int) -> tuple[Tensor, Tensor]:
-    """Return what this rank looks up among its own rows, and where another rank has the row.
+class TensorSplit:
+    """Replaces the parameters of a module by DTensors on the tensor ranks, and makes its layers compute with them.
+
+    Parameters of layers that are split become `Shard`s. All others become replicas, so that all parameters are on the
+    same mesh.
 
     Args:
-        ids: integers of any shape, equal on all ranks.
-        rows: this rank's rows.
-        num_embeddings: the number of rows of all ranks.
-
-    Returns:
-        The indices among this rank's rows, and a mask, both of the shape of `ids`.
-
-    Raises:
-        IndexError: an id is not a row. On CUDA, the kernel's assertion fails instead.
+        module: the module.
+        plan: the layers that are split.
+        mesh: the mesh of the tensor ranks, with one dimension.
+        splits_positions: whether each rank has some of the positions of activations between chains.
     """
-    is_wrong = (ids < 0) | (ids >= num_embeddings)
-    if ids.device.type == "cpu" and is_wrong.any():
-        wrong = int(ids[is_wrong][0])
-        raise IndexError(f"index {wrong} is out of range for an embedding with {num_embeddings} rows")
-    is_elsewhere = (ids < rows.start) | (ids >= rows.stop)
-    local_ids = (ids - rows.start).masked_fill(is_elsewhere, 0)
-    # An index out of range makes the kernel fail, without a wait for the device here.
-    return local_ids.masked_fill(is_wrong, rows.stop - rows.start), is_elsewhere
+
+    def __init__(self, module: Any, plan: TensorPlan, mesh: DeviceMesh, *, splits_positions: bool = False) -> None:
+        self.plan = plan
+        self.splits_positions = splits_positions
+        self.is_paused = False
+        """Whether layers compute as if they were not split."""
+        self._mesh = mesh
+        self.group = mesh.get_group()
+        self._split_by_parameter: dict[Parameter, Parameter] = {}
+        layers = dict(module.named_modules())
+        self._layers = {layers[name]: style for name, style in plan.splits.items()}
+        self._installed: list[SplitLayer] = []
+        self.may_draw = any(_may_drop(part) for part in module.modules())
+        """Whether steps may draw random numbers for activations."""
+        self.copies = SharedCopies(self.group)
+
+    def install(self) -> None:
+        """Make the layers compute with this rank's part. Call it before FSDP registers its hooks.
+
+        Raises:
+            ConfigurationError: the activations of a layer are to be recomputed, which would happen without its hooks.
+        """
+        names = dict(zip(self._layers, self.plan.splits, strict=True))
+        for layer, style in self._layers.items():
+            if "forward" in vars(layer):
+                raise ConfigurationError(
+                    f"activation_checkpointing chooses {names[layer]}, a layer that is split over the tensor ranks. "
+                    "Choose modules that contain such layers: ActivationCheckpointing(units=['Block'])."
+                )
+            linear = RowwiseLayer if style == "rowwise" else ColwiseLayer
+            made = EmbeddingLayer if isinstance(layer, Embedding) else linear
+            self._installed.append(made(layer, style, self))
+
+    def begin_step(self) -> None:
+        """Prepare the layers for a step."""
+        for layer in self._installed:
+            if isinstance(layer, ColwiseLayer):
+                layer.begin_step()
+
+    @contextmanager
+    def own_draws(self) -> Iterator[None]:
+        """Draw numbers of this rank inside the block, whose seed is drawn from the numbers that all ranks draw.
+
+        Activations that every rank has in full need equal dropout masks on all ranks. Those of which each rank has a
+        part need masks of their own. Recomputed activations get the same masks again.
+        """
+        seed = int(torch.randint(2**63 - 1, (), device="cpu"))
+        shared = torch_states()
+        seed_torch(derive_seed(seed, self._mesh.get_local_rank()))
+        try:
+            yield
+        finally:
+            set_torch_states(shared)
+
+    def split(self, parts: Sequence[Module], whole: Iterable[Parameter]) -> None:
+        """Replace the parameters of `parts` by DTensors, which hold this rank's part of those that are split.
+
+        Args:
+            parts: modules whose parameters have values, which are equal on all tensor ranks.
+            whole: parameters that stay ordinary tensors.
+        """
+        kept, dims = set(whole), self._dims(parts)
+        for part in parts:
+            own = own_parameters(part)
+            for name, parameter in own.items():
+                if parameter is not None and parameter not in kept and not isinstance(parameter, DTensor):
+                    own[name] = self._distributed(parameter, dims.get(parameter))
+
+    def _dims(self, parts: Sequence[Module]) -> dict[Any, int]:
+        """Return the dimension in which each parameter of `parts` is split. A tied parameter belongs to several."""
+        found: dict[Any, int] = {}
+        for layer in parts:
+            if layer in self._layers:
+                own = own_parameters(layer)
+                found.update({own[name]: dim for name, dim in split_dims(layer, self._layers[layer]).items()})
+        return found
+
+    def _distributed(self, parameter: Parameter, dim: int | None) -> Parameter:
+        if parameter not in self._split_by_parameter:
+            local = parameter.detach()
+            placement: Placement = Replicate()
+            if dim is not None:
+                own = own_range(parameter.shape[dim], self.group)
+                local = local.narrow(dim, own.start, own.stop - own.start).clone(memory_format=torch.contiguous_format)
+                placement = Shard(dim)
+            full = DTensor.from_local(
+                local,
+                self._mesh,
+                [placement],
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+            self._split_by_parameter[parameter] = Parameter(full, parameter.requires_grad)
+        return self._split_by_parameter[parameter]
 
 
-def rows_of_ids(output: Tensor, is_elsewhere: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the embeddings of all ids, from those of this rank. *Collective* in the forward pass.
-
-    The result is exact: one rank contributes each row, and the others add zeros.
-
-    Args:
-        output: what this rank has looked up, of shape `[*ids.shape, d]`.
-        is_elsewhere: the mask that `own_rows_of_ids` has returned.
-        group: the ranks.
-    """
-    return sum_over_ranks(output.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), group)
-
-
-def local_padding_idx(padding_idx: int | None, rows: slice) -> int | None:
-    """Return the index of the padding row among this rank's rows; `None` if there is none.
-
-    Args:
-        padding_idx: `torch.nn.Embedding.padding_idx`, which is not negative.
-        rows: this rank's rows.
-    """
-    if padding_idx is None or not rows.start <= padding_idx < rows.stop:
-        return None
-    index: int = padding_idx - rows.start
-    return index
-
-
-def layer_class(layer: Module, style: str) -> Callable[..., SplitLayer]:
-    """Return the class that computes `layer` as `split` says."""
-    if isinstance(layer, Embedding):
-        return EmbeddingLayer
-    return RowwiseLayer if style == "rowwise" else ColwiseLayer
-
-
-def full(value: Tensor) -> Tensor:
-    """Return `value`, gathered if it is split."""
-    return value.full() if isinstance(value, SplitTensor) else value
-
-
-def _num_features(layer: Any, dim: int) -> int:
-    size: int = layer.weight.shape[1 - dim if is_conv1d(layer) else dim]
-    return size
+def _may_drop(module: Module) -> bool:
+    """Return whether `module` may use dropout: it is a dropout layer, or has a probability for one."""
+    if "Dropout" in type(module).__name__ and getattr(module, "p", 0) > 0:
+        return True
+    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())

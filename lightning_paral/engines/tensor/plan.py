@@ -1,16 +1,17 @@
-"""A plan: which layers are split over the tensor ranks, and how; and the plans that users write."""
+"""Which layers are split over the tensor ranks, and how; plans that users write; and what a plan means in bytes."""
 
 import fnmatch
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from torch.nn import Module
+from torch.nn import Embedding, Module
 
-from lightning_paral.engines.tensor.candidates import Layer
+from lightning_paral.compat.torch.modules import own_parameters
+from lightning_paral.engines.tensor.shapes import Layer, is_conv1d, layers_of, plain_chains, refusals, shared_parameters
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.text import did_you_mean, nearest_names
+from lightning_paral.text import did_you_mean, format_bytes, nearest_names
 
 STYLES: dict[str, str] = {
     "colwise": "split the output features of a linear layer",
@@ -32,30 +33,23 @@ class TensorPlan:
     splits: Mapping[str, str]
     """The style by the name of the layer in the module."""
 
-    whole: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    whole: Mapping[str, str]
     """The reason by the name of each layer with parameters that stays whole on every rank."""
 
 
 def check_plan(plan: Any) -> None:
     """Raise a `ConfigurationError` if `plan` is neither `"auto"` nor styles by patterns."""
-    example = "{'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise', 'head': 'vocab'}"
     if plan == "auto":
         return
-    if not isinstance(plan, Mapping):
-        raise ConfigurationError(f'plan={plan!r} has to be "auto" or a dict, for example {example}.')
-    if not plan:
-        raise ConfigurationError(f"plan={{}} splits no layer. Name some, for example {example}.")
+    if not isinstance(plan, Mapping) or not plan or not all(isinstance(pattern, str) for pattern in plan):
+        raise ConfigurationError(
+            f'plan={plan!r} has to be "auto", or a dict with names of layers, for example '
+            "{'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise', 'head': 'vocab'}."
+        )
     for pattern, style in plan.items():
-        if not isinstance(pattern, str):
-            raise ConfigurationError(f"plan: {pattern!r} has to be the name of a layer, for example {example}.")
         if style not in STYLES:
             known = "; ".join(f"{name!r}: {what}" for name, what in STYLES.items())
-            question = did_you_mean(nearest_names(str(style), STYLES), quoted=True)
-            raise ConfigurationError(
-                " ".join(
-                    filter(None, (f"plan {pattern!r}: {style!r} is no style.", question, f"The styles are {known}."))
-                )
-            )
+            raise ConfigurationError(f"plan {pattern!r}: {style!r} is no style. The styles are {known}.")
 
 
 def styles_of(module: Module, plan: Mapping[str, str], layers: Mapping[str, Layer]) -> dict[str, tuple[str, str]]:
@@ -65,32 +59,30 @@ def styles_of(module: Module, plan: Mapping[str, str], layers: Mapping[str, Laye
         ConfigurationError: a pattern names no layer, or something else than layers that can be split; or two patterns
             give a layer different styles.
     """
-    parts = {name: part for name, part in module.named_modules(remove_duplicate=False) if name}
     # A module with several names has the first of them in the plan.
-    first: dict[Module, str] = {}
-    for name, part in parts.items():
-        first.setdefault(part, name)
+    first = {part: name for name, part in reversed([*module.named_modules(remove_duplicate=False)]) if name}
     found: dict[str, tuple[str, str]] = {}
     for pattern, style in plan.items():
-        named = [name for name in parts if fnmatch.fnmatchcase(name, pattern)]
-        named = [name for name in named if first[parts[name]] in layers or _has_own_parameters(parts[name])]
+        named = {
+            first[part]: part
+            for name, part in module.named_modules(remove_duplicate=False)
+            if name and fnmatch.fnmatchcase(name, pattern)
+        }
+        named = {name: part for name, part in named.items() if name in layers or own_parameters(part)}
         if not named:
-            close = nearest_names(pattern, [*layers, *dict.fromkeys(map(folded, layers))])
-            hint = (
-                did_you_mean(close, quoted=True) or f"The layers are {', '.join(dict.fromkeys(map(folded, layers)))}."
-            )
+            names = dict.fromkeys(map(folded, layers))
+            close = did_you_mean(nearest_names(pattern, [*layers, *names]), quoted=True)
+            hint = close or f"The layers are {', '.join(names)}."
             raise ConfigurationError(f"plan {pattern!r} names no layer of {type(module).__name__}. {hint}")
-        for name in dict.fromkeys(first[parts[name]] for name in named):
+        for name, part in named.items():
             if name not in layers:
                 raise ConfigurationError(
-                    f"plan {pattern!r}: {name} is a {type(parts[name]).__name__}, which cannot be split. Only "
-                    "nn.Linear, nn.Embedding and Conv1D of transformers can."
+                    f"plan {pattern!r}: {name} is a {type(part).__name__}, which cannot be split. Only nn.Linear, "
+                    "nn.Embedding and Conv1D of transformers can."
                 )
-            if name in found and found[name][0] != style:
-                raise ConfigurationError(
-                    f"plan: {name} is {found[name][0]!r} by {found[name][1]!r}, and {style!r} by {pattern!r}."
-                )
-            found.setdefault(name, (style, pattern))
+            known, other = found.setdefault(name, (style, pattern))
+            if known != style:
+                raise ConfigurationError(f"plan: {name} is {known!r} by {other!r}, and {style!r} by {pattern!r}.")
     return found
 
 
@@ -99,5 +91,203 @@ def folded(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _has_own_parameters(part: Module) -> bool:
-    return next(part.parameters(recurse=False), None) is not None
+# Decide how each layer is split
+
+MIN_ROWS = 256
+"""Rows of an embedding, or classes. Smaller embeddings stay whole."""
+
+
+def make_plan(module: Module, num_ranks: int, plan: str | Mapping[str, str] = "auto") -> TensorPlan:
+    """Return how each layer of `module` is split.
+
+    With `"auto"`, those layers are split that have the plain shapes of a feed-forward network or an attention,
+    embeddings with at least `MIN_ROWS` rows, and linear layers with as many outputs as an embedding has rows. All
+    others stay whole.
+
+    Args:
+        module: the module of the run.
+        num_ranks: the number of tensor ranks.
+        plan: `"auto"`, or the style of each layer by patterns on names, as in `fnmatch`.
+
+    Raises:
+        ConfigurationError: the plan names something that cannot be split.
+    """
+    if num_ranks < 1:
+        raise ConfigurationError(f"tensor_parallel={num_ranks} has to be at least 1, a number of ranks.")
+    check_plan(plan)
+    planner = _Planner(module, num_ranks)
+    return planner.automatic() if isinstance(plan, str) else planner.as_user_says(plan)
+
+
+class _Planner:
+    def __init__(self, module: Module, num_ranks: int) -> None:
+        self.module, self.num_ranks = module, num_ranks
+        self.layers = layers_of(module)
+        self.refused = refusals(module, self.layers)
+        self.shared = shared_parameters(module, self.layers)
+        self.splits: dict[str, str] = {}
+        self.whole: dict[str, str] = {}
+
+    def automatic(self) -> TensorPlan:
+        rows = {layer.num_outputs for layer in self.layers.values() if layer.is_embedding}
+        vocabulary = []
+        for name, layer in self.layers.items():
+            is_small = layer.num_outputs < MIN_ROWS or self._leaves_a_rank_without(layer.num_outputs)
+            if layer.is_embedding and is_small:
+                self.refused.setdefault(name, f"it has only {layer.num_outputs} rows")
+            is_head = layer.num_outputs in rows and not layer.is_transposed and not is_small
+            if layer.is_embedding or is_head:
+                vocabulary.append(name)
+        sharing = {name: owners for owners in self.shared for name in owners if name in vocabulary}
+        for name in vocabulary:
+            if name in sharing or self.layers[name].is_embedding:
+                group = [each for each in sharing.get(name, (name,)) if each in self.layers]
+                self._split_all_or_none(dict.fromkeys(group, "vocab"))
+        for chain in plain_chains(self.module, self.layers):
+            if self.splits.keys().isdisjoint(chain.layers):
+                self._split_all_or_none(
+                    dict.fromkeys(chain.opening, "colwise") | dict.fromkeys(chain.closing, "rowwise")
+                )
+        for name in vocabulary:
+            if name not in self.splits and name not in self.whole:
+                self._split_all_or_none({name: "vocab"})
+        return self._plan("it is in no feed-forward network or attention of a plain shape")
+
+    def _split_all_or_none(self, styles: Mapping[str, str]) -> None:
+        reasons = {name: reason for name in styles if (reason := self._objection(name, styles))}
+        if not reasons:
+            self.splits |= styles
+            return
+        first, reason = next(iter(reasons.items()))
+        for name in styles:
+            self.whole.setdefault(name, reasons.get(name, f"{folded(first)} stays whole: {reason}"))
+
+    def as_user_says(self, plan: Mapping[str, str]) -> TensorPlan:
+        found = styles_of(self.module, plan, self.layers)
+        self.splits = {name: style for name, (style, _) in found.items()}
+        for name, (style, pattern) in found.items():
+            if reason := self._objection(name, self.splits):
+                raise ConfigurationError(f"plan {pattern!r}: {name} cannot be split {style!r}, because {reason}.")
+        return self._plan("the plan does not name it")
+
+    def _objection(self, name: str, styles: Mapping[str, str]) -> str | None:
+        """Return why a layer cannot be split as `styles` say, which may leave it out."""
+        layer, style = self.layers[name], styles.get(name)
+        size, what = layer.num_outputs, "rows" if layer.is_embedding else "output features"
+        if style == "rowwise":
+            size, what = layer.num_inputs, "input features"
+        if name in self.refused:
+            return self.refused[name]
+        for owners in self.shared:
+            rows = {self.layers[each].num_outputs for each in owners if each in self.layers}
+            is_same = len(rows) == 1 and set(owners.values()) == {"weight"}
+            if name in owners and not (is_same and all(styles.get(each) == "vocab" for each in owners)):
+                return f"a parameter is shared by {', '.join(owners)}, which can only be split together, as 'vocab'"
+        if style not in (None, "vocab") and layer.is_embedding:
+            return "it is an embedding, which can be split 'vocab' only"
+        if style == "vocab" and layer.is_transposed:
+            return "it is a Conv1D, which cannot be split 'vocab'"
+        if style == "vocab" and self._leaves_a_rank_without(size):
+            return f"its {size} {what} are too few for {self.num_ranks} tensor ranks: the last one would have none"
+        if style in ("colwise", "rowwise") and size % self.num_ranks:
+            return f"{self.num_ranks} ranks do not divide its {size} {what}"
+        return None
+
+    def _leaves_a_rank_without(self, size: int) -> bool:
+        """Return whether the last rank gets nothing if `size` rows are divided as `torch.chunk` does."""
+        return -(-size // self.num_ranks) * (self.num_ranks - 1) >= size
+
+    def _plan(self, reason: str) -> TensorPlan:
+        """Return the plan; `reason` is that of layers that nothing else keeps whole."""
+        splits = {name: self.splits[name] for name in self.layers if name in self.splits}
+        whole = {
+            name: self.whole.get(name) or self._objection(name, {}) or reason
+            for name in self.layers
+            if name not in splits
+        }
+        return TensorPlan(splits=MappingProxyType(splits), whole=MappingProxyType(whole))
+
+
+def split_dims(layer: Module, style: str) -> dict[str, int]:
+    """Return the dimension in which each parameter of `layer` is split, by name. The others stay whole."""
+    if style == "whole":
+        return {}
+    if isinstance(layer, Embedding):
+        return {"weight": 0}
+    features = 1 if style == "rowwise" else 0
+    dims = {"weight": 1 - features if is_conv1d(layer) else features}
+    if features == 0 and own_parameters(layer).get("bias") is not None:
+        dims["bias"] = 0
+    return dims
+
+
+# What a plan means
+
+
+def report_of(module: Module, num_ranks: int, plan: TensorPlan) -> dict[str, Any]:
+    """Return what a plan means for a module, as JSON. Shared parameters count once, for the first of their layers.
+
+    Returns:
+        `module`, the name of its class, and `tensor_parallel`, the number of ranks; `parameter_bytes`, and
+        `rank_bytes` of them, the most that a rank holds; `other_bytes`, those of modules that cannot be split, such as
+        norms; and `layers`, a dict for all layers that are treated alike: their `name`, with stars in place of numbers
+        if there are several, their `count`, `style`, `bytes`, `rank_bytes`, and the `reason` why they are `"whole"`.
+    """
+    seen: set[int] = set()
+    groups: dict[tuple[str, str, str], list[tuple[str, int, int]]] = {}
+    for name, part in module.named_modules():
+        style = plan.splits.get(name, "whole")
+        if style != "whole" or name in plan.whole:
+            group = groups.setdefault((_kind_of(name), style, plan.whole.get(name, "")), [])
+            group.append((name, *_sizes(part, style, num_ranks, seen)))
+    rows: list[dict[str, Any]] = []
+    for (kind, style, reason), members in groups.items():
+        names, before, after = zip(*members, strict=True)
+        name, sizes = kind if len(names) > 1 else names[0], {"bytes": sum(before), "rank_bytes": sum(after)}
+        rows.append({"name": name, "count": len(names), "style": style, **sizes, "reason": reason})
+    other = sum(each.numel() * each.element_size() for each in module.parameters() if id(each) not in seen)
+    return {
+        "module": type(module).__name__,
+        "tensor_parallel": num_ranks,
+        "parameter_bytes": other + sum(row["bytes"] for row in rows),
+        "rank_bytes": other + sum(row["rank_bytes"] for row in rows),
+        "other_bytes": other,
+        "layers": rows,
+    }
+
+
+def _kind_of(name: str) -> str:
+    """Return the name that layers of repeated blocks share. A number that ends a name is a position in a block."""
+    block, _, last = name.rpartition(".")
+    return f"{folded(block)}.{last}" if any(part.isdigit() for part in block.split(".")) else folded(name)
+
+
+def _sizes(part: Module, style: str, num_ranks: int, seen: set[int]) -> tuple[int, int]:
+    before = after = 0
+    dims = split_dims(part, style)
+    for name, parameter in part.named_parameters(recurse=False):
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            size = parameter.numel() * parameter.element_size()
+            before += size
+            length = parameter.shape[dims[name]] if name in dims else 0
+            after += size // length * -(-length // num_ranks) if length else size
+    return before, after
+
+
+def print_report(report: Mapping[str, Any]) -> None:
+    """Print a row for each kind of layers, with why some stay whole. `report` is that of `report_of`."""
+    from rich.markup import escape
+
+    from lightning_paral.tables import make_console, make_table  # imports rich
+
+    size, rank_size, other = (format_bytes(report[name]) for name in ("parameter_bytes", "rank_bytes", "other_bytes"))
+    rows = []
+    for row in report["layers"]:
+        name = row["name"] + (f" ({row['count']})" if row["count"] > 1 else "")
+        sizes = format_bytes(row["bytes"]), format_bytes(row["rank_bytes"])
+        rows.append((escape(name), row["style"], *sizes, escape(row["reason"])))
+    console, ranks = make_console(), report["tensor_parallel"]
+    console.print(f"{report['module']}, {ranks} tensor ranks: parameters of {size}, {rank_size} per rank")
+    console.print(make_table(["layers", "style", "bytes", "per rank", "because"], rows, left=(0, 1, 4)))
+    console.print(f"Other parameters, such as those of norms, stay whole: {other}.")

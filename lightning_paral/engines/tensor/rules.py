@@ -3,11 +3,12 @@
 Shapes answer it, on tensors without memory. Most functions treat a dimension alike in all places: if the result has it,
 each rank computes its part, and otherwise they mix it. To see which, the dimension that is split is made longer: the
 result has it where it gets longer as well. It must be so in one dimension, so tensors that do not fit raise an error.
+For all other functions, the tensors are gathered.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, product
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_paral.engines.tensor.layout import Layout
+from lightning_paral.engines.tensor.collectives import Layout
 
 _LONGER = 7
 """How many times as long. Longer than any dimension of size 1, which functions would expand."""
@@ -68,26 +69,29 @@ _OTHERS = (
     "mean amax amin var std logsumexp prod norm transpose swapaxes swapdims movedim moveaxis permute unbind "
     "select stack t view_as_complex view_as_real repeat_interleave repeat"
 )
-ALIKE = named(f"{_UNARY} {_BINARY} {_IN_PLACE} {_OTHERS}") | named(
-    " ".join(f"__{name}__" for name in _OPERATORS.split()), Tensor
-)
-"""The functions that treat a dimension alike in all places, or whose result does not have it."""
-ALONG = {
+_ATTENTION = functional.scaled_dot_product_attention
+_ALONG = {
     **dict.fromkeys(named("softmax log_softmax cumsum"), (1, None)),
     functional.normalize: (2, 1),
     **dict.fromkeys(named("cat concat concatenate"), (1, 0)),
 }
-"""Functions along a dimension, which the result has: the position and the default of the argument `dim`."""
-OF_LAST = named("tril triu scaled_dot_product_attention")
-"""Functions whose result depends on places in the last two dimensions, and has these."""
-CONVERSIONS = named("to type type_as float half bfloat16 double contiguous clone cuda")
-RESHAPES = named("view reshape flatten unflatten squeeze unsqueeze view_as reshape_as")
-PIECES = named("chunk split __getitem__ narrow")
+"""Functions that mix the places of a dimension: the position and the default of the argument `dim`."""
+_OF_LAST = named("tril triu") | {_ATTENTION}
+"""Functions that mix the places of the last two dimensions."""
+CONVERSIONS = named("to type type_as float half bfloat16 double contiguous clone")
+_ALIKE = (
+    named(f"{_UNARY} {_BINARY} {_IN_PLACE} {_OTHERS}")
+    | named(" ".join(f"__{name}__" for name in _OPERATORS.split()), Tensor)
+    | {*_ALONG, *_OF_LAST, *CONVERSIONS}
+)
+"""The functions that treat all other dimensions alike in all places, or whose result does not have them."""
+_RESHAPES = named("view reshape flatten unflatten squeeze unsqueeze view_as reshape_as expand")
+_PIECES = named("chunk split __getitem__ narrow")
 _MAY_REPEAT = named("repeat_interleave")
-_ATTENTION = functional.scaled_dot_product_attention
+_MAX_SEGMENTS = 1024
+"""More are not worth it, such as each row of logits that are viewed as one row."""
 _MAX_WHOLE = 4
 """Tensors that every rank has in full, of which parts are tried: each one doubles what there is to try."""
-_JOINS = named("cat concat concatenate")
 
 
 def find(
@@ -105,26 +109,33 @@ def find(
         layout_of: returns their layouts, of which there is at least one.
         ranks: the number of ranks.
     """
-    first = args[0] if args and isinstance(args[0], Tensor) else None
-    layout = None if first is None else layout_of(first)
-    if function in RESHAPES and first is not None and layout is not None:
-        return _reshaped(function, args, kwargs, first, layout, ranks)
-    if function in PIECES and first is not None and layout is not None:
-        if len(tensors) > 1:
-            is_index = function is Tensor.__getitem__ and all(layout_of(each) is None for each in tensors[1:])
-            return _indexed(args[1], first, layout) if is_index else None
-        return _alike(function, args, kwargs, tensors, [layout], ranks) or _in_pieces(
-            function, args, kwargs, first, layout, ranks
-        )
-    if function is Tensor.expand and first is not None and layout is not None:
-        return _expanded([*args[1:], *kwargs.values()], first, layout)
     layouts = [layout_of(each) for each in tensors]
-    if function in ALONG:
-        return _along(function, args, kwargs, tensors, layouts, ranks)
-    if function in OF_LAST:
-        places = [each.dim - tensor.ndim for tensor, each in zip(tensors, layouts, strict=True) if each is not None]
-        return None if max(places) >= -2 else _alike(function, args, kwargs, tensors, layouts, ranks)
-    return _alike(function, args, kwargs, tensors, layouts, ranks) if function in ALIKE else None
+    first = args[0] if args and isinstance(args[0], Tensor) else None
+    if first is not None and layouts[0] is not None:
+        if function in _RESHAPES:
+            return _reshaped(function, args, kwargs, layouts[0], ranks)
+        if function in _PIECES and len(tensors) == 1:
+            return _alike(function, args, kwargs, tensors, layouts, ranks) or _in_pieces(
+                function, args, kwargs, layouts[0], ranks
+            )
+    if function not in _ALIKE:
+        return None
+    mixed = _mixed_dims(function, args, kwargs)
+    split = [(tensor, each) for tensor, each in zip(tensors, layouts, strict=True) if each is not None]
+    if mixed is None or any(each.dim - tensor.ndim in mixed or each.dim in mixed for tensor, each in split):
+        return None
+    return _alike(function, args, kwargs, tensors, layouts, ranks)
+
+
+def _mixed_dims(function: Any, args: Any, kwargs: Any) -> tuple[int, ...] | None:
+    """Return the dimensions of which a function mixes the places; `None` if it is not known."""
+    if function in _OF_LAST:
+        return -1, -2
+    if function not in _ALONG:
+        return ()
+    position, default = _ALONG[function]
+    dim = args[position] if len(args) > position else kwargs.get("dim", default)
+    return (dim,) if isinstance(dim, int) else None
 
 
 # Functions that treat a dimension alike
@@ -137,7 +148,9 @@ def _alike(
         return None
     split = [each for each in layouts if each is not None]
     given = split[0]
-    if any(each.segments != given.segments for each in split) and not _are_grouped_heads(function, split, ranks):
+    are_even = all(len(each.segments) == 1 and each.is_even(ranks) for each in split)
+    # An attention may have fewer heads of keys than of queries. Each rank has those that belong together.
+    if any(each.segments != given.segments for each in split) and not (function is _ATTENTION and are_even):
         return None
     if len(layouts) - len(split) > _MAX_WHOLE:
         return None
@@ -165,11 +178,6 @@ def _alike(
     return None
 
 
-def _are_grouped_heads(function: Any, split: Sequence[Layout], ranks: int) -> bool:
-    """Return whether an attention has fewer heads of keys than of queries, and each rank those that belong together."""
-    return function is _ATTENTION and all(len(each.segments) == 1 and each.is_even(ranks) for each in split)
-
-
 def _has_same_heads(args: Any, kwargs: Any, tensors: Sequence[Tensor], layouts: Sequence[Layout | None]) -> bool:
     """Return whether all of queries, keys and values are split at the same place: their sizes need not be equal."""
     mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
@@ -188,42 +196,32 @@ def _carried(before: Sequence[int], after: Sequence[int], layout: Layout) -> Lay
     return None if rest else Layout(dims[0], tuple(times * size for size in layout.segments))
 
 
-def _along(
-    function: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], layouts: Sequence[Layout | None], ranks: int
-) -> Found | None:
-    position, default = ALONG[function]
-    dim = args[position] if len(args) > position else kwargs.get("dim", default)
-    if not isinstance(dim, int):
-        return None
-    dim %= tensors[0].ndim
-    split = [each for each in layouts if each is not None]
-    if all(each.dim != dim for each in split):
-        return _alike(function, args, kwargs, tensors, layouts, ranks)
-    if function in _JOINS and len(split) == len(layouts) and all(each.dim == dim for each in split):
-        return Found(Layout(dim, tuple(size for each in split for size in each.segments)))
-    return None
-
-
 # Functions that change the shape
 
 
-def _reshaped(function: Any, args: Any, kwargs: Any, first: Tensor, layout: Layout, ranks: int) -> Found | Cuts | None:
+def _reshaped(function: Any, args: Any, kwargs: Any, layout: Layout, ranks: int) -> Found | Cuts | None:
     if any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
         return None  # a view of the same bytes
     result = _result(function, args, kwargs)
     if not isinstance(result, Tensor):
         return None
-    found = reshaped(first.shape, result.shape, layout, ranks)
+    before, shape = args[0].shape, list(result.shape)
+    if function is Tensor.expand:
+        dim = layout.dim + len(shape) - len(before)
+        found = layout.moved(dim) if shape[dim] == layout.size else None
+    else:
+        found = reshaped(before, shape, layout, ranks)
+        function = Tensor.view if function is Tensor.view else Tensor.reshape
+        if found is None:
+            for count in (2, 3, 4):  # such as a view of queries, keys and values
+                size, rest = divmod(layout.size, count)
+                cut = Layout(layout.dim, (size,) * count)
+                if not rest and reshaped(before, shape, cut, ranks) is not None:
+                    return frozenset(range(size, layout.size, size))
     if found is None:
-        for count in (2, 3, 4):  # such as a view of queries, keys and values
-            size, rest = divmod(layout.size, count)
-            cut = Layout(layout.dim, (size,) * count)
-            if not rest and reshaped(first.shape, result.shape, cut, ranks) is not None:
-                return frozenset(range(size, layout.size, size))
         return None
-    shape = list(result.shape)
     shape[found.dim] = -1
-    return Found(found, function=Tensor.view if function is Tensor.view else Tensor.reshape, rest=(shape,))
+    return Found(found, function=function, rest=(shape,))
 
 
 def reshaped(before: Sequence[int], after: Sequence[int], layout: Layout, ranks: int) -> Layout | None:
@@ -237,111 +235,51 @@ def reshaped(before: Sequence[int], after: Sequence[int], layout: Layout, ranks:
     """
     if math.prod(before) == 0:
         return None
-    for first, last in _groups(before, after):
-        if layout.dim in first:
-            sizes = [size for size in after[last.start : last.stop] if size != 1]
-            if sizes == [layout.size] and all(before[dim] == 1 for dim in first if dim != layout.dim):
-                return layout.moved(next(dim for dim in last if after[dim] != 1))
-            behind = math.prod(before[layout.dim + 1 : first.stop])
-            runs = [size * behind for size in layout.segments] * math.prod(before[first.start : layout.dim])
-            for dim in last:
-                segments = _segments(runs, math.prod(after[last.start : dim]), math.prod(after[dim + 1 : last.stop]))
-                if segments is not None and Layout(dim, segments).is_even(ranks) and layout.is_even(ranks):
-                    return Layout(dim, segments)
+    rows, behind = math.prod(before[: layout.dim]), math.prod(before[layout.dim + 1 :])
+    for dim, size in enumerate(after):
+        if size == layout.size and math.prod(after[:dim]) == rows:
+            return layout.moved(dim)
+    if not layout.is_even(ranks):
+        return None
+    # Both divide the same elements in turn. Of each run of them, every rank has its part.
+    runs = [size * behind for size in layout.segments] * rows
+    for dim in range(len(after)):
+        count, rest = divmod(len(runs), math.prod(after[:dim]))
+        size = math.prod(after[dim + 1 :])
+        is_periodic = not rest and runs == runs[:count] * (len(runs) // max(1, count))
+        if is_periodic and count <= _MAX_SEGMENTS and all(run % (size * ranks) == 0 for run in runs[:count]):
+            return Layout(dim, tuple(run // size for run in runs[:count]))
     return None
 
 
-def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, range]]:
-    """Yield the smallest groups of consecutive dimensions before and after a reshape that have the same elements."""
-    i = j = 0
-    while i < len(before) or j < len(after):
-        start, other = i, j
-        left = right = 1
-        while left != right or (i == start and j == other):
-            if (left <= right and i < len(before)) or j == len(after):
-                left, i = left * before[i], i + 1
-            else:
-                right, j = right * after[j], j + 1
-        while i < len(before) and before[i] == 1:
-            i += 1
-        while j < len(after) and after[j] == 1:
-            j += 1
-        yield range(start, i), range(other, j)
-
-
-def _segments(runs: list[int], num_pieces: int, behind: int) -> tuple[int, ...] | None:
-    """Return the segments of a dimension in which each of `num_pieces` pieces has the same runs of elements.
-
-    Args:
-        runs: the elements, one segment after another.
-        num_pieces: the product of the dimensions before it.
-        behind: the product of the dimensions behind it.
-    """
-    count, rest = divmod(len(runs), num_pieces)
-    if rest or runs != runs[:count] * num_pieces or any(size % behind for size in runs[:count]):
-        return None
-    return tuple(size // behind for size in runs[:count])
-
-
-def _expanded(given: list[Any], first: Tensor, layout: Layout) -> Found | None:
-    sizes = list(given[0]) if len(given) == 1 and isinstance(given[0], Sequence) else given
-    dim = layout.dim + len(sizes) - first.ndim
-    if len(sizes) < first.ndim or not all(isinstance(size, int) for size in sizes):
-        return None
-    if sizes[dim] not in (-1, layout.size):
-        return None
-    sizes[dim] = -1
-    return Found(layout.moved(dim), function=Tensor.expand, rest=(sizes,))
-
-
-def _in_pieces(function: Any, args: Any, kwargs: Any, first: Tensor, layout: Layout, ranks: int) -> Found | Cuts | None:
+def _in_pieces(function: Any, args: Any, kwargs: Any, layout: Layout, ranks: int) -> Found | Cuts | None:
     """Find where pieces of the dimension that is split begin and end: only this one has a stride that is not 0."""
-    strides = [2 * int(dim == layout.dim) for dim in range(first.ndim)]  # not 1, as of copies
+    shape, dim = list(args[0].shape), layout.dim
+    strides = [2 * int(each == dim) for each in range(len(shape))]  # not 1, as of copies
     try:
-        result = function(torch.empty_strided(first.shape, strides, device="meta"), *args[1:], **kwargs)
+        result = function(torch.empty_strided(shape, strides, device="meta"), *args[1:], **kwargs)
     except Exception:
         return None
-    pieces = [result] if isinstance(result, Tensor) else list(result)
     places = []
-    for piece in pieces:
-        is_view = [*piece.stride()] == strides and _others(piece, layout.dim) == _others(first, layout.dim)
-        if not is_view or not piece.numel():
+    for piece in (result,) if isinstance(result, Tensor) else result:
+        own = list(piece.shape)
+        length = own[dim] if len(own) == len(shape) else 0
+        if not piece.numel() or [*piece.stride()] != strides or own != [*shape[:dim], length, *shape[dim + 1 :]]:
             return None
         start = int(piece.storage_offset()) // 2
-        places.append((start, start + piece.shape[layout.dim]))
+        places.append((start, start + length))
     ends = [0, *accumulate(layout.segments)]
     cuts = frozenset(chain(*places)).difference(ends)
-    is_whole = places == [(0, layout.size)]
-    if cuts or not (is_whole or layout.is_even(ranks)):
+    if cuts or not layout.is_even(ranks):
         return cuts or None
-    layouts = [Layout(layout.dim, layout.segments[ends.index(start) : ends.index(stop)]) for start, stop in places]
-    slices = [slice(None) if is_whole else slice(start // ranks, stop // ranks) for start, stop in places]
-    is_one = isinstance(result, Tensor)
-    return Found(layouts[0] if is_one else tuple(layouts), function=_cut, rest=(layout.dim, slices, is_one))
+    layouts = [Layout(dim, layout.segments[ends.index(start) : ends.index(stop)]) for start, stop in places]
+    if isinstance(result, Tensor):
+        return Found(layouts[0], function=_pieces, rest=(dim, [places[0]], ranks, next))
+    return Found(tuple(layouts), function=_pieces, rest=(dim, places, ranks, tuple))
 
 
-def _others(tensor: Tensor, dim: int) -> list[int]:
-    return [*tensor.shape[:dim], *tensor.shape[dim + 1 :]]
-
-
-def _cut(local: Tensor, dim: int, places: Sequence[slice], is_one: bool) -> Any:
-    pieces = tuple(local[(slice(None),) * dim + (place,)] for place in places)
-    return pieces[0] if is_one else pieces
-
-
-def _indexed(index: Any, first: Tensor, layout: Layout) -> Found | None:
-    """Index other dimensions than the last one by tensors, such as a mask of positions."""
-    items = list(index) if isinstance(index, tuple) else [index]
-    if not all(isinstance(item, Tensor | slice) for item in items) or layout.dim != first.ndim - 1:
-        return None
-    masks = (torch.bool, torch.uint8)
-    sizes = [item.ndim if isinstance(item, Tensor) and item.dtype in masks else 1 for item in items]
-    removed = [size for item, size in zip(items, sizes, strict=True) if isinstance(item, Tensor)]
-    if sum(sizes) >= first.ndim or len(removed) != 1:
-        return None
-    (tensor,) = [item for item in items if isinstance(item, Tensor)]
-    added = 1 if tensor.dtype in masks else tensor.ndim
-    return Found(layout.moved(layout.dim - removed[0] + added))
+def _pieces(local: Tensor, dim: int, places: Sequence[tuple[int, int]], ranks: int, collect: Callable[..., Any]) -> Any:
+    return collect(local.narrow(dim, start // ranks, (stop - start) // ranks) for start, stop in places)
 
 
 # Arguments
@@ -397,10 +335,8 @@ def with_tensors(value: Any, replace: Callable[[Tensor], Any]) -> Any:
     """Return arguments with `replace` of each tensor, in order. Tuples of other classes stay as they are."""
     if isinstance(value, Tensor):
         return replace(value)
-    if type(value) is tuple:
-        return tuple([with_tensors(each, replace) for each in value])
-    if type(value) is list:
-        return [with_tensors(each, replace) for each in value]
+    if type(value) in (tuple, list):
+        return type(value)([with_tensors(each, replace) for each in value])
     if type(value) is dict:
         return {name: with_tensors(each, replace) for name, each in value.items()}
     return value
@@ -427,14 +363,14 @@ def is_in_place(function: Any) -> bool:
     return bool(_NAME.fullmatch(str(getattr(function, "__name__", ""))))
 
 
+_DROPOUT = named("dropout dropout_")
+
+
 def draws(function: Any, args: Any, kwargs: Any) -> bool:
     """Return whether a function draws random numbers for its result."""
-    if function is functional.scaled_dot_product_attention:
+    if function is _ATTENTION:
         return bool((args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0)
     if function not in _DROPOUT:
         return False
     given = {**dict(zip(("input", "p", "training"), args, strict=False)), **kwargs}
     return bool(given.get("p", 0.5) and given.get("training", given.get("train", True)))
-
-
-_DROPOUT = named("dropout dropout_")

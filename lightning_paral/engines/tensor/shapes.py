@@ -1,12 +1,122 @@
-"""The plain shapes of layers between which activations stay split: feed-forward networks and attentions."""
+"""The layers of a module that can be split, why others cannot, and the plain shapes that they have together."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
-from torch.nn import Module, ModuleDict, ModuleList
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import Embedding, Linear, Module, Parameter
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
-from lightning_paral.engines.tensor.candidates import Layer
+from lightning_paral.compat.torch.modules import ALL, FORWARD, hooks_in, own_parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A linear layer or an embedding."""
+
+    name: str
+    num_inputs: int
+    """Input features; of an embedding, the features of a row."""
+    num_outputs: int
+    """Output features; of an embedding, the rows."""
+    is_embedding: bool = False
+    is_transposed: bool = False
+    """Whether the weight has the shape `[in, out]`, as in transformers' `Conv1D`."""
+
+
+def layers_of(module: Module) -> dict[str, Layer]:
+    """Return all linear layers and embeddings of `module` by name, also those that cannot be split."""
+    layers = {}
+    for name, part in module.named_modules():
+        match part:
+            case Linear():
+                inputs, outputs = part.in_features, part.out_features
+            case Embedding():
+                inputs, outputs = part.embedding_dim, part.num_embeddings
+            case _ if is_conv1d(part) and isinstance(part.weight, Tensor) and part.weight.dim() == 2:
+                inputs, outputs = part.weight.shape
+            case _:
+                continue
+        layers[name] = Layer(
+            name=name,
+            num_inputs=inputs,
+            num_outputs=outputs,
+            is_embedding=isinstance(part, Embedding),
+            is_transposed=is_conv1d(part),
+        )
+    return layers
+
+
+def is_conv1d(part: Module) -> bool:
+    """Return whether `part` is a `Conv1D` of transformers, or of a subclass. It does not import transformers."""
+    return any(_is_conv1d_class(each) for each in type(part).__mro__)
+
+
+def _is_conv1d_class(each: type) -> bool:
+    return each.__name__ == "Conv1D" and each.__module__.startswith("transformers.")
+
+
+def refusals(module: Module, layers: Mapping[str, Layer]) -> dict[str, str]:
+    """Return why each layer that cannot be split stays whole, by name. Tied weights are not considered.
+
+    Args:
+        module: the module of the run, not a copy on fake tensors, since the kinds of its parameters count.
+        layers: of `layers_of(module)`.
+    """
+    parts = dict(module.named_modules())
+    found = {name: _refusal(parts[name], layer, parts[name.rpartition(".")[0]]) for name, layer in layers.items()}
+    return {name: reason for name, reason in found.items() if reason is not None}
+
+
+def _refusal(part: Module, layer: Layer, parent: Module) -> str | None:
+    if any(is_lazy(parameter) for parameter in part.parameters(recurse=False)):
+        return "its shape is not known before the first forward pass"
+    if parametrize.is_parametrized(part):
+        return "it has parametrizations"
+    base: Any = next(each for each in type(part).__mro__ if each in (Linear, Embedding) or _is_conv1d_class(each))
+    if "forward" in vars(part) or type(part).forward is not base.forward:
+        return f"its class, {type(part).__name__}, has its own forward"
+    own = {name: parameter for name, parameter in own_parameters(part).items() if parameter is not None}
+    if not {"weight"} <= set(own) <= {"weight", "bias"}:
+        return "its weight is computed from other parameters"
+    for name, parameter in own.items():
+        if isinstance(parameter, DTensor):
+            return f"its {name} is a DTensor already"
+        if type(parameter) is not Parameter:
+            return f"its {name} is a {type(parameter).__name__}"
+    shape = [layer.num_inputs, layer.num_outputs] if layer.is_transposed else [layer.num_outputs, layer.num_inputs]
+    if [*own["weight"].shape] != shape:
+        return f"its weight has the shape {[*own['weight'].shape]}, not {shape}"
+    for option in ("max_norm", "scale_grad_by_freq", "sparse") if layer.is_embedding else ():
+        if getattr(part, option):
+            return f"it is an embedding with {option}={getattr(part, option)}"
+    if any(hooks_in(part, table) for table in ALL if table not in FORWARD):
+        return "a hook sees the gradients of its inputs"
+    if isinstance(parent, nn.MultiheadAttention):
+        return "nn.MultiheadAttention uses its weight directly"
+    if isinstance(parent, nn.TransformerEncoderLayer):
+        return "nn.TransformerEncoderLayer uses its weight directly when it evaluates"
+    return None
+
+
+def shared_parameters(module: Module, layers: Mapping[str, Layer]) -> list[dict[str, str]]:
+    """Return the owners of each parameter that several have, one of them a layer: the attribute of each by its name.
+
+    An owner that is no layer has the name of its parameter.
+    """
+    owners: dict[int, dict[str, str]] = {}
+    for name, part in module.named_modules():
+        for attribute, parameter in own_parameters(part).items():
+            if parameter is not None:
+                owner = name if name in layers else f"{name}.{attribute}".lstrip(".")
+                owners.setdefault(id(parameter), {})[owner] = attribute
+    return [found for found in owners.values() if len(found) > 1 and not layers.keys().isdisjoint(found)]
+
+
+# The plain shapes, between whose layers activations stay split: feed-forward networks and attentions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +152,9 @@ def plain_chains(module: Module, layers: Mapping[str, Layer]) -> list[Chain]:
         pool: list[str] = []
         for child in part.children():
             if names[child] in layers:
-                if layers[names[child]].kind == "linear":
+                if not layers[names[child]].is_embedding:
                     pool.append(names[child])
-            elif not isinstance(child, ModuleList | ModuleDict):
+            elif not isinstance(child, nn.ModuleList | nn.ModuleDict):
                 pool += rest.get(child, [])  # none of one that another module before has as well
         rest[part] = pool
         for chain in _matches(pool, layers, calls_in_order=isinstance(part, nn.Sequential)):

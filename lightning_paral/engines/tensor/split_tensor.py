@@ -1,8 +1,9 @@
 """Tensors of which each rank has a part. They are gathered when an operation needs all of it."""
 
-import copy
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from inspect import isgetsetdescriptor
 from typing import Any, Self
 
 import torch
@@ -11,14 +12,14 @@ from torch import Tensor
 from torch.nn import Parameter, functional
 from torch.utils.hooks import RemovableHandle
 
-from lightning_paral.compat.torch.autograd import GRAPH_ATTRIBUTES, DisableTorchFunctionSubclass, version_of
+from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass, version_of
 from lightning_paral.compat.torch.tensors import schema_of, tree_leaves, tree_map_only, without_memory
 from lightning_paral.engines.tensor import rules
-from lightning_paral.engines.tensor.collectives import copy_to_ranks, own_ranges
-from lightning_paral.engines.tensor.cross_entropy import split_cross_entropy
-from lightning_paral.engines.tensor.layout import Layout, gather_parts, own_parts
-from lightning_paral.engines.tensor.random_streams import SplitStreams
+from lightning_paral.engines.tensor.collectives import Layout, copy_to_ranks, gather_parts, own_parts
+from lightning_paral.engines.tensor.vocabulary import split_cross_entropy
 from lightning_paral.errors import ConfigurationError
+
+Draws = Callable[[], AbstractContextManager[None]]
 
 _MAX_KNOWN = 10_000
 """After that many, the oldest is forgotten."""
@@ -32,18 +33,18 @@ class SplitTensor(Tensor):
     To a user's code it is a tensor of the full shape. Functions are computed on the parts where `rules.find` says how.
     Tensors that all ranks have in full may take part: this rank uses the part that it needs, and their gradients are
     summed. All other operations are *collective*: they gather the tensor, once, and return ordinary tensors.
-    Attributes such as `shape` and `dtype`, `repr` and `copy.deepcopy` do not communicate.
+    Attributes such as `shape` and `dtype`, and `repr`, do not communicate.
 
-    Derivatives are exact. The gradients that hooks get, and those from `torch.autograd.grad` and `retain_grad`, are
-    split too.
+    Derivatives are exact. The gradients that hooks get are split too. `retain_grad`, and derivatives by it from
+    `torch.autograd.grad`, are refused.
     """
 
     parts: Layout
     """Which part each rank has."""
     group: dist.ProcessGroup
     """The ranks. All of them must have the same gradient of each full tensor."""
-    streams: SplitStreams | None
-    """For random numbers. Without them, functions that draw some gather the tensor."""
+    draws: Draws | None
+    """Inside of this context, each rank draws numbers of its own. Without, functions that draw gather the tensor."""
     learn: Callable[[Iterable[int]], None] | None
     """Tells the layer that computes these features where code cuts them into several tensors."""
 
@@ -58,7 +59,7 @@ class SplitTensor(Tensor):
     """The gathered copies of which code has views, and their versions; also of tensors that share memory with this."""
 
     @classmethod
-    def of(cls, local: Tensor, parts: Layout, group: dist.ProcessGroup, streams: SplitStreams | None = None) -> Self:
+    def of(cls, local: Tensor, parts: Layout, group: dist.ProcessGroup, draws: Draws | None = None) -> Self:
         """Return the tensor of all ranks, of which this rank has `local`. Autograd records operations on `local`."""
         if local.requires_grad and torch.is_grad_enabled():
             split: Self = _Wrap.apply(cls, local, parts, group)  # type: ignore[no-untyped-call]
@@ -68,7 +69,7 @@ class SplitTensor(Tensor):
             local = local.detach() if local.requires_grad else local
             split = cls.empty(local, parts)
             split._node = None
-        split._local, split.parts, split.group, split.streams = local, parts, group, streams
+        split._local, split.parts, split.group, split.draws = local, parts, group, draws
         split._full, split._copies, split.learn = None, [], None
         split._first_version = split.local_version()
         return split
@@ -105,11 +106,6 @@ class SplitTensor(Tensor):
             self._node = node
         return self._local
 
-    @property
-    def part_without_graph(self) -> Tensor:
-        """This rank's part, detached."""
-        return self._local.detach()
-
     def full(self) -> Tensor:
         """Return an ordinary tensor with the parts of all ranks, which must not be changed in place.
 
@@ -139,7 +135,7 @@ class SplitTensor(Tensor):
             local: this rank's part of it. If it shares memory with this one's, the full tensor would do so as well.
             layout: its layout; by default that of this tensor.
         """
-        split = type(self).of(local, layout or self.parts, self.group, self.streams)
+        split = type(self).of(local, layout or self.parts, self.group, self.draws)
         split.learn = self.learn if split.parts.segments == self.parts.segments else None
         if _memory_of(local) == _memory_of(self._local):
             split._copies = self._copies
@@ -147,15 +143,12 @@ class SplitTensor(Tensor):
 
     def wrapper(self) -> Callable[[Tensor], "SplitTensor"]:
         """Return a function of a part that returns a tensor split as this one. It does not refer to this one."""
-        return partial(type(self).of, parts=self.parts, group=self.group, streams=self.streams)
+        return partial(type(self).of, parts=self.parts, group=self.group, draws=self.draws)
 
     def check_unchanged(self) -> None:
         """Raise a `ConfigurationError` if a gathered copy has been changed in place."""
         if any(version_of(copied) != version for copied, version in self._copies):
-            raise _in_place_error(
-                "changed by an operation with inplace=True, or through a view such as x[..., 0]",
-                "Use an operation that returns a new tensor, or copied = x + 0.",
-            )
+            raise _in_place_error("changed by an operation with inplace=True, or through a view such as x[..., 0]")
 
     def check_graph(self, func: Any) -> None:
         """Raise a `ConfigurationError` if `func`, which code outside of Python calls, would get an outdated graph."""
@@ -177,10 +170,11 @@ class SplitTensor(Tensor):
         if func is functional.cross_entropy:
             is_of_first = args and args[0] is first and len(split) == 1
             return split_cross_entropy(*args, **kwargs) if is_of_first else NotImplemented
-        if func in rules.CONVERSIONS:
-            return _converted(func, args, kwargs)
+        if func in rules.CONVERSIONS and args[0] is not first:  # to the dtype of a tensor that is split
+            own_args, own_kwargs = rules.with_tensors((args, kwargs), _local)
+            return func(*own_args, **own_kwargs)
         is_random = rules.draws(func, args, kwargs)
-        found = None if is_random and first.streams is None else first._find(func, args, kwargs, tensors)
+        found = None if is_random and first.draws is None else first._find(func, args, kwargs, tensors)
         return NotImplemented if found is None else first._compute(found, func, args, kwargs, is_random)
 
     def _find(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> rules.Found | None:
@@ -188,15 +182,11 @@ class SplitTensor(Tensor):
         ranks = dist.get_world_size(self.group)
         key = (func, ranks, rules.signature(args, _layout_of), rules.signature(kwargs, _layout_of))
         try:
-            is_known = key in _known
-        except TypeError:  # an argument cannot be hashed
-            is_known, key = False, None  # type: ignore[assignment]
-        if is_known:
             found = _known[key]
-        else:
+        except (KeyError, TypeError) as error:  # a TypeError: an argument cannot be hashed
             with DisableTorchFunctionSubclass(), torch.no_grad():
                 found = rules.find(func, args, kwargs, tensors, _layout_of, ranks)
-            if key is not None:
+            if isinstance(error, KeyError):
                 if len(_known) >= _MAX_KNOWN:
                     del _known[next(iter(_known))]
                 _known[key] = found
@@ -222,16 +212,10 @@ class SplitTensor(Tensor):
                 return copy_to_ranks(value, self.group) if torch.is_grad_enabled() and value.requires_grad else value
 
             own_args, own_kwargs = rules.with_tensors((args, kwargs), local)
-            if is_random and self.streams is not None:
-                with self.streams.own_draws():
-                    result = func(*own_args, **own_kwargs)
-            else:
+            with self.draws() if is_random and self.draws is not None else nullcontext():
                 result = func(*own_args, **own_kwargs)
         if self._copies and self.local_version() > version:
-            raise _in_place_error(
-                "gathered for a view such as x[..., 0], which would not change",
-                "Use an operation that returns a new tensor.",
-            )
+            raise _in_place_error("gathered for a view such as x[..., 0], which would not change")
         if isinstance(found.result, Layout):
             return self.with_local(result, found.result)
         return tuple(self.with_local(each, parts) for each, parts in zip(result, found.result, strict=True))
@@ -247,43 +231,9 @@ class SplitTensor(Tensor):
         handle: RemovableHandle = self.local.register_hook(call)  # type: ignore[no-untyped-call]
         return handle
 
-    def retain_grad(self) -> None:
-        """Keep the gradient in `grad`, which is split too."""
-        self.local.retain_grad()
-
-    @property
-    def grad(self) -> Tensor | None:
-        """The gradient; `None` unless `retain_grad` has been called before the backward pass."""
-        gradient = self.local.grad
-        return None if gradient is None else self.with_local(gradient.detach())
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        self.local.grad = None if value is None else self.own_part(value, self.parts, self.group)
-
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Raise a `ConfigurationError` if `requires_grad` would change."""
-        if requires_grad != self.requires_grad:
-            raise ConfigurationError(
-                f"{_WHAT} got requires_grad={requires_grad}, but only an ordinary tensor can become a leaf of the "
-                f"graph. Write: x = x.detach() + 0."
-            )
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        if id(self) not in memo:
-            memo[id(self)] = self.with_local(copy.deepcopy(self.local, memo))
-        copied: Self = memo[id(self)]
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.full().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         # Not collective: often one rank prints alone.
-        own = ", ".join(f"{each.start}:{each.stop}" for each in own_ranges(self.parts.segments, self.group))
-        where = f"{own} of dimension {self.parts.dim} on this rank"
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, {where}={self._local!r})"
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, {self.parts}, on this rank {self._local!r})"
 
     @classmethod
     def __torch_function__(
@@ -293,23 +243,23 @@ class SplitTensor(Tensor):
         if func in _METADATA:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        first = args[0] if args and isinstance(args[0], SplitTensor) else None
+        if first is not None:
+            if func is Tensor.view_as and args[1] is first:
+                # Also where an `autograd.Function` returns its input, as FSDP2's does at each unit.
+                first.check_graph(func)
+                return first.with_local(first.local.view_as(first.local))
+            if func in _OF_ALL:
+                return _OF_ALL[func](func, *args, **kwargs)
         tensors = rules.tensors_in(args, kwargs)
         used = [each for each in tensors if isinstance(each, SplitTensor)]
-        if func is torch.autograd.grad:
-            return _gradients(*args, **kwargs)
-        if func is Tensor.view_as and isinstance(args[0], SplitTensor) and args[1] is args[0]:
-            # Also where an `autograd.Function` returns its input, as FSDP2's does at each unit.
-            args[0].check_graph(func)
-            return args[0].with_local(args[0].local.view_as(args[0].local))
-        if func in _OF_ALL and args and isinstance(args[0], SplitTensor):
-            return _OF_ALL[func](func, *args, **kwargs)
-        if any(isinstance(each, SplitTensor) for each in rules.tensors_in((kwargs.get("out"),), {})):
-            raise _in_place_error("given as `out`", "Use the tensor that the operation returns.")
+        if func in _OF_GRADIENTS or "out" in kwargs:
+            _check_arguments(func, args, kwargs)
         if used:
             result = cls._computed(func, args, kwargs, tensors)
             if result is not NotImplemented:
                 return result
-        if args and isinstance(args[0], SplitTensor):
+        if first is not None:
             _check_not_written(func)
         args, kwargs = tree_map_only(SplitTensor, SplitTensor.full, (args, kwargs))
         copies = [each._full[0] for each in used if each._full is not None]
@@ -331,11 +281,8 @@ class SplitTensor(Tensor):
         for each in rules.tensors_in(args, kwargs):
             if isinstance(each, SplitTensor):
                 each.check_graph(func)
-        for number, argument in enumerate(schema_of(func).arguments):
-            value = args[number] if number < len(args) else kwargs.get(argument.name)
-            is_written = argument.alias_info is not None and argument.alias_info.is_write
-            if is_written and any(isinstance(leaf, SplitTensor) for leaf in tree_leaves(value)):
-                raise _in_place_error(f"given to {func}", "Use an operation that returns a new tensor.")
+        if schema_of(func).is_mutable and any(_split_in(args[:1], kwargs.get("out"))):
+            raise _in_place_error(f"given to {func}")
         with torch.no_grad():
             args, kwargs = tree_map_only(SplitTensor, SplitTensor.full, (args, kwargs))
         return func(*args, **kwargs)
@@ -360,24 +307,12 @@ class _Unwrap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, split: SplitTensor) -> Tensor:
         ctx.wrap = split.wrapper()
-        return split.part_without_graph
+        return split._local.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         wrapped: Tensor = ctx.wrap(gradient)
         return wrapped
-
-
-def _converted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a tensor in another dtype, which the first or another argument gives."""
-    first = args[0]
-    own_args, own_kwargs = rules.with_tensors((args, kwargs), _local)
-    converted = func(*own_args, **own_kwargs)
-    if not isinstance(first, SplitTensor) or not isinstance(converted, Tensor):
-        return converted  # or the name of the type
-    if converted is own_args[0]:
-        return first
-    return first.with_local(converted) if converted.device == first.device else NotImplemented
 
 
 def _memory_of(tensor: Tensor) -> int | None:
@@ -393,36 +328,36 @@ def _layout_of(tensor: Tensor) -> Layout | None:
 
 
 _WHAT = "Tensors of which each tensor rank has a part"
+_LEAVE_OUT = "or leave the layer that computes them out of the plan: plan={...}."
 
 
-def _in_place_error(what: str, remedy: str) -> ConfigurationError:
-    return ConfigurationError(f"{_WHAT} cannot be changed in place here. They were {what}. {remedy}")
+def _in_place_error(what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{_WHAT} cannot be changed in place here. They were {what}. Use an operation that returns a new tensor, such "
+        f"as x.masked_fill(mask, value) or torch.where(mask, values, x), {_LEAVE_OUT}"
+    )
+
+
+def _split_in(*values: Any) -> list[SplitTensor]:
+    return [each for each in rules.tensors_in(values, {}) if isinstance(each, SplitTensor)]
+
+
+def _check_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise a `ConfigurationError` if a function keeps or returns gradients of split tensors, or writes to `out`."""
+    if _split_in(kwargs.get("out")):
+        raise _in_place_error("given as `out`")
+    of_gradients = {Tensor.retain_grad: args[:1], torch.autograd.grad: args[1:2]}
+    if _split_in(*of_gradients.get(function, ())):
+        raise ConfigurationError(
+            f"{_WHAT} have no gradient for {function.__name__}. Read it in x.register_hook(...), {_LEAVE_OUT}"
+        )
 
 
 def _check_not_written(function: Any) -> None:
     """Raise a `ConfigurationError` if `function` would change its first argument, a gathered copy."""
     name = str(getattr(function, "__name__", function))
-    if name == "__setitem__":
-        raise _in_place_error(
-            "assigned to by index",
-            "Write x = x.masked_fill(mask, value) or x = torch.where(mask, values, x), or copied = x + 0.",
-        )
-    if name in ("__set__", "__delete__"):
-        raise _in_place_error("given another attribute of a tensor", "Change a copy: copied = x + 0.")
-    if rules.is_in_place(function):
-        raise _in_place_error(f"given to {name}", "Use the function that returns a new tensor.")
-
-
-def _gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -> tuple[Tensor | None, ...]:
-    """Return what `torch.autograd.grad` returns; the gradients of split tensors are split."""
-    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    outputs, grad_outputs = tree_map_only(SplitTensor, SplitTensor.full, (outputs, grad_outputs))
-    own = [tensor.local if isinstance(tensor, SplitTensor) else tensor for tensor in inputs]
-    found = torch.autograd.grad(outputs, own, grad_outputs, **options)
-    return tuple(
-        tensor.with_local(gradient) if isinstance(tensor, SplitTensor) and gradient is not None else gradient
-        for tensor, gradient in zip(inputs, found, strict=True)
-    )
+    if name in ("__setitem__", "__set__", "__delete__") or rules.is_in_place(function):
+        raise _in_place_error(f"given to {name}")
 
 
 def _detach(func: Any, split: SplitTensor, *args: Any) -> SplitTensor:
@@ -435,14 +370,11 @@ def _of_same_shape(func: Any, split: SplitTensor, *args: Any, **kwargs: Any) -> 
     return func(split.local.new_empty(()).expand(split.shape), *args, **kwargs)
 
 
-def _getters(names: str) -> set[Any]:
-    return {getattr(Tensor, name).__get__ for name in names.split()}
-
-
+_OF_GRADIENTS = {Tensor.retain_grad, torch.autograd.grad}
+_ATTRIBUTES = {name: getattr(Tensor, name) for name in dir(Tensor)}
+_OF_VALUES = {"data", "real", "imag", "T", "H", "mT", "mH"}
 _METADATA = {
-    *_getters(" ".join(GRAPH_ATTRIBUTES)),
-    *_getters("shape dtype device ndim requires_grad is_leaf layout itemsize nbytes"),
-    *_getters("is_cuda is_cpu is_meta is_mps is_xpu is_sparse is_sparse_csr is_quantized is_mkldnn is_nested"),
+    *(each.__get__ for name, each in _ATTRIBUTES.items() if isgetsetdescriptor(each) and name not in _OF_VALUES),
     *rules.named("size dim ndimension numel nelement element_size stride storage_offset get_device"),
     *rules.named("is_floating_point is_complex is_signed is_inference is_conj is_neg __len__ __hash__ __dir__"),
 }
@@ -452,15 +384,10 @@ _OF_SHAPE = rules.named(
 )
 """Functions that return an ordinary tensor, and depend on the shape, the dtype and the device only."""
 _OF_ALL: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(rules.named("detach"), _detach),
-    **dict.fromkeys(_getters("data"), _detach),
+    **dict.fromkeys((*rules.named("detach"), Tensor.data.__get__), _detach),  # type: ignore[attr-defined]
     **dict.fromkeys(_OF_SHAPE, _of_same_shape),
     Tensor.is_contiguous: lambda func, split, *args, **kwargs: split.local.is_contiguous(*args, **kwargs),
-    Tensor.__iter__: lambda func, split: iter(split.unbind(0)),
     Tensor.mT.__get__: lambda func, split: split.transpose(-2, -1),  # type: ignore[attr-defined]
-    Tensor.T.__get__: lambda func, split: split.permute(*reversed(range(split.ndim))),  # type: ignore[attr-defined]
-    Tensor.retains_grad.__get__: lambda func, split: split.local.retains_grad,  # type: ignore[attr-defined]
-    Tensor.requires_grad.__set__: lambda func, split, value: split.requires_grad_(value),  # type: ignore[attr-defined]
     Tensor.__format__: lambda func, split, spec: object.__format__(split, spec),
 }
 """The functions that need no other rank's part, and no rule."""

@@ -14,9 +14,8 @@ from lightning_paral import (
     ParalFSDPStrategy,
     ParalPipelineStrategy,
 )
-from lightning_paral.engines.tensor import planner
-from lightning_paral.engines.tensor.candidates import Layer
-from lightning_paral.engines.tensor.shapes import Chain, plain_chains
+from lightning_paral.engines.tensor import plan
+from lightning_paral.engines.tensor.shapes import Chain, Layer, plain_chains
 from tests.contract.case import StrategyCase
 from tests.contract.cases import CASES, OWN_CASES
 
@@ -67,17 +66,17 @@ class SplitsEveryLayer(ParalFSDPStrategy):
         super().__init__(tensor_parallel=2)
 
     def setup(self, trainer: Trainer) -> None:
-        least, planner.MIN_ROWS = planner.MIN_ROWS, 1
-        shapes, planner.plain_chains = planner.plain_chains, plain_and_single
+        least, plan.MIN_ROWS = plan.MIN_ROWS, 1
+        shapes, plan.plain_chains = plan.plain_chains, plain_and_single
         try:
             super().setup(trainer)
         finally:
-            planner.MIN_ROWS, planner.plain_chains = least, shapes
+            plan.MIN_ROWS, plan.plain_chains = least, shapes
 
 
 def plain_and_single(module: Module, layers: Mapping[str, Layer]) -> list[Chain]:
     """Return the plain chains, and each linear layer as one that splits its output features."""
-    linear = [name for name, layer in layers.items() if layer.kind == "linear"]
+    linear = [name for name, layer in layers.items() if not layer.is_embedding]
     return [*plain_chains(module, layers), *(Chain(opening=(name,), closing=()) for name in linear)]
 
 

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_paral.engines.tensor import collectives
-from lightning_paral.engines.tensor.collectives import own_range
-from lightning_paral.engines.tensor.layout import Layout
+from lightning_paral.engines.tensor.collectives import Layout, own_range
 from lightning_paral.engines.tensor.split_tensor import SplitTensor
 
 OnRanks = Callable[..., list[Any]]

@@ -1,5 +1,6 @@
-"""Functions on activations of which each rank has some of the heads equal those on whole activations."""
+"""Functions on activations and logits of which each rank has a part equal those on whole ones."""
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,12 +9,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torchmetrics.functional import accuracy
 
 from lightning_paral.engines.tensor import split_tensor
-from lightning_paral.engines.tensor.layout import Layout, own_parts
+from lightning_paral.engines.tensor.collectives import Layout, exchange_rows, own_parts, own_range
 from lightning_paral.engines.tensor.split_tensor import SplitTensor
 from lightning_paral.errors import ConfigurationError
-from tests.unit.engines.tensor.logits import OnRanks, Same, Square, counted
+from tests.unit.engines.tensor.logits import SIZES, OnRanks, Same, Square, counted
 
 BATCH, LENGTH, HEADS, SIZE = 2, 3, 4, 6
 WIDTH = HEADS * SIZE
@@ -149,6 +151,48 @@ NEEDS_ALL: dict[str, Callable[[Any], Any]] = {
 }
 
 
+ON_CLASSES: dict[str, Callable[[Any], Any]] = {
+    "flatten": lambda x: x.flatten(0, 1),
+    "view": lambda x: x.view(-1, x.size(-1)),
+    "unsqueeze": lambda x: x.unsqueeze(0).squeeze(0),
+    "double": lambda x: x.double(),
+    "to": lambda x: x.to(torch.float32),
+    "contiguous": lambda x: x[:, :-1].contiguous(),
+    "all but the last": lambda x: x[:, :-1, :],
+    "one position": lambda x: x[:, -1],
+    "new dimension": lambda x: x[:, None],
+    "permute": lambda x: x.permute(1, 0, 2),
+    "scale": lambda x: 2 * x / 0.7 * 3,
+    "concatenated": lambda x: torch.cat([x, x]),
+    "masked": lambda x: x.masked_fill(torch.ones_like(x) > 2, 0.0),
+    "last transposed": lambda x: x.transpose(-1, 0) + 0,
+    "detach": lambda x: x.detach(),
+    "data": lambda x: x.data,
+}
+"""Functions of logits, of which ranks may have different numbers of classes."""
+
+NEEDS_ALL_CLASSES: dict[str, Callable[[Any], Any]] = {
+    "argmax": lambda x: x.argmax(-1),
+    "mask": lambda x: x[torch.tensor([[True, False, True], [False, True, True]])],
+    "deepcopy": lambda x: copy.deepcopy(x.detach()),
+    "softmax": lambda x: x.softmax(-1),
+    "topk": lambda x: torch.topk(x, 2).values,
+    "mean": lambda x: x.mean(),
+    "sum of products": lambda x: (x * x).sum(-1),
+    "kl_div": lambda x: F.kl_div(x.log_softmax(-1), torch.full_like(x, 0.5), reduction="sum"),
+    "nll_loss": lambda x: F.nll_loss(F.log_softmax(x.view(-1, x.shape[-1]), -1), torch.zeros(6, dtype=torch.long)),
+    "class": lambda x: x[..., 1],
+    "some classes": lambda x: x[..., :-1],
+    "as a number": lambda x: x[0, 0, 0] * float(x[0, 0, 1].detach()),
+    "in numpy": lambda x: torch.from_numpy(x.detach().numpy()).clone(),
+    "max": lambda x: x.max(dim=-1)[0],
+    "einsum": lambda x: torch.einsum("btv,btv->bt", x, x),
+    "accuracy": lambda x: accuracy(
+        x.detach().view(-1, x.shape[-1]), torch.zeros(6, dtype=torch.long), task="multiclass", num_classes=x.shape[-1]
+    ),
+}
+
+
 def compare(function: Callable[[Any], Any], layout: Layout, shape: tuple[int, ...]) -> list[str]:
     """Compare values and gradients with whole activations, and return the collectives of the forward pass."""
     whole, local, split = pair(shape, layout)
@@ -158,9 +202,11 @@ def compare(function: Callable[[Any], Any], layout: Layout, shape: tuple[int, ..
         communicated = list(calls)
     expected, found = ([each] if isinstance(each, Tensor) else each for each in (expected, found))
     for one, other in zip(expected, found, strict=True):
-        assert other.shape == one.shape
+        assert (other.shape, other.dtype, other.requires_grad) == (one.shape, one.dtype, one.requires_grad)
         full = other.full() if isinstance(other, SplitTensor) else other
         torch.testing.assert_close(full, one)
+    if not expected[0].requires_grad:
+        return communicated
     weights = [values(*each.shape, seed=9) for each in expected]
     sum((each.double() * weight).sum() for each, weight in zip(expected, weights, strict=True)).backward()
     sum((each.double() * weight).sum() for each, weight in zip(found, weights, strict=True)).backward()
@@ -185,10 +231,29 @@ def compare_gathered() -> None:
         assert compare(function, Layout(2, (3 * WIDTH,)), (BATCH, LENGTH, 3 * WIDTH)), name
 
 
+def compare_classes() -> None:
+    for size in SIZES:
+        for name, function in (ON_CLASSES | NEEDS_ALL_CLASSES).items():
+            assert (compare(function, Layout(2, (size,)), (2, 3, size)) == []) == (name in ON_CLASSES), name
+
+
 def compare_gathered_twice() -> None:
     shape = (WIDTH, WIDTH)
     for function in (lambda x: torch.cat(Pair(x, x * 2), dim=-1), lambda x: x[(x[0] * 0).to(torch.long)]):
         assert len(compare(function, Layout(1, (WIDTH,)), shape)) == 2
+
+
+def compare_exchanged() -> None:
+    segments = (8, 4, 4)
+    for dtype in (torch.float32, torch.bfloat16):
+        full = torch.arange(48).view(16, 3).to(dtype)
+        rows = full[own_range(16, dist.group.WORLD)].clone().requires_grad_()
+        for context in (torch.inference_mode(), torch.enable_grad()):  # what is known serves both
+            with context:
+                found = exchange_rows(rows, segments, dist.group.WORLD)
+        assert torch.equal(found, own_parts(full, Layout(0, segments), dist.group.WORLD))
+        found.backward(found.detach())
+        assert torch.equal(rows.grad, rows)
 
 
 def zero_view_before(use: Callable[[SplitTensor], Any]) -> Callable[[SplitTensor], Any]:
@@ -203,6 +268,7 @@ CHANGED: dict[str, Callable[[SplitTensor], Any]] = {
     "before a layer": zero_view_before(lambda x: x.local),
     "of the same": lambda x: (x.contiguous()[..., :5].zero_(), x * 2),
     "of the result in place": lambda x: (F.relu(x, inplace=True)[..., :5].zero_(), x * 2),
+    "by index": lambda x: x.__setitem__((..., 0), 1.0),
     "of a view": lambda x: (heads(x)[:, 1].zero_(), x * 2),
     "after a view": lambda x: (x[..., :5], x.add_(1.0)),
 }
@@ -213,6 +279,43 @@ def errors_of_changes() -> None:
         x = pair((BATCH, LENGTH, WIDTH), Layout(2, (WIDTH,)))[2].detach()
         with pytest.raises(ConfigurationError, match="cannot be changed in place"):
             [function(x), pytest.fail(name)]
+    x = pair((BATCH, LENGTH, WIDTH), Layout(2, (WIDTH,)))[2]
+    for words, refused in (
+        ("have no gradient for retain_grad", lambda: x.retain_grad()),
+        ("have no gradient for grad", lambda: torch.autograd.grad(x.sum(), x)),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            refused()
+
+
+def attributes_of_logits() -> None:
+    """What is known without other ranks' parts needs no collective."""
+    logits = pair((2, 3, 7), Layout(2, (7,)))[2]
+    with counted() as calls:
+        str(logits), f"{logits}", logits.requires_grad, logits.is_cuda, len(logits), hash(logits), dir(logits)
+    assert calls == []
+
+
+def gathers() -> list[list[str]]:
+    found = []
+    _, _, logits = pair((3, 7), Layout(1, (7,)))
+    with counted() as calls:
+        logits.softmax(-1), logits.argmax(-1)
+        with torch.no_grad():
+            logits.topk(2)
+    found.append(calls)
+    _, local, logits = pair((3, 7), Layout(1, (7,)))
+    with counted() as calls:
+        with torch.no_grad():
+            assert not logits.softmax(-1).requires_grad
+        logits.exp().sum().backward()
+    found.append(calls)
+    torch.testing.assert_close(local.grad, local.detach().exp())
+    return found
+
+
+def test_gathers_once_and_again_if_only_the_first_has_no_graph(on_ranks: OnRanks) -> None:
+    assert on_ranks(2, gathers) == [[["gather 24"], ["gather 24"] * 2]] * 2
 
 
 def learned() -> list[list[int]]:
@@ -241,12 +344,21 @@ def forgets() -> None:
     assert Tensor.tanh in {key[0] for key in split_tensor._known}
 
 
-@pytest.mark.parametrize("run", [forgets, errors_of_changes, compare_gathered_twice])
+@pytest.mark.parametrize("run", [forgets, errors_of_changes, compare_gathered_twice, attributes_of_logits])
 def test_on_two_ranks(on_ranks: OnRanks, run: Any) -> None:
     on_ranks(2, run)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("compared", [compare_heads, compare_segments, compare_gathered])
-def test_functions_equal_those_on_whole_activations(on_ranks: OnRanks, world_size: int, compared: Any) -> None:
+@pytest.mark.parametrize(
+    ("compared", "world_size"),
+    [
+        *(
+            (run, size)
+            for run in (compare_heads, compare_segments, compare_gathered, compare_exchanged)
+            for size in (2, 4)
+        ),
+        *((compare_classes, size) for size in (2, 3)),
+    ],
+)
+def test_functions_equal_those_on_whole_activations(on_ranks: OnRanks, compared: Any, world_size: int) -> None:
     on_ranks(world_size, compared)

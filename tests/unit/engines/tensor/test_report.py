@@ -23,7 +23,7 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert "blocks.*.query_key_value (4) colwise 768 KiB 192 KiB" in lines
     assert "blocks.*.feed_forward.1 (4) colwise 1.01 MiB 258 KiB" in lines
     assert "blocks.*.feed_forward.3 (4) rowwise 1.00 MiB 258 KiB" in lines
-    assert "position_embedding it has only 128 rows 64.0 KiB" in lines
+    assert "position_embedding whole 64.0 KiB 64.0 KiB it has only 128 rows" in lines
     assert "Other parameters, such as those of norms, stay whole: 9.00 KiB." in lines
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import transformers
 
-from lightning_paral.engines.tensor.planner import make_plan
+from lightning_paral.engines.tensor.plan import make_plan
 from tests.models.planned import Language
 from tests.unit.engines.tensor.test_plans import written
 

@@ -1,6 +1,6 @@
-"""The cross-entropy of logits of which each rank has some of the classes, without gathering them.
+"""Embeddings of which each rank has some of the rows, and the cross-entropy of logits, each rank with some classes.
 
-The sums over classes are sums over ranks, as in Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3.
+As in Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3: sums over rows or classes are sums over ranks.
 """
 
 from typing import Any
@@ -10,8 +10,50 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_paral.compat.torch.tensors import LossMean
-from lightning_paral.engines.tensor.collectives import own_range, sum_over_ranks
-from lightning_paral.engines.tensor.layout import Layout
+from lightning_paral.engines.tensor.collectives import Layout, own_range, sum_over_ranks
+
+
+def own_rows_of_ids(ids: Tensor, rows: slice, num_embeddings: int) -> tuple[Tensor, Tensor]:
+    """Return what this rank looks up among its own rows, and where another rank has the row.
+
+    Args:
+        ids: integers of any shape, equal on all ranks.
+        rows: this rank's rows.
+        num_embeddings: the number of rows of all ranks.
+
+    Returns:
+        The indices among this rank's rows, and a mask, both of the shape of `ids`.
+
+    Raises:
+        IndexError: an id is not a row. On CUDA, the kernel's assertion fails instead.
+    """
+    is_own, local_ids = _own(ids, torch.ones_like(ids, dtype=torch.bool), rows, num_embeddings, _NO_ROW)
+    return local_ids, ~is_own
+
+
+def rows_of_ids(output: Tensor, is_elsewhere: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the embeddings of all ids, from those of this rank. *Collective* in the forward pass.
+
+    The result is exact: one rank contributes each row, and the others add zeros.
+
+    Args:
+        output: what this rank has looked up, of shape `[*ids.shape, d]`.
+        is_elsewhere: the mask that `own_rows_of_ids` has returned.
+        group: the ranks.
+    """
+    return sum_over_ranks(output.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), group)
+
+
+def local_padding_idx(padding_idx: int | None, rows: slice) -> int | None:
+    """Return the index of the padding row among this rank's rows; `None` if there is none.
+
+    Args:
+        padding_idx: `torch.nn.Embedding.padding_idx`, which is not negative.
+        rows: this rank's rows.
+    """
+    if padding_idx is None or not rows.start <= padding_idx < rows.stop:
+        return None
+    return int(padding_idx - rows.start)
 
 
 def split_cross_entropy(
@@ -59,7 +101,7 @@ def split_cross_entropy(
     rows = own_range(size, group)
     flat = target.reshape(-1)
     counted = flat != ignore_index
-    is_own, positions = _positions(flat, counted, rows, size)
+    is_own, positions = _own(flat, counted, rows, size, _NO_CLASS)
     highest = wide.detach().amax(1)
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
     # Less the highest logit, as torch computes: the loss is often much smaller than the logits.
@@ -80,12 +122,20 @@ def split_cross_entropy(
     return loss if torch.is_autocast_enabled(logits.device.type) else loss.to(logits.dtype)
 
 
-def _positions(target: Tensor, counted: Tensor, rows: slice, size: int) -> tuple[Tensor, Tensor]:
-    """Return whether this rank has the class of each target, and its index among this rank's classes, or 0."""
-    is_wrong = counted & ((target < 0) | (target >= size))
-    if target.device.type == "cpu" and is_wrong.any():
-        raise IndexError(f"Target {int(target[is_wrong][0])} is out of bounds for {size} classes.")
-    is_own = counted & (target >= rows.start) & (target < rows.stop)
-    positions = (target - rows.start).masked_fill(~is_own, 0)
+_NO_ROW = "index {} is out of range for an embedding with {} rows"
+_NO_CLASS = "Target {} is out of bounds for {} classes."
+"""The errors of torch."""
+
+
+def _own(numbers: Tensor, counted: Tensor, rows: slice, size: int, error: str) -> tuple[Tensor, Tensor]:
+    """Return whether this rank has the row, or class, of each number, and its place among this rank's, or 0.
+
+    Only numbers that are `counted` have to be less than `size`, the number of all rows.
+    """
+    is_wrong = counted & ((numbers < 0) | (numbers >= size))
+    if numbers.device.type == "cpu" and is_wrong.any():
+        raise IndexError(error.format(int(numbers[is_wrong][0]), size))
+    is_own = counted & (numbers >= rows.start) & (numbers < rows.stop)
+    places = (numbers - rows.start).masked_fill(~is_own, 0)
     # An index out of range makes the kernel fail, without a wait for the device here.
-    return is_own, positions.masked_fill(is_wrong, rows.stop - rows.start)
+    return is_own, places.masked_fill(is_wrong, rows.stop - rows.start)
