@@ -11,7 +11,7 @@ from torch.nn import Embedding, Module
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.engines.tensor.shapes import Layer, is_conv1d, layers_of, plain_chains, refusals, shared_parameters
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.text import did_you_mean, format_bytes, nearest_names
+from lightning_paral.text import did_you_mean, format_bytes, make_console, make_table, nearest_names
 
 STYLES: dict[str, str] = {
     "colwise": "split the output features of a linear layer",
@@ -278,8 +278,6 @@ def _sizes(part: Module, style: str, num_ranks: int, seen: set[int]) -> tuple[in
 def print_report(report: Mapping[str, Any]) -> None:
     """Print a row for each kind of layers, with why some stay whole. `report` is that of `report_of`."""
     from rich.markup import escape
-
-    from lightning_paral.tables import make_console, make_table  # imports rich
 
     size, rank_size, other = (format_bytes(report[name]) for name in ("parameter_bytes", "rank_bytes", "other_bytes"))
     rows = []

@@ -174,7 +174,8 @@ def test_schedulers_stopping_and_what_follows_the_fit_agree(on_ranks) -> None:
     losses = [loss for _, (_, loss), _ in found]
     for of_islands, (tested, _), (predicted, expected) in found:
         assert of_islands == found[0][0]
-        assert 0 < of_islands[0] < 19 and of_islands[1] < 0.5
+        assert 0 < of_islands[0] < 19
+        assert of_islands[1] < 0.5
         assert tested == pytest.approx(sum(losses) / 2, rel=1e-6)
         assert len(predicted) == len(expected) // 2
     together = [batch for pair in zip(*(predicted for _, _, (predicted, _) in found), strict=True) for batch in pair]
