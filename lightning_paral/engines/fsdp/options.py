@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from lightning_paral.distributed.mesh import ParallelDims, check_divides
-from lightning_paral.engines.fsdp.precision import ReduceDtype
+from lightning_paral.engines.fsdp.gradients import ReduceDtype
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.option_types import Positive
 from lightning_paral.options import RankOptions, UnitChoice, check_unit_choice

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_paral.distributed.mesh import ParallelDims, make_mesh
-from lightning_paral.engines.fsdp.precision import ShardedScaler
+from lightning_paral.engines.fsdp.gradients import ShardedScaler
 
 
 def values(seed: int, *shape: int) -> Tensor:
