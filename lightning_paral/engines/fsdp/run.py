@@ -62,7 +62,7 @@ class FSDPRun:
         dims: the arrangement of the ranks.
         mesh: the device mesh of the data ranks; the module is sharded over its last dimension.
         device: device of this rank.
-        precision: a precision plugin of `lightning_paral.engines.fsdp.precision`.
+        precision: a precision plugin of `lightning_paral.engines.fsdp.gradients`.
         deferred: computes the values of parameters that have none yet, unit by unit; `None` if all have values.
         split: splits layers over the tensor ranks; `None` without these.
 
@@ -98,7 +98,6 @@ class FSDPRun:
         self._accumulates = False
         self._num_evaluated = 0
         self._explanation = partial(explanation, units=self.units)
-        self._undo = ExitStack()
 
     @property
     def _num_units(self) -> int:
@@ -119,7 +118,7 @@ class FSDPRun:
         Raises:
             ConfigurationError: the trained parameters of a unit have different dtypes.
         """
-        generate_together(self.module, self._undo)
+        generate_together(self.module, self.sharded.undo)
         self.sharded.shard()
         name, num_bytes = type(self.module).__name__, self.sharded.num_bytes
         log.info("module sharded: %s, %d units, %d bytes unsharded", name, self._num_units, num_bytes)
@@ -128,13 +127,13 @@ class FSDPRun:
 
     def start_fit(self, timeout: timedelta) -> None:
         """Start watching which parameters are trained. `timeout` limits how long checks wait for other ranks."""
-        self._trained = TrainedParameters(self.module, self._undo)
+        self._trained = TrainedParameters(self.module, self.sharded.undo)
         self._agreement = TrainingAgreement(self._trained, self.dims, timeout)
         self._known = set(self.module.parameters())
         root = self.sharded.root_unshard
-        root.watch_backward_passes(self._undo)
-        self._undo.callback(register_optimizer_step_pre_hook(root.before_optimizer).remove)
-        self._undo.callback(give_shards_to_optimizers(self.sharded.writes.shards))
+        root.watch_backward_passes(self.sharded.undo)
+        self.sharded.undo.callback(register_optimizer_step_pre_hook(root.before_optimizer).remove)
+        self.sharded.undo.callback(give_shards_to_optimizers(self.sharded.writes.shards))
 
     def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Check `optimizers`, and make `module.zero_grad()` zero the gradients of their shards as well.
@@ -143,10 +142,10 @@ class FSDPRun:
             ConfigurationError: an optimizer cannot update shards, or has parameters whose gradients are not averaged.
         """
         reshard = self.sharded.writes.reshard
-        check_optimizers(optimizers, self.module, self.sharded.original_parameters(), reshard, self._undo)
+        check_optimizers(optimizers, self.module, self.sharded.original_parameters(), reshard, self.sharded.undo)
         if self.dims.data_size > 1:
             check_optimizer_parameters(optimizers, self.module)
-        _zero_gradients_of_shards(self.module, optimizers, self.sharded.writes, self._undo)
+        _zero_gradients_of_shards(self.module, optimizers, self.sharded.writes, self.sharded.undo)
 
     @property
     def is_fit(self) -> bool:
@@ -178,13 +177,12 @@ class FSDPRun:
         assert self._trained is not None
         root = self.sharded.root_unshard
         run = root.training_step if self.module.automatic_optimization else root.manual_step
-        with explain_errors(self._explanation):
-            return run(self._checking_output(step), args, kwargs)
+        return self._explained(run, self._checking_output(step), args, kwargs)
 
     def evaluation_step(self, step: Step, args: Any, kwargs: Any) -> Any:
         """Return `step(*args, **kwargs)`, run with the root's parameters unsharded. *Collective* over the world."""
-        with explain_errors(self._explanation):
-            output = self.sharded.root_unshard.evaluation_step(self._checking_output(step), args, kwargs)
+        run = self.sharded.root_unshard.evaluation_step
+        output = self._explained(run, self._checking_output(step), args, kwargs)
         self._num_evaluated += 1
         if self._num_evaluated <= 2:
             self.sharded.writes.check()
@@ -218,8 +216,7 @@ class FSDPRun:
     def backward(self, backward: Callable[..., Tensor], loss: Tensor, args: Any, kwargs: Any) -> Tensor:
         """Return `backward(loss, *args, **kwargs)`, which computes the gradients of the shards. *Collective*."""
         assert self._trained is not None
-        with explain_errors(self._explanation):  # hooks also run inside
-            return backward(loss, *args, **kwargs)
+        return self._explained(backward, loss, *args, **kwargs)
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Accumulate the gradients of backward passes inside the block, as `FSDPOptions.accumulate` specifies."""
@@ -240,8 +237,9 @@ class FSDPRun:
             self._set_gradient_sync()
 
     def _set_gradient_sync(self) -> None:
-        reduce = not self._accumulates or self._options.accumulate == "sharded"
-        self.sharded.set_gradient_sync(reduce=reduce, all_reduce=not self._accumulates)
+        root: Any = self.module
+        root.set_requires_gradient_sync(not self._accumulates or self._options.accumulate == "sharded")
+        root.set_requires_all_reduce(not self._accumulates)
 
     # Errors, and the end of the run
 
@@ -249,9 +247,12 @@ class FSDPRun:
         """Prepend an explanation to the message of `error`, which a hook raised."""
         explain(error, self._explanation)
 
-    def stop_watching(self) -> None:
-        """Undo the changes of the fit to the module and to torch. Call it at the beginning of the teardown."""
-        self._undo.close()
+    def _explained(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except Exception:
+            with explain_errors(self._explanation):
+                raise
 
 
 def _has_memory(value: Any) -> TypeGuard[Tensor]:
@@ -333,7 +334,6 @@ class FSDPState(ShardedState):
             failed: whether an exception ended a run with several ranks.
         """
         run, sharded = self._run, self._run.sharded
-        run.stop_watching()
         if not failed:
             obstacle = host_memory_shortage(sharded.num_bytes, self._ranks_per_node)
         elif run.device.type != "cpu":

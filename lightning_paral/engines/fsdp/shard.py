@@ -166,9 +166,10 @@ class ShardedModule(Sharding):
         self._check_dtypes(units)
         if self.split is not None:
             self.split.install()
-        self._compute_values_of_sharded()
+        for module in [module for module in self.root.modules() if isinstance(module, FSDPModule)]:  # the user's
+            self._compute_values(list(module.modules()))
         for unit in units.bottom_up:
-            if isinstance(unit.module, FSDPModule):  # by the user, in `configure_model`
+            if isinstance(unit.module, FSDPModule):
                 self._sharded.append(unit.module)
             elif unit is units.root or not any(isinstance(parameter, DTensor) for parameter in unit.parameters):
                 self._shard(unit)
@@ -195,12 +196,6 @@ class ShardedModule(Sharding):
         """The size of all parameters, unsharded, in bytes."""
         return sum(parameter.numel() * parameter.element_size() for parameter in self.root.parameters())
 
-    def set_gradient_sync(self, reduce: bool, all_reduce: bool) -> None:
-        """Set whether backward passes reduce gradients over the shard group, and then over the replicas."""
-        root: Any = self.root
-        root.set_requires_gradient_sync(reduce)
-        root.set_requires_all_reduce(all_reduce)
-
     def reshard(self) -> None:
         """Reshard the parameters that a failed step has left unsharded."""
         if isinstance(self.root, FSDPModule):
@@ -219,21 +214,15 @@ class ShardedModule(Sharding):
         self.reshard()
         return self._snapshot.restore(obstacle)
 
-    def _compute_values_of_sharded(self) -> None:
-        """Compute the values of modules that the user sharded in `configure_model`, one module at a time."""
-        if self._deferred is None:
-            return
-        for module in [module for module in self.root.modules() if isinstance(module, FSDPModule)]:
-            parts = list(module.modules())
+    def _compute_values(self, parts: list[Module]) -> None:
+        if self._deferred is not None:
             self._deferred.fill(parts)
             self._snapshot.record_values(parts)
 
     def _shard(self, unit: Unit) -> None:
         module = unit.module
         parts = _own_parts(module)
-        if self._deferred is not None:
-            self._deferred.fill(parts)
-            self._snapshot.record_values(parts)
+        self._compute_values(parts)
         dims = self._dims
         if dims.data_size * dims.tensor > 1:
             group = dims.data_group() if dims.tensor == 1 else dims.stage_group()
