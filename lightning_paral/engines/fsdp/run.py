@@ -216,7 +216,8 @@ class FSDPRun:
     def backward(self, backward: Callable[..., Tensor], loss: Tensor, args: Any, kwargs: Any) -> Tensor:
         """Return `backward(loss, *args, **kwargs)`, which computes the gradients of the shards. *Collective*."""
         assert self._trained is not None
-        return self._explained(backward, loss, *args, **kwargs)
+        result: Tensor = self._explained(backward, loss, *args, **kwargs)
+        return result
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Accumulate the gradients of backward passes inside the block, as `FSDPOptions.accumulate` specifies."""
