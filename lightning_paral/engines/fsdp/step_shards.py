@@ -86,9 +86,9 @@ class StepShards(Sharding):
             ForwardHooks(module)
         if self.split is not None:
             self.split.install()
+        self._let_code_write(lambda: self.is_unsharded)
         for snapshot in dict.fromkeys(self._snapshots.values()):
             snapshot.mark_added()
-        self._let_code_write(lambda: self.is_unsharded)
         for group in self._groups:
             keep_unsharded(group, lambda: self.is_unsharded)
 
