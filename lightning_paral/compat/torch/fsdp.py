@@ -35,6 +35,7 @@ NAMES: Names = {
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": {
         "unshard": "copy writes back to the shards before they are gathered",
         "_to_unsharded": "call a function after parameters are unsharded",
+        "post_backward": "read attributes of shards without the dispatch that hooks need",
         "wait_for_unshard": "gather parameters again if a shard changes after they were gathered ahead of their use",
         "_to_sharded": "copy writes back to the shards before they are resharded",
         "_to_sharded_post_forward": "copy writes back to the shards before they are resharded",
@@ -152,9 +153,9 @@ def watch(
     Raises:
         PrivateNameError: this version of torch unshards or reshards in a different way.
     """
-    for method in ("unshard", "_to_unsharded"):
+    for method in ("unshard", "_to_unsharded", "post_backward"):
         named(NAMES, method).resolve()
-    gather, unshard = group.unshard, group._to_unsharded
+    gather, unshard, reduce = group.unshard, group._to_unsharded, group.post_backward
 
     def gather_shards(*args: Any, **kwargs: Any) -> None:
         if not group.is_unsharded:
@@ -166,7 +167,11 @@ def watch(
             unshard()
         after_unshard()
 
-    group.unshard, group._to_unsharded = gather_shards, to_unsharded
+    def post_backward(*args: Any) -> None:
+        with DisableTorchFunctionSubclass():
+            reduce(*args)
+
+    group.unshard, group._to_unsharded, group.post_backward = gather_shards, to_unsharded, post_backward
     for method in ("_to_sharded", "_to_sharded_post_forward"):
         named(NAMES, method).resolve()
         setattr(group, method, _with_callback(before_reshard, group, getattr(group, method)))

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.dtensor_chunks import dtensor_like
 from lightning_paral.comm.grouping import group_by_dtype_and_device
-from lightning_paral.comm.reduce_scatter import direct_reduce_scatter, sum_of_own_chunk
+from lightning_paral.comm.reduce_scatter import sum_of_own_chunk
 from lightning_paral.compat.torch.autograd import call_at_end_of_backward
 from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.optimizers import UnscalingGradScaler, check_and_unscale_
@@ -227,27 +227,3 @@ def _fill(chunks: Tensor, gradient: Tensor) -> None:
     chunks[:full].copy_(flat[: full * length].view(full, length))
     if rest:
         chunks[full, :rest].copy_(flat[full * length :])
-
-
-class DirectReduceScatter:
-    """A reduce-scatter for gloo, whose own reduce-scatter is an all-reduce that discards most of the result.
-
-    It implements the interface that `FSDPModule.set_custom_reduce_scatter` expects, which has no public name.
-    """
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return uninitialized memory for the input or the output."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> None:
-        """Write this rank's shard of the sum or average of `input_tensor` to `output_tensor`. *Collective*.
-
-        The memory of `input_tensor` is then free: FSDP2 holds the tensor until the next unit has its gradients, because
-        a stream might still read it.
-        """
-        direct_reduce_scatter(output_tensor, input_tensor, group)
-        input_tensor.untyped_storage().resize_(0)
-        if op == dist.ReduceOp.AVG:
-            output_tensor.div_(dist.get_world_size(group))

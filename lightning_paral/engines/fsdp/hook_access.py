@@ -86,7 +86,8 @@ class HookAccess:
         self._params = params
         self._before_use = before_use
         self._in_step = in_step
-        self._views: dict[Any, _View] = {}
+        self.views: dict[Any, _View] = {}
+        """The full copies that views share memory with. `flush` has nothing to do without them."""
         self._mode = _Mode(self)
         own: dict[str, Any] = {
             "__torch_function__": classmethod(self._torch_function()),
@@ -106,9 +107,9 @@ class HookAccess:
 
     def flush(self) -> None:
         """Write what was written to views to the shards. From now on, the views no longer belong to them."""
-        if self._views:
+        if self.views:
             self._write_views()
-            self._views.clear()
+            self.views.clear()
 
     def _release(self, tensor: Tensor) -> None:
         self.flush()
@@ -120,7 +121,7 @@ class HookAccess:
 
     def _write_views(self) -> None:
         """Write what was written to views to the shards."""
-        for view in self._views.values():
+        for view in self.views.values():
             keep_chunk(view.tensor, view.full)
 
     def _then(self, before: Callable[..., None], method: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,11 +153,11 @@ class HookAccess:
                 return self._assign(function, *args)
             if name in _TO_PYTHON:
                 return _to_python(function, *args, **kwargs)
-            known = set(self._views)
+            known = set(self.views)
             with suppress(_NeedsGradientError):
                 with self._mode:
                     result = function(*args, **kwargs)
-                if len(self._views) > len(known):
+                if len(self.views) > len(known):
                     del args, kwargs
                     self._drop_unused(known)
                 return result
@@ -181,16 +182,16 @@ class HookAccess:
 
     def _drop_unused(self, known: set[Any]) -> None:
         """Drop copies of which nobody has views: those that a call made for itself, and older ones if they are many."""
-        is_large = sum(view.full.nbytes for view in self._views.values()) > _KEPT_BYTES
-        keys = [key for key in self._views if is_large or key not in known]
-        counts = torch.tensor([use_count(self._views[key].full) for key in keys])
+        is_large = sum(view.full.nbytes for view in self.views.values()) > _KEPT_BYTES
+        keys = [key for key in self.views if is_large or key not in known]
+        counts = torch.tensor([use_count(self.views[key].full) for key in keys])
         if is_large:  # user code of one rank alone may have kept a view
-            counts = counts.to(self._views[keys[0]].full.device)
-            for group in self._views[keys[0]].tensor.device_mesh.get_all_groups():
+            counts = counts.to(self.views[keys[0]].full.device)
+            for group in self.views[keys[0]].tensor.device_mesh.get_all_groups():
                 dist.all_reduce(counts, dist.ReduceOp.MAX, group)
         for key, count in zip(keys, counts.tolist(), strict=True):
             if count == 2:  # the copy itself, and the storage object that is asked
-                view = self._views.pop(key)
+                view = self.views.pop(key)
                 keep_chunk(view.tensor, view.full)
 
     @torch.no_grad()
@@ -258,7 +259,7 @@ class HookAccess:
             len(layouts) == 1
             and all(isinstance(each, DTensor) or each.dim() == 0 for each in tensors)
             and not any(placement.is_partial() for placement in sharded[0].placements)
-            and not (self._views and any(_key(each) in self._views for each in sharded))
+            and not (self.views and any(_key(each) in self.views for each in sharded))
         )
 
     def _run_on_full(self, operation: Any, args: Any, kwargs: Any) -> Any:
@@ -288,13 +289,13 @@ class HookAccess:
 
     def _full(self, tensor: Any, keep: bool, own_chunk_only: bool) -> Tensor:
         key = _key(tensor)
-        if key in self._views:
-            return self._views[key].full
+        if key in self.views:
+            return self.views[key].full
         if keep:  # what is written to a view is written to the shard
             self._before_use((), (tensor,))
         full = full_from_chunk(tensor) if own_chunk_only and not keep else as_full(tensor)
         if keep:
-            self._views[key] = _View(tensor.detach(), full)
+            self.views[key] = _View(tensor.detach(), full)
         return full
 
     # Hooks on gradients

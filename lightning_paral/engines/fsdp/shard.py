@@ -21,6 +21,7 @@ from torch.nn import Module, Parameter
 from torchmetrics import Metric
 
 from lightning_paral.comm.broadcast import broadcast
+from lightning_paral.comm.reduce_scatter import DirectReduceScatter
 from lightning_paral.compat.lightning.strategies import set_device_everywhere
 from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.fsdp import (
@@ -35,7 +36,7 @@ from lightning_paral.compat.torch.fsdp import (
 )
 from lightning_paral.compat.torch.modules import BatchNorm, InstanceNorm, hook_tables, own_buffers, own_parameters
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.engines.fsdp.gradients import AveragedGradients, DirectReduceScatter, match_inputs
+from lightning_paral.engines.fsdp.gradients import AveragedGradients, match_inputs
 from lightning_paral.engines.fsdp.options import FSDPOptions
 from lightning_paral.engines.fsdp.unshard import RootUnshard, UserWrites, unshard_around_methods
 from lightning_paral.errors import ConfigurationError

@@ -60,7 +60,8 @@ class UserWrites:
 
     def reshard(self) -> None:
         """Write what code has written to views to the shards, and reshard all units, whatever FSDP2 does with them."""
-        self.access.flush()
+        if self.access.views:
+            self.access.flush()
         for unit in tuple(self.unsharded):
             fsdp.reshard(unit.group)
 
@@ -88,7 +89,8 @@ class UserWrites:
 
     def before_gather(self) -> None:
         """Write what code has written to views to the shards, and let gathering wait for all writes."""
-        self.access.flush()
+        if self.access.views:
+            self.access.flush()
         if self._has_changed:
             self._has_changed = False
             for unit in self._units:
