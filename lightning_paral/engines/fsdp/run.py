@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_paral.checkpoint.ended_optimizers import EndedOptimizers
 from lightning_paral.checkpoint.sharded_state import ShardedState, WeightShards
@@ -133,6 +133,7 @@ class FSDPRun:
         root = self.sharded.root_unshard
         root.watch_backward_passes(self.sharded.undo)
         self.sharded.undo.callback(register_optimizer_step_pre_hook(root.before_optimizer).remove)
+        self.sharded.undo.callback(register_optimizer_step_post_hook(root.after_optimizer).remove)
         self.sharded.undo.callback(give_shards_to_optimizers(self.sharded.writes.shards))
 
     def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import wraps
 from itertools import accumulate
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -350,8 +351,7 @@ class RootUnshard:
     """Unshards the root's parameters while a step runs, and while the module is called outside steps.
 
     At all other times every parameter is sharded, so that hooks and callbacks read and change the values that are
-    trained. So it is in a step of manual optimization after a backward pass, and after an optimizer has begun its
-    step, until the module is called again.
+    trained.
 
     Args:
         root: the sharded LightningModule.
@@ -365,20 +365,15 @@ class RootUnshard:
         self._hooks = ForwardHooks(root)
         self._depth = 0
         self._num_passes = 0
-        self._accumulates = False
-        self._in_manual_step = False
-        self._is_resharded = False
-        for module in (root, *root.children()):
-            if module in inner:
-                module.register_forward_pre_hook(self._before_unit, prepend=True)
-            else:
-                module.register_forward_pre_hook(self._before_call, prepend=True)
-                module.register_forward_hook(self._after_call, always_call=True)
+        self._in_optimizer = False
+        for module in (root, *(child for child in root.children() if child not in inner)):
+            module.register_forward_pre_hook(self._before_call, prepend=True)
+            module.register_forward_hook(self._after_call, always_call=True)
 
     @property
     def is_running(self) -> bool:
-        """Whether a step or a call of the module is running, in which the root is unsharded."""
-        return self._depth > 0 and not self._is_resharded
+        """Whether a step or a call of the module is running, and in it no optimizer."""
+        return self._depth > 0 and not self._in_optimizer
 
     def training_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a training step of automatic optimization, whose backward pass follows it."""
@@ -396,12 +391,11 @@ class RootUnshard:
     def manual_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a training step of manual optimization, which calls backward passes and optimizers itself."""
         self._enter()
-        self._in_manual_step = True
         self._root.unshard()
         try:
             return step(*args, **kwargs)
         finally:
-            self._depth, self._in_manual_step = 0, False
+            self._depth = 0
             self._writes.reshard()
 
     def evaluation_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -416,11 +410,9 @@ class RootUnshard:
     def watch_backward_passes(self, undo: ExitStack) -> None:
         """Hide the gradients of shards in backward passes, and reduce what FSDP2 does not, until `undo` is closed."""
 
-        def begin(outputs: Any, inputs: Sequence[Any]) -> None:
+        def begin(*_: Any) -> None:
             if not self._num_passes:
-                self._accumulates = not inputs
                 self._writes.show_gradients(False)
-                self._before_unit()  # the root may have been resharded after an earlier pass
             self._num_passes += 1
 
         def end(is_done: bool) -> None:
@@ -436,37 +428,54 @@ class RootUnshard:
     def _after_pass(self) -> None:
         if self._writes.have_gradients() and all(group.reduce_grads for group in groups_of(self._root)):
             self._hooks.end_backward()  # FSDP2 has not noticed the pass, because no unit computed its loss
-            if self._depth and not self._in_manual_step:
-                self._root.unshard()
-        if self._in_manual_step and self._accumulates:
-            self._is_resharded = True
-            for group in groups_of(self._root):
-                fsdp.reshard(group)
+        if self._depth:  # the pass is in a step, and may have resharded the root
+            self._root.unshard()
 
-    def before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        """Reshard all parameters, because `optimizer` changes the shards."""
-        if any(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"]):
-            self._is_resharded = True
+    def before_optimizer(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Reshard all parameters, because `optimizer` changes the shards; its closure finds them as in the step.
+
+        Returns:
+            the arguments of the optimizer's step with another closure, as from a step pre-hook of torch.
+        """
+        if not any(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"]):
+            return None
+        self._set_in_optimizer(True)
+        return (optimizer, *map(self._as_in_step, args[1:])), {name: self._as_in_step(kwargs[name]) for name in kwargs}
+
+    def after_optimizer(self, *_: Any) -> None:
+        """In a step, unshard the root's parameters again."""
+        if self._in_optimizer:
+            self._set_in_optimizer(False)
+
+    def _set_in_optimizer(self, in_optimizer: bool) -> None:
+        self._in_optimizer = in_optimizer
+        if in_optimizer:
             self._writes.reshard()
+        elif self._depth:
+            self._root.unshard()
+
+    def _as_in_step(self, closure: Any) -> Any:
+        if not callable(closure):
+            return closure
+
+        @wraps(closure)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._set_in_optimizer(False)
+            try:
+                return closure(*args, **kwargs)
+            finally:
+                self._set_in_optimizer(True)
+
+        return call
 
     def _enter(self) -> None:
-        self._depth, self._is_resharded = 1, False  # also if an error ended the last step
-
-    def _before_unit(self, *_: Any) -> None:
-        if self._in_manual_step:
-            self._unshard_in_step()
-
-    def _unshard_in_step(self) -> None:
-        self._is_resharded = False
-        if not all(group.is_unsharded for group in groups_of(self._root)):
-            self._root.unshard()
+        self._depth, self._in_optimizer = 1, False  # also if an error ended the last step
 
     def _before_call(self, module: Module, args: Any) -> None:
         if self._depth == 0:
-            self._is_resharded = False
             pre_forward(self._hooks.state, self._root)
-        else:
-            self._unshard_in_step()  # `state_dict` and `load_state_dict` reshard even within a step
+        elif not all(group.is_unsharded for group in groups_of(self._root)):
+            self._root.unshard()  # `state_dict` and `load_state_dict` reshard even within a step
         self._depth += 1
 
     def _after_call(self, module: Module, args: Any, output: Any) -> Any:
