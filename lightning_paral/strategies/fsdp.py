@@ -12,11 +12,10 @@ from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.compat.lightning.loops import evaluate_without_inference_mode
 from lightning_paral.compat.lightning.strategies import layer_sync_of, set_device_mesh
 from lightning_paral.distributed.mesh import ParallelDims, data_mesh, make_mesh
+from lightning_paral.engines.fsdp.gradients import check_precision, sharded_precision
 from lightning_paral.engines.fsdp.options import FSDPOptions
-from lightning_paral.engines.fsdp.precision import check_precision, sharded_precision
-from lightning_paral.engines.fsdp.refusals import check_module
-from lightning_paral.engines.fsdp.run import FSDPRun, check_before_fit
-from lightning_paral.engines.fsdp.state import FSDPState
+from lightning_paral.engines.fsdp.run import FSDPRun, FSDPState, check_before_fit
+from lightning_paral.engines.fsdp.shard import check_module
 from lightning_paral.model.checks import sync_batchnorm
 from lightning_paral.model.deferred.construction import DeferredConstruction, has_mapped_weights, recording
 from lightning_paral.option_types import takes
@@ -133,14 +132,12 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
             self.root_device,
             self.precision_plugin,
             self._deferred,
-            None if self._tensor is None else self._tensor.split.split,
+            None if self._tensor is None else self._tensor.split,
         )
         if not self._has_printed_units:
             run.print_units()
             self._has_printed_units = True
         self._fsdp = run  # set before sharding, so that the teardown restores a module that is partly sharded
-        if self._tensor is not None:
-            self._tensor.split.install()
         run.shard()
         self._deferred = None
 

@@ -14,7 +14,8 @@ from lightning_paral.compat.lightning.loops import evaluate_without_inference_mo
 from lightning_paral.compat.lightning.strategies import layer_sync_of
 from lightning_paral.distributed.mesh import ParallelDims, make_mesh
 from lightning_paral.engines.fsdp.optimizers import check_optimizers
-from lightning_paral.engines.fsdp.refusals import check_module, check_pruning, check_user_hooks
+from lightning_paral.engines.fsdp.refusals import check_user_hooks
+from lightning_paral.engines.fsdp.shard import check_module
 from lightning_paral.engines.fsdp.step_shards import StepShards
 from lightning_paral.engines.pipeline.elsewhere import watch_state
 from lightning_paral.engines.pipeline.gradients import StageGradients
@@ -139,7 +140,6 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
         evaluate_without_inference_mode(trainer)
         if is_fit:
             check_user_hooks(module)
-            check_pruning(vars(trainer)["callbacks"])
         return StepShards(module, self.dims, make_mesh(self.root_device, self.dims))
 
     def _divide(self, module: LightningModule) -> None:

@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from examples.gpt import GPT, Block, StandardLibraryData
 from lightning_paral import ParalPipelineStrategy
+from lightning_paral.comm.reduce_scatter import DirectReduceScatter
 from lightning_paral.distributed.process_group import join_process_group
-from lightning_paral.engines.fsdp.gradients import DirectReduceScatter
 from lightning_paral.engines.pipeline.division import balanced
 from lightning_paral.engines.pipeline.options import MICRO_BATCHES_PER_STAGE
 from lightning_paral.model.units import choose_units

@@ -20,7 +20,7 @@ __all__ = [
 NAMES: Names = {
     "torch.Tensor": {
         "_version": "detect in-place writes to tensors",
-        "_backward_hooks": "call hooks of sharded parameters when the unsharded parameters get their gradients",
+        "_backward_hooks": "reject hooks on parameters that would never be called",
         "_post_accumulate_grad_hooks": "reject hooks on parameters that would never be called",
     },
     "torch._C": {
@@ -60,11 +60,6 @@ sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 def gradient_hooks(tensor: Tensor) -> dict[int, Any]:
     """Return the hooks that `register_hook` has registered on a leaf tensor, by id."""
     return tensor._backward_hooks or {}
-
-
-def share_gradient_hooks(tensor: Tensor, other: Tensor) -> None:
-    """Let `other`, a leaf, call the hooks of `tensor`, also those that are registered later."""
-    other._backward_hooks = tensor._backward_hooks
 
 
 def post_accumulate_grad_hooks(tensor: Tensor) -> dict[int, Any]:

@@ -5,11 +5,9 @@ from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 from torch.nn import Module
@@ -37,6 +35,7 @@ NAMES: Names = {
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": {
         "unshard": "copy writes back to the shards before they are gathered",
         "_to_unsharded": "call a function after parameters are unsharded",
+        "post_backward": "read attributes of shards without the dispatch that hooks need",
         "wait_for_unshard": "gather parameters again if a shard changes after they were gathered ahead of their use",
         "_to_sharded": "copy writes back to the shards before they are resharded",
         "_to_sharded_post_forward": "copy writes back to the shards before they are resharded",
@@ -44,15 +43,8 @@ NAMES: Names = {
         ".fsdp_params": "find the parameters of a unit",
         ".device_handle": "find the parameters of a unit",
         ".is_unsharded": "find the parameters of a unit",
-        "._all_gather_result": "reshard parameters that a failed iteration has left unsharded",
-        "._post_reduce_event": "reshard parameters that a failed iteration has left unsharded",
-        "._all_reduce_state": "reshard parameters that a failed iteration has left unsharded",
+        "._all_gather_result": "unshard parameters that are being gathered ahead of their use",
         "._reshard_after_forward_event": "make the next all-gather of a unit wait for writes to its shards",
-        "._wait_all_gather_streams_on_event": "reshard parameters that a failed iteration has left unsharded",
-        "._partial_reduce_output": "reshard parameters that a failed iteration has left unsharded",
-        "._post_forward_indices": "reshard parameters that a failed iteration has left unsharded",
-        "._training_state": "reshard parameters that a failed iteration has left unsharded",
-        "._to_sharded": "reshard parameters that a failed iteration has left unsharded",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param.ShardedState": {
         "UNSHARDED": "know whether parameters are unsharded",
@@ -62,19 +54,12 @@ NAMES: Names = {
         "_lazy_init": "know the parameter groups before the first step",
         "_pre_forward(module, args, kwargs)": "unshard parameters before a step or a method",
         "_post_forward(module, input, output)": "reshard between a step and its backward pass",
-        "_register_pre_backward_hook(output)": "reduce the root's gradients under manual optimization",
         "_root_post_backward_final_callback": "reduce gradients of a backward pass that FSDP2 has not noticed",
         "._pre_forward_hook_handle": "remove FSDP2's hooks from forward, which ours replace",
         "._post_forward_hook_handle": "remove FSDP2's hooks from forward, which ours replace",
         "._fsdp_param_groups >=2.12": "find the parameters that are gathered together",
         "._fsdp_param_group <2.12": "find the parameters that are gathered together",
         "._is_root": "reshard parameters that a failed iteration has left unsharded",
-        "._state_ctx": "reshard parameters that a failed iteration has left unsharded",
-        "._comm_ctx": "reshard parameters that a failed iteration has left unsharded",
-        "._device_handle": "reshard parameters that a failed iteration has left unsharded",
-        "._modules_to_run_forward": "reshard parameters that a failed iteration has left unsharded",
-        "._training_state": "reshard parameters that a failed iteration has left unsharded",
-        "._fsdp_param_group": "reshard parameters that a failed iteration has left unsharded",
     },
     "torch.distributed.fsdp.fully_shard": {
         "._is_fsdp_managed_module": "leave FSDP2's attributes out of saved modules",
@@ -82,9 +67,6 @@ NAMES: Names = {
     },
     "torch.distributed._composable_state": {
         "_module_state_mapping": "restore a module after a run, as if it had never been sharded",
-    },
-    "torch.distributed.fsdp._fully_shard._fsdp_common": {
-        "TrainingState": "reshard parameters that a failed iteration has left unsharded",
     },
     "torch.distributed.fsdp._fully_shard._fully_shard": {
         "cls_to_fsdp_cls": "name the class of a sharded module as the user's class",
@@ -110,10 +92,9 @@ def unsharded_param(param: Any) -> Tensor | None:
 
 def is_param_of(value: object, param: Any) -> bool:
     """Return whether `value` is the sharded or unsharded parameter that FSDP2 sets on modules for an `FSDPParam`."""
-    if value is param.sharded_param:
+    if value is param.sharded_param or value is getattr(param, "_unsharded_param", param):
         return True
-    others = (getattr(param, name, None) for name in ("_unsharded_param", "_sharded_post_forward_param"))
-    return value is not None and any(value is one for one in others)
+    return value is not None and value is getattr(param, "_sharded_post_forward_param", None)
 
 
 def owners_of(param: Any) -> list[tuple[Module, str]]:
@@ -172,9 +153,9 @@ def watch(
     Raises:
         PrivateNameError: this version of torch unshards or reshards in a different way.
     """
-    for method in ("unshard", "_to_unsharded"):
+    for method in ("unshard", "_to_unsharded", "post_backward"):
         named(NAMES, method).resolve()
-    gather, unshard = group.unshard, group._to_unsharded
+    gather, unshard, reduce = group.unshard, group._to_unsharded, group.post_backward
 
     def gather_shards(*args: Any, **kwargs: Any) -> None:
         if not group.is_unsharded:
@@ -186,7 +167,11 @@ def watch(
             unshard()
         after_unshard()
 
-    group.unshard, group._to_unsharded = gather_shards, to_unsharded
+    def post_backward(*args: Any) -> None:
+        with DisableTorchFunctionSubclass():
+            reduce(*args)
+
+    group.unshard, group._to_unsharded, group.post_backward = gather_shards, to_unsharded, post_backward
     for method in ("_to_sharded", "_to_sharded_post_forward"):
         named(NAMES, method).resolve()
         setattr(group, method, _with_callback(before_reshard, group, getattr(group, method)))
@@ -254,10 +239,6 @@ class ForwardHooks:
         """Reshard the parameters after forward; return `output`, whose backward pass unshards them again."""
         return self.state._post_forward(self._module, (), output)
 
-    def expect_backward(self, output: Tensor) -> None:
-        """Make the backward pass of `output` reduce the gradients of the module."""
-        self.state._register_pre_backward_hook(output)
-
     def end_backward(self) -> None:
         """Reduce the gradients that a backward pass has left on unsharded parameters, and reshard. *Collective*."""
         self.state._root_post_backward_final_callback()
@@ -270,11 +251,7 @@ def initialize(root: Any) -> None:
 
 def groups_of(module: Any) -> list[Any]:
     """Return the `FSDPParamGroup`s of a sharded module: before torch 2.12, at most one."""
-    return groups_of_state(module._get_fsdp_state())
-
-
-def groups_of_state(state: Any) -> list[Any]:
-    """Return the `FSDPParamGroup`s of the sharded module whose `FSDPState` is `state`."""
+    state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -332,56 +309,9 @@ def reset_iteration(root: Any) -> None:
     if hasattr(root, "reset_iter_state"):  # torch 2.13 and later
         root.reset_iter_state()
         return
-    shared, communication = state._state_ctx, state._comm_ctx
-    stream = state._device_handle.current_stream()
-    pending = [communication.all_gather_state]
-    communication.all_gather_state = None
-    if hasattr(communication, "reduce_scatter_states"):  # torch 2.12 and later
-        pending += communication.reduce_scatter_states
-        communication.reduce_scatter_states.clear()
-    else:
-        pending.append(communication.reduce_scatter_state)
-        communication.reduce_scatter_state = None
-    for each in pending:
-        _wait(stream, None if each is None else each.event)
-    communication.post_forward_order.clear()
-    for each in shared.all_states:
-        each._modules_to_run_forward.clear()
-        each._training_state = TrainingState.IDLE
-        for group in _groups(each):
-            _reset_group(group, stream)
-    shared.iter_forward_root = None
-    shared.post_backward_final_callback_queued = False
-
-
-def _reset_group(group: Any, stream: Any) -> None:
-    gathered, reduced = group._all_gather_result, group._all_reduce_state
-    if gathered is not None:
-        _wait(stream, gathered.all_gather_event)
-        if isinstance(gathered.all_gather_work, dist.Work):
-            gathered.all_gather_work.wait()
-    _wait(stream, group._post_reduce_event)
-    _wait(stream, None if reduced is None else reduced.event)
-    group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
-    if group._reshard_after_forward_event is not None:
-        group._wait_all_gather_streams_on_event(group._reshard_after_forward_event)
-        group._reshard_after_forward_event = None
-    group._partial_reduce_output = None
-    group._post_forward_indices.clear()
-    group._training_state = TrainingState.IDLE
-    group._to_sharded()
-
-
-def _groups(state: Any) -> list[Any]:
-    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 and later
-    if groups is None:
-        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-    return list(groups)
-
-
-def _wait(stream: Any, event: Any) -> None:
-    if event is not None:
-        stream.wait_event(event)
+    for module in root.modules():
+        for group in groups_of(module) if isinstance(module, FSDPModule) else ():
+            group._to_sharded()  # the state of the iteration stays, which another iteration would find
 
 
 # Classes of sharded modules that have the names of the user's classes, and can be created for every class

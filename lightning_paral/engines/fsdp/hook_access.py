@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from lightning_paral.checkpoint.layout import Chunk, chunk_of_dtensor, dtensor_like, is_chunked
 from lightning_paral.checkpoint.shards import refuse_export
 from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass, is_in_transform, version_of
 from lightning_paral.compat.torch.dtensor import local_of
@@ -32,7 +32,6 @@ from lightning_paral.compat.torch.tensors import (
     tree_map_only,
     use_count,
 )
-from lightning_paral.engines.fsdp.full_values import as_full, full_from_chunk, keep_chunk, shard_like
 from lightning_paral.engines.fsdp.refusals import check_assigned, refuse_hook, shares_memory
 from lightning_paral.errors import ConfigurationError
 
@@ -48,7 +47,6 @@ _TO_PYTHON = {"numpy", "tolist", "__array__", "__format__"}
 _VIEWS = {Tensor.data, Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.real, Tensor.imag}
 """Attributes of tensors that are operations."""
 _KEPT_BYTES = 2**28
-_POST_ACCUMULATE = "register_post_accumulate_grad_hook"
 
 
 class _View(NamedTuple):
@@ -66,8 +64,8 @@ class HookAccess:
     - Views such as `p[0]` are views of a full copy. What is written to them is written to the shards when a step or an
       optimizer begins, or `to_local` is called; from then on they no longer belong to it.
     - Assigning a full tensor to `data` or `grad` copies this rank's chunk.
-    - Hooks on sharded parameters are kept by `hooks`, or refused.
-    - Writing a DTensor to a file, which would have only this rank's part, is an error.
+    - Hooks on the gradients of sharded parameters, which FSDP2 would not call, are an error. So is writing a DTensor to
+      a file, which would have only this rank's part.
 
     Inside a step, plain tensors may differ between the ranks, so that operations on them together with DTensors remain
     torch's error.
@@ -75,7 +73,6 @@ class HookAccess:
     Args:
         params: the sharded parameters by name.
         in_step: returns whether a step is running.
-        register_hook: registers a hook on a sharded parameter, as `torch.Tensor.register_hook` does on a tensor.
         before_use: is called with the DTensors that an operation reads, and those that it changes.
     """
 
@@ -83,27 +80,21 @@ class HookAccess:
         self,
         params: Callable[[], Iterable[tuple[str, Tensor]]],
         in_step: Callable[[], bool],
-        register_hook: Callable[[Any, Any], Any],
         before_use: Callable[[Sequence[Any], Sequence[Any]], None] = lambda read, changed: None,
     ) -> None:
         self._params = params
         self._before_use = before_use
         self._in_step = in_step
-        self._register_hook = register_hook
-        self._views: dict[Any, _View] = {}
+        self.views: dict[Any, _View] = {}
+        """The full copies that views share memory with. `flush` has nothing to do without them."""
         self._mode = _Mode(self)
         own: dict[str, Any] = {
             "__torch_function__": classmethod(self._torch_function()),
             "__deepcopy__": _deepcopy,
             "__reduce_ex__": refuse_export,
             "untyped_storage": refuse_export,
-            "register_hook": self._of_parameter(
-                DTensor.register_hook, lambda _, param, hook: self._register_hook(param, hook)
-            ),
-            _POST_ACCUMULATE: self._of_parameter(
-                DTensor.register_post_accumulate_grad_hook, lambda name, *_: refuse_hook(name, _POST_ACCUMULATE)
-            ),
         }
+        own |= {name: self._refusing(name) for name in ("register_hook", "register_post_accumulate_grad_hook")}
         own |= {name: self._then(self._before_read, getattr(DTensor, name)) for name in ("full_tensor", "redistribute")}
         own["to_local"] = self._then(self._release, DTensor.to_local)  # some ranks alone may call it, and write to it
         self._undo = replace_attributes(DTensor, own)
@@ -115,9 +106,9 @@ class HookAccess:
 
     def flush(self) -> None:
         """Write what was written to views to the shards. From now on, the views no longer belong to them."""
-        if self._views:
+        if self.views:
             self._write_views()
-            self._views.clear()
+            self.views.clear()
 
     def _release(self, tensor: Tensor) -> None:
         self.flush()
@@ -129,7 +120,7 @@ class HookAccess:
 
     def _write_views(self) -> None:
         """Write what was written to views to the shards."""
-        for view in self._views.values():
+        for view in self.views.values():
             keep_chunk(view.tensor, view.full)
 
     def _then(self, before: Callable[..., None], method: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,34 +152,27 @@ class HookAccess:
                 return self._assign(function, *args)
             if name in _TO_PYTHON:
                 return _to_python(function, *args, **kwargs)
-            known = set(self._views)
+            known = set(self.views)
             with suppress(_NeedsGradientError):
                 with self._mode:
                     result = function(*args, **kwargs)
-                if len(self._views) > len(known):
+                if len(self.views) > len(known):
                     del args, kwargs
                     self._drop_unused(known)
                 return result
         return self._differentiate(function, args, kwargs)
 
     def _differentiate(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a function on full tensors, which are gathered again when a backward pass needs them."""
-        fulls: dict[int, tuple[Any, Tensor]] = {}
+        """Run a function on full copies, whose gradients are averaged over the ranks."""
+        versions: dict[Tensor, int] = {}
 
         def full_of(tensor: Any) -> Tensor:
-            if id(tensor) not in fulls:
-                fulls[id(tensor)] = tensor, _Gather.apply(tensor)  # type: ignore[no-untyped-call]
-            return fulls[id(tensor)][1]
+            full: Tensor = _Gather.apply(tensor)  # type: ignore[no-untyped-call]
+            versions[full] = version_of(full)
+            return full
 
-        def shard_of(saved: Tensor) -> Tensor:
-            same = (tensor for tensor, full in fulls.values() if _layout(saved) == _layout(full))
-            return next(same, saved).detach()
-
-        args, kwargs = tree_map_only(DTensor, full_of, (args, kwargs))
-        versions = [version_of(full) for _, full in fulls.values()]
-        with saved_tensors_hooks(shard_of, lambda saved: as_full(saved) if isinstance(saved, DTensor) else saved):
-            result = function(*args, **kwargs)
-        if versions != [version_of(full) for _, full in fulls.values()]:
+        result = function(*tree_map_only(DTensor, full_of, args), **tree_map_only(DTensor, full_of, kwargs))
+        if any(version_of(full) != version for full, version in versions.items()):
             raise ConfigurationError(
                 f"{function.__name__} writes to a sharded tensor (DTensor) that is differentiated. Use an operation "
                 "that returns a new tensor, or torch.no_grad()."
@@ -197,16 +181,16 @@ class HookAccess:
 
     def _drop_unused(self, known: set[Any]) -> None:
         """Drop copies of which nobody has views: those that a call made for itself, and older ones if they are many."""
-        is_large = sum(view.full.nbytes for view in self._views.values()) > _KEPT_BYTES
-        keys = [key for key in self._views if is_large or key not in known]
-        counts = torch.tensor([use_count(self._views[key].full) for key in keys])
+        is_large = sum(view.full.nbytes for view in self.views.values()) > _KEPT_BYTES
+        keys = [key for key in self.views if is_large or key not in known]
+        counts = torch.tensor([use_count(self.views[key].full) for key in keys])
         if is_large:  # user code of one rank alone may have kept a view
-            counts = counts.to(self._views[keys[0]].full.device)
-            for group in self._views[keys[0]].tensor.device_mesh.get_all_groups():
+            counts = counts.to(self.views[keys[0]].full.device)
+            for group in self.views[keys[0]].tensor.device_mesh.get_all_groups():
                 dist.all_reduce(counts, dist.ReduceOp.MAX, group)
         for key, count in zip(keys, counts.tolist(), strict=True):
             if count == 2:  # the copy itself, and the storage object that is asked
-                view = self._views.pop(key)
+                view = self.views.pop(key)
                 keep_chunk(view.tensor, view.full)
 
     @torch.no_grad()
@@ -259,8 +243,7 @@ class HookAccess:
 
     def _needs_gradient(self, operation: Any, tensors: list[Tensor]) -> bool:
         """Return whether an operation is differentiated whose gradients would not be sharded as the tensors are."""
-        is_write = any(_is_write(each) for each in schema_of(operation).arguments)
-        if is_write or not _differentiates(tensors) or is_in_transform():
+        if _names_of_written(operation) or not _differentiates(tensors) or is_in_transform():
             return False
         has_plain = any(each.requires_grad for each in tensors if not isinstance(each, DTensor))
         return has_plain or not self._acts_on_shards(operation, tensors)
@@ -275,7 +258,7 @@ class HookAccess:
             len(layouts) == 1
             and all(isinstance(each, DTensor) or each.dim() == 0 for each in tensors)
             and not any(placement.is_partial() for placement in sharded[0].placements)
-            and not (self._views and any(_key(each) in self._views for each in sharded))
+            and not (self.views and any(_key(each) in self.views for each in sharded))
         )
 
     def _run_on_full(self, operation: Any, args: Any, kwargs: Any) -> Any:
@@ -305,13 +288,13 @@ class HookAccess:
 
     def _full(self, tensor: Any, keep: bool, own_chunk_only: bool) -> Tensor:
         key = _key(tensor)
-        if key in self._views:
-            return self._views[key].full
+        if key in self.views:
+            return self.views[key].full
         if keep:  # what is written to a view is written to the shard
             self._before_use((), (tensor,))
         full = full_from_chunk(tensor) if own_chunk_only and not keep else as_full(tensor)
         if keep:
-            self._views[key] = _View(tensor.detach(), full)
+            self.views[key] = _View(tensor.detach(), full)
         return full
 
     # Hooks on gradients
@@ -319,10 +302,12 @@ class HookAccess:
     def _name_of(self, tensor: Any) -> str | None:
         return next((name for name, param in self._params() if param is tensor), None)
 
-    def _of_parameter(self, register: Callable[..., Any], for_parameter: Callable[..., Any]) -> Callable[..., Any]:
+    def _refusing(self, method: str) -> Callable[..., Any]:
+        register = getattr(DTensor, method)
+
         def call(tensor: Any, hook: Any) -> Any:
             name = self._name_of(tensor)
-            return register(tensor, hook) if name is None else for_parameter(name, tensor, hook)
+            return register(tensor, hook) if name is None else refuse_hook(name, method)
 
         return call
 
@@ -341,8 +326,7 @@ def _argument_names(operation: Any) -> tuple[str, ...]:
 
 @cache
 def _names_of_written(operation: Any) -> frozenset[str]:
-    arguments = schema_of(operation).arguments
-    return frozenset(each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write)
+    return frozenset(argument.name for argument in schema_of(operation).arguments if _is_write(argument))
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -400,17 +384,9 @@ def _differentiates(tensors: Iterable[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
 
 
-def _layout(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride()
-
-
 def _can_be_joined(tensor: Tensor, order: float = 2) -> bool:
     """Return whether the norm of a tensor follows from the norms of its shards, up to rounding in fp32."""
-    return 0 < order < math.inf and _is_precise(tensor)
-
-
-def _is_precise(tensor: Tensor) -> bool:
-    return torch.finfo(tensor.dtype).bits > 16
+    return 0 < order < math.inf and torch.finfo(tensor.dtype).bits > 16
 
 
 def _at(args: tuple[Any, ...], number: int) -> tuple[Any, ...]:
@@ -446,19 +422,64 @@ def _to_python(function: Callable[..., Any], tensor: Any, *args: Any, **kwargs: 
 def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
     """Deep-copy a DTensor, as in `copy.deepcopy(self.state_dict())`, which fails in torch 2.13."""
     if id(tensor) not in memo:
-        if not tensor.is_leaf:
-            raise RuntimeError(
-                "Only leaves of the graph can be copied with copy.deepcopy. Use tensor.detach().clone()."
-            )
         copied = tensor.detach().clone()
-        if isinstance(tensor, Parameter):
-            copied = Parameter(copied, tensor.requires_grad)
-        else:
-            copied.requires_grad_(tensor.requires_grad)
-        memo[id(tensor)] = copied
+        is_parameter, trained = isinstance(tensor, Parameter), tensor.requires_grad
+        memo[id(tensor)] = Parameter(copied, trained) if is_parameter else copied.requires_grad_(trained)
     return memo[id(tensor)]
 
 
 def _key(tensor: Any) -> Any:
     local = local_of(tensor)
     return identity_of(local.untyped_storage()), local.storage_offset(), tensor.shape
+
+
+# Full values of DTensors, and the chunk of them that this rank holds
+
+
+def _own_chunk(tensor: Any) -> tuple[slice, ...]:
+    """Return the chunk that this rank holds of a DTensor, as an index into the full tensor."""
+    chunk = chunk_of_dtensor(tensor) if is_chunked(tensor) else None
+    if chunk is None:
+        raise ConfigurationError(
+            f"A DTensor with placements {tensor.placements} was written to, which has no chunk for each rank. Write to "
+            "the parameter itself, or to tensor.full_tensor()."
+        )
+    # If tensor parallelism leaves no columns to a rank, FSDP2 also gives it no rows (torch 2.13).
+    return chunk.index if chunk.numel else Chunk(chunk.offsets, tuple(local_of(tensor).shape)).index
+
+
+@torch.no_grad()
+def keep_chunk(tensor: Any, full: Tensor) -> None:
+    """Copy this rank's chunk of `full` to `tensor`, a DTensor. No collective."""
+    local = local_of(tensor)
+    if local.numel():
+        local.copy_(full[_own_chunk(tensor)])
+
+
+def full_from_chunk(tensor: Any) -> Tensor:
+    """Return a plain tensor with the shape and strides of `tensor`, a DTensor; only this rank's chunk has its values.
+
+    Operations on each element can run on it, without a collective.
+    """
+    local = local_of(tensor)
+    full = _empty_full(tensor, local).zero_()
+    full[_own_chunk(tensor)] = local
+    return full
+
+
+def _empty_full(tensor: Any, local: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=local.dtype, device=local.device)
+
+
+def shard_like(tensor: Any, full: Tensor) -> Tensor:
+    """Return `full` as a DTensor with the layout of `tensor`. No collective."""
+    return dtensor_like(full[_own_chunk(tensor)].clone(), tensor)
+
+
+@torch.no_grad()
+def as_full(tensor: Any) -> Tensor:
+    """Return a full copy of a DTensor with the same strides: random numbers are drawn in memory order. *Collective*."""
+    full: Tensor = tensor.detach().full_tensor()  # otherwise an error in torch 2.11
+    if 0 in tensor.stride() or tensor.numel() == 0:
+        return full.clone()
+    return _empty_full(tensor, full).copy_(full)

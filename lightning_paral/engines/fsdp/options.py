@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from lightning_paral.distributed.mesh import ParallelDims, check_divides
-from lightning_paral.engines.fsdp.precision import ReduceDtype
+from lightning_paral.engines.fsdp.gradients import ReduceDtype
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.option_types import Positive
 from lightning_paral.options import RankOptions, UnitChoice, check_unit_choice
@@ -115,16 +115,12 @@ class FSDPOptions(RankOptions):
                 f"tensor_parallel='node' holds one copy of the model on each node, so replicate={self.replicate} "
                 "cannot be given as well. Leave replicate out, or give the number of ranks to tensor_parallel."
             )
-        if self.tensor_parallel == 1 and self.plan != "auto":
-            raise ConfigurationError(
-                "plan=... says which layers are split over tensor ranks, but tensor_parallel=1. Set tensor_parallel to "
-                "the number of ranks that compute each layer together, such as 2."
-            )
-        if self.tensor_parallel == 1 and self.sequence_parallel:
-            raise ConfigurationError(
-                "sequence_parallel=True divides positions among tensor ranks, but tensor_parallel=1. Set "
-                "tensor_parallel to the number of ranks that compute each layer together, such as 2."
-            )
+        for name in ("plan", "sequence_parallel"):
+            if self.tensor_parallel == 1 and getattr(self, name) not in ("auto", False):
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)!r} is about layers that are split, but tensor_parallel=1. Set "
+                    "tensor_parallel to the number of ranks that compute each layer together, such as 2."
+                )
         reshards_over_fewer = not (self.reshard_after_forward is None or isinstance(self.reshard_after_forward, bool))
         if self.tensor_parallel != 1 and reshards_over_fewer:
             raise ConfigurationError(

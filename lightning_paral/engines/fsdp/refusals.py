@@ -1,17 +1,12 @@
 """Reject what FSDP2 would silently ignore or do wrong, and explain the errors of torch about DTensors."""
 
 import re
-from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from lightning_paral.compat.torch.autograd import gradient_hooks, post_accumulate_grad_hooks
-from lightning_paral.engines.fsdp.restore import LEFT_SHARDED
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.units import Units
 
@@ -22,34 +17,13 @@ _INSTEAD = (
 )
 
 
-def check_module(module: Module) -> None:
-    """Raise a `ConfigurationError` if FSDP1 wraps a submodule, or if an earlier run left `module` sharded."""
-    if hasattr(module, LEFT_SHARDED):
-        raise ConfigurationError(
-            f"{type(module).__name__} was left sharded by an earlier run, which could not gather it: "
-            f"{getattr(module, LEFT_SHARDED)}. Load a checkpoint into a new module."
-        )
-    for name, part in module.named_modules():
-        if isinstance(part, FullyShardedDataParallel):
-            raise ConfigurationError(
-                f"{name or type(module).__name__!r} is wrapped in torch's FullyShardedDataParallel (FSDP1), which "
-                "cannot be combined with FSDP2. Leave the module unwrapped, so that the strategy shards it, or use "
-                "fully_shard."
-            )
-
-
 def check_user_hooks(module: Module) -> None:
     """Raise a `ConfigurationError` if a parameter of `module` has hooks that FSDP2 would not call."""
     for name, parameter in module.named_parameters():
-        hooks_by_method = {"register_post_accumulate_grad_hook": post_accumulate_grad_hooks(parameter)}
-        if isinstance(parameter, DTensor):
-            hooks_by_method["register_hook"] = gradient_hooks(parameter)
-        for method, hooks in hooks_by_method.items():
-            if hooks:
-                hook = next(iter(hooks.values()))
-                raise ConfigurationError(
-                    f"{name} has a hook, {getattr(hook, '__qualname__', hook)!r}, from {method}. {_INSTEAD}"
-                )
+        if gradient_hooks(parameter):
+            refuse_hook(name, "register_hook")
+        if post_accumulate_grad_hooks(parameter):
+            refuse_hook(name, "register_post_accumulate_grad_hook")
 
 
 def refuse_hook(name: str, method: str) -> NoReturn:
@@ -85,16 +59,6 @@ def shares_memory(name: str) -> str:
     )
 
 
-def check_pruning(callbacks: Iterable[Any]) -> None:
-    """Raise a `ConfigurationError` for callbacks that prune, since they replace parameters after these are sharded."""
-    for callback in callbacks:
-        if isinstance(callback, ModelPruning):
-            raise ConfigurationError(
-                f"{type(callback).__name__} replaces weights by weight_orig and weight_mask during the run, and FSDP "
-                "cannot shard them again. Train with paral_ddp, or prune in __init__ with torch.nn.utils.prune."
-            )
-
-
 def refuse_replaced(name: str, owner: Module) -> NoReturn:
     """Raise a `ConfigurationError`: parameter `name` of `owner` was replaced or deleted while it is sharded."""
     present = ", ".join(name for name, _ in owner.named_parameters(recurse=False)) or "none"
@@ -108,63 +72,49 @@ def refuse_replaced(name: str, owner: Module) -> NoReturn:
 
 
 MIXED = "mixed torch.Tensor and DTensor"
-_CAUSES: dict[str, str] = {
+_CAUSES = {
     "RegisterPostBackwardFunction.*is a view and is being modified inplace": (
-        "A unit changes one of its inputs in place (units: {units}). FSDP passes inputs that need gradients through a "
-        "function of its own, whose results cannot be changed in place. Write x = x + y instead of x += y, or choose "
-        "units=[...] that do not change their inputs."
+        "A unit changes one of its inputs in place. Write x = x + y instead of x += y, or choose units=[...] that do "
+        "not change their inputs."
     ),
     "appears to not have been used in the graph": (
-        "The gradient by a weight was computed, as by torch.autograd.grad. Weights of units (units: {units}) are "
-        "sharded: the step computes with the unsharded weight of the unit. Only gradients by inputs and by weights "
-        "outside of units can be computed in a step. Read others after the backward pass, with "
-        "trainer.strategy.full_gradient(parameter), or train with paral_ddp."
+        "The gradient by a weight was computed, as by torch.autograd.grad, but the weights of units are sharded. Read "
+        "it after the backward pass, with trainer.strategy.full_gradient(parameter)."
     ),
     "storage of size 0": (
-        "A weight was used after it had been resharded. FSDP unshards the weights of a unit for its forward pass and "
-        "for one backward pass, but a gradient penalty with torch.autograd.grad(create_graph=True) needs a second "
-        "backward pass. Train with paral_ddp or paral_zero2."
+        "A weight was used after it had been resharded. FSDP unshards it for the forward pass of its unit and for one "
+        "backward pass; torch.autograd.grad(create_graph=True) needs a second one."
     ),
     r"returning a view \(or an input as-is\) but the jvp|must implement the jvp function"
     "|Cannot access storage of TensorWrapper": (
-        "A unit got a tensor of forward-mode differentiation, or of a transform of torch.func (units: {units}). FSDP "
-        "passes inputs through a function of its own, which has neither. Use torch.autograd.grad, or paral_ddp."
+        "A unit got a tensor of forward-mode differentiation, or of a transform of torch.func. Use torch.autograd.grad."
     ),
     "Inplace update to inference tensor|Inference tensors do not track version": (
-        "A hook called the module in torch.inference_mode, where FSDP has created memory that it cannot reuse in "
-        "training. Use torch.no_grad."
+        "A hook called the module in torch.inference_mode. Use torch.no_grad."
     ),
     r"FSDP does not support deepcopy|copy_\(\) on an invalid python storage": (
-        "A module that is sharded was copied with copy.deepcopy (units: {units}). Copy it before it is sharded, in "
-        "__init__ or configure_model, and update the copy with load_state_dict."
+        "A sharded module was copied with copy.deepcopy. Copy it in __init__ or configure_model, and update the copy "
+        "with load_state_dict."
     ),
     f"{MIXED}|sharding strategy|placement changes|unevenly sharded|as_strided not supported with DTensor"
     "|along the sharded dimension|Sharding propagation failed": (
-        "torch cannot do this operation on sharded tensors (DTensors), or on sharded and plain tensors together. In "
-        "hooks, parameters, gradients and optimizer state are sharded. Do it on tensor.full_tensor(), on all ranks, and"
-        " write the result back with parameter.copy_(result), or do it in a step, where the root's parameters are "
-        "unsharded."
+        "A tensor was used where it is sharded (a DTensor), together with plain tensors, or in an operation that torch "
+        "cannot do on shards. In a step, use a weight in a method of its unit, or choose units=[...] that leave it to "
+        "the root, which is unsharded in steps. In a hook, use tensor.full_tensor() on all ranks, and write the result "
+        "back with parameter.copy_(result)."
     ),
 }
-"""What errors of torch mean, by a pattern of their messages."""
-_MIXED_IN_STEP = (
-    "A weight was used outside of its unit, where it is sharded (a DTensor), together with plain tensors. Units: "
-    "{units}. Use it in a method of its unit, or choose units=[...] that leave it to the root, which stays unsharded "
-    "throughout a step. Create modules in __init__ or configure_model: modules that are created later, or copied from "
-    "sharded ones, are not unsharded."
-)
+"""What errors of torch mean and what to do, by a pattern of their messages."""
 
 
-def explanation(error: BaseException, *, units: Units, in_step: bool) -> str | None:
+def explanation(error: BaseException, units: Units) -> str | None:
     """Return the cause of `error` and what to do about it; `None` if the error is not about sharding.
 
     Args:
         error: an error that torch raised.
         units: the units of the sharded module.
-        in_step: whether it was raised inside a step, not in a hook.
     """
+    cause = next((text for pattern, text in _CAUSES.items() if re.search(pattern, str(error), re.DOTALL)), None)
     names = [unit.name for unit in units.inner]
     listed = f"{', '.join(names[:8])}{' and others' if len(names) > 8 else ''}" if names else "none but the root"
-    found = (text for pattern, text in _CAUSES.items() if re.search(pattern, str(error), re.DOTALL))
-    cause = _MIXED_IN_STEP if MIXED in str(error) and in_step else next(found, None)
-    return None if cause is None else cause.replace("{units}", listed)
+    return None if cause is None else f"{cause} Or train with paral_ddp. The units are: {listed}."

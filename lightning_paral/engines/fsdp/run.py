@@ -1,7 +1,7 @@
-"""One run under FSDP: shard the module, then train or evaluate it."""
+"""One run under FSDP: shard the module, train or evaluate it, and restore it. Its state are shards, DTensors."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial, wraps
@@ -13,25 +13,30 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lightning_paral.checkpoint.optimizer_state import EndedOptimizers
+from lightning_paral.checkpoint.sharded_state import ShardedState, WeightShards
+from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
 from lightning_paral.compat.torch.fsdp import name_of
 from lightning_paral.compat.torch.patches import replace_attributes
 from lightning_paral.compat.torch.tensors import tree_leaves
+from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.engines.fsdp.gradients import DTYPES, sharding_policy
 from lightning_paral.engines.fsdp.optimizers import check_optimizers, give_shards_to_optimizers
 from lightning_paral.engines.fsdp.options import FSDPOptions
-from lightning_paral.engines.fsdp.precision import DTYPES, sharding_policy
-from lightning_paral.engines.fsdp.refusals import check_pruning, check_user_hooks, explanation
-from lightning_paral.engines.fsdp.shard import ShardedModule
-from lightning_paral.engines.fsdp.units import leave_small_to_root
-from lightning_paral.engines.fsdp.user_writes import UserWrites
+from lightning_paral.engines.fsdp.refusals import check_user_hooks, explanation
+from lightning_paral.engines.fsdp.shard import ShardedModule, SplitParameters, leave_small_to_root
+from lightning_paral.engines.fsdp.unshard import UserWrites
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.checks import check_embeddings, check_optimizer_parameters, explain, explain_errors
 from lightning_paral.model.deferred.construction import DeferredConstruction
+from lightning_paral.model.host_memory_check import host_memory_shortage
 from lightning_paral.model.hugging_face import generate_together
 from lightning_paral.model.requires_grad import TrainedParameters, TrainingAgreement, first_names
 from lightning_paral.model.units import as_tree, choose_units, explain_single_unit
@@ -46,7 +51,6 @@ def check_before_fit(module: LightningModule, dims: ParallelDims) -> None:
     """Raise a `ConfigurationError` if `module` or its callbacks cannot be used for training under FSDP."""
     check_user_hooks(module)
     check_embeddings(module, dims.data_size, "FSDP")
-    check_pruning(vars(module.trainer)["callbacks"])
 
 
 class FSDPRun:
@@ -58,9 +62,9 @@ class FSDPRun:
         dims: the arrangement of the ranks.
         mesh: the device mesh of the data ranks; the module is sharded over its last dimension.
         device: device of this rank.
-        precision: a precision plugin of `lightning_paral.engines.fsdp.precision`.
+        precision: a precision plugin of `lightning_paral.engines.fsdp.gradients`.
         deferred: computes the values of parameters that have none yet, unit by unit; `None` if all have values.
-        split: splits parameters over the tensor ranks: see `ShardedModule`.
+        split: splits layers over the tensor ranks; `None` without these.
 
     Raises:
         ConfigurationError: the module does not have the units that `options` name.
@@ -75,7 +79,7 @@ class FSDPRun:
         device: torch.device,
         precision: Precision,
         deferred: DeferredConstruction | None,
-        split: Callable[[Sequence[Module], Iterable[Parameter]], None] | None = None,
+        split: SplitParameters | None = None,
     ) -> None:
         self.module = module
         self.dims = dims
@@ -93,7 +97,7 @@ class FSDPRun:
         self._trained: TrainedParameters | None = None
         self._accumulates = False
         self._num_evaluated = 0
-        self._undo = ExitStack()
+        self._explanation = partial(explanation, units=self.units)
 
     @property
     def _num_units(self) -> int:
@@ -114,7 +118,7 @@ class FSDPRun:
         Raises:
             ConfigurationError: the trained parameters of a unit have different dtypes.
         """
-        generate_together(self.module, self._undo)
+        generate_together(self.module, self.sharded.undo)
         self.sharded.shard()
         name, num_bytes = type(self.module).__name__, self.sharded.num_bytes
         log.info("module sharded: %s, %d units, %d bytes unsharded", name, self._num_units, num_bytes)
@@ -123,14 +127,14 @@ class FSDPRun:
 
     def start_fit(self, timeout: timedelta) -> None:
         """Start watching which parameters are trained. `timeout` limits how long checks wait for other ranks."""
-        self._trained = TrainedParameters(self.module, self._undo)
+        self._trained = TrainedParameters(self.module, self.sharded.undo)
         self._agreement = TrainingAgreement(self._trained, self.dims, timeout)
         self._known = set(self.module.parameters())
         root = self.sharded.root_unshard
-        root.watch_gradients(self._undo)
-        self._undo.callback(register_optimizer_step_pre_hook(root.before_optimizer).remove)
-        self._undo.callback(register_optimizer_step_post_hook(root.after_optimizer).remove)
-        self._undo.callback(give_shards_to_optimizers(self.sharded.writes.shards))
+        root.watch_backward_passes(self.sharded.undo)
+        self.sharded.undo.callback(register_optimizer_step_pre_hook(root.before_optimizer).remove)
+        self.sharded.undo.callback(register_optimizer_step_post_hook(root.after_optimizer).remove)
+        self.sharded.undo.callback(give_shards_to_optimizers(self.sharded.writes.shards))
 
     def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Check `optimizers`, and make `module.zero_grad()` zero the gradients of their shards as well.
@@ -139,10 +143,10 @@ class FSDPRun:
             ConfigurationError: an optimizer cannot update shards, or has parameters whose gradients are not averaged.
         """
         reshard = self.sharded.writes.reshard
-        check_optimizers(optimizers, self.module, self.sharded.original_parameters(), reshard, self._undo)
+        check_optimizers(optimizers, self.module, self.sharded.original_parameters(), reshard, self.sharded.undo)
         if self.dims.data_size > 1:
             check_optimizer_parameters(optimizers, self.module)
-        _zero_gradients_of_shards(self.module, optimizers, self.sharded.writes, self._undo)
+        _zero_gradients_of_shards(self.module, optimizers, self.sharded.writes, self.sharded.undo)
 
     @property
     def is_fit(self) -> bool:
@@ -174,13 +178,12 @@ class FSDPRun:
         assert self._trained is not None
         root = self.sharded.root_unshard
         run = root.training_step if self.module.automatic_optimization else root.manual_step
-        with self._explain_errors(in_step=True):
-            return run(self._checking_output(step), args, kwargs)
+        return self._explained(run, self._checking_output(step), args, kwargs)
 
     def evaluation_step(self, step: Step, args: Any, kwargs: Any) -> Any:
         """Return `step(*args, **kwargs)`, run with the root's parameters unsharded. *Collective* over the world."""
-        with self._explain_errors(in_step=True):
-            output = self.sharded.root_unshard.evaluation_step(self._checking_output(step), args, kwargs)
+        run = self.sharded.root_unshard.evaluation_step
+        output = self._explained(run, self._checking_output(step), args, kwargs)
         self._num_evaluated += 1
         if self._num_evaluated <= 2:
             self.sharded.writes.check()
@@ -214,10 +217,7 @@ class FSDPRun:
     def backward(self, backward: Callable[..., Tensor], loss: Tensor, args: Any, kwargs: Any) -> Tensor:
         """Return `backward(loss, *args, **kwargs)`, which computes the gradients of the shards. *Collective*."""
         assert self._trained is not None
-        self.sharded.root_unshard.before_backward(loss)
-        with self._explain_errors(in_step=False):  # hooks also run inside
-            result = backward(loss, *args, **kwargs)
-        self.sharded.root_unshard.after_backward()
+        result: Tensor = self._explained(backward, loss, *args, **kwargs)
         return result
 
     def accumulating(self) -> AbstractContextManager[None]:
@@ -239,26 +239,22 @@ class FSDPRun:
             self._set_gradient_sync()
 
     def _set_gradient_sync(self) -> None:
-        reduce = not self._accumulates or self._options.accumulate == "sharded"
-        self.sharded.set_gradient_sync(reduce=reduce, all_reduce=not self._accumulates)
+        root: Any = self.module
+        root.set_requires_gradient_sync(not self._accumulates or self._options.accumulate == "sharded")
+        root.set_requires_all_reduce(not self._accumulates)
 
     # Errors, and the end of the run
 
     def explain(self, error: BaseException) -> None:
         """Prepend an explanation to the message of `error`, which a hook raised."""
-        explain(error, partial(explanation, units=self.units, in_step=False))
+        explain(error, self._explanation)
 
-    @contextmanager
-    def _explain_errors(self, *, in_step: bool) -> Iterator[None]:
+    def _explained(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            yield
+            return run(*args, **kwargs)
         except Exception:
-            with explain_errors(partial(explanation, units=self.units, in_step=in_step)):
+            with explain_errors(self._explanation):
                 raise
-
-    def stop_watching(self) -> None:
-        """Undo the changes of the fit to the module and to torch. Call it at the beginning of the teardown."""
-        self._undo.close()
 
 
 def _has_memory(value: Any) -> TypeGuard[Tensor]:
@@ -276,7 +272,11 @@ def _zero_gradients_of_shards(
 
     @wraps(zero_shards)
     def of_optimizer(*args: Any, **kwargs: Any) -> None:
-        writes.change_gradients(partial(zero_shards, *args, **kwargs))
+        shown = writes.shows_gradients
+        writes.show_gradients(False)
+        with DisableTorchFunctionSubclass():
+            zero_shards(*args, **kwargs)
+        writes.show_gradients(shown)
 
     def of_module(set_to_none: bool = True) -> None:
         zero_unsharded(set_to_none)
@@ -287,3 +287,81 @@ def _zero_gradients_of_shards(
     undo.callback(replace_attributes(Optimizer, {"zero_grad": of_optimizer}))
     vars(module)["zero_grad"] = of_module
     undo.callback(vars(module).pop, "zero_grad", None)
+
+
+class FSDPState(ShardedState):
+    """The state of the module of `run`, whose parameters are DTensors.
+
+    Args:
+        run: the current run.
+        optimizers: the optimizers of the fit; if the run is an evaluation, those of an earlier fit.
+        ended: the optimizers of past runs.
+        is_failing: whether an exception has ended the run, perhaps in the middle of a step.
+        reachable: after an exception, returns all ranks if they raised together, otherwise `None`.
+        ranks_per_node: number of ranks that share the memory of a node.
+    """
+
+    def __init__(
+        self,
+        run: FSDPRun,
+        optimizers: Sequence[Optimizer],
+        ended: EndedOptimizers,
+        is_failing: bool,
+        reachable: Callable[[], RankGroup | None],
+        ranks_per_node: int,
+    ) -> None:
+        super().__init__(run.module, optimizers, run.device, ended)
+        self._run = run
+        self._is_failing = is_failing
+        self._reachable = reachable
+        self._ranks_per_node = ranks_per_node
+
+    def collect_writes(self) -> None:
+        """Reshard parameters after a failed step. Otherwise do nothing, because `Module.state_dict` reshards."""
+        if self._is_failing:
+            self._run.sharded.reshard()
+
+    def weight_shards(self) -> WeightShards:
+        """Return the local tensors of the parameters. No collective."""
+        return FSDPShards(self._run.module)
+
+    def restore(self, ended: EndedOptimizers, *, failed: bool) -> None:
+        """Restore the module: its submodules get back their own parameters, with full values, on CPU.
+
+        *Collective* over the world, unless some of the ranks failed. If only some failed, or any on GPUs, or if a node
+        lacks memory, parameters stay sharded, with a warning.
+
+        Args:
+            ended: takes over the states of the optimizers of a fit.
+            failed: whether an exception ended a run with several ranks.
+        """
+        run, sharded = self._run, self._run.sharded
+        if not failed:
+            obstacle = host_memory_shortage(sharded.num_bytes, self._ranks_per_node)
+        elif run.device.type != "cpu":
+            obstacle = "the run failed"  # which has aborted NCCL
+        else:
+            obstacle = None if self._reachable() else "the run failed on some of its ranks only"
+        if obstacle is not None:
+            rank_zero_warn(f"{type(run.module).__name__} stays sharded: {obstacle}.")
+        originals = sharded.restore(obstacle)
+        if run.is_fit and originals:
+            for optimizer in self.optimizers:
+                ended.keep(optimizer, run.module, None, originals)
+        if obstacle is None:
+            run.module.cpu()
+
+
+class FSDPShards(WeightShards):
+    """The local tensors of the parameters of a sharded module."""
+
+    def prepare(self) -> None:
+        """Reshard unsharded parameters, which copies what user code wrote to them to the shards."""
+        for part in self.module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+    def current(self) -> list[Tensor]:
+        """Return the local tensors of sharded parameters, and other parameters in full."""
+        self.prepare()  # an evaluation with reshard_after_forward=False leaves parameters unsharded
+        return super().current()

@@ -1,15 +1,17 @@
-"""Shard a module unit by unit, in place."""
+"""Shard a module unit by unit, in place, and restore it after the run."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
+    FullyShardedDataParallel,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -18,8 +20,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torchmetrics import Metric
 
+from lightning_paral.comm.coalescing import broadcast
+from lightning_paral.comm.reduce_scatter import DirectReduceScatter
 from lightning_paral.compat.lightning.strategies import set_device_everywhere
+from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.fsdp import (
+    can_be_sharded,
+    forget,
     groups_of,
     initialize,
     keep_dtype,
@@ -27,20 +34,90 @@ from lightning_paral.compat.torch.fsdp import (
     reset_iteration,
     unshard_replicas_to_plain,
 )
-from lightning_paral.compat.torch.modules import BatchNorm, InstanceNorm, own_buffers, own_parameters
+from lightning_paral.compat.torch.modules import BatchNorm, InstanceNorm, hook_tables, own_buffers, own_parameters
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.engines.fsdp.gradients import AveragedGradients, DirectReduceScatter
+from lightning_paral.engines.fsdp.gradients import AveragedGradients, match_inputs
 from lightning_paral.engines.fsdp.options import FSDPOptions
-from lightning_paral.engines.fsdp.precision import match_inputs
-from lightning_paral.engines.fsdp.restore import ModuleSnapshot
-from lightning_paral.engines.fsdp.units import broadcast_on, check_dtypes, unshardable_parameters
-from lightning_paral.engines.fsdp.unshard import RootUnshard, UnitUnshard, public_methods
-from lightning_paral.engines.fsdp.user_writes import UserWrites
+from lightning_paral.engines.fsdp.unshard import RootUnshard, UserWrites, unshard_around_methods
+from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.deferred.construction import DeferredConstruction
-from lightning_paral.model.units import Unit, Units
+from lightning_paral.model.gradients import full_copy
+from lightning_paral.model.units import Unit, Units, partition
+
+LEFT_SHARDED = "_lightning_paral_left_sharded"
+"""Attribute that is set on a module that could not be restored; its value is the reason."""
+SMALL_BYTES = 25 * 2**20  # the size of a bucket of DDP
+_SMALL_PART = 16
 
 
-class ShardedModule:
+class SplitParameters(Protocol):
+    """Splits layers over the tensor ranks."""
+
+    def split(self, parts: Sequence[Module], whole: Iterable[Parameter]) -> None:
+        """Replace the parameters of `parts` by DTensors on the tensor ranks, except those of `whole`."""
+
+    def install(self) -> None:
+        """Make the layers compute with this rank's part."""
+
+
+class Sharding:
+    """Shards the units of a module with `fully_shard`, in place: what is the same for all engines that use it.
+
+    Args:
+        root: the module.
+        mesh: the device mesh of the data ranks; units are sharded over its last dimension.
+        split: splits layers over the tensor ranks; `None` without these. Parameters that the tensor ranks have in full
+            are unsharded to ordinary tensors.
+    """
+
+    def __init__(self, root: Module, mesh: DeviceMesh, split: SplitParameters | None) -> None:
+        self.root = root
+        self.split = split
+        self._mesh = mesh
+        self._sharded: list[Any] = []
+        self._groups: list[Any] = []
+        self._originals = list(root.named_parameters())
+        self.undo = ExitStack()
+        """Undoes the changes outside of the submodules, and removes hooks on parameters."""
+        self.writes: UserWrites
+        """Lets user code change the shards; set when all units are sharded."""
+
+    def original_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield the names and parameters from before sharding. They are empty while the module is sharded."""
+        yield from self._originals
+
+    @property
+    def _params(self) -> list[Any]:
+        return [param for group in self._groups for param in group.fsdp_params]
+
+    def _check_dtypes(self, units: Units) -> None:
+        names = {parameter: name for name, parameter in self._originals}
+        for unit in units.bottom_up:
+            check_dtypes(unit, names)
+
+    def _prepare(self, parts: Sequence[Module], whole: Iterable[Parameter]) -> None:
+        for parameter in [parameter for part in parts for parameter in own_parameters(part).values()]:
+            if parameter is not None and not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()
+        if self.split is not None:
+            self.split.split(parts, whole)
+
+    def _fully_shard(self, module: Module, ignored: set[Any], **options: Any) -> None:
+        prepare_class(module)
+        fully_shard(module, mesh=self._mesh, ignored_params=ignored, **options)
+        assert isinstance(module, FSDPModule)
+        if self.split is not None:
+            for param in [param for group in groups_of(module) for param in group.fsdp_params]:
+                unshard_replicas_to_plain(param)
+        self._sharded.append(module)
+
+    def _let_code_write(self, in_step: Callable[[], bool]) -> None:
+        initialize(self.root)
+        self._groups = [group for module in self._sharded for group in groups_of(module)]
+        self.writes = UserWrites(self._groups, in_step, self.undo)
+
+
+class ShardedModule(Sharding):
     """Shards a module in place, and restores it.
 
     Args:
@@ -51,8 +128,7 @@ class ShardedModule:
         device: device of this rank.
         policy: the dtypes in which parameters are unsharded and gradients reduced.
         deferred: computes the values of parameters that have none yet; `None` if all have values.
-        split: replaces the parameters of modules by DTensors on the tensor ranks, except for some; `None` without
-            tensor ranks. Parameters that these ranks have in full are unsharded to ordinary tensors.
+        split: splits layers over the tensor ranks; `None` without these.
     """
 
     def __init__(
@@ -64,24 +140,16 @@ class ShardedModule:
         device: torch.device,
         policy: MixedPrecisionPolicy,
         deferred: DeferredConstruction | None,
-        split: Callable[[Sequence[Module], Iterable[Parameter]], None] | None,
+        split: SplitParameters | None,
     ) -> None:
-        self.root = units.root.module
+        super().__init__(units.root.module, mesh, split)
         self.units = units
         self._options = options
         self._dims = dims
-        self._mesh = mesh
         self._device = device
         self._policy = policy
         self._deferred = deferred
-        self._split = split
         self._snapshot = ModuleSnapshot(self.root.modules())
-        self._sharded: list[Any] = []
-        self._undo = ExitStack()
-        """Undoes the changes outside of the submodules, and removes hooks on parameters."""
-        self._originals = list(self.root.named_parameters())
-        self.writes: UserWrites
-        """Lets user code change the shards; set by `shard`."""
 
     def shard(self) -> None:
         """Shard the module, unit by unit. *Collective* over the world.
@@ -96,12 +164,13 @@ class ShardedModule:
 
     def _shard_all(self) -> None:
         units = self.units
-        names = {parameter: name for name, parameter in self._originals}
+        self._check_dtypes(units)
+        if self.split is not None:
+            self.split.install()
+        for module in [module for module in self.root.modules() if isinstance(module, FSDPModule)]:  # the user's
+            self._compute_values(list(module.modules()))
         for unit in units.bottom_up:
-            check_dtypes(unit, names)
-        self._compute_values_of_sharded()
-        for unit in units.bottom_up:
-            if isinstance(unit.module, FSDPModule):  # by the user, in `configure_model`
+            if isinstance(unit.module, FSDPModule):
                 self._sharded.append(unit.module)
             elif unit is units.root or not any(isinstance(parameter, DTensor) for parameter in unit.parameters):
                 self._shard(unit)
@@ -109,42 +178,24 @@ class ShardedModule:
             match_inputs(self.root)
         self.replicated = unshardable_parameters(self.root, self._mesh.size(-1))
         group = self._dims.data_group() if self._dims.num_ranks > 1 else None
-        self._undo.callback(AveragedGradients(self.replicated, self._dims.data_size, group).remove)
+        self.undo.callback(AveragedGradients(self.replicated, self._dims.data_size, group).remove)
         _move_metrics(self.root, self._device)
         self._install_communication()
         self._unshard_around_calls()
 
     def _unshard_around_calls(self) -> None:
         inner = {unit.module for unit in self.units.inner}
-        calls = [UnitUnshard(module, names) for module in self._sharded[:-1] if (names := public_methods(module))]
-        initialize(self.root)
-        groups = [group for module in self._sharded for group in groups_of(module)]
-        for param in [param for group in groups for param in group.fsdp_params]:
+        for module in self._sharded[:-1]:
+            unshard_around_methods(module, self.undo)
+        self._let_code_write(lambda: self.root_unshard.is_running)
+        for param in self._params:
             keep_dtype(param)
-        self.writes = UserWrites(
-            self.root,
-            groups,
-            self._snapshot.original,
-            self._originals,
-            lambda: self.root_unshard.is_running,
-            self._undo,
-        )
-        self.root_unshard = RootUnshard(self._sharded[-1], calls, inner, self.writes)
-
-    def original_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield the names and parameters from before sharding. They are empty while the module is sharded."""
-        yield from self._originals
+        self.root_unshard = RootUnshard(self._sharded[-1], inner, self.writes)
 
     @property
     def num_bytes(self) -> int:
         """The size of all parameters, unsharded, in bytes."""
         return sum(parameter.numel() * parameter.element_size() for parameter in self.root.parameters())
-
-    def set_gradient_sync(self, reduce: bool, all_reduce: bool) -> None:
-        """Set whether backward passes reduce gradients over the shard group, and then over the replicas."""
-        root: Any = self.root
-        root.set_requires_gradient_sync(reduce)
-        root.set_requires_all_reduce(all_reduce)
 
     def reshard(self) -> None:
         """Reshard the parameters that a failed step has left unsharded."""
@@ -160,25 +211,19 @@ class ShardedModule:
         Returns:
             dict[Parameter, Parameter]: the module's own parameters by sharded parameter; empty if they stay sharded.
         """
-        self._undo.close()
+        self.undo.close()
         self.reshard()
         return self._snapshot.restore(obstacle)
 
-    def _compute_values_of_sharded(self) -> None:
-        """Compute the values of modules that the user sharded in `configure_model`, one module at a time."""
-        if self._deferred is None:
-            return
-        for module in [module for module in self.root.modules() if isinstance(module, FSDPModule)]:
-            parts = list(module.modules())
+    def _compute_values(self, parts: list[Module]) -> None:
+        if self._deferred is not None:
             self._deferred.fill(parts)
             self._snapshot.record_values(parts)
 
     def _shard(self, unit: Unit) -> None:
         module = unit.module
         parts = _own_parts(module)
-        if self._deferred is not None:
-            self._deferred.fill(parts)
-            self._snapshot.record_values(parts)
+        self._compute_values(parts)
         dims = self._dims
         if dims.data_size * dims.tensor > 1:
             group = dims.data_group() if dims.tensor == 1 else dims.stage_group()
@@ -186,36 +231,23 @@ class ShardedModule:
         replicated = set(unshardable_parameters(module, self._mesh.size(-1)))
         for each in replicated:
             each.data = each.data.to(self._device)
-        for part in parts:
-            for parameter in own_parameters(part).values():
-                if parameter is not None and not isinstance(parameter, DTensor) and not parameter.is_contiguous():
-                    parameter.data = parameter.data.contiguous()
-        if self._split is not None:
-            self._split(parts, replicated)
-        if self._policy.param_dtype is not None:
-            for part in parts:
-                if _stays_fp32(part) and next(part.parameters(), None) is not None and part is not module:
-                    self._fully_shard(part, MixedPrecisionPolicy(), replicated)
-        policy = MixedPrecisionPolicy() if _stays_fp32(module) else self._policy
-        self._fully_shard(module, policy, replicated)
+        self._prepare(parts, replicated)
+        stays_fp32 = self._policy.param_dtype is not None
+        for part in [part for part in parts if stays_fp32 and _stays_fp32(part) and part is not module]:
+            if next(part.parameters(), None) is not None:
+                self._shard_part(part, replicated)
+        self._shard_part(module, replicated)
         self._snapshot.free_full(parts)
 
-    def _fully_shard(self, module: Module, policy: MixedPrecisionPolicy, ignored: set[Any]) -> None:
-        prepare_class(module)
-        offload = CPUOffloadPolicy(pin_memory=self._device.type == "cuda") if self._options.offload else OffloadPolicy()
-        fully_shard(
-            module,
-            mesh=self._mesh,
+    def _shard_part(self, part: Module, replicated: set[Any]) -> None:
+        on_host = CPUOffloadPolicy(pin_memory=self._device.type == "cuda")
+        self._fully_shard(
+            part,
+            replicated,
             reshard_after_forward=self._options.reshard_after_forward,
-            mp_policy=policy,
-            offload_policy=offload,
-            ignored_params=ignored,
+            mp_policy=MixedPrecisionPolicy() if _stays_fp32(part) else self._policy,
+            offload_policy=on_host if self._options.offload else OffloadPolicy(),
         )
-        assert isinstance(module, FSDPModule)
-        if self._split is not None:
-            for param in [param for group in groups_of(module) for param in group.fsdp_params]:
-                unshard_replicas_to_plain(param)
-        self._sharded.append(module)
 
     def _install_communication(self) -> None:
         if self._device.type == "cpu":
@@ -266,3 +298,195 @@ def _own_tensors(parts: list[Module]) -> list[Tensor]:
             if tensor is not None and not isinstance(tensor, DTensor) and not tensor.is_meta:
                 tensors[id(tensor)] = tensor
     return list(tensors.values())
+
+
+# The tensors of a unit, before it is sharded
+
+
+def leave_small_to_root(units: Units) -> Units:
+    """Leave units to the root that are less than a 16th of the module, unless together they have more than 25 MiB.
+
+    They stay units as well if the root would then have trained parameters of several dtypes, which is an error.
+
+    The root is unsharded throughout a step. A unit of a few kilobytes saves less memory than its all-gathers cost time.
+    """
+    num_bytes = sum(unit.num_bytes for unit in units.bottom_up)
+    small = {unit.module for unit in units.inner if _is_small(unit, num_bytes)}
+    if sum(unit.num_bytes for unit in units.inner if unit.module in small) > SMALL_BYTES:
+        return units
+    fewer = partition(units.root.module, {unit.module for unit in units.inner} - small)
+    return units if len(_trained_dtypes(fewer.root)) > 1 else fewer
+
+
+def _is_small(unit: Unit, num_bytes: int) -> bool:
+    return unit.num_bytes < num_bytes / _SMALL_PART and not isinstance(unit.module, FSDPModule)  # sharded by the user
+
+
+def unshardable_parameters(module: Module, num_shards: int) -> list[Parameter]:
+    """Return the parameters of `module` that cannot be sharded: 0-dimensional and empty ones, and uneven complex ones.
+
+    Before torch 2.12, integer parameters cannot be sharded either.
+    """
+
+    def cannot_be_sharded(parameter: Parameter) -> bool:
+        is_empty = parameter.dim() == 0 or parameter.numel() == 0
+        # torch's Adam steps on `view_as_real`, which is a copy of a DTensor with uneven shards (torch 2.13).
+        is_uneven = parameter.is_complex() and not is_empty and parameter.shape[0] % num_shards > 0
+        return is_empty or not (isinstance(parameter, DTensor) or (can_be_sharded(parameter) and not is_uneven))
+
+    return [parameter for parameter in module.parameters() if cannot_be_sharded(parameter)]
+
+
+def broadcast_on(device: torch.device, tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Broadcast a unit's `tensors` from the first rank of `group` on `device`, before the unit is sharded there.
+
+    This communicates over the network of the devices, and needs no more device memory than FSDP2 needs for the unit.
+
+    *Collective* over `group`; `None` is the world.
+    """
+    tensors = list(tensors)
+    move_or_allocate(device, tensors, is_source=dist.get_rank(group) == 0)
+    broadcast(tensors, group)
+
+
+@torch.no_grad()
+def move_or_allocate(device: torch.device, tensors: Iterable[Tensor], *, is_source: bool) -> None:
+    """Move `tensors` to `device` if this rank is the source. Otherwise only allocate memory there for their values.
+
+    Parameters are reallocated on the other ranks even if `device` is the CPU, because `from_pretrained` may have mapped
+    them privately from a file. A page of such a mapping, once written to, stays in memory as long as the file is
+    mapped, so that each rank would end up with the full model in memory.
+    """
+    for tensor in tensors:
+        if is_source:
+            tensor.data = tensor.data.to(device)
+        elif device.type != "cpu" or isinstance(tensor, Parameter):
+            tensor.data = torch.empty_like(tensor.data, device=device)
+
+
+def check_dtypes(unit: Unit, names: dict[Any, str]) -> None:
+    """Raise a `ConfigurationError` if the trained parameters of `unit`, which have `names`, have different dtypes."""
+    trained = _trained_dtypes(unit)
+    if len(trained) > 1:
+        found = ", ".join(f"{names[one]} ({str(dtype).removeprefix('torch.')})" for dtype, one in trained.items())
+        raise ConfigurationError(
+            f"Trained parameters of one unit must have the same dtype, but in {unit.name or 'the root'} there are "
+            f"{found}. Convert them, or choose units=[...] so that they are in different units."
+        )
+
+
+def _trained_dtypes(unit: Unit) -> dict[torch.dtype, Parameter]:
+    """Return the dtypes of the trained parameters of `unit` that can be sharded, each with the first parameter."""
+    trained: dict[torch.dtype, Parameter] = {}
+    for parameter in unit.parameters:
+        if parameter.requires_grad and parameter.dim() > 0 and parameter.numel() > 0:
+            trained.setdefault(parameter.dtype, parameter)
+    return trained
+
+
+# The module before and after the run
+
+
+class ModuleSnapshot:
+    """The class, attributes, hooks and parameters of each of `modules`: all submodules of a root, which is the first.
+
+    Parameters keep their identity: references to them, and ties between them, are valid again after the run. While the
+    module is sharded, they are empty.
+    """
+
+    def __init__(self, modules: Iterable[Module]) -> None:
+        self._classes = {module: type(module) for module in modules}
+        self._attributes = {module: set(vars(module)) for module in self._classes}
+        self._hooks = {module: _hooks_of(module) for module in self._classes}
+        self._parameters = {module: dict(own_parameters(module)) for module in self._classes}
+        self._added: dict[Module, tuple[set[str], dict[str, set[int]]]] = {}
+
+    def record_values(self, modules: Iterable[Module]) -> None:
+        """Record the current parameters of `modules`, which replace recorded parameters that had no values."""
+        self._parameters |= {module: dict(own_parameters(module)) for module in modules}
+
+    def free_full(self, modules: Iterable[Module]) -> None:
+        """Free the memory of the parameters of `modules` that have been replaced by shards."""
+        for module in modules:
+            for name, parameter in self._parameters[module].items():
+                if parameter is not None and own_parameters(module).get(name) is not parameter:
+                    parameter.data = parameter.new_empty(0)
+
+    def mark_added(self) -> None:
+        """Record the attributes and hooks that sharding has added to each submodule, for `restore` to remove."""
+        for module, before in self._hooks.items():
+            hooks = {name: keys - before[name] for name, keys in _hooks_of(module).items()}
+            self._added[module] = set(vars(module)) - self._attributes[module], hooks
+
+    def restore(self, obstacle: str | None) -> dict[Parameter, Parameter]:
+        """Restore the submodules, with full parameters on CPU. *Collective* over the ranks that hold the shards.
+
+        Args:
+            obstacle: the reason why the submodules stay sharded; `None` if they do not.
+
+        Returns:
+            dict[Parameter, Parameter]: the module's own parameters by sharded parameter; empty if they stay sharded.
+        """
+        if obstacle is not None:
+            vars(next(iter(self._classes)))[LEFT_SHARDED] = obstacle
+            return {}
+        originals: dict[Parameter, Parameter] = {}
+        for module, own_class in self._classes.items():
+            present = own_parameters(module)
+            for name, current in list(present.items()):
+                if current is not None and current not in originals:
+                    original = self._parameters[module].get(name)
+                    originals[current] = _with_full_value(current, current if original is None else original)
+                present[name] = None if current is None else originals[current]
+            attributes, hooks = self._added.get(module, (set(), {}))
+            for name in attributes:
+                vars(module).pop(name, None)
+            tables = hook_tables(module)
+            for name, keys in hooks.items():
+                for key in keys:
+                    tables[name].pop(key, None)
+            if isinstance(module, FSDPModule) and type(module) is not own_class:
+                module.__class__ = own_class  # type: ignore[assignment]
+                forget(module)
+        return originals
+
+
+def _hooks_of(module: Module) -> dict[str, set[int]]:
+    return {name: set(table) for name, table in hook_tables(module).items()}
+
+
+def _with_full_value(current: Parameter, original: Parameter) -> Parameter:
+    """Return `original` with the full value of `current` on the CPU; `current` itself if it has no value."""
+    if (local_of(current) if isinstance(current, DTensor) else current).is_meta:
+        return current
+    if isinstance(current, DTensor):
+        original.data = full_copy(_as_bytes(current)).to("cpu").view(current.dtype).squeeze(-1)
+    else:
+        original.data = current.detach().to("cpu", copy=True)
+    original.requires_grad_(current.requires_grad)
+    original.grad = None
+    return original
+
+
+def _as_bytes(tensor: Any) -> Tensor:
+    """Return a DTensor as one of bytes, in a last dimension: gloo sends neither float8 nor int16."""
+    local = local_of(tensor.detach()).contiguous().unsqueeze(-1).view(torch.uint8)
+    shape = torch.Size((*tensor.shape, tensor.element_size()))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, shape=shape, stride=stride, run_check=False)
+
+
+def check_module(module: Module) -> None:
+    """Raise a `ConfigurationError` if FSDP1 wraps a submodule, or if an earlier run left `module` sharded."""
+    if hasattr(module, LEFT_SHARDED):
+        raise ConfigurationError(
+            f"{type(module).__name__} was left sharded by an earlier run, which could not gather it: "
+            f"{getattr(module, LEFT_SHARDED)}. Load a checkpoint into a new module."
+        )
+    for name, part in module.named_modules():
+        if isinstance(part, FullyShardedDataParallel):
+            raise ConfigurationError(
+                f"{name or type(module).__name__!r} is wrapped in torch's FullyShardedDataParallel (FSDP1), which "
+                "cannot be combined with FSDP2. Leave the module unwrapped, so that the strategy shards it, or use "
+                "fully_shard."
+            )

@@ -1,57 +1,35 @@
 """Shards that are unsharded for a whole step, however often the step runs their modules."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
-from lightning_paral.compat.torch.fsdp import (
-    ForwardHooks,
-    groups_of,
-    initialize,
-    keep_unsharded,
-    prepare_class,
-    unshard_replicas_to_plain,
-    unsharded_param,
-)
+from lightning_paral.compat.torch.fsdp import ForwardHooks, keep_unsharded, unsharded_param
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.distributed.mesh import ParallelDims, data_mesh
 from lightning_paral.engines.fsdp.gradients import scatter_gradients
 from lightning_paral.engines.fsdp.refusals import explanation
-from lightning_paral.engines.fsdp.restore import LEFT_SHARDED, ModuleSnapshot
-from lightning_paral.engines.fsdp.units import check_dtypes, unshardable_parameters
-from lightning_paral.engines.fsdp.user_writes import UserWrites
+from lightning_paral.engines.fsdp.shard import LEFT_SHARDED, ModuleSnapshot, Sharding, unshardable_parameters
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.checks import explain
 from lightning_paral.model.gradients import local_part
 from lightning_paral.model.units import Units
 
 
-class SplitParameters(Protocol):
-    """Splits layers over the tensor ranks."""
-
-    def split(self, parts: Sequence[Module], whole: Iterable[Parameter]) -> None:
-        """Replace the parameters of `parts` by DTensors on the tensor ranks, except those of `whole`."""
-
-    def install(self) -> None:
-        """Make the layers compute with this rank's part."""
-
-
-class StepShards:
+class StepShards(Sharding):
     """Shards modules with FSDP2, without the hooks with which it unshards around each forward and backward pass.
 
     A step of a pipeline runs these passes for one micro-batch after the other. The parameters are unsharded once, when
     the step begins, and their gradients are scattered once, after its backward passes.
 
-    Call `set_units`, then `shard` for each unit, then for the root, and then `finish`.
+    Call `set_units`, then `shard` for each unit, then for the root, and then `finish`. Set `split` before `shard`.
 
     Args:
         root: the module that is sharded.
@@ -61,29 +39,15 @@ class StepShards:
     """
 
     def __init__(self, root: Module, dims: ParallelDims, mesh: DeviceMesh) -> None:
-        self._root = root
+        super().__init__(root, data_mesh(mesh), None)
         self.mesh = mesh
-        self._mesh = data_mesh(mesh)
-        self.split: SplitParameters | None = None
-        """Splits the parameters of this stage over the tensor ranks, if there are any. Set it before `shard`."""
         self._group_on_host = dims.replica_group()
         self._units: Units | None = None
-        self._originals = list(root.named_parameters())
         self._snapshots: dict[Module, ModuleSnapshot] = {}
-        self._sharded: list[Any] = []
-        self._groups: list[Any] = []
-        self.undo = ExitStack()
-        """Undoes what `finish` has changed, and what else is put on it."""
-        self.writes: UserWrites
-        """Lets user code change the shards; set by `finish`."""
         self.replicated: list[Parameter] = []
         """The parameters that each rank holds in full, because FSDP2 cannot shard them."""
         self.is_unsharded = False
         """Whether a step is running."""
-
-    def original_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield the names and parameters from before sharding."""
-        yield from self._originals
 
     def set_units(self, units: Units) -> None:
         """Set the units of the root, of which a stage has some.
@@ -92,9 +56,7 @@ class StepShards:
             ConfigurationError: the trained parameters of a unit have different dtypes.
         """
         self._units = units
-        names = {parameter: name for name, parameter in self._originals}
-        for unit in units.bottom_up:
-            check_dtypes(unit, names)
+        self._check_dtypes(units)
 
     def shard(self, module: Module, parts: Sequence[Module]) -> None:
         """Shard the parameters of `parts`, which are on the device of this rank, as one unit.
@@ -103,52 +65,30 @@ class StepShards:
             module: the unit.
             parts: the unit and those of its submodules whose parameters are sharded with it.
         """
-        own = _parameters_of(parts)
         unshardable = set(unshardable_parameters(module, self._mesh.size(-1)))
-        self.replicated += [each for each in own if each in unshardable]
-        for each in own:
-            if not each.is_contiguous():
-                each.data = each.data.contiguous()
+        self.replicated += [each for each in _parameters_of(parts) if each in unshardable]
         snapshot = ModuleSnapshot(parts)
-        if self.split is not None:
-            self.split.split(parts, unshardable)
+        self._prepare(parts, unshardable)
         own = _parameters_of(parts)
         self._snapshots.update(dict.fromkeys(parts, snapshot))
         others = {part: set(vars(part)) for part in module.modules() if part not in self._snapshots}
-        prepare_class(module)
-        fully_shard(
-            module,
-            mesh=self._mesh,
-            reshard_after_forward=False,
-            ignored_params={each for each in module.parameters() if each in unshardable or each not in own},
-        )
+        ignored = {each for each in module.parameters() if each in unshardable or each not in own}
+        self._fully_shard(module, ignored, reshard_after_forward=False)
         for part, attributes in others.items():  # of another stage: FSDP2 marks them without having their parameters
             for name in set(vars(part)) - attributes:
                 del vars(part)[name]
         snapshot.mark_added()
         snapshot.free_full(list(parts))
-        self._sharded.append(module)
 
     def finish(self) -> None:
         """Prepare steps, after the root is sharded."""
         for module in self._sharded:
             ForwardHooks(module)
-        initialize(self._root)
-        self._groups = [group for module in self._sharded for group in groups_of(module)]
         if self.split is not None:
             self.split.install()
-            for param in self._params():
-                unshard_replicas_to_plain(param)
+        self._let_code_write(lambda: self.is_unsharded)
         for snapshot in dict.fromkeys(self._snapshots.values()):
             snapshot.mark_added()
-        self.writes = UserWrites(
-            self._root,
-            self._groups,
-            lambda module, name: self._snapshots[module].original(module, name),
-            self._originals,
-            lambda: self.is_unsharded,
-            self.undo,
-        )
         for group in self._groups:
             keep_unsharded(group, lambda: self.is_unsharded)
 
@@ -168,7 +108,7 @@ class StepShards:
 
     def _check_nothing_was_loaded(self) -> None:
         # FSDP2 takes the parameters that a module has after load_state_dict for shards.
-        if not all(isinstance(param.sharded_param, DTensor) for param in self._params()):
+        if not all(isinstance(param.sharded_param, DTensor) for param in self._params):
             raise ConfigurationError(
                 "load_state_dict was called in a step, in which the shards of the stage are unsharded. Call it in a "
                 "hook such as on_train_batch_end, or leave out ParalPipelineStrategy(shard=...)."
@@ -177,7 +117,7 @@ class StepShards:
     def take_gradients(self) -> list[tuple[Parameter, Tensor]]:
         """Remove and return the full gradients of the unsharded parameters, each with the shard that it belongs to."""
         taken = []
-        for param in self._params():
+        for param in self._params:
             unsharded = unsharded_param(param)
             if unsharded is not None and unsharded.grad is not None:
                 taken.append((param.sharded_param, local_part(unsharded.grad)))
@@ -195,7 +135,7 @@ class StepShards:
         """
         of_shard = {id(shard): gradient for shard, gradient in gradients}
         gradients.clear()
-        params = self._params()
+        params = self._params
         has_gradient = torch.tensor([id(param.sharded_param) in of_shard for param in params], dtype=torch.uint8)
         if params:
             dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX, group=self._group_on_host)
@@ -211,7 +151,7 @@ class StepShards:
     def explain(self, error: BaseException) -> None:
         """Prepend an explanation to the message of `error`, which a hook raised, if sharding has caused it."""
         if self._units is not None:
-            explain(error, partial(explanation, units=self._units, in_step=False))
+            explain(error, partial(explanation, units=self._units))
 
     def restore(self, obstacle: str | None) -> dict[Parameter, Parameter]:
         """Give the modules back their own parameters, with full values on the CPU. *Collective* unless `obstacle`.
@@ -225,14 +165,11 @@ class StepShards:
         self.undo.close()
         originals: dict[Parameter, Parameter] = {}
         if obstacle is not None:
-            vars(self._root)[LEFT_SHARDED] = obstacle
+            vars(self.root)[LEFT_SHARDED] = obstacle
             return originals
         for snapshot in dict.fromkeys(self._snapshots.values()):
             originals |= snapshot.restore(None)
         return originals
-
-    def _params(self) -> list[Any]:
-        return [param for group in self._groups for param in group.fsdp_params]
 
 
 def _parameters_of(parts: Sequence[Module]) -> dict[Parameter, None]:

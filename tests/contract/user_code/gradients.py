@@ -220,7 +220,7 @@ class ManualAccumulation(Manual):
         return loss
 
 
-@row("gradient hook of a parameter, counting")
+@row("gradient hook of a parameter, counting", names="register_hook")
 class CountingHook(Supervised):
     """p.register_hook that counts its calls, in on_fit_start."""
 
@@ -229,7 +229,7 @@ class CountingHook(Supervised):
             p.register_hook(lambda grad: self.seen.append(1))
 
 
-@row("gradient hook of a parameter, masking", names="MaskingHook")
+@row("gradient hook of a parameter, masking", names="MaskingHook|register_hook")
 class MaskingHook(Supervised):
     """p.register_hook(lambda g: g * mask) with a mask of the parameter's shape (rows of an embedding frozen)."""
 
@@ -243,7 +243,7 @@ class MaskingHook(Supervised):
 row(
     "gradient hook of a parameter, accumulating",
     sentence="A mask of the parameter's shape in p.register_hook, with accumulate_grad_batches=2.",
-    names="MaskingHook",
+    names="MaskingHook|register_hook",
     **ACCUMULATING,
 )(MaskingHook)
 
@@ -262,7 +262,7 @@ class PostHook(Supervised):
             p.register_post_accumulate_grad_hook(halve)
 
 
-@row("gradient hooks added and removed", only=RANKS, names="ChangingHooks")
+@row("gradient hooks added and removed", only=RANKS, names="ChangingHooks|register_hook")
 class ChangingHooks(Supervised):
     """p.register_hook in __init__, in on_train_start and in the first step; some change gradients, one is removed."""
 

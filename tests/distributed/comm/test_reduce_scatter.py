@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_paral.comm import count_traffic, reduce_scatter
-from lightning_paral.engines.fsdp.gradients import DirectReduceScatter
+from lightning_paral.comm.reduce_scatter import DirectReduceScatter
 
 LENGTHS = (0, 1, 5, 16, 97, 1000)
 """Elements of a chunk."""

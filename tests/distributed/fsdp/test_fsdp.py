@@ -112,9 +112,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "reshard to two ranks": {"reshard_after_forward": 2},
     "prefetch": {"prefetch": 2},
     "predicate": {"units": lambda name, module: name.startswith("blocks.") and name.count(".") == 1},
-    "class": {"units": Block},
     "nested": {"units": [Block, "Linear"]},
-    "offload": {"offload": True, "replicate": 2},
 }
 
 
@@ -130,23 +128,6 @@ def fit_in_one_process() -> Any:
 @pytest.mark.parametrize("label", OPTIONS)
 def test_options_do_not_change_results(on_ranks, label: str) -> None:
     assert_same_fit(on_ranks(4, fit_with_options, label, 4), fit_in_one_process())
-
-
-def fit_with_accumulation(num_ranks: int, **options: Any) -> Any:
-    options = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 3, **options}
-    return fit(OnTheModule, 5, num_ranks, **options)
-
-
-def fit_with_accumulation_on_rank(accumulate: Any, replicate: int) -> Any:
-    return fit_with_accumulation(4, strategy=ParalFSDPStrategy(accumulate=accumulate, replicate=replicate))
-
-
-@pytest.mark.parametrize("replicate", [1, 2])
-@pytest.mark.parametrize("accumulate", ["sharded", "unsharded"])
-def test_accumulation_with_a_partial_window(on_ranks, accumulate: str, replicate: int) -> None:
-    ranks = on_ranks(4, fit_with_accumulation_on_rank, accumulate, replicate)
-
-    assert_same_fit(ranks, fit_with_accumulation(1))
 
 
 class Compiled(Tied):

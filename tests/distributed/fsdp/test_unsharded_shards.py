@@ -313,19 +313,6 @@ class ReadsOnOneRank(Net):
                 p.to_local().norm()
 
 
-class Hooks(Net):
-    """Registers gradient hooks on an unsharded parameter, and later on its shard."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.trainer.global_step == 1:
-            self.gain.register_hook(lambda gradient: gradient * 0.5)
-        return self.loss(batch)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self.trainer.global_step == 3:
-            self.gain.register_hook(lambda gradient: gradient * 0.7)
-
-
 class AddsInStep(Net):
     def configure_optimizers(self) -> Any:
         return optim.SGD([*self.stem.parameters(), *self.block.parameters()], lr=0.05)
@@ -355,7 +342,7 @@ class Unfreezes(Net):
 CASES = (
     InStep, AfterTheLoss, ViewInStep, BeforeZeroGrad, BeforeBackward, Precise, Accumulates, Transposes, RawManual,
     RawSign, Subclass, StaysUnsharded, StaysUnshardedManually, Unreduced, Assigns, AddsInStep, Unfreezes, Freezes,
-    AssignsThenWrites, Prefetches, ReadsOnOneRank, Hooks,
+    AssignsThenWrites, Prefetches, ReadsOnOneRank,
 )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from lightning_paral.engines.fsdp.units import SMALL_BYTES, leave_small_to_root
+from lightning_paral.engines.fsdp.shard import SMALL_BYTES, leave_small_to_root
 from lightning_paral.model.units import Units, as_tree, choose_units, explain_single_unit
 from tests.models.blocks import GPT2, T5, Block, Contrastive, LoRA, Tied, TiedBlocks
 
