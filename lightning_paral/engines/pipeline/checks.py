@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +10,11 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torchmetrics import Metric
 
-from lightning_paral.compat.torch.autograd import gradient_hooks, post_accumulate_grad_hooks
+from lightning_paral.compat.torch.autograd import gradient_hooks, post_accumulate_grad_hooks, version_of
 from lightning_paral.compat.torch.modules import BatchNorm
 from lightning_paral.data.parts import first_samples, num_samples_of, weighted_mean
 from lightning_paral.data.rollback import rollback_side_effects
@@ -211,16 +213,18 @@ class StepCheck:
         generators = generator_states()
         streams.is_watching, streams.has_drawn = True, False
         try:
-            self._calls.first_nan = None
-            losses = [forward(whole, True).detach()]
-            first_nan = self._calls.first_nan
-            buffers = _sums(self._buffers())
-            for number, single in enumerate(singles):
-                result = forward(single, False)
-                if self._pipeline.is_last:
-                    weights.weighted(number, result)
-                losses.append(result.detach())
-                del result  # the graph, which takes memory
+            with _watched_gradients(self._module) as have_changed:
+                self._calls.first_nan = None
+                losses = [forward(whole, True).detach()]
+                first_nan = self._calls.first_nan
+                buffers = _sums(self._buffers())
+                for number, single in enumerate(singles):
+                    result = forward(single, False)
+                    if self._pipeline.is_last:
+                        weights.weighted(number, result)
+                    losses.append(result.detach())
+                    del result  # the graph, which takes memory
+                has_changed_gradients = have_changed()
         finally:
             streams.is_watching = False
         has_drawn = streams.has_drawn or generators != generator_states()
@@ -231,10 +235,10 @@ class StepCheck:
                 f"changes the parameter {changed}. In a pipeline, the stages run different parts of training_step, "
                 "each once per micro-batch. Change parameters in on_train_batch_end, or train with paral_fsdp."
             )
-        elif any(each.grad is not None for each in self._module.parameters()):
+        elif has_changed_gradients:
             fault = (
-                "changes gradients of parameters, as backward() does. In a pipeline, it runs once per micro-batch, "
-                "whose gradients are added up. Leave it out: Lightning calls it."
+                "changes gradients of parameters, as zero_grad and backward() do. In a pipeline, it runs once per "
+                "micro-batch, whose gradients are added up. Leave it out: Lightning calls both."
             )
         elif singles and (changed := _changed(buffers, _sums(self._buffers()))) is not None:
             fault = (
@@ -280,3 +284,21 @@ def _sums(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, list[float]]:
 def _changed(before: dict[str, list[float]], after: dict[str, list[float]]) -> str | None:
     """Return the name of a tensor whose sums differ; NaN counts as equal to NaN."""
     return next((name for name, sums in before.items() if repr(after.get(name, sums)) != repr(sums)), None)
+
+
+@contextmanager
+def _watched_gradients(module: Module) -> Iterator[Callable[[], bool]]:
+    """Give parameters zero gradients inside the block; yield what tells whether they have changed."""
+    own = (each for each in module.parameters() if each.requires_grad and not is_elsewhere(each))
+    kept = [(each, each.grad) for each in own if not isinstance(each, DTensor)]  # split ones get no plain tensor
+    shown = [torch.zeros_like(each) for each, _ in kept]
+    for (parameter, _), zeros in zip(kept, shown, strict=True):
+        parameter.grad = zeros
+    try:
+        yield lambda: any(
+            parameter.grad is not zeros or version_of(zeros) > 0
+            for (parameter, _), zeros in zip(kept, shown, strict=True)
+        )
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient

@@ -26,6 +26,7 @@ from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.gradients import full_copy
 
+_DATA: Any = Tensor.data
 _LIBRARIES = (
     *("lightning.", "pytorch_lightning.", "lightning_paral."),
     *("torch.nn.modules.", "torch.nn.parameter.", "torch.optim.", "torch.amp."),
@@ -70,6 +71,20 @@ class ElsewhereParameter(FlatShard):
     def grad(self, value: Tensor | None) -> None:
         if value is not None:
             refuse(f"The gradient of {self.description} was set, but it is on that stage only.")
+
+    @property
+    def data(self) -> Tensor:
+        """A tensor of the same shape without values, for libraries; for other code an error."""
+        if _is_of_user(sys._getframe(1)):
+            refuse(f"The values of {self.description} were read, but they are on that stage only.")
+        values: Tensor = _DATA.__get__(self)
+        return values
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, FlatShard):
+            refuse(f"Values were assigned to {self.description}, which has its values on that stage only.")
+        _DATA.__set__(self, value)
 
 
 def elsewhere(parameter: Parameter, device: torch.device, description: str) -> Parameter:
@@ -343,25 +358,27 @@ def share_buffers(division: Division, pipeline: Pipeline) -> None:
     Units may register buffers in a step, which only one stage runs, so the stage names those that it has. *Collective*
     over the pipeline.
     """
-    root, dims = division.units.root.module, pipeline.dims
+    root, dims, rank = division.units.root.module, pipeline.dims, dist.get_rank(pipeline.values)
     stage_of = {part: stage for module, stage in division.placed for part in module.modules()}
     own = {
         (name, attribute): (buffer.cpu(), attribute not in not_persistent(part))
         for name, part in root.named_modules()
-        if stage_of.get(part, dims.pipeline - 1) == dims.stage
+        if stage_of.get(part, dims.stage) == dims.stage
         for attribute, buffer in own_buffers(part).items()
         if buffer is not None and not is_elsewhere(buffer)
     }
-    for of_stage in gather_objects(own, pipeline.values):
-        for (name, attribute), (value, is_persistent) in of_stage.items():
-            if (name, attribute) in own:
-                continue
+    done: set[tuple[str, str]] = set()
+    for number, of_rank in enumerate(gather_objects(own, pipeline.values)):  # the last stage comes first
+        for (name, attribute), (value, is_persistent) in of_rank.items() if number != rank else ():
             buffers = own_buffers(root.get_submodule(name))
             current = buffers.get(attribute)
+            if (name, attribute) in done:
+                continue
             if current is not None and current.shape == value.shape and not is_elsewhere(current):
                 current.data.copy_(value)
             elif is_persistent:  # the stage has registered it, or replaced it with one of another shape, in a step
                 buffers[attribute] = value.to(pipeline.device)
+        done.update(of_rank)
 
 
 def _tensors_of(parts: Iterable[Module]) -> list[Tensor]:

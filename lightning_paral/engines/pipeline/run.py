@@ -281,11 +281,7 @@ class PipelineRun:
             # micro-batch has more: they take no more memory than a training step.
             of_micro_batch = math.ceil((num_samples_of(batch) or 1) / self._num_micro_batches)
             most = max(2, min(_NUM_COMPARED, of_micro_batch)) if is_first else 2
-            self.gradients.set_aside()
-            try:
-                self._step_check.run(batch, forward, 1 if self._num_micro_batches == 1 else most, is_first=is_first)
-            finally:
-                self.gradients.take()
+            self._step_check.run(batch, forward, 1 if self._num_micro_batches == 1 else most, is_first=is_first)
         if is_first and self.check_split is not None:
             self.check_split(batch, lambda part: self._passes_of_one(step, (part, *others), kwargs))
 

@@ -107,10 +107,22 @@ class SumsSmall(Chain):
         return 1e-6 * (self(batch[0]) - batch[1]).square().sum()
 
 
-class AddsGradients(Chain):
+class ChangesGradients(Chain):
+    """Changes gradients in place, before or after the blocks."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.change = change
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.scale.square().backward()
-        return super().training_step(batch, batch_idx)
+        if self.change == "zero":
+            self.optimizers().zero_grad(set_to_none=False)  # type: ignore[union-attr]
+        loss = self._loss(batch)
+        if self.change == "add":
+            self.scale.square().backward()
+        if self.change == "multiply" and self.scale.grad is not None:
+            self.scale.grad.mul_(2.0)
+        return loss
 
 
 class UsesFirst(Chain):
@@ -163,7 +175,9 @@ def refusal(make: Callable[[], Any], options: dict[str, Any], world_size: int, t
         (Collects, {"schedule": "interleaved"}, INSIDE),
         (Derives, {}, "The code of a step computes gradients itself"),
         (SumsSmall, {}, "is not a mean over samples"),
-        (AddsGradients, {}, "changes gradients of parameters"),
+        (partial(ChangesGradients, "zero"), {}, "changes gradients of parameters"),
+        (partial(ChangesGradients, "add"), {}, "changes gradients of parameters"),
+        (partial(ChangesGradients, "multiply"), {}, "changes gradients of parameters"),
         (UsesFirst, {}, "is NaN on the first samples, and blocks.2 is the first to return NaN"),
         (
             UsesFirst,
