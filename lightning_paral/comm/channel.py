@@ -60,6 +60,7 @@ class Channel:
         self._unfinished: list[tuple[dist.Work, Tensor]] = []
         self._posts_ahead = device.type == "cpu"
         self._num_expected = self._num_done = 0
+        self._is_next_posted = False
         self._posted: Callable[[], list[Tensor]] | None = None
 
     def expect(self, num_messages: int) -> None:
@@ -69,13 +70,26 @@ class Channel:
         """
         self._num_expected, self._num_done = num_messages, 0
 
+    def post_next(self, *, receives: bool) -> None:
+        """Post the receive of the next message now, for tensors like those of the message before, if there was one.
+
+        Both ends must call it.
+
+        Args:
+            receives: whether this end receives.
+        """
+        self._is_next_posted = self._posts_ahead and self._values is not None
+        if receives and self._is_next_posted:
+            self._post_message()
+
     def send(self, values: Any) -> None:
         """Send nested `values`, whose leaves are tensors and objects that can be pickled. Does not wait."""
         described = tree_map_only(Tensor, TensorSpec.of, values)
         description = pickle.dumps(described)
         is_new = description != self._description
         self._post(torch.tensor([len(description) if is_new else 0], dtype=torch.int64, device="cpu"))
-        is_posted = self._posts_ahead and 0 < self._num_done < self._num_expected
+        is_posted = self._is_next_posted or (self._posts_ahead and 0 < self._num_done < self._num_expected)
+        self._is_next_posted = False
         self._num_done += 1
         if is_new:
             if is_posted:  # for tensors of the last message's shapes
@@ -101,9 +115,12 @@ class Channel:
         self._num_done += 1
         self._posted = None
         if self._posts_ahead and self._num_done < self._num_expected:
-            size = torch.zeros(1, dtype=torch.int64, device="cpu")
-            self._posted = self._post_receives([size, *(spec.empty(self._device) for spec in self._specs())])
+            self._post_message()
         return self._values, tensors
+
+    def _post_message(self) -> None:
+        size = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self._posted = self._post_receives([size, *(spec.empty(self._device) for spec in self._specs())])
 
     def _specs(self) -> list[TensorSpec]:
         return [leaf for leaf in tree_flatten(self._values)[0] if isinstance(leaf, TensorSpec)]

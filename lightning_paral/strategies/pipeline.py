@@ -6,7 +6,6 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_paral.checkpoint.sharded_state import ShardedState
@@ -17,18 +16,11 @@ from lightning_paral.engines.fsdp.optimizers import check_optimizers
 from lightning_paral.engines.fsdp.refusals import check_user_hooks
 from lightning_paral.engines.fsdp.shard import check_module
 from lightning_paral.engines.fsdp.step_shards import StepShards
-from lightning_paral.engines.pipeline.elsewhere import watch_state
-from lightning_paral.engines.pipeline.gradients import StageGradients
+from lightning_paral.engines.pipeline.checks import check_before_fit
+from lightning_paral.engines.pipeline.gradients import StageClipping, StageGradients, stage_precision
 from lightning_paral.engines.pipeline.options import PipelineOptions
-from lightning_paral.engines.pipeline.parameters import without_elsewhere
-from lightning_paral.engines.pipeline.precision import StageClipping, stage_precision
-from lightning_paral.engines.pipeline.refusals import (
-    check_before_fit,
-    warn_of_own_optimizer,
-    warn_of_repeated_predictions,
-)
-from lightning_paral.engines.pipeline.run import PipelineRun
-from lightning_paral.engines.pipeline.state import EndedPipelineState, PipelineState
+from lightning_paral.engines.pipeline.parameters import StageOptimizerState, without_elsewhere
+from lightning_paral.engines.pipeline.run import EndedPipelineState, PipelineRun, PipelineState
 from lightning_paral.model.deferred.construction import DeferredConstruction, has_mapped_weights, recording
 from lightning_paral.option_types import takes
 from lightning_paral.strategies.base import ParalStrategy, precision_made_by
@@ -112,8 +104,6 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
         self._agreement.check_module(trains=is_fit)
         if is_fit:
             check_before_fit(module, self.dims, has_sync_batchnorm=layer_sync_of(self) is not None)
-        if trainer.state.fn == TrainerFn.PREDICTING:
-            warn_of_repeated_predictions(vars(trainer)["callbacks"], self.dims)
         self.model = self.precision_plugin.convert_module(module)
         if is_fit:
             self.checkpoint_activations()
@@ -123,7 +113,6 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
             self._engine.start_fit()
             self._set_clipped(self._engine.gradients)
             self.setup_optimizers(trainer)
-            self._engine.know_optimizers(self.optimizers)
             if self._shards is not None:
                 shards = self._shards
                 flush = shards.writes.access.flush
@@ -170,8 +159,7 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
         super().setup_optimizers(trainer)
         if self.dims.pipeline > 1:
             for optimizer in self.optimizers:
-                warn_of_own_optimizer(optimizer)
-                self._engine.undo_at_end(watch_state(optimizer))
+                optimizer.state = StageOptimizerState(dict, optimizer.state)
 
     def _set_clipped(self, gradients: StageGradients | None) -> None:
         assert isinstance(self.precision_plugin, StageClipping)
@@ -227,8 +215,7 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
         if self._pipeline is not None:
             return self._state_of(self._pipeline)
         assert self.lightning_module is not None
-        stages = self.dims.stages
-        return EndedPipelineState(self.lightning_module, self.optimizers, self.root_device, self._ended, stages)
+        return EndedPipelineState(self.lightning_module, self.optimizers, self.root_device, self._ended)
 
     def _state_of(self, run: PipelineRun) -> PipelineState:
         return PipelineState(run, self.optimizers, self._ended, self.num_processes)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from examples.gpt import GPT, StandardLibraryData
 from lightning_paral import ParalPipelineStrategy
-from lightning_paral.engines.pipeline.elsewhere import is_elsewhere
+from lightning_paral.engines.pipeline.parameters import is_elsewhere
 from lightning_paral.engines.pipeline.schedule import idle_fraction
 from tests.benchmarks.common import print_table, silent_ranks
 from tests.running import quiet_trainer

@@ -1,7 +1,7 @@
 """Autograd: the begin and end of backward passes, transforms, hooks and versions of tensors."""
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ NAMES: Names = {
         "DisableTorchFunctionSubclass": "run torch's own operations inside __torch_function__",
         "DisableTorchFunction": "run operations that our TorchFunctionMode must not intercept",
     },
-    "torch.autograd.graph.Node": {"_sequence_nr": "tell which nodes the layers of a pipeline have created"},
     "torch.autograd.Variable": {"_execution_engine": "run a callback when a backward pass ends"},
     "torch.autograd": {"_engine_run_backward(t_outputs)": "hide the gradients of shards from backward passes"},
     "torch._C._functorch": {
@@ -46,12 +45,6 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 def identity_of(tensor: Tensor) -> tuple[int, int]:
     """Return what changes if another tensor takes the place of `tensor`, or an operation writes to it in place."""
     return id(tensor), -1 if tensor.is_inference() else version_of(tensor)
-
-
-# Nodes of the graph
-
-sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
-"""Return when a node of the graph was created: numbers ascend in each thread. That of a leaf is the largest of all."""
 
 
 # Lists of the hooks on tensors

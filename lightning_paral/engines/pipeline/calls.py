@@ -1,24 +1,221 @@
 """What calling a unit does on a stage: run it, receive what the stage before has computed, or leave the step."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn import Module
 
-from lightning_paral.compat.torch.autograd import is_in_transform, sequence_number, version_of
+from lightning_paral.comm.channel import Channel, TensorSpec, with_tensors
+from lightning_paral.compat.torch.autograd import is_in_transform
 from lightning_paral.compat.torch.modules import subclass_of
-from lightning_paral.compat.torch.tensors import tree_leaves, tree_map_only
-from lightning_paral.engines.pipeline.boundaries import THROUGH_STAGES, Boundaries
+from lightning_paral.compat.torch.tensors import tree_flatten, tree_leaves, tree_map_only
+from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.pipeline.division import End
 from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.model.units import Unit
 
 Call = Callable[..., Any]
+_PLAIN = bool | int | float | str | None
+
+THROUGH_STAGES = (
+    "The code of a step computes gradients itself, such as by torch.autograd.grad or backward(), which may have to "
+    "pass through units of an earlier stage. In a pipeline, each stage has the graph of its own units only, and the "
+    "backward passes run after the step. A step can compute gradients by what the last unit returns, and by weights "
+    "that are used after it only. For others, train with paral_ddp, or with paral_fsdp if they are not differentiated "
+    "again."
+)
+
+
+class Pipeline:
+    """The pipeline of this rank in one run, with a group for each kind of message, so that none waits for another.
+
+    Creating it is *collective* over the pipeline.
+
+    Args:
+        dims: the arrangement of the ranks.
+        device: the device of this rank.
+        is_ring: whether the last stage also sends activations to the first one.
+    """
+
+    def __init__(self, dims: ParallelDims, device: torch.device, *, is_ring: bool) -> None:
+        self.dims = dims
+        self.device = device
+        self.is_last = dims.stage == dims.pipeline - 1
+        """Whether this rank has the last stage."""
+        ways = ("", " around") if is_ring else ("",)
+        self.activations = [dims.new_pipeline_group(f"activations{way}") for way in ways]
+        """For those between neighbors and, if there is a ring, from the last stage to the first one."""
+        self.gradients = [dims.new_pipeline_group(f"gradients of activations{way}") for way in ways]
+        self.results = dims.new_pipeline_group("results of steps")
+        self.values = dims.new_pipeline_group("values")
+        """For collectives, such as broadcasts of parameters."""
+
+    def destroy(self) -> None:
+        """Destroy the groups, once everything is received. *Collective* over the pipeline."""
+        for group in (*self.activations, *self.gradients, self.results, self.values):
+            dist.destroy_process_group(group)
+
+
+class Boundaries:
+    """Connects the parts of a stage with the parts before and after them, which other stages have.
+
+    Args:
+        pipeline: the pipeline of this rank.
+        parts: the numbers of the parts of this stage.
+        num_parts: the number of parts of all stages.
+    """
+
+    def __init__(self, pipeline: Pipeline, parts: Sequence[int], num_parts: int) -> None:
+        dims, device = pipeline.dims, pipeline.device
+        self._activations: dict[int, Channel] = {}
+        """By the number of the part that receives them."""
+        self._gradients: dict[int, Channel] = {}
+        """Those for activations, by the same number."""
+        ends = [(part, part - 1) for part in parts if part > 0]
+        ends += [(part + 1, part + 1) for part in parts if part + 1 < num_parts]
+        for into, other in ends:
+            peer, way = dims.pipeline_ranks[other % dims.pipeline], int(into % dims.pipeline == 0)
+            self._activations[into] = Channel(pipeline.activations[way], peer, device, tag=into)
+            self._gradients[into] = Channel(pipeline.gradients[way], peer, device, tag=into)
+        self._unanswered: Received | None = None
+        self.is_in_backward = False
+        """Set it during the backward passes of a step, in which alone gradients are sent."""
+        self.anchor = torch.zeros((), device=device, requires_grad=True)
+        """What is received requires a gradient, so it depends on this."""
+
+    def expect(self, num_micro_batches: int) -> None:
+        """Prepare a training step, whose forward and backward passes send a message for each micro-batch.
+
+        *Collective* over the pipeline.
+        """
+        for channel in (*self._activations.values(), *self._gradients.values()):
+            channel.expect(num_micro_batches)
+
+    def receive(self, part: int) -> "Received":
+        """Return the output of the last unit before `part`, a part of this stage."""
+        values, tensors = self._activations[part].receive()
+        self._unanswered = Received(self, self._gradients[part], values, tensors)
+        return self._unanswered
+
+    def send(self, output: Any, part: int, unit: str) -> Tensor:
+        """Send `output`, and return a zero whose backward pass waits for the gradients of what was sent.
+
+        Args:
+            output: the output of the last unit of `part`.
+            part: the number of a part of this stage.
+            unit: the name of the unit, for error messages.
+
+        Raises:
+            ConfigurationError: `output` has values that cannot be sent.
+        """
+        leaves = tree_flatten(output)[0]
+        unknown = next((leaf for leaf in leaves if not isinstance(leaf, Tensor | _PLAIN)), None)
+        if unknown is not None:
+            raise ConfigurationError(
+                f"{unit} returns a {type(unknown).__name__}, which cannot be sent to the next stage of the pipeline. "
+                "Return tensors, or tuples, lists or dicts of tensors and plain numbers."
+            )
+        if not torch.is_grad_enabled():
+            output = tree_map_only(Tensor, Tensor.detach, output)
+            leaves = tree_flatten(output)[0]
+        self._activations[part + 1].send(output)
+        trained = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not trained:
+            return torch.zeros((), device=self.anchor.device)
+        zero: Tensor = _Send.apply(self._gradients[part + 1], *trained)  # type: ignore[no-untyped-call]
+        return zero
+
+    def take_received(self) -> "Received | None":
+        """Return what the last forward pass has received, whose gradients the stage before awaits."""
+        received, self._unanswered = self._unanswered, None
+        return received
+
+    def finish(self) -> None:
+        """Wait until everything is sent."""
+        for channel in (*self._activations.values(), *self._gradients.values()):
+            channel.finish()
+        self.expect(0)
+
+
+class Received:
+    """What a stage has received in a pass. The stage before awaits the gradients of tensors that require them."""
+
+    def __init__(self, boundaries: Boundaries, channel: Channel, values: Any, tensors: list[Tensor]) -> None:
+        self._boundaries = boundaries
+        self._channel = channel
+        self._values = values
+        self._tensors = tensors
+        specs = [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, TensorSpec)]
+        self._trained = {number: spec for number, spec in enumerate(specs) if spec.requires_grad}
+        self._is_answered = not self._trained
+
+    def as_nan(self) -> Any:
+        """Return NaN in place of the values, which code between units may write to."""
+        nan = self._boundaries.anchor * float("nan")
+        tensors = [
+            _nan_of(each, nan if number in self._trained else nan.detach()) for number, each in enumerate(self._tensors)
+        ]
+        return with_tensors(self._values, tensors)
+
+    def in_graph(self, given: Sequence[Tensor]) -> Any:
+        """Return the values. Gradients by `given`, which would pass through units of an earlier stage, are refused."""
+        tensors, self._tensors = self._tensors, []
+        if self._trained:  # also if the code around this unit computes no gradients
+            with torch.enable_grad():
+                in_graph = _Receive.apply(  # type: ignore[no-untyped-call]
+                    self._boundaries.anchor, self, [tensors[number] for number in self._trained], *given
+                )
+            for number, tensor in zip(self._trained, in_graph, strict=True):
+                tensors[number] = tensor
+        return with_tensors(self._values, tensors)
+
+    def answer(self, gradients: Any) -> None:
+        """Send the gradients to the stage before.
+
+        Raises:
+            ConfigurationError: the code of the user computes them, inside a step.
+        """
+        if not self._boundaries.is_in_backward:
+            raise ConfigurationError(THROUGH_STAGES)
+        self._is_answered = True
+        self._channel.send_tensors(gradients)
+
+    def answer_if_unused(self, device: torch.device) -> None:
+        """Send zeros if the backward pass did not reach the tensors. Call this after the backward pass."""
+        if not self._is_answered:
+            self.answer([spec.empty(device).zero_() for spec in self._trained.values()])
+
+
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, received: Received, tensors: list[Tensor], *given: Tensor) -> Any:
+        ctx.received, ctx.num_given = received, len(given)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.received.answer(gradients)
+        return (None,) * (3 + ctx.num_given)
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, channel: Channel, *tensors: Tensor) -> Tensor:
+        ctx.gradients = channel.post_tensors([TensorSpec.of(tensor) for tensor in tensors])
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, *ctx.gradients()
+
+
+# Calls of units
 
 
 class StageDone(BaseException):
@@ -62,21 +259,15 @@ class UnitCalls:
         self._boundaries = boundaries
         self._on_first = on_first
         self._in_full = in_full
-        self._received: Any = None
+        self._received: Received | None = None
         self._stand_in: Any = None
-        self._nans: dict[torch.dtype, Any] = {}
-        """Storages full of NaN."""
-        self._given: list[tuple[Tensor, int]] = []
-        """The stand-ins of this pass that have such a storage, and their versions."""
-        self._has_grad = self._is_checked = False
-        self.inside = InsideUnits()
-        """Of the last pass."""
-        self.used: str | None = None
-        """A unit from inside of which code of the passes that were checked used a tensor, until it is set."""
+        self._given: list[Tensor] = []
+        """What earlier units of a pass that is checked were called with."""
+        self._has_grad = self._is_checked = self._is_on_nan = False
+        self.hides_insides = False
+        """Whether passes run all units with NaN as well, so that what they keep, or give to hooks, is NaN."""
         self.next_unit: int | None = None
         """The position of the unit that is called next; `None` outside of a forward pass."""
-        self.hidden: list[tuple[Module, dict[str, Any], str]] = []
-        """What modules inside units keep, with the dict that has it; NaN in passes through parts without the module."""
         self.first_nan: int | None = None
         """The first unit of this stage that has returned NaN in the passes that were checked, until it is set."""
 
@@ -95,38 +286,21 @@ class UnitCalls:
         """
         self.next_unit, self._is_checked = 0, is_checked
         self._part, self._own = part, self._parts[part]
-        self.inside = InsideUnits()
         self._has_grad = torch.is_grad_enabled()
-        own = {each for number in self._own for each in self._units[number].module.modules()} if self.hidden else set()
-        hidden = [
-            (values, name, values[name]) for module, values, name in self.hidden if module not in own and name in values
-        ]
-        for values, name, _ in hidden:
-            values[name] = torch.tensor(float("nan"))
         try:
             yield
         except Exception as error:
             if isinstance(error, ParalError) or not 0 < self.next_unit < self._own.start:
                 raise
-            before, after, received = map(self._name, (self.next_unit - 1, self.next_unit, self._own.start - 1))
             raise ConfigurationError(
-                f"The step failed between {before} and {after}: {type(error).__name__}: {error}. These units are on an "
-                f"earlier stage, so the code between them got NaN in the shape of what {received} returns, the only "
-                "output that this stage receives. If the step works in one process, move this code into a unit, or "
-                "choose units of which each is called with what the one before returns: units=[...]."
+                f"The step failed between {self._name(self.next_unit - 1)} and {self._name(self.next_unit)}, which are "
+                f"on an earlier stage: {type(error).__name__}: {error}. The code between them got NaN, in the shape of "
+                f"what {self._name(self._own.start - 1)} returns. Move this code into a unit, choose units of which "
+                "each is called with what the one before returns, units=[...], or train with paral_fsdp."
             ) from error
         finally:
-            for values, name, value in hidden:
-                values[name] = value
-            if any(each.is_inference() or version_of(each) != version for each, version in self._given):
-                self._nans.clear()  # code between units may have written numbers over NaN
-            self._given.clear()
             self.next_unit = self._received = self._stand_in = None
-
-    def note_use(self, result: Tensor) -> None:
-        """Note whether `result` of a pass that was checked uses a tensor from inside a unit."""
-        if self._is_checked and self.used is None:
-            self.used = self.inside.used_by(result)
+            self._given.clear()
 
     def check_complete(self, step: str) -> None:
         """Check inside `forward_pass`, after the step has returned, that all units of this stage were called.
@@ -135,53 +309,49 @@ class UnitCalls:
             ConfigurationError: the step did not call all of them.
         """
         if self.next_unit is not None and self.next_unit < len(self._units):
-            raise ConfigurationError(
-                f"{step} ended without calling {self._name(self.next_unit)}. In a pipeline, every step must call each "
-                f"of the units {self._name(0)} ... {self._name(len(self._units) - 1)} once, in this order."
-            )
+            raise ConfigurationError(f"{step} ended without calling {self._name(self.next_unit)}. {self._in_order()}")
 
     def _call(self, number: int, run: Call, args: Any, kwargs: Any) -> Any:
         """Do what calling unit `number` does on this stage; `run` runs the unit."""
-        if self._boundaries.is_in_backward:  # activation checkpointing calls it again
+        if self._boundaries.is_in_backward or self._is_on_nan:  # activation checkpointing calls it again
             return run(*args, **kwargs)
         self._check_call(number)
         if number == 0:
             self._on_first()
             if self._own.start > 0:
                 self._received = self._boundaries.receive(self._part)
-            if self._own.start > 1:
-                self._stand_in = tree_map_only(Tensor, self._nan_like, self._received)
+                self._stand_in = self._received.as_nan() if self._own.start > 1 else None
         self.next_unit = number + 1
-        if number < self._own.start:
-            output = self._received if number == self._own.start - 1 else self._stand_in
+        is_own = number in self._own
+        if is_own:
+            output = self._in_full(run(*args, **kwargs))
+            if self._is_checked and self.first_nan is None and _has_nan(output):
+                self.first_nan = number
+        else:
             if self._is_checked:
-                given = [each for each in tree_leaves((args, kwargs)) if _requires_grad(each)]
-                output = tree_map_only(Tensor, partial(_of_earlier_stage, given), output)
-            return output
-
-        def compute() -> Any:
-            return self._in_full(run(*args, **kwargs))
-
-        output = self.inside.run(self._name(number), compute) if self._is_checked else compute()
-        if self._is_checked and self.first_nan is None and _has_nan(output):
-            self.first_nan = number
+                self._given += filter(_requires_grad, tree_leaves((args, kwargs)))
+            assert self._received is not None
+            is_last = number == self._own.start - 1
+            output = self._received.in_graph(self._given) if is_last else self._stand_in
+        if self.hides_insides:
+            self._run_on_nan(self._units[number].module, run if is_own else None, args, kwargs)
         if number == self._own.stop - 1 and number < len(self._units) - 1:
             raise StageDone(self._boundaries.send(output, self._part, self._name(number)))
         return output
 
-    def _nan_like(self, received: Tensor) -> Tensor:
-        """Return NaN in the shape of `received`, which code between the units may write to."""
-        if not (received.is_floating_point() or received.is_complex()):
-            return received.clone()
-        if self._is_checked:
-            return received + float("nan")
-        storage = self._nans.get(received.dtype)  # shared by all passes, because filling it takes time
-        if storage is None or storage.nbytes() < received.nbytes:
-            storage = torch.full_like(received, float("nan")).untyped_storage()
-            self._nans[received.dtype] = storage
-        nan: Tensor = _Nan.apply(received, storage)  # type: ignore[no-untyped-call]
-        self._given.append((nan, -1 if nan.is_inference() else version_of(nan)))
-        return nan
+    def _run_on_nan(self, unit: Module, run: Call | None, args: Any, kwargs: Any) -> None:
+        """Run a unit with NaN as its arguments, also one of another stage, with NaN as its parameters."""
+        nan = self._boundaries.anchor.detach() * float("nan")
+        args, kwargs = tree_map_only(Tensor, lambda each: _nan_of(each.detach(), nan), (args, kwargs))
+        self._is_on_nan = True
+        try:
+            with torch.no_grad(), suppress(Exception):  # it may fail on NaN
+                if run is not None:
+                    run(*args, **kwargs)
+                else:
+                    functional_call(unit, _nan_parameters(unit), args, kwargs)
+        finally:
+            self._is_on_nan = False
 
     def _check_call(self, number: int) -> None:
         if self.next_unit is None:
@@ -193,11 +363,11 @@ class UnitCalls:
         if number != self.next_unit:
             before = f"after {self._name(self.next_unit - 1)}" if self.next_unit else "first"
             raise ConfigurationError(
-                f"{self._name(number)} was called {before}. In a pipeline, every step must call each of the units "
-                f"{self._name(0)} ... {self._name(len(self._units) - 1)} once, in this order. Choose units that are "
-                "called so with units=[...], or train with paral_fsdp."
+                f"{self._name(number)} was called {before}. {self._in_order()} Choose units that are called so with "
+                "units=[...], or train with paral_fsdp."
             )
-        if self._has_grad and not torch.is_grad_enabled() and any(map(_requires_grad, self._parameters(number))):
+        parameters = self._units[number].module.parameters()
+        if self._has_grad and not torch.is_grad_enabled() and any(map(_requires_grad, parameters)):
             raise ConfigurationError(
                 f"{self._name(number)} has trained parameters, but was called without gradients, so none could be sent "
                 "between stages. Under torch.no_grad(), freeze the parameters: requires_grad_(False). For "
@@ -210,69 +380,12 @@ class UnitCalls:
                 "cannot pass through the stages of a pipeline. Train with paral_ddp."
             )
 
-    def _parameters(self, number: int) -> Iterator[Tensor]:
-        return self._units[number].module.parameters()
+    def _in_order(self) -> str:
+        first, last = self._name(0), self._name(len(self._units) - 1)
+        return f"In a pipeline, every step must call each of the units {first} ... {last} once, in this order."
 
     def _name(self, number: int) -> str:
         return self._units[number].name
-
-
-class InsideUnits:
-    """Finds uses of tensors from inside units, such as those that hooks collect, in the graph of one forward pass.
-
-    Other stages do not run these units, so they lack these tensors. The outputs of the units are cloned. A path into
-    the nodes that a unit has created, other than by these clones, is such a use.
-    """
-
-    def __init__(self) -> None:
-        self._units: list[tuple[str, range]] = []
-        self._outputs: set[int] = set()
-
-    def run(self, name: str, run: Callable[[], Any]) -> Any:
-        """Return what the unit `name` returns; `run` runs it."""
-        first = _next_sequence_number()
-        output = run()
-        self._units.append((name, range(first, _next_sequence_number())))
-        return tree_map_only(Tensor, self._clone, output)
-
-    def _clone(self, output: Tensor) -> Tensor:
-        clone = output.clone()
-        if clone.grad_fn is not None:
-            self._outputs.add(sequence_number(clone.grad_fn))
-        return clone
-
-    def used_by(self, result: Tensor) -> str | None:
-        """Return the name of a unit from inside of which `result` uses a tensor, if there is one."""
-        seen: set[Any] = {None}
-        remaining: list[Any] = [result.grad_fn]
-        while remaining:
-            node = remaining.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            unit = self._unit_of(node)
-            for after, _ in node.next_functions:
-                into = self._unit_of(after)
-                is_output = sequence_number(node) in self._outputs
-                if into not in (None, unit) and not is_output and not _is_of_parameters(after):
-                    return into
-                remaining.append(after)
-        return None
-
-    def _unit_of(self, node: Any) -> str | None:
-        number = -1 if node is None else sequence_number(node)
-        return next((name for name, inside in self._units if number in inside), None)
-
-
-def _next_sequence_number() -> int:
-    with torch.enable_grad():
-        node = torch.zeros((), requires_grad=True).clone().grad_fn
-    return 0 if node is None else sequence_number(node) + 1  # none in inference mode
-
-
-def _is_of_parameters(node: Any) -> bool:
-    """Return whether `node` computes with leaves only, such as a cast that autocast keeps for tied weights."""
-    return all(after is None or not after.next_functions for after, _ in node.next_functions)
 
 
 def replace_end_calls(ends: Sequence[End], calls: UnitCalls, undo: ExitStack) -> None:
@@ -292,18 +405,17 @@ def replace_end_calls(ends: Sequence[End], calls: UnitCalls, undo: ExitStack) ->
     def call(end: End, run: Call, args: Any, kwargs: Any) -> Any:
         if end.name in running:
             return run(*args, **kwargs)
-        if calls.next_unit != 0 or not end.is_first:
+        if calls.next_unit != 0 or end.stage != 0:
             raise ConfigurationError(
                 f"{end.name} was called on a stage that does not have it: {end.option} keeps it on one stage only. "
                 "Modules of first_stage can be called before the first unit, modules of last_stage after the last "
                 f"one, both in steps only. Leave {end.name!r} out of {end.option}, so that all stages have it."
             )
-        values = {name: _nans_like(each) for name, each in end.module.named_parameters()}
-        values |= {name: each.clone() for name, each in end.module.named_buffers()}
+        buffers = {name: each.clone() for name, each in end.module.named_buffers()}
         running.add(end.name)
         try:
             with torch.no_grad():
-                return functional_call(end.module, values, args, kwargs)
+                return functional_call(end.module, _nan_parameters(end.module) | buffers, args, kwargs)
         finally:
             running.clear()
 
@@ -339,37 +451,15 @@ def _has_nan(values: Any) -> bool:
     return any(bool(leaf.isnan().any()) for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
-class _Nan(torch.autograd.Function):
-    """NaN in `storage`. It depends on what was received, so that hooks on its gradient can be registered."""
-
-    @staticmethod
-    def forward(ctx: Any, received: Tensor, storage: Any) -> Any:
-        # No view, so that it can be written to.
-        return received.new_empty(0).set_(storage, 0, received.shape, received.stride())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, None
+def _nan_of(tensor: Tensor, nan: Tensor) -> Tensor:
+    """Return NaN of the shape of `tensor`, a copy of it if it has integers."""
+    is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+    return tensor.clone() if is_integer else tensor + nan.to(tensor.dtype)
 
 
-class _OfEarlierStage(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, *given: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        raise ConfigurationError(THROUGH_STAGES)
-
-
-def _of_earlier_stage(given: Sequence[Tensor], value: Tensor) -> Tensor:
-    """In a checked pass, make `value` depend on the arguments of the unit, and refuse gradients by them."""
-    if not value.is_floating_point():
-        return value
-    output: Tensor = _OfEarlierStage.apply(value, *given)  # type: ignore[no-untyped-call]
-    return output
-
-
-def _nans_like(tensor: Tensor) -> Tensor:
-    value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
-    return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+def _nan_parameters(module: Module) -> dict[str, Tensor]:
+    """Return NaN in the shapes of the parameters of `module`, without memory for them."""
+    return {
+        name: torch.full((), float("nan"), dtype=each.dtype, device=each.device).expand(each.shape)
+        for name, each in module.named_parameters()
+    }

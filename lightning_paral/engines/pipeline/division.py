@@ -15,10 +15,10 @@ from lightning_paral.model.units import Units, as_tree, choose_units
 
 
 def chain_of(root: Module, options: PipelineOptions) -> Units:
-    """Return the units of `root` that form the chain, in the module's order.
+    """Return the units of `root` that form the chain, in the module's order, without those that contain others.
 
     Raises:
-        ConfigurationError: no unit is found, one contains another, or parameters are distributed already.
+        ConfigurationError: no unit is found, or parameters are distributed already.
     """
     distributed = next((name for name, each in root.named_parameters() if isinstance(each, DTensor)), None)
     if distributed is not None:
@@ -27,21 +27,12 @@ def chain_of(root: Module, options: PipelineOptions) -> Units:
             "parameters, such as parallelize_module or fully_shard in configure_model, or use Lightning's "
             "ModelParallelStrategy, which leaves all of it to the module."
         )
-    units = choose_units(root, options.units, options.min_params)
-    if options.units == "auto" and options.min_params is None:
-        units = _innermost(units)
+    units = _innermost(choose_units(root, options.units, options.min_params))
     if not units.inner:
         raise ConfigurationError(
             f"No repeated blocks were found in {type(root).__name__}, which could be divided among the stages of a "
             "pipeline. Name the classes of its layers: units=['Block']."
         )
-    for unit in units.inner:
-        inside = [other.name for other in units.inner if other.name.startswith(f"{unit.name}.")]
-        if inside:
-            raise ConfigurationError(
-                f"units chooses {unit.name!r} and {inside[0]!r} inside it. The stages of a pipeline need units that "
-                "are called one after the other. Choose one of the two."
-            )
     return units
 
 
@@ -66,29 +57,17 @@ class End:
     module: Module
     option: str
     """The option that names it: `"first_stage"` or `"last_stage"`."""
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the first stage holds it."""
-        return self.option == "first_stage"
-
-    def stage(self, num_stages: int) -> int:
-        """Return the stage that holds it."""
-        return 0 if self.is_first else num_stages - 1
-
-    @property
-    def num_params(self) -> int:
-        """The number of its parameters."""
-        return sum(parameter.numel() for parameter in self.module.parameters())
+    stage: int
+    """The stage that holds it: the first or the last one."""
 
 
-def ends_of(units: Units, first: Sequence[str], last: Sequence[str]) -> list[End]:
+def ends_of(units: Units, options: PipelineOptions, num_stages: int) -> list[End]:
     """Return the modules that the options name, and check that their parameters can be on one stage.
 
     Args:
         units: the units of the chain.
-        first: the dotted names that `first_stage` gives.
-        last: the dotted names that `last_stage` gives.
+        options: the options, of which `first_stage` and `last_stage` give dotted names.
+        num_stages: the number of stages.
 
     Raises:
         ConfigurationError: a name is that of no submodule, or of one that overlaps with a unit or another of them; or a
@@ -96,14 +75,15 @@ def ends_of(units: Units, first: Sequence[str], last: Sequence[str]) -> list[End
     """
     root = units.root.module
     modules = dict(root.named_modules())
-    named = [("first_stage", name) for name in first] + [("last_stage", name) for name in last]
-    for option, name in named:
+    named = [("first_stage", 0, name) for name in options.first_stage]
+    named += [("last_stage", num_stages - 1, name) for name in options.last_stage]
+    for option, _, name in named:
         if not name or name not in modules:
             raise ConfigurationError(
                 f"{option} names {name!r}, but {type(root).__name__} has no such submodule. Give dotted names, as in "
                 "named_modules()."
             )
-    ends = [End(name, modules[name], option) for option, name in named]
+    ends = [End(name, modules[name], option, stage) for option, stage, name in named]
     taken = {unit.name: f"the unit {unit.name!r}" for unit in units.inner}
     for end in ends:
         for name, what in taken.items():
@@ -150,7 +130,7 @@ class Division:
         """The modules that one stage holds, each with its stage: the units in their order, and then the ends."""
         stages = [number % self.num_stages for number, part in enumerate(self.parts) for _ in part]
         of_units = [(unit.module, stage) for unit, stage in zip(self.units.inner, stages, strict=True)]
-        return of_units + [(end.module, end.stage(self.num_stages)) for end in self.ends]
+        return of_units + [(end.module, end.stage) for end in self.ends]
 
     @property
     def num_bytes(self) -> int:
@@ -162,7 +142,7 @@ class Division:
         if len(self.parts) > self.num_stages:
             line += ", which take turns"
         for end in self.ends:
-            line += f", {end.name} on the {'first' if end.is_first else 'last'}"
+            line += f", {end.name} on the {end.option.removesuffix('_stage')}"
         return f"{line}\n{as_tree(self.units)}"
 
 
@@ -186,11 +166,12 @@ def divide(root: Module, options: PipelineOptions, num_stages: int) -> Division:
             f"{what} need at least as many units, but {type(root).__name__} has {num_units}: {names}. Choose fewer "
             "stages, or smaller units with units=[...]."
         )
-    ends = ends_of(units, options.first_stage, options.last_stage)
+    ends = ends_of(units, options, num_stages)
     if isinstance(options.balance, str) or num_parts == 1:
         sizes = [unit.num_params for unit in units.inner]
         for end in ends:
-            sizes[0 if end.is_first else -1] += end.num_params
+            place = 0 if end.option == "first_stage" else -1
+            sizes[place] += sum(each.numel() for each in end.module.parameters())
         return Division(units, num_stages, balanced(sizes, num_parts), ends)
     if sum(options.balance) != num_units:
         raise ConfigurationError(

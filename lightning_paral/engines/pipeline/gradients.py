@@ -1,23 +1,29 @@
-"""Keep the gradients of a step until its backward pass, and add up those that several stages compute."""
+"""Keep the gradients of a step until its backward pass, add up those that several stages compute, and clip them."""
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from lightning_paral.comm.coalescing import group_by_dtype_and_device
 from lightning_paral.compat.torch.optimizers import foreach_mul_
-from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.engines.pipeline.boundaries import PipelineGroups
-from lightning_paral.engines.pipeline.parameters import Shards
-from lightning_paral.model.gradients import gradient_norm, local_part
+from lightning_paral.engines.pipeline.calls import Pipeline
+from lightning_paral.engines.pipeline.parameters import Shards, is_elsewhere
+from lightning_paral.errors import ConfigurationError
+from lightning_paral.model.gradients import clip_by_norm, clip_by_value, gradient_norm, local_part
 
+PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-true")
+
+_PLUGINS = (Precision, HalfPrecision, DoublePrecision, MixedPrecision)
 _BUCKET_BYTES = 25 * 1024 * 1024
 
 
@@ -31,9 +37,7 @@ class StageGradients:
     Args:
         inside: the parameters that are on this stage only.
         outside: the parameters that are on all stages, each of which may compute a part of their gradients.
-        dims: the arrangement of the ranks.
-        groups: the process groups of the run; `None` if there is one stage.
-        device: the device of this rank.
+        pipeline: the pipeline of this rank.
         shards: the shards of these parameters; `None` if none is sharded.
     """
 
@@ -41,16 +45,13 @@ class StageGradients:
         self,
         inside: Sequence[Parameter],
         outside: Sequence[Parameter],
-        dims: ParallelDims,
-        groups: PipelineGroups | None,
-        device: torch.device,
+        pipeline: Pipeline,
         shards: Shards | None = None,
     ) -> None:
-        self._device = device
-        self._inside = list(inside)
-        self._outside = list(outside)
-        self._dims = dims
-        self._groups = groups
+        self._inside = dict.fromkeys(inside)
+        self._outside = dict.fromkeys(outside)
+        self._pipeline = pipeline
+        self._dims = pipeline.dims
         self._shards = shards
         self._before: list[tuple[Parameter, Tensor | None]] = []
         self._of_step: list[tuple[Parameter, Tensor]] = []
@@ -58,8 +59,13 @@ class StageGradients:
         """Shards, with the full gradients that this rank has computed."""
         self.accumulates = False
         """Whether `finish` leaves averaging over the data ranks to that of a later backward pass."""
-        self.are_read_while_accumulating = False
-        """Whether hooks may read them then. `finish` averages them over the stages in that case."""
+
+    def follow(self, optimizers: Iterable[Optimizer]) -> None:
+        """Take parameters that optimizers have got since the module was divided for ones that are on all stages."""
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            for each in group["params"]:
+                if each not in self._inside and each not in self._outside and not is_elsewhere(each):
+                    self._outside[each] = None
 
     def set_aside(self) -> None:
         """Remove all gradients, so that a step begins without any. In a step, shards get none."""
@@ -96,7 +102,7 @@ class StageGradients:
         outside of the chain. They are scaled so that their mean over the stages is the gradient: averaging them again,
         in a later step, then changes nothing.
         """
-        outside = set(self._outside)
+        outside = self._outside
         of_step, self._of_step = self._of_step, []
         for scale, chosen in (
             (self._dims.pipeline, [pair for pair in of_step if pair[0] in outside]),
@@ -114,9 +120,7 @@ class StageGradients:
                 parameter.grad.add_(gradient)
 
     def finish(self) -> None:
-        """Give shards the gradients that `deposit` has kept, and average gradients.
-
-        While gradients accumulate, average them over the stages only, if hooks may read them.
+        """Give shards the gradients that `deposit` has kept, and average gradients, unless they accumulate.
 
         *Collective* over the world. Call it after the backward pass of the step's loss: shards get gradients only then,
         because ranks with different numbers of samples have different factors.
@@ -125,8 +129,6 @@ class StageGradients:
             self._shards.scatter(self._to_scatter)
         if not self.accumulates:
             self._reduce()
-        elif self.are_read_while_accumulating and self._groups is not None:
-            _average(self._outside, self._dims.pipeline, self._groups.values)
 
     def _reduce(self) -> None:
         """Average the gradients over the data ranks, and those outside of the chain also over the stages. *Collective*.
@@ -140,8 +142,8 @@ class StageGradients:
             full = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
             if dims.replicate > 1:
                 _average(shards, dims.replicate, dims.replicate_group())
-            if over_stages and self._groups is not None:
-                _average(shards, dims.pipeline, self._groups.values)
+            if over_stages:
+                _average(shards, dims.pipeline, self._pipeline.values)
             if over_stages and dims.num_ranks > 1:
                 _average(full, dims.num_ranks, None)
             elif dims.data_size > 1:
@@ -149,13 +151,53 @@ class StageGradients:
 
     def norm_of(self, parameters: Iterable[Parameter]) -> Tensor:
         """Return the 2-norm of the gradients of `parameters` and of those that other stages have. *Collective*."""
-        parameters, outside = list(parameters), set(self._outside)
+        parameters, outside = list(parameters), self._outside
         of_all = gradient_norm(parameter for parameter in parameters if parameter in outside)
         of_stage = gradient_norm(parameter for parameter in parameters if parameter not in outside)
-        square = of_stage.square().double().to(self._device)  # on the host if the stage has no gradients
-        if self._groups is not None:
-            dist.all_reduce(square, group=self._groups.values)
+        square = of_stage.square().double().to(self._pipeline.device)  # on the host if the stage has no gradients
+        dist.all_reduce(square, group=self._pipeline.values)
         return (square + of_all.to(square.device).square()).sqrt().to(torch.promote_types(of_all.dtype, of_stage.dtype))
+
+
+class StageClipping(Precision):
+    """Mixin that averages the gradients of one stage, and clips them by the norm of all stages."""
+
+    gradients: StageGradients | None = None
+    """During a run, the gradients of this stage."""
+
+    def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """Average the gradients, which `on_after_backward` may then read. *Collective* over the world."""
+        if self.gradients is not None:
+            self.gradients.finish()
+        return super().post_backward(tensor, module)
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip by the total norm of the gradients of all stages. *Collective*."""
+        assert self.gradients is not None
+        clip_by_norm(self.main_params(optimizer), float(clip_val), self.gradients.norm_of)
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip each element."""
+        clip_by_value(self.main_params(optimizer), float(clip_val))
+
+
+def stage_precision(plugin: Precision) -> Precision:
+    """Return a copy of `plugin` for a pipeline.
+
+    Raises:
+        ConfigurationError: a pipeline does not support the precision.
+    """
+    if isinstance(plugin, StageClipping):
+        return plugin
+    cls = type(plugin)
+    if cls not in _PLUGINS or plugin.precision not in PRECISIONS:
+        raise ConfigurationError(
+            f"{cls.__name__} (precision={plugin.precision!r}) cannot be used in a pipeline. Set "
+            f"Trainer(precision=...) to one of {', '.join(PRECISIONS)}."
+        )
+    plugin = copy(plugin)
+    plugin.__class__ = type(cls.__name__, (StageClipping, cls), {})
+    return plugin
 
 
 class _Attached(torch.autograd.Function):
@@ -176,24 +218,21 @@ def _average(parameters: list[Parameter], num_ranks: int, group: dist.ProcessGro
     if not parameters:
         return
     has_gradient = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
-    dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX, group=group)
-    gradients: list[Tensor] = []
-    for parameter, has in zip(parameters, has_gradient.tolist(), strict=True):
-        if has and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        elif has and parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.to_dense()
-        if parameter.grad is not None:
-            gradients.append(local_part(parameter.grad))
-    for similar in group_by_dtype_and_device(gradients):
+    work = dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX, group=group, async_op=True)
+    full = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
+    for similar in group_by_dtype_and_device([local_part(gradient) for gradient in full]):
         for bucket in _buckets(similar):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
             if not flat.numel():
                 continue
             dist.all_reduce(flat, group=group)
-            flat.div_(num_ranks)
-            for gradient, averaged in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
-                gradient.copy_(averaged.view_as(gradient))
+            averaged = torch.split(flat.div_(num_ranks), [gradient.numel() for gradient in bucket])
+            for gradient, values in zip(bucket, averaged, strict=True):
+                gradient.copy_(values.view_as(gradient))
+    work.wait()
+    for parameter, gradient, has in zip(parameters, full, has_gradient.tolist(), strict=True):
+        if has:
+            parameter.grad = gradient
 
 
 def _buckets(gradients: list[Tensor]) -> list[list[Tensor]]:

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_paral.distributed.mesh import ParallelDims, check_divides
-from lightning_paral.engines.pipeline.schedule import Schedule
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.option_types import Positive
 from lightning_paral.options import RankOptions, UnitChoice, check_unit_choice
 from lightning_paral.planning.layout import Layout
 
+Schedule = Literal["1f1b", "gpipe", "interleaved"]
 Balance = Literal["params"] | Sequence[Positive]
 MICRO_BATCHES_PER_STAGE = 4
 """With this number, a stage waits for less than a fifth of a step (Huang et al., arXiv:1811.06965)."""

@@ -1,25 +1,147 @@
-"""Keep the parameters of this stage only, and gather those of all stages at the end of a run."""
+"""Keep the parameters of this stage only, with what stands for the others, and gather all at the end of a run."""
 
+import sys
+from collections import defaultdict
 from collections.abc import Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
-from typing import Any, Protocol
+from functools import partial
+from types import FrameType
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.shards import FlatShard
 from lightning_paral.comm.coalescing import broadcast
 from lightning_paral.compat.torch.modules import not_persistent, own_buffers, own_parameters
-from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.engines.pipeline.boundaries import PipelineGroups
+from lightning_paral.distributed.exchange import gather_objects
+from lightning_paral.engines.pipeline.calls import Pipeline
 from lightning_paral.engines.pipeline.division import Division
-from lightning_paral.engines.pipeline.elsewhere import elsewhere, is_elsewhere
+from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.gradients import full_copy
+
+_DATA: Any = Tensor.data
+_LIBRARIES = (
+    *("lightning.", "pytorch_lightning.", "lightning_paral."),
+    *("torch.nn.modules.", "torch.nn.parameter.", "torch.optim.", "torch.amp."),
+)
+"""What may read gradients: it skips parameters without one, and computes nothing over all of them."""
+_OF_USERS = "lightning.pytorch.utilities.grads"
+"""A module of Lightning for user code, whose results are about all parameters that it gets."""
+
+
+# What stands for a parameter of another stage
+
+
+class ElsewhereParameter(FlatShard):
+    """A parameter of another stage: it has a shape, but no values and no gradient.
+
+    Optimizers skip it, because its gradient is `None`. Other code that reads gradients would compute with those of one
+    stage only, such as a norm, so it gets an error.
+    """
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Say whether two parameters are the same, which `BaseFinetuning` asks by their values.
+
+        Let copies pass, as by `load_state_dict`: the stage that has the parameter makes them.
+        """
+        if func is torch.ops.aten.equal.default:
+            return args[0] is args[1]
+        if func is torch.ops.aten.copy_.default and is_elsewhere(args[0]):
+            return args[0]
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """`None` for libraries and optimizers; for other code an error."""
+        if _is_of_user(sys._getframe(1)):
+            refuse(f"The gradient of {self.description} was read, but it is on that stage only.")
+        return None
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            refuse(f"The gradient of {self.description} was set, but it is on that stage only.")
+
+    @property
+    def data(self) -> Tensor:
+        """A tensor of the same shape without values, for libraries; for other code an error."""
+        if _is_of_user(sys._getframe(1)):
+            refuse(f"The values of {self.description} were read, but they are on that stage only.")
+        values: Tensor = _DATA.__get__(self)
+        return values
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, FlatShard):
+            refuse(f"Values were assigned to {self.description}, which has its values on that stage only.")
+        _DATA.__set__(self, value)
+
+
+def elsewhere(parameter: Parameter, device: torch.device, description: str) -> Parameter:
+    """Return what stands for `parameter`, with its shape, dtype and attributes, and reports `device`.
+
+    Args:
+        parameter: the parameter of another stage.
+        device: the device of this rank.
+        description: names the parameter and its stage in errors.
+    """
+    nothing = partial(torch.empty, 0, dtype=parameter.dtype)  # unlike a lambda, it can be pickled
+    shard = FlatShard(parameter.shape, parameter.dtype, 0, 0, nothing, device=device)
+    standing = Parameter(shard, requires_grad=parameter.requires_grad)
+    standing.__class__ = ElsewhereParameter  # type: ignore[assignment]
+    for name, value in vars(parameter).items():
+        vars(standing).setdefault(name, value)
+    vars(standing)["description"] = description
+    return standing
+
+
+def is_elsewhere(parameter: Tensor) -> bool:
+    """Return whether `parameter` stands for one that only other stages have."""
+    return isinstance(parameter, FlatShard)
+
+
+class StageOptimizerState(defaultdict[Any, Any]):
+    """The attribute `state` of an optimizer: the states on this stage. Reading those of other stages is an error."""
+
+    def __missing__(self, parameter: Any) -> Any:
+        """Return a new state, unless `parameter` is of another stage."""
+        if isinstance(parameter, Tensor) and is_elsewhere(parameter):
+            refuse(
+                f"optimizer.state of {vars(parameter)['description']} was used, but the state is on that stage only."
+            )
+        return super().__missing__(parameter)
+
+
+def refuse(message: str) -> NoReturn:
+    """Raise a `ConfigurationError` for code that needs what another stage has."""
+    raise ConfigurationError(
+        f"{message} On all ranks, full_parameter(parameter), full_gradient(parameter) and full_optimizer_state("
+        "parameter, key) of trainer.strategy return whole tensors, and gradient_norm() the norm of all gradients. Clip "
+        "with Trainer(gradient_clip_val=...). To change parameters, gradients or states in hooks, train with "
+        "paral_fsdp."
+    )
+
+
+def _is_of_user(frame: FrameType) -> bool:
+    """Return whether the code of `frame` is neither of a library nor in a method of an optimizer."""
+    while frame.f_code.co_name.startswith("<") and frame.f_back is not None:  # a comprehension
+        frame = frame.f_back
+    name = str(frame.f_globals.get("__name__", ""))
+    is_of_library = f"{name}.".startswith(_LIBRARIES) and name != _OF_USERS
+    return not is_of_library and not isinstance(frame.f_locals.get("self"), Optimizer)
+
+
+# The parameters of a stage
 
 
 def without_elsewhere(tree: Any) -> Any:
@@ -66,9 +188,7 @@ class StageParameters:
 
     Args:
         division: the units and ends of the stages. The other parameters of the root are on all stages.
-        dims: the arrangement of the ranks.
-        groups: the process groups of the run; `None` if there is one stage.
-        device: the device of this rank.
+        pipeline: the pipeline of this rank.
         deferred: computes the values of parameters that have none yet; `None` if all have values.
         shards: shards the parameters of this stage, unit by unit; `None` if each rank holds its whole stage.
     """
@@ -76,16 +196,13 @@ class StageParameters:
     def __init__(
         self,
         division: Division,
-        dims: ParallelDims,
-        groups: PipelineGroups | None,
-        device: torch.device,
+        pipeline: Pipeline,
         deferred: DeferredConstruction | None,
         shards: Shards | None,
     ) -> None:
         self._root = division.units.root.module
-        self._dims = dims
-        self._groups = groups
-        self._device = device
+        self._pipeline = pipeline
+        self._dims, self._device = pipeline.dims, pipeline.device
         self._deferred = deferred
         self._shards = shards
         self._placed = division.placed
@@ -147,8 +264,12 @@ class StageParameters:
             tensor.data = tensor.data.to(self._device)
 
     def _share(self, tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
-        if self._dims.num_ranks > 1:
-            _broadcast(tensors, self._device, group)
+        """Give `tensors`, of which some are on the host, the values of the first rank of `group`. *Collective*."""
+        on_device = [tensor.data.to(self._device) for tensor in tensors]
+        broadcast(on_device, group, 0)
+        for tensor, value in zip(tensors, on_device, strict=True):
+            if value.data_ptr() != tensor.data_ptr():
+                tensor.data.copy_(value)
 
     def _free(self, parts: Iterable[Module], stage: int) -> None:
         for part in parts:
@@ -176,10 +297,10 @@ class StageParameters:
             value: on the stage that has it, its value, its gradient or a state of the optimizer; may be `None`.
         """
         stage = self.owner.get(parameter)
-        if stage is None or self._groups is None:
+        if stage is None:
             return None if value is None else full_copy(value)
         value = value.full_tensor() if isinstance(value, DTensor) else value
-        source, group = self._dims.pipeline_ranks[stage], self._groups.values
+        source, group = self._dims.pipeline_ranks[stage], self._pipeline.values
         about: list[Any] = [None if value is None else (tuple(value.shape), value.dtype)]
         dist.broadcast_object_list(about, source, group=group)
         if about[0] is None:
@@ -231,46 +352,33 @@ class StageParameters:
         return unsharded | self._originals
 
 
-def share_buffers(division: Division, dims: ParallelDims, groups: PipelineGroups | None, device: torch.device) -> None:
+def share_buffers(division: Division, pipeline: Pipeline) -> None:
     """Give all stages the buffers of the stage that computes them; those that are on all stages are the last stage's.
 
     Units may register buffers in a step, which only one stage runs, so the stage names those that it has. *Collective*
     over the pipeline.
     """
-    if groups is None:
-        return
-    root = division.units.root.module
+    root, dims, rank = division.units.root.module, pipeline.dims, dist.get_rank(pipeline.values)
     stage_of = {part: stage for module, stage in division.placed for part in module.modules()}
-    sent: set[tuple[str, str]] = set()
-    for stage, source in reversed(list(enumerate(dims.pipeline_ranks))):
-        values: list[Any] = []
-        if stage == dims.stage:
-            parts = [pair for pair in root.named_modules() if stage_of.get(pair[1], stage) == stage]
-            values = [
-                (name, attribute, buffer.cpu(), attribute not in not_persistent(part))
-                for name, part in parts
-                for attribute, buffer in own_buffers(part).items()
-                if (name, attribute) not in sent and buffer is not None and not is_elsewhere(buffer)
-            ]
-        message = [values]
-        dist.broadcast_object_list(message, source, group=groups.values)
-        sent.update((name, attribute) for name, attribute, *_ in message[0])
-        for name, attribute, value, is_persistent in message[0] if stage != dims.stage else ():
+    own = {
+        (name, attribute): (buffer.cpu(), attribute not in not_persistent(part))
+        for name, part in root.named_modules()
+        if stage_of.get(part, dims.stage) == dims.stage
+        for attribute, buffer in own_buffers(part).items()
+        if buffer is not None and not is_elsewhere(buffer)
+    }
+    done: set[tuple[str, str]] = set()
+    for number, of_rank in enumerate(gather_objects(own, pipeline.values)):  # the last stage comes first
+        for (name, attribute), (value, is_persistent) in of_rank.items() if number != rank else ():
             buffers = own_buffers(root.get_submodule(name))
             current = buffers.get(attribute)
+            if (name, attribute) in done:
+                continue
             if current is not None and current.shape == value.shape and not is_elsewhere(current):
                 current.data.copy_(value)
             elif is_persistent:  # the stage has registered it, or replaced it with one of another shape, in a step
-                buffers[attribute] = value.to(device)
-
-
-def _broadcast(tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup | None) -> None:
-    """Give tensors, of which some are on the host, the values of the first rank of `group`. *Collective*."""
-    on_device = [tensor.data.to(device) for tensor in tensors]
-    broadcast(on_device, group, 0)
-    for tensor, value in zip(tensors, on_device, strict=True):
-        if value.data_ptr() != tensor.data_ptr():
-            tensor.data.copy_(value)
+                buffers[attribute] = value.to(pipeline.device)
+        done.update(of_rank)
 
 
 def _tensors_of(parts: Iterable[Module]) -> list[Tensor]:

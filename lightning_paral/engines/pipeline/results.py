@@ -2,33 +2,34 @@
 
 import hashlib
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
+from torch.utils.weak import WeakIdKeyDictionary
 from torchmetrics import Metric
 
 from lightning_paral.comm.channel import Channel, with_tensors
+from lightning_paral.compat.lightning.evaluation import call_at_end_of_loader
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.lightning.results import set_value_of_step, value_of_step
 from lightning_paral.compat.torch.autograd import identity_of
-from lightning_paral.compat.torch.tensors import WithoutMemory, tree_flatten, tree_leaves, tree_map
-from lightning_paral.data.metrics import find_metrics
+from lightning_paral.compat.torch.tensors import WithoutMemory, tree_leaves, tree_map
 from lightning_paral.data.parts import LogRecord, merge_logs
 from lightning_paral.data.rollback import user_attributes
-from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.engines.pipeline.boundaries import PipelineGroups
+from lightning_paral.engines.pipeline.calls import Pipeline
 from lightning_paral.errors import ConfigurationError
 
 _OF_LIGHTNING = frozenset(vars(LightningModule()))
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
+_numbers = count()
 
 
 @dataclass(frozen=True)
@@ -48,22 +49,24 @@ class StepResults:
 
     Args:
         module: the LightningModule, which logs.
-        dims: the arrangement of the ranks.
-        groups: the process groups of the run; `None` if there is one stage.
-        device: the device of this rank.
+        pipeline: the pipeline of this rank.
     """
 
-    def __init__(
-        self, module: LightningModule, dims: ParallelDims, groups: PipelineGroups | None, device: torch.device
-    ) -> None:
+    def __init__(self, module: LightningModule, pipeline: Pipeline) -> None:
         self._module = module
-        self._device = device
-        self.is_last = dims.stage == dims.pipeline - 1
-        self._channels: list[Channel] = []
-        if groups is not None:
-            ranks = dims.pipeline_ranks
-            peers = ranks[:-1] if self.is_last else ranks[-1:]
-            self._channels = [Channel(groups.results, peer, device) for peer in peers]
+        self._device = pipeline.device
+        self.is_last = pipeline.is_last
+        ranks = pipeline.dims.pipeline_ranks
+        peers = ranks[:-1] if self.is_last else ranks[-1:]
+        self._follow_step = False
+        """Whether the last message had the results of a step."""
+        self._channels = [Channel(pipeline.results, peer, pipeline.device) for peer in peers]
+
+    def expect(self) -> None:
+        """Prepare to share the results of a step, which may be like those before. *Collective* over the pipeline."""
+        if self._follow_step:
+            for channel in self._channels:
+                channel.post_next(receives=not self.is_last)
 
     def share(self, output: Any, records: Sequence[LogRecord]) -> Any:
         """Log on all stages what the last stage has logged, and return its `output`. *Collective* over the pipeline.
@@ -74,6 +77,7 @@ class StepResults:
         """
         calls = list(merge_logs(records, self._device)) if self.is_last else []
         output, calls = self.share_value([output, calls])
+        self._follow_step = True
         for arguments in calls:
             self._module.log(**arguments)
         return output
@@ -83,8 +87,7 @@ class StepResults:
 
         *Collective* over the pipeline.
         """
-        if not self._channels:
-            return value
+        self._follow_step = False
         if not self.is_last:
             values, floats = with_tensors(*self._channels[0].receive())
             remaining = iter(floats.tolist())
@@ -133,51 +136,10 @@ def loss_of(output: Any) -> Tensor:
     return loss
 
 
-# Outside of steps
-
-
-def share_values(
-    roots: Iterable[object], results: StepResults, is_in_step: Callable[[], bool], undo: ExitStack
-) -> None:
-    """Make `compute` of the metrics in `roots` return the value of the last stage on all stages.
-
-    Until `undo` is closed, `compute` is *collective* over the pipeline, except inside a step, which only the last stage
-    runs to its end.
-
-    Args:
-        roots: the LightningModule and the callbacks.
-        results: sends the values.
-        is_in_step: returns whether a step of the module is running.
-        undo: a stack to which functions that undo the changes are pushed.
-    """
-    computing: list[Metric] = []
-
-    def share(metric: Metric) -> None:
-        compute = metric.compute
-
-        def compute_on_last() -> Any:
-            if is_in_step() or computing:  # wrappers of metrics compute those that they contain
-                return compute()
-            if not results.is_last:
-                return results.share_value(None)
-            computing.append(metric)
-            try:
-                value = compute()
-            finally:
-                computing.clear()
-            return results.share_value(value)
-
-        shadow_method(metric, "compute", compute_on_last, undo)
-
-    for metric in find_metrics(roots):
-        if isinstance(metric, Metric):
-            share(metric)
-
-
 class SharedAttributes:
-    """Gives all stages the attributes that steps have changed, before hooks at the end of an epoch read them.
+    """Gives all stages the attributes that steps have changed, before hooks at the ends of epochs read them.
 
-    Such as the outputs that a module collects in a list.
+    Such as the outputs that a module collects in a list, and the states of metrics.
 
     Args:
         module: the LightningModule.
@@ -188,69 +150,80 @@ class SharedAttributes:
     def __init__(self, module: LightningModule, results: StepResults, undo: ExitStack) -> None:
         self._module = module
         self._results = results
-        self._known = {key: _fingerprint(value) for key, value in self._attributes()}
+        self._known: dict[Any, Any] = {}
+        """What was in the attributes before the steps, after hooks that all stages have run."""
         trainer = module.trainer
-        evaluations = trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop
-        self._share_before(trainer.fit_loop, "on_advance_end", undo)
+        evaluations = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
+        for evaluation in evaluations:
+            call_at_end_of_loader(evaluation, trainer, self.share, undo)
         for loop in (*evaluations, trainer.predict_loop):
+            self._share_before(loop, "on_run_start", undo)
             self._share_before(loop, "on_run_end", undo)
+        self._share_before(trainer.fit_loop, "on_advance_start", undo)
+        self._share_before(trainer.fit_loop, "on_advance_end", undo)
+        self._note()
 
     def share(self) -> None:
         """Give all stages the attributes that have changed on the last stage. *Collective* over the pipeline."""
-        changed: list[Any] = []
-        if self._results.is_last:
-            for key, value in self._attributes():
-                now = _fingerprint(value)
-                if now is not None and now != self._known.get(key):
-                    changed.append((key, value))
-                self._known[key] = now
+        now = self._fingerprints()
+        changed = [
+            (key, value) for key, value in self._attributes() if now.get(key) not in (None, self._known.get(key))
+        ]
         shared = self._results.share_value(changed)
         if not self._results.is_last:
             for (name, attribute), value in shared:
                 vars(self._module.get_submodule(name))[attribute] = value
+
+    def _note(self) -> None:
+        self._known = self._fingerprints()
+
+    def _fingerprints(self) -> dict[Any, Any]:
+        if not self._results.is_last:
+            return {}
+        return {key: _fingerprint(value) for key, value in self._attributes()}
 
     def _share_before(self, loop: Any, name: str, undo: ExitStack) -> None:
         method = getattr(loop, name)
 
         def share_first(*args: Any, **kwargs: Any) -> Any:
             self.share()
-            return method(*args, **kwargs)
+            result = method(*args, **kwargs)
+            self._note()
+            return result
 
         shadow_method(loop, name, share_first, undo)
 
     def _attributes(self) -> Iterator[tuple[tuple[str, str], Any]]:
         for name, part in self._module.named_modules():
-            if not isinstance(part, Metric):  # their states are read by `compute`, which the last stage runs
-                for attribute, value in user_attributes(part).items():
-                    if attribute not in _OF_LIGHTNING:
-                        yield (name, attribute), value
+            for attribute, value in user_attributes(part).items():
+                if attribute not in _OF_LIGHTNING:
+                    yield (name, attribute), value
+
+
+class _Data(pickle.Pickler):
+    """Takes tensors by their identity, and refuses what each stage has its own of."""
+
+    numbers = WeakIdKeyDictionary()
+    """A number for each tensor that was seen. Unlike its id, no later tensor has it."""
+
+    def persistent_id(self, each: Any) -> Any:
+        if isinstance(each, Module | Parameter | WithoutMemory | DTensor):
+            raise pickle.PicklingError
+        if not isinstance(each, Tensor):
+            return None
+        if each not in self.numbers:
+            self.numbers[each] = next(_numbers)
+        return self.numbers[each], identity_of(each)[1]
 
 
 def _fingerprint(value: Any) -> Any:
     """Return a value that changes with the data in `value`; `None` if it holds something other than data.
 
-    Copies of shards and of weights of other stages do not count as data, because each stage has its own.
+    Modules, parameters, shards and what cannot be pickled are no data.
     """
-    leaves, structure = tree_flatten(value)
-    if not all(isinstance(leaf, Tensor | Module) or _is_plain(leaf) for leaf in leaves):
+    digest = hashlib.blake2b()
+    try:
+        _Data(SimpleNamespace(write=digest.update)).dump(value)
+    except Exception:  # of any type, because objects pickle themselves
         return None
-    if any(isinstance(leaf, WithoutMemory | DTensor) and not isinstance(leaf, Parameter) for leaf in leaves):
-        return None
-    return structure, [_of_leaf(leaf) for leaf in leaves]
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether `value` is a plain value, or an array or another container of them, such as a set or `Counter`."""
-    if isinstance(value, dict):
-        return all(map(_is_plain, (*value.keys(), *value.values())))
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(map(_is_plain, value))
-    return isinstance(value, _PLAIN) or (isinstance(value, np.ndarray) and not value.dtype.hasobject)
-
-
-def _of_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, Parameter | Module):
-        return "fixed"
-    if isinstance(leaf, Tensor):
-        return *identity_of(leaf), tuple(leaf.shape)
-    return hashlib.blake2b(pickle.dumps(leaf)).digest()
+    return digest.digest()

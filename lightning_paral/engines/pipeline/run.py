@@ -1,4 +1,4 @@
-"""One run of a pipeline: divide the module among the stages, then train or evaluate it."""
+"""One run of a pipeline: divide the module among the stages, train or evaluate it, and restore it."""
 
 import logging
 import math
@@ -8,34 +8,38 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_paral.checkpoint.optimizer_state import EndedOptimizers
+from lightning_paral.checkpoint.sharded_state import ShardedState
+from lightning_paral.checkpoint.shards import FlatShard
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.data.parts import LogRecord, join_training_output, num_samples_of, split_batch
 from lightning_paral.data.rollback import rollback_attributes
 from lightning_paral.distributed.exchange import check_same_batch
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.engines.pipeline.boundaries import Boundaries, PipelineGroups, ReceivedTensors
-from lightning_paral.engines.pipeline.calls import StageDone, UnitCalls, replace_end_calls
+from lightning_paral.engines.pipeline.calls import (
+    Boundaries,
+    Pipeline,
+    Received,
+    StageDone,
+    UnitCalls,
+    replace_end_calls,
+)
+from lightning_paral.engines.pipeline.checks import StepCheck, check_batch_norms, check_parameter_hooks
 from lightning_paral.engines.pipeline.division import divide
 from lightning_paral.engines.pipeline.gradients import StageGradients
-from lightning_paral.engines.pipeline.micro_batches import MicroBatchWeights, RandomStreams
 from lightning_paral.engines.pipeline.options import PipelineOptions
 from lightning_paral.engines.pipeline.parameters import Shards, StageParameters, share_buffers
-from lightning_paral.engines.pipeline.refusals import (
-    batch_norms_of,
-    check_batch_norms,
-    check_new_parameters,
-    check_parameter_hooks,
-)
-from lightning_paral.engines.pipeline.results import SharedAttributes, StepResults, loss_of, share_values
-from lightning_paral.engines.pipeline.schedule import idle_fraction, passes_of_step
-from lightning_paral.engines.pipeline.step_check import StepCheck
+from lightning_paral.engines.pipeline.results import SharedAttributes, StepResults, loss_of
+from lightning_paral.engines.pipeline.schedule import MicroBatchWeights, RandomStreams, idle_fraction, passes_of_step
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.deferred.construction import DeferredConstruction
-from lightning_paral.model.user_hooks import has_hook
+from lightning_paral.model.host_memory_check import host_memory_shortage
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +49,6 @@ CheckSplit = Callable[[Any, Callable[[Any], Tensor | None]], None]
 _CHECKED_STEPS = (0, 1, 2, 4)
 """Numbers of optimizer steps after which a training step is checked."""
 _NUM_COMPARED = 8
-_READING_HOOKS = (
-    *("on_before_backward", "on_after_backward", "on_train_batch_start", "on_train_batch_end"),
-    *("on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end"),
-)
-"""Hooks between the batches of an accumulation window, whose gradients they may read."""
 
 
 class PipelineRun:
@@ -86,7 +85,6 @@ class PipelineRun:
         self.division = divide(module, options, dims.pipeline)
         self._options = options
         self._num_micro_batches = options.num_micro_batches(dims.num_ranks)
-        self._is_last_stage = dims.stage == dims.pipeline - 1
         self._undo = ExitStack()
         self._shards = shards
         self._in_full = in_full
@@ -95,18 +93,15 @@ class PipelineRun:
         parts = self.division.parts_of(dims.stage)
         self._parts = parts
         is_ring = len(self.division.parts) > dims.pipeline
-        self._groups = groups = PipelineGroups(dims, is_ring=is_ring) if dims.pipeline > 1 else None
-        self.parameters = StageParameters(self.division, dims, groups, device, deferred, shards)
+        self._pipeline = pipeline = Pipeline(dims, device, is_ring=is_ring)
+        self.parameters = StageParameters(self.division, pipeline, deferred, shards)
         units = self.division.units.inner
-        self._boundaries = Boundaries(dims, groups, device, parts, len(self.division.parts))
+        self._boundaries = Boundaries(pipeline, parts, len(self.division.parts))
         self._streams = RandomStreams(module, parts)
         own = {part: self.division.parts[part] for part in parts}
         self._calls = UnitCalls(units, own, self._boundaries, self._streams.enter_units, in_full)
-        self._results = StepResults(module, dims, groups, device)
-        of_stage = [units[number] for part in own.values() for number in part]
-        self._step_check = StepCheck(
-            module, units, of_stage, self._calls, self._streams, groups, is_last=self._is_last_stage
-        )
+        self._results = StepResults(module, pipeline)
+        self._step_check = StepCheck(module, units, self._calls, self._streams, pipeline)
         inside = {each for unit in units for each in unit.module.modules()}
         self._outside = [each for each in module.modules() if each not in inside]
         self._checked_steps: set[int] = set()
@@ -126,10 +121,8 @@ class PipelineRun:
         self.parameters.divide()
         if self.dims.pipeline > 1:
             self._calls.install(self._undo)
-            lacking = [end for end in self.division.ends if end.stage(self.dims.pipeline) != self.dims.stage]
+            lacking = [end for end in self.division.ends if end.stage != self.dims.stage]
             replace_end_calls(lacking, self._calls, self._undo)
-            roots = self.module, *vars(self.module.trainer)["callbacks"]
-            share_values(roots, self._results, lambda: self._calls.next_unit is not None, self._undo)
             SharedAttributes(self.module, self._results, self._undo)
         log.info("module divided: %s, stage %d of %d", type(self.module).__name__, self.dims.stage, self.dims.pipeline)
 
@@ -137,20 +130,7 @@ class PipelineRun:
         """Prepare for training; call this before the optimizers are created."""
         self.is_fit = True
         inside, outside = self.parameters.inside, self.parameters.outside
-        self.gradients = StageGradients(inside, outside, self.dims, self._groups, self.device, self._shards)
-        self.gradients.are_read_while_accumulating = has_hook(self.module, _READING_HOOKS)
-        self._known = set(self.module.parameters())
-        self._batch_norms = batch_norms_of(self.module) if self._num_micro_batches > 1 else {}
-
-    def know_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Know the parameters that `optimizers` have at the start of the fit; others are refused later."""
-        self._known.update(
-            each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]
-        )
-
-    def undo_at_end(self, undo: Callable[[], None]) -> None:
-        """Call `undo` when the run stops."""
-        self._undo.callback(undo)
+        self.gradients = StageGradients(inside, outside, self._pipeline, self._shards)
 
     def stop(self) -> None:
         """Restore the calls of the units, and what else was replaced for the run."""
@@ -158,14 +138,13 @@ class PipelineRun:
 
     def destroy_groups(self) -> None:
         """Destroy the process groups, after everything is sent and received. *Collective* over the pipeline."""
-        if self._groups is not None:
-            self._results.finish()
-            self._boundaries.finish()
-            self._groups.destroy()
+        self._results.finish()
+        self._boundaries.finish()
+        self._pipeline.destroy()
 
     def share_buffers(self) -> None:
         """Give all stages the buffers of the stage that computes them. *Collective* over the pipeline."""
-        share_buffers(self.division, self.dims, self._groups, self.device)
+        share_buffers(self.division, self._pipeline)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -189,8 +168,6 @@ class PipelineRun:
                     return self._train(step, args, kwargs)
                 return self._evaluate(name, step, args, kwargs)
 
-        if name == "training_step":
-            check_new_parameters(self.module, self.module.trainer.optimizers, self._known)
         with ExitStack() as undo:
             shadow_method(self.module, name, run, undo)
             yield
@@ -201,17 +178,18 @@ class PipelineRun:
         *Collective* over the pipeline.
         """
         batch, *others = args
-        check_batch_norms(self._batch_norms)
+        self.gradients.follow(self.module.trainer.optimizers)
         self._check_step(step, batch, others, kwargs)
         parts, sizes = split_batch(batch, [self.device] * self._num_micro_batches)
         records = [LogRecord(size) for size in sizes]
         self.gradients.set_aside()
+        self._results.expect()
         try:
             outputs, weights = self._run_schedule(step, [(part, *others) for part in parts], kwargs, sizes, records)
         finally:
             self.gradients.take()
         known, correction = weights.known()
-        joined = join_training_output(outputs, sizes, self.device, known) if self._is_last_stage else None
+        joined = join_training_output(outputs, sizes, self.device, known) if self._pipeline.is_last else None
         if known != sizes:
             for record, output, weight in zip(records, outputs, known, strict=True):
                 record.weigh(float(loss_of(output)), weight)
@@ -243,7 +221,7 @@ class PipelineRun:
             On the last stage, what the steps return, and the weights of their losses.
         """
         outputs: list[Any] = [None] * len(sizes)
-        graphs: dict[tuple[int, int], tuple[Tensor, ReceivedTensors | None]] = {}
+        graphs: dict[tuple[int, int], tuple[Tensor, Received | None]] = {}
         weights = MicroBatchWeights(sizes)
         self._boundaries.expect(len(sizes))
         stage, num_stages, schedule = self.dims.stage, self.dims.pipeline, self._options.schedule
@@ -255,7 +233,7 @@ class PipelineRun:
             result = self._forward(
                 "training_step", step, args_of[number], kwargs, records[number], part=each.part, micro_batch=number
             )
-            if self._ends(each.part):
+            if each.part == len(self.division.parts) - 1:
                 outputs[number] = tree_map_only(Tensor, Tensor.detach, result)
                 result = weights.weighted(number, loss_of(result))
             graphs[key] = result, self._boundaries.take_received()
@@ -267,7 +245,7 @@ class PipelineRun:
         if is_first:
             self._check_same_batch(name, args[0])
         output = self._forward_all(name, step, args, kwargs, record, is_checked=is_first)
-        output = self._results.share(output if self._is_last_stage else None, [record])
+        output = self._results.share(output if self._pipeline.is_last else None, [record])
         self._boundaries.finish()
         return output
 
@@ -282,15 +260,11 @@ class PipelineRun:
         if trainer.current_epoch != self._checked_epoch:
             self._checked_epoch = trainer.current_epoch
             check_parameter_hooks(self.module)
+            if self._num_micro_batches > 1:
+                check_batch_norms(self.module)
         if is_first:
             self._first_step = trainer.global_step
             self._check_same_batch("training_step", batch)
-            if self._num_micro_batches > 1 and num_samples_of(batch) is None:
-                raise ConfigurationError(
-                    "The first training batch has no tensor with a dimension, so there is nothing to divide into "
-                    "micro-batches. Return batches whose tensors have the samples in their first dimension, or set "
-                    "micro_batches=1, with which the stages wait for each other."
-                )
         number = trainer.global_step - self._first_step
         if number not in _CHECKED_STEPS or number in self._checked_steps:
             return
@@ -300,13 +274,14 @@ class PipelineRun:
             result = self._forward_all(
                 "training_step", step, (part, *others), kwargs, LogRecord(1), is_checked=is_checked
             )
-            return loss_of(result) if self._is_last_stage else result
+            return loss_of(result) if self._pipeline.is_last else result
 
         if self._options.check_steps:
-            # Two samples may have equally many tokens by chance, so the first time more of them are compared.
-            num_samples = 1 if self._num_micro_batches == 1 else _NUM_COMPARED if is_first else 2
-            at_once = math.ceil((num_samples_of(batch) or 1) / self._num_micro_batches)
-            self._step_check.run(batch, forward, num_samples, at_once, is_first=is_first)
+            # Two samples may have equally many tokens by chance, so the first time more of them are compared, if a
+            # micro-batch has more: they take no more memory than a training step.
+            of_micro_batch = math.ceil((num_samples_of(batch) or 1) / self._num_micro_batches)
+            most = max(2, min(_NUM_COMPARED, of_micro_batch)) if is_first else 2
+            self._step_check.run(batch, forward, 1 if self._num_micro_batches == 1 else most, is_first=is_first)
         if is_first and self.check_split is not None:
             self.check_split(batch, lambda part: self._passes_of_one(step, (part, *others), kwargs))
 
@@ -317,13 +292,12 @@ class PipelineRun:
         """
         (output,), _ = self._run_schedule(step, [args], kwargs, [1], [LogRecord(1)])
         self._boundaries.finish()
-        return loss_of(output) if self._is_last_stage else None
+        return loss_of(output) if self._pipeline.is_last else None
 
     def _check_same_batch(self, step: str, batch: Any) -> None:
         """Check that all stages have the same batch. *Collective* over the pipeline."""
         self._checked_batches.add(step)
-        if self._groups is not None:
-            check_same_batch(step, batch, "The stages of the pipeline", self._groups.values)
+        check_same_batch(step, batch, "The stages of the pipeline", self._pipeline.values)
 
     # Passes
 
@@ -370,14 +344,9 @@ class PipelineRun:
                 self._calls.check_complete(name)
             except StageDone as done:
                 output = done.sent
-            if is_checked and name == "training_step":
-                self._calls.note_use(loss_of(output) if self._ends(part) else output)
             return output
 
-    def _ends(self, part: int) -> bool:
-        return part == len(self.division.parts) - 1
-
-    def _backward(self, result: Tensor, received: ReceivedTensors | None) -> None:
+    def _backward(self, result: Tensor, received: Received | None) -> None:
         self._boundaries.is_in_backward = True
         try:
             with torch.autocast(self.device.type, enabled=False):
@@ -387,3 +356,77 @@ class PipelineRun:
                 received.answer_if_unused(self.device)
         finally:
             self._boundaries.is_in_backward = False
+
+
+# The state of the module, in a run and between runs
+
+
+class PipelineState(ShardedState):
+    """The state of the module of `run`. Parameters of other stages are empty `FlatShard`s.
+
+    Args:
+        run: the current run.
+        optimizers: the optimizers of the fit; if the run is an evaluation, those of an earlier fit.
+        ended: the optimizers of past runs.
+        ranks_per_node: number of ranks that share the memory of a node.
+    """
+
+    def __init__(
+        self,
+        run: PipelineRun,
+        optimizers: Sequence[Optimizer],
+        ended: EndedOptimizers,
+        ranks_per_node: int,
+    ) -> None:
+        super().__init__(run.module, optimizers, run.device, ended)
+        self._run = run
+        self._ranks_per_node = ranks_per_node
+
+    def full(self, parameter: Parameter, shard: Tensor | None) -> Tensor | None:
+        """Return a full copy of what the stage that has `parameter` has of it. *Collective* over the pipeline."""
+        return self._run.parameters.full(parameter, None if isinstance(shard, FlatShard) else shard)
+
+    def gradient_norm(self, optimizer: Any = None) -> Tensor:
+        """Return the 2-norm of all gradients, or of those of one optimizer. *Collective* over the pipeline."""
+        groups = [{"params": self.module.parameters()}] if optimizer is None else optimizer.param_groups
+        return self._run.gradients.norm_of(parameter for group in groups for parameter in group["params"])
+
+    def restore(self, ended: EndedOptimizers, *, failed: bool) -> None:
+        """Restore the module: all its parameters, with the values of all stages, on CPU. *Collective* over the world.
+
+        If some ranks failed, or if a node lacks memory, parameters of other stages stay empty, with a warning.
+
+        Args:
+            ended: takes over the states of the optimizers of a fit.
+            failed: whether an exception ended a run with several ranks.
+        """
+        run = self._run
+        run.stop()
+        obstacle: str | None
+        if failed:
+            obstacle = "the run failed, and the stages may not be at the same step"
+        else:
+            obstacle = host_memory_shortage(run.division.num_bytes, self._ranks_per_node)
+        if obstacle is not None:
+            rank_zero_warn(f"{type(run.module).__name__} stays divided among the stages: {obstacle}.")
+        if obstacle is None:
+            run.share_buffers()
+        originals = run.parameters.restore(obstacle)
+        if not failed:
+            run.destroy_groups()
+        if obstacle is None:
+            if run.is_fit:
+                for optimizer in self.optimizers:
+                    ended.keep(optimizer, run.module, None, originals)
+            run.module.cpu()
+
+
+class EndedPipelineState(ShardedState):
+    """The state of a module between runs: its parameters are on all ranks, the optimizer states on their stages."""
+
+    def full_optimizer_state(self, parameter: Parameter, key: str) -> Tensor:
+        """Raise a `ConfigurationError`."""
+        raise ConfigurationError(
+            "After a run in a pipeline, each stage has the optimizer states of its own parameters only. Call "
+            "full_optimizer_state during the fit, such as in on_train_end."
+        )

@@ -36,13 +36,6 @@ class Averages(Chain):
         return super().training_step(batch, batch_idx)
 
 
-class HasNestedUnits(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block.gain = nn.Parameter(torch.ones(1))
-
-
 class HasDTensor(Chain):
     def configure_model(self) -> None:
         mesh = init_device_mesh("cpu", (2,))
@@ -143,8 +136,7 @@ class UsesFirst(Chain):
         return self.out(hidden)
 
 
-def in_first_block(name: str, _: nn.Module) -> bool:
-    return name.startswith("blocks.0")
+INSIDE = "uses a value from inside of a unit"
 
 
 def refusal(make: Callable[[], Any], options: dict[str, Any], world_size: int, trainer_options: dict[str, Any]) -> str:
@@ -171,16 +163,16 @@ def refusal(make: Callable[[], Any], options: dict[str, Any], world_size: int, t
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (KeepsLoss, {}, "depends on what units keep in attributes, such as blocks.0.auxiliary"),
-        (KeepsLoss, {"micro_batches": 1}, "depends on what units keep in attributes, such as blocks.0.auxiliary"),
-        (KeepsNumber, {}, "depends on what units keep in attributes, such as blocks.0.size"),
+        (KeepsLoss, {}, INSIDE),
+        (KeepsLoss, {"micro_batches": 1}, INSIDE),
+        (KeepsNumber, {}, INSIDE),
         (
             partial(KeepsNumber, 1),  # of the last stage, but of another part than the end of the step
             {"schedule": "interleaved"},
-            "depends on what units keep in attributes, such as blocks.1.size",
+            INSIDE,
         ),
-        (Collects, {"micro_batches": 1}, "uses a tensor from inside blocks.3, such as one that a hook collects"),
-        (Collects, {"schedule": "interleaved"}, "uses a tensor from inside blocks.3"),
+        (Collects, {"micro_batches": 1}, INSIDE),
+        (Collects, {"schedule": "interleaved"}, INSIDE),
         (Derives, {}, "The code of a step computes gradients itself"),
         (SumsSmall, {}, "is not a mean over samples"),
         (partial(ChangesGradients, "zero"), {}, "changes gradients of parameters"),
@@ -195,7 +187,6 @@ def refusal(make: Callable[[], Any], options: dict[str, Any], world_size: int, t
         (EndsAtOnce, {}, "training_step ended without calling blocks.1"),
         (HasDTensor, {}, "scale is a DTensor already"),
         (Chain, {"balance": [2, 3]}, "Its numbers must add up to 4"),
-        (HasNestedUnits, {"units": in_first_block}, "'blocks.0' and 'blocks.0.inner' inside it"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )

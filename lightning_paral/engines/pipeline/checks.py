@@ -1,4 +1,4 @@
-"""Check a training step before it trains: that a stage lacks nothing, and that the loss of a batch is a mean."""
+"""Check that a pipeline trains as one process does: the module, and that its step lacks nothing and has a mean loss."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -8,33 +8,86 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torchmetrics import Metric
 
-from lightning_paral.compat.torch.autograd import identity_of, version_of
-from lightning_paral.compat.torch.modules import own_buffers
+from lightning_paral.compat.torch.autograd import gradient_hooks, post_accumulate_grad_hooks, version_of
+from lightning_paral.compat.torch.modules import BatchNorm
 from lightning_paral.data.parts import first_samples, num_samples_of, weighted_mean
-from lightning_paral.data.rollback import rollback_side_effects, user_attributes
+from lightning_paral.data.rollback import rollback_side_effects
 from lightning_paral.distributed.exchange import gather_objects
-from lightning_paral.engines.pipeline.boundaries import PipelineGroups
-from lightning_paral.engines.pipeline.calls import UnitCalls
-from lightning_paral.engines.pipeline.elsewhere import is_elsewhere
-from lightning_paral.engines.pipeline.micro_batches import MicroBatchWeights, RandomStreams, generator_states
+from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.engines.pipeline.calls import Pipeline, UnitCalls
+from lightning_paral.engines.pipeline.parameters import is_elsewhere
+from lightning_paral.engines.pipeline.schedule import MicroBatchWeights, RandomStreams, generator_states
 from lightning_paral.errors import ConfigurationError, ParalError
+from lightning_paral.model.checks import check_embeddings
 from lightning_paral.model.gradients import local_part
 from lightning_paral.model.units import Unit
+
+# The module
+
+
+def check_before_fit(module: LightningModule, dims: ParallelDims, *, has_sync_batchnorm: bool) -> None:
+    """Raise a `ConfigurationError` if training `module` in a pipeline would not equal training in one process."""
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            f"{name} uses manual optimization. In a pipeline, the backward passes of the micro-batches run inside "
+            "training_step, so it cannot call them itself. Use automatic optimization, or train with paral_fsdp."
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ConfigurationError(
+            f"{name}.training_step takes a `dataloader_iter`, so there is no batch to divide into micro-batches. Take "
+            "`batch`, or train with paral_fsdp."
+        )
+    if has_sync_batchnorm:
+        raise ConfigurationError(
+            "Trainer(sync_batchnorm=True) cannot be used in a pipeline, whose stages run different layers at the same "
+            "time. Leave it out, or train with paral_fsdp."
+        )
+    check_parameter_hooks(module)
+    check_embeddings(module, dims.data_size, "a pipeline")
+
+
+def check_parameter_hooks(module: Module) -> None:
+    """Raise a `ConfigurationError` if there is a hook on the gradient of a parameter."""
+    for name, parameter in module.named_parameters():
+        for hook in (gradient_hooks(parameter) | post_accumulate_grad_hooks(parameter)).values():
+            raise ConfigurationError(
+                f"{name} has a hook, {getattr(hook, '__qualname__', hook)!r}, from register_hook or "
+                "register_post_accumulate_grad_hook. In a pipeline, it would be called once per micro-batch, with a "
+                "part of the gradient. Clip with Trainer(gradient_clip_val=...), or train with paral_ddp."
+            )
+
+
+def check_batch_norms(module: Module) -> None:
+    """Check before steps with several micro-batches that no BatchNorm in `module` normalizes by its batch.
+
+    One in eval mode, as in a frozen encoder, does not.
+
+    Raises:
+        ConfigurationError: one does.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, BatchNorm) and (layer.training or layer.running_mean is None):
+            raise ConfigurationError(
+                f"{name} is a BatchNorm, which would normalize each micro-batch on its own, and so train differently "
+                "than in one process. Set micro_batches=1, use GroupNorm or LayerNorm, call its eval() if it is "
+                "frozen, or train with paral_fsdp."
+            )
+
+
+# The step
 
 _TOLERANCE = 1e-4
 """Relative to the largest of the compared losses."""
 _TOLERANCE_OF_16_BITS = 1e-2
 _ROUNDING = 1e-7
 """What a loss that is zero may differ by."""
-
-_LACKING = (
-    "In a pipeline, other stages do not have it. Let units return what other code needs, or train with paral_fsdp."
-)
 
 Forward = Callable[[Any, bool], Tensor]
 """Runs the step on a batch, and checks the pass if told to. Returns the loss, on other stages what `send` does."""
@@ -45,12 +98,10 @@ class _Found:
     """What a stage has found in the passes."""
 
     losses: Sequence[float]
-    """On the last stage, the loss of all samples, that without what other stages lack, and then those of each."""
+    """On the last stage, the loss of all samples, those of each, and that of all if what is inside of units is NaN."""
     weights: Sequence[float]
     """How much the loss of each sample counts."""
     first_nan: int | None
-    kept: Sequence[str]
-    """The names of attributes and buffers of units that the pass of all samples has changed."""
     has_drawn: bool
     fault: str | None
 
@@ -61,34 +112,27 @@ class StepCheck:
     Args:
         module: the divided LightningModule.
         units: the units of the chain.
-        own: the units of this stage.
         calls: notes units that return NaN.
         streams: notes whether passes draw random numbers.
-        groups: the process groups of the run; `None` if there is one stage.
-        is_last: whether this is the last stage.
+        pipeline: the pipeline of this rank.
     """
 
     def __init__(
         self,
         module: LightningModule,
         units: Sequence[Unit],
-        own: Sequence[Unit],
         calls: UnitCalls,
         streams: RandomStreams,
-        groups: PipelineGroups | None,
-        *,
-        is_last: bool,
+        pipeline: Pipeline,
     ) -> None:
         self._module = module
         self._step = f"{type(module).__name__}.training_step"
         self._units = units
-        self._own = own
         self._calls = calls
         self._streams = streams
-        self._groups = groups
-        self._is_last = is_last
+        self._pipeline = pipeline
 
-    def run(self, batch: Any, forward: Forward, num_samples: int, at_once: int, *, is_first: bool) -> None:
+    def run(self, batch: Any, forward: Forward, num_samples: int, *, is_first: bool) -> None:
         """Check the step. *Collective* over the pipeline.
 
         Args:
@@ -96,30 +140,24 @@ class StepCheck:
             forward: runs the step.
             num_samples: the largest number of samples. If it is 1, because batches are not divided, the step runs on
                 the whole batch.
-            at_once: the largest number of samples that take no more memory than a training step.
             is_first: whether no optimizer step came before, so that a loss that is NaN is a fault.
 
         Raises:
             ConfigurationError: the step uses what its stage does not have, changes parameters, gradients or buffers, or
                 has a loss that is not the mean of those of the samples. Raised on all stages.
         """
-        groups: list[tuple[Any, list[Any]]] = [(batch, [])]
+        total = num_samples_of(batch) or 1
+        num_samples = min(num_samples, total)
+        whole, singles = batch, []
         if num_samples > 1:
-            total = num_samples_of(batch) or 1
-            num_samples = min(num_samples, total)
-            distance, at_once = total // num_samples, max(2, at_once)
-            chosen = range(0, distance * num_samples, distance)
-            places = [chosen[number : number + at_once] for number in range(0, num_samples, at_once)]
-            groups = [
-                (first_samples(batch, of.start, of.stop, of.step), [first_samples(batch, at, at + 1) for at in of])
-                for of in places
-            ]
+            chosen = range(0, total // num_samples * num_samples, total // num_samples)
+            whole = first_samples(batch, chosen.start, chosen.stop, chosen.step)
+            singles = [first_samples(batch, at, at + 1) for at in chosen]
         trained = [part for part in self._module.modules() if part.training]
         try:
-            for whole, singles in groups:
-                if self._check(whole, singles, forward, is_first=is_first):  # dropout: compare without it
-                    self._module.eval()
-                    self._check(whole, singles, forward, is_first=is_first)
+            if self._check(whole, singles, forward, is_first=is_first):  # dropout: compare without it
+                self._module.eval()
+                self._check(whole, singles, forward, is_first=is_first)
         except Exception as error:
             if num_samples > 1 and not isinstance(error, ParalError):
                 error.add_note(
@@ -134,21 +172,22 @@ class StepCheck:
     def _check(self, whole: Any, singles: Sequence[Any], forward: Forward, *, is_first: bool) -> bool:
         """Check the step, and return whether its losses could not be compared, because it draws random numbers."""
         with rollback_side_effects(self._module):
-            own = self._passes(whole, singles, forward)
-        stages = self._of_all(own)
+            found = self._passes(whole, singles, forward, is_first=is_first)
+        stages = gather_objects(found, self._pipeline.values)
         fault = next((each.fault for each in stages if each.fault is not None), None)
         if fault is not None:
             raise ConfigurationError(f"{self._step} {fault}")
         losses, weights = next((each.losses, each.weights) for each in stages if each.losses)
-        loss, without, *of_samples = losses
+        loss, *of_samples, on_nan = losses
         nan_units = [each.first_nan for each in stages if each.first_nan is not None]
         has_targets = not weights or any(weights)
-        if is_first and self._groups is not None and math.isnan(loss) and (nan_units or has_targets):
+        if is_first and len(stages) > 1 and math.isnan(loss) and (nan_units or has_targets):
             self._refuse_nan(nan_units)
-        if math.isnan(without) and not math.isnan(loss):
+        if math.isnan(on_nan) and not math.isnan(loss):
             raise ConfigurationError(
-                f"The loss of {self._step} depends on what units keep in attributes, such as {', '.join(own.kept[:4])}."
-                f" {_LACKING}"
+                f"The loss of {self._step} uses a value from inside of a unit, such as what a unit keeps in an "
+                "attribute, or a hook collects. In a pipeline, other stages do not have it. Let units return what "
+                "other code needs, or train with paral_fsdp."
             )
         if not singles:
             return False
@@ -168,31 +207,27 @@ class StepCheck:
             )
         return False
 
-    def _passes(self, whole: Any, singles: Sequence[Any], forward: Forward) -> _Found:
+    def _passes(self, whole: Any, singles: Sequence[Any], forward: Forward, *, is_first: bool) -> _Found:
         streams, weights = self._streams, MicroBatchWeights([1] * len(singles))
-        before, kept = _sums(self._module.named_parameters()), self._kept_by_units()
+        before = _sums(self._module.named_parameters())
         generators = generator_states()
         streams.is_watching, streams.has_drawn = True, False
         try:
             with _watched_gradients(self._module) as have_changed:
-                self._calls.first_nan = self._calls.used = None
-                losses = [forward(whole, True).detach()] * 2
-                first_nan, used = self._calls.first_nan, self._calls.used
-                now = self._kept_by_units()
-                changed_by_units = self._hide([key for key, value in now.items() if value != kept.get(key)])
-                if changed_by_units:
-                    losses[1] = forward(whole, False).detach()
-                    self._calls.hidden.clear()
+                self._calls.first_nan = None
+                losses = [forward(whole, True).detach()]
+                first_nan = self._calls.first_nan
                 buffers = _sums(self._buffers())
                 for number, single in enumerate(singles):
                     result = forward(single, False)
-                    if self._is_last:
+                    if self._pipeline.is_last:
                         weights.weighted(number, result)
                     losses.append(result.detach())
                     del result  # the graph, which takes memory
                 has_changed_gradients = have_changed()
         finally:
             streams.is_watching = False
+        has_drawn = streams.has_drawn or generators != generator_states()
         fault = None
         changed = _changed(before, _sums(self._module.named_parameters()))
         if changed is not None:
@@ -212,46 +247,13 @@ class StepCheck:
                 "than one process. Set micro_batches=1, or train with paral_fsdp. If the difference is intended, set "
                 "check_steps=False."
             )
-        elif used is not None:
-            fault = f"uses a tensor from inside {used}, such as one that a hook collects. {_LACKING}"
-        has_drawn = streams.has_drawn or generators != generator_states()
-        known = [float(each) for each in losses] if self._is_last else []
-        return _Found(known, weights.known()[0], first_nan, changed_by_units, has_drawn, fault)
-
-    def _parts_of_stage(self) -> Iterator[tuple[str, Module]]:
-        parts = {part for unit in self._own for part in unit.module.modules()}
-        return ((name, part) for name, part in self._module.named_modules() if part in parts)
-
-    def _kept_by_units(self) -> dict[tuple[str, str], Any]:
-        """Return by module and name what changes with the attributes and buffers of this stage's units."""
-        return {
-            (name, attribute): identity_of(value) if isinstance(value, Tensor) else repr(value)
-            for name, part in self._parts_of_stage()
-            if not isinstance(part, Metric)
-            for attribute, value in (user_attributes(part) | own_buffers(part)).items()
-            if isinstance(value, Tensor) or type(value) in (int, float)
-        }
-
-    def _hide(self, changed: list[tuple[str, str]]) -> list[str]:
-        """Make what units of other stages have changed NaN here, and return the names of all. *Collective*.
-
-        What units of this stage have changed is NaN in passes through other parts, which may be of other micro-batches.
-        """
-        own, modules = dict(self._parts_of_stage()), dict(self._module.named_modules())
-        attributes: list[str] = []
-        buffers: list[str] = []
-        for name, attribute in dict.fromkeys(key for of_stage in self._of_all(changed) for key in of_stage):
-            is_buffer = attribute in own_buffers(modules[name])
-            (buffers if is_buffer else attributes).append(f"{name}.{attribute}")
-            values: Any = own_buffers(modules[name]) if is_buffer else vars(modules[name])
-            if name in own:
-                self._calls.hidden.append((modules[name], values, attribute))
-            else:
-                values[attribute] = torch.tensor(float("nan"))
-        return attributes + buffers
-
-    def _of_all(self, value: Any) -> list[Any]:
-        return [value] if self._groups is None else gather_objects(value, self._groups.values)
+        self._calls.hides_insides = is_first
+        try:
+            losses.append(forward(whole, False).detach() if is_first else losses[0])
+        finally:
+            self._calls.hides_insides = False
+        known = [float(each) for each in losses] if self._pipeline.is_last else []
+        return _Found(known, weights.known()[0], first_nan, has_drawn, fault)
 
     def _refuse_nan(self, units: Sequence[int]) -> None:
         user = self._units[min(units)].name if units else "the code after the last unit"
