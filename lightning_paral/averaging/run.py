@@ -19,7 +19,6 @@ from lightning_paral.compat.lightning.callbacks import (
     SWAP,
     averages_of,
     options_of,
-    replace_schedulers_late,
     set_averages,
 )
 from lightning_paral.compat.lightning.methods import replace_methods
@@ -196,8 +195,13 @@ class RunAverages:
             averages.become_weights(buffers=False)
 
         def load_state_dict(callback: Any, state_dict: dict[str, Any]) -> None:
+            # Its `on_fit_start`, which has run, would have replaced the schedulers.
+            if state_dict["scheduler_state"] is not None and self._trainer.strategy.restore_checkpoint_after_setup:
+                raise ConfigurationError(
+                    "StochasticWeightAveraging cannot resume after swa_epoch_start if the module is built in "
+                    "configure_model. Build it in __init__, or resume from an earlier checkpoint."
+                )
             load(callback, state_dict)
-            replace_schedulers_late(callback, self._trainer)
 
         return {
             "setup": self._setup(theirs.setup),

@@ -25,6 +25,7 @@ from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.process_group import join_process_group, owned_group
 from lightning_paral.model.activation_checkpointing import checkpoint_units
 from lightning_paral.model.buffers import RankZeroBuffers
+from lightning_paral.model.engine_attributes import remember_attributes
 from lightning_paral.model.user_hooks import trainer_of
 from lightning_paral.options import ActivationCheckpointing, RankOptions, Sampling
 from lightning_paral.strategies import library_warnings
@@ -283,15 +284,21 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
             ConfigurationError: the ranks have different parameters or optimizers.
         """
         self._agreement.check_module(trains=self._is_fit)
+        self._remember_attributes()
         if self._is_fit:
             self.checkpoint_activations()
         super().setup(trainer)
+
+    def _remember_attributes(self) -> None:
+        if self._default_form == "sharded" and self.lightning_module is not None:
+            self._at_end.callback(remember_attributes(self.lightning_module))
 
     def _begin_setup(self, trainer: Trainer) -> tuple[LightningModule, bool]:
         """Begin a `setup` that does not call that of the Lightning base; return the module, and whether to train it."""
         assert self.lightning_module is not None
         assert self.accelerator is not None
         self._restores_after_setup = self.restore_checkpoint_after_setup
+        self._remember_attributes()
         self.accelerator.setup(trainer)
         return self.lightning_module, self._is_fit
 

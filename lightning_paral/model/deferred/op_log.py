@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_paral.compat.torch.autograd import DisableTorchFunction
-from lightning_paral.compat.torch.tensors import identity_of, tree_leaves, tree_map_only, without_modes
+from lightning_paral.compat.torch.tensors import identity_of, tree_leaves, tree_map_only
 
 _aten = torch.ops.aten
 OVERWRITING = {
@@ -41,15 +40,17 @@ class OpLog:
     """Operations on deferred tensors, in order."""
 
     def __init__(self) -> None:
+        self.is_repeating = False
+        """Whether operations run that must not be recorded."""
         self._operations: list[_Operation] = []
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.device]] = {}
 
     def owns(self, value: Any) -> bool:
         """Return whether `value` is a deferred tensor of this log."""
-        if not isinstance(value, Tensor):
+        try:
+            return isinstance(value, Tensor) and _storage_of(value) in self._storages
+        except RuntimeError:  # it has no storage, as a sparse tensor
             return False
-        with DisableTorchFunction():
-            return value.is_meta and _storage_of(value) in self._storages
 
     def device_of(self, tensor: Tensor) -> torch.device:
         """Return the device that `tensor` will be materialized on."""
@@ -106,10 +107,14 @@ class OpLog:
                 path.append(operation)
                 needed = (needed - operation.overwrites) | operation.reads
         real: dict[int, torch.UntypedStorage] = {}
-        with torch.no_grad(), DisableTorchFunction(), without_modes():
-            for operation in reversed(path):
-                self._repeat(operation, real)
-            return [self._real(tensor, real) for tensor in tensors]
+        before, self.is_repeating = self.is_repeating, True
+        try:
+            with torch.no_grad():
+                for operation in reversed(path):
+                    self._repeat(operation, real)
+                return [self._real(tensor, real) for tensor in tensors]
+        finally:
+            self.is_repeating = before
 
     def _repeat(self, operation: _Operation, real: dict[int, torch.UntypedStorage]) -> None:
         def present(value: Tensor) -> Tensor:

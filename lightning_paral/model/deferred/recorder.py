@@ -32,6 +32,8 @@ class MetaDisguise(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         log, kwargs = self._log, kwargs or {}
+        if log.is_repeating:
+            return func(*args, **kwargs)
         if func == _SET_DATA and log.owns(args[0]) != log.owns(args[1]):
             return _set_data(*args)
         if func == _IS_META and log.owns(args[0]):
@@ -74,6 +76,8 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._log.is_repeating:
+            return func(*args, **kwargs)
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         if any(type(tensor) not in (Tensor, Parameter) for tensor in tensors):
             return func(*args, **kwargs)
