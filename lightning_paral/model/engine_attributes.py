@@ -47,8 +47,8 @@ def remember_attributes(root: Module) -> Callable[[], None]:
 def attributes_without_engine(module: Module) -> dict[str, Any]:
     """Return the attributes of `module` without what an engine has added to them.
 
-    Of those that it has got since `remember_attributes`, public ones are the user's, unless they hide attributes of the
-    class, such as `forward`. Others, and all hooks registered since then, are the engine's.
+    Of those that it has got since `remember_attributes`, public ones are the user's, unless they are functions or hide
+    attributes of the class. Others, and all hooks registered since then, are the engine's.
     """
     attributes = vars(module) | {"_parameters": dict(vars(module)["_parameters"])}
     if module not in _before:
@@ -57,6 +57,10 @@ def attributes_without_engine(module: Module) -> dict[str, Any]:
     for name, value in list(attributes.items()):
         if name in hooks:
             attributes[name] = type(value)((key, hook) for key, hook in value.items() if key in hooks[name])
-        elif name not in names and (name.startswith("_") or is_zero_attribute(name) or hasattr(type(module), name)):
+        elif name not in names and (_is_not_a_value(name, value) or hasattr(type(module), name)):
             del attributes[name]
     return attributes
+
+
+def _is_not_a_value(name: str, value: Any) -> bool:
+    return name.startswith("_") or is_zero_attribute(name) or callable(value)
