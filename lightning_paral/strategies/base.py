@@ -347,7 +347,7 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         """Create the optimizers and schedulers. *Collective* over the world.
 
         Raises:
-            ConfigurationError: the ranks have different optimizers or schedulers.
+            ConfigurationError: the ranks have different optimizers.
         """
         super().setup_optimizers(trainer)
         self._agreement.check_optimizers()

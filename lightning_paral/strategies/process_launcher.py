@@ -1,11 +1,9 @@
 """Launch the ranks in forked processes: in notebooks, interactive sessions, `python -c` and pytest."""
 
-import ctypes
 import gc
 import os
 import pickle
 import signal
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.tensor import DTensor
@@ -35,7 +33,6 @@ from lightning_paral.model.engine_attributes import is_left_partitioned
 _GRACE_SECONDS = 10.0
 """How long the other ranks may take to end, and to save, after one has ended with an error."""
 _CONSEQUENCE = f"{RankFailedError.__module__}.{RankFailedError.__name__}: "
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 class ProcessLauncher:
@@ -82,8 +79,10 @@ class ProcessLauncher:
                 raise RankFailedError("The ranks ended without a result: rank 0 called sys.exit or os._exit.")
             result, weights, metrics, best_path, trainer.state = torch.load(file, weights_only=False)
         if is_fit:
-            _load_weights(strategy.lightning_module, weights)
-            self.has_fit = True
+            self.has_fit, module = True, strategy.lightning_module
+            if is_overridden("configure_model", module):
+                module.configure_model()  # adds the layers that it has added in the ranks
+            module.load_state_dict(weights, strict=module.strict_loading)
         trainer.callback_metrics.update(metrics)
         if best_path is not None:
             vars(trainer.checkpoint_callback)["best_model_path"] = best_path
@@ -172,8 +171,6 @@ def _run_in_rank(
         ConfigurationError: parameters stayed sharded.
     """
     strategy: Any = trainer.strategy
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # torch's SIGINT does not end code in C
     # OpenMP would wait for threads that exist only in the parent: https://github.com/pytorch/pytorch/issues/17199
     torch.set_num_threads(1)
     os.environ |= {"OMP_NUM_THREADS": "1", "LOCAL_RANK": str(local_rank)}
@@ -192,21 +189,3 @@ def _run_in_rank(
         weights = dict(module.state_dict()) if is_fit else {}
         left = move_data_to_device((result, weights, trainer.callback_metrics), "cpu")
         torch.save((*left, getattr(trainer.checkpoint_callback, "best_model_path", None), trainer.state), file)
-
-
-def _load_weights(module: LightningModule, weights: dict[str, Any]) -> None:
-    """Load the weights of the ranks into `module`, after adding the layers that `configure_model` has added there.
-
-    Raises:
-        ConfigurationError: the module still has other names.
-    """
-    if is_overridden("configure_model", module):
-        module.configure_model()
-    different = sorted(weights.keys() ^ module.state_dict().keys())
-    if different:
-        raise ConfigurationError(
-            f"The run has added or removed {different[0]} outside of configure_model, so the trained weights cannot be "
-            "sent to the process that started the ranks. Create layers in __init__ or configure_model, or load the "
-            "weights from a checkpoint of the run."
-        )
-    module.load_state_dict(weights, strict=False)
