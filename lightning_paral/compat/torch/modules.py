@@ -30,7 +30,6 @@ NAMES: Names = {
         "; ".join(f".{name}" for name in ALL): "remove or replace hooks on the user's modules",
         "._load_state_dict_post_hooks": "call a hook before others after a state dict is loaded",
         "._non_persistent_buffers_set": "leave caches out where a state dict leaves them out",
-        "_replicate_for_data_parallel": "copy a module without its parameters",
         "_compiled_call_impl": "recognize modules compiled by module.compile()",
         "_save_to_state_dict(destination, prefix, keep_vars)": "save shards in place of parameters",
         "._metadata": "keep the versions of modules with a state dict",
@@ -200,9 +199,15 @@ def _unregistered_class(original: type[Module], first: type, attributes: dict[st
 # Copies of modules without parameters, as `DataParallel` creates them
 
 
-def copy_without_values(module: Any) -> Module:
+def copy_without_values(module: Module) -> Module:
     """Return a copy of `module` that has copies of its dictionaries, but no parameters."""
-    copy: Module = module._replicate_for_data_parallel()
+    copy: Module = object.__new__(type(module))
+    for name, value in vars(module).items():
+        # Recurrent layers keep a list of their weights, which assignments to the copy change.
+        has_weights = isinstance(value, list) and any(isinstance(each, Parameter) for each in value)
+        vars(copy)[name] = list(value) if has_weights else value
+    tables: dict[str, Any] = {"_parameters": {}, "_buffers": dict(own_buffers(module))}
+    vars(copy).update(tables, _modules=dict(own_children(module)))
     return copy
 
 
