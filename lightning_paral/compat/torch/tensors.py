@@ -88,7 +88,7 @@ def untyped(storage: object) -> UntypedStorage | None:
     """Return the untyped storage of `storage`, or `None` if it is not a storage."""
     if isinstance(storage, torch.storage.TypedStorage):
         with warnings.catch_warnings(action="ignore"):  # "TypedStorage is deprecated"
-            return storage.untyped()
+            storage = storage.untyped()  # type: ignore[no-untyped-call]
     return storage if isinstance(storage, UntypedStorage) else None
 
 
