@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from lightning_paral.compat.private_name import Names
 
@@ -35,9 +34,6 @@ NAMES: Names = {
         "._metadata": "keep the versions of modules with a state dict",
     },
     "torch._dynamo": {"OptimizedModule": "recognize modules that torch.compile(module) returned"},
-    "torch.nn.modules.module": {
-        "_EXTRA_STATE_KEY_SUFFIX": "distinguish extra states from parameters and buffers in a state dict",
-    },
 }
 
 
@@ -223,7 +219,13 @@ def is_compiled(module: Module) -> bool:
 
 # How `Module.state_dict` and `Module.load_state_dict` save and load each submodule
 
-EXTRA_STATE = _EXTRA_STATE_KEY_SUFFIX
+
+class _OnlyExtraState(Module):
+    def get_extra_state(self) -> None:
+        return None
+
+
+EXTRA_STATE: str = next(iter(_OnlyExtraState().state_dict()))
 """The suffix of state-dict keys whose values `Module.get_extra_state` returned."""
 
 
