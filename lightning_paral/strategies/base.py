@@ -185,9 +185,8 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         self._watch.begin()
         # In the group of the gradients, gloo would end the process if one rank reduces a value while another one
         # reduces a gradient.
-        self._logged_group = (
-            None if self.dims.data_size == 1 else self.dims.group_for_only("logged values", self.timeout)
-        )
+        if self.dims.data_size > 1:
+            self._logged_group = self.dims.group_for_only("logged values", self.timeout)
         self._agreement.check_settings(trainer)
         self._stop_on_sigterm = handle_signals(trainer)
         if self._stop_on_sigterm is not None:
