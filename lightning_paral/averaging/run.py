@@ -199,7 +199,8 @@ class RunAverages:
             if state_dict["scheduler_state"] is not None and self._trainer.strategy.restore_checkpoint_after_setup:
                 raise ConfigurationError(
                     "StochasticWeightAveraging cannot resume after swa_epoch_start if the module is built in "
-                    "configure_model. Build it in __init__, or resume from an earlier checkpoint."
+                    "configure_model, or under ZeRO with 16-bit weights, because schedulers are restored before it. "
+                    "Build the module in __init__, train with paral_fsdp, or resume from an earlier checkpoint."
                 )
             load(callback, state_dict)
 
