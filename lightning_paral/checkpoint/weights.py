@@ -236,7 +236,7 @@ def _copy(value: Any, numbers: Mapping[int, int], copies: dict[int, Any]) -> Any
     if isinstance(value, Module):
         cls: Any = class_without_engine(type(value))
         module = copies[id(value)] = cls.__new__(cls)
-        attributes = attributes_without_engine(vars(value), type(value))
+        attributes = attributes_without_engine(value)
         vars(module).update({name: _copy(each, numbers, copies) for name, each in attributes.items()})
         return module
     if id(value) in numbers:

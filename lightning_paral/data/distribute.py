@@ -16,8 +16,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_paral.compat.lightning.evaluation import injects_sampler, replace_preparation
+from lightning_paral.compat.lightning.evaluation import replace_preparation
 from lightning_paral.compat.lightning.methods import shadow_method
+from lightning_paral.compat.lightning.strategies import injects_sampler
 from lightning_paral.data.evaluation import ExactEvaluationLoops
 from lightning_paral.data.iterable import distribute_iterable, synchronize_self_sharded
 from lightning_paral.data.loaders import (

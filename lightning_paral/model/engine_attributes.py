@@ -1,19 +1,18 @@
-"""Recognize and remove the attributes, hooks and classes that engines add to modules when they shard them."""
+"""Recognize the attributes, hooks and classes that engines add to modules when they shard them."""
 
-from functools import partial
-from types import FunctionType, MethodType
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
 from lightning_paral.compat.deepspeed.stage3 import is_zero_attribute
-from lightning_paral.compat.torch import modules
-from lightning_paral.compat.torch.fsdp import is_fsdp_attribute
-from lightning_paral.compat.torch.modules import is_for_instance
+from lightning_paral.compat.torch.modules import hook_tables, is_for_instance
 
-_ENGINES = ("torch.distributed", "deepspeed", "lightning_paral")
+_before: WeakKeyDictionary[Module, tuple[set[str], dict[str, set[int]]]] = WeakKeyDictionary()
+"""The names of the attributes of modules before an engine got them, and the keys of their hooks by table."""
 
 
 def describes_shards(name: str) -> bool:
@@ -32,46 +31,36 @@ def class_without_engine(cls: type) -> type:
     return next(base for base in bases if not issubclass(base, FSDPModule))
 
 
-def attributes_without_engine(attributes: dict[str, Any], cls: type) -> dict[str, Any]:
-    """Return the attributes of a module of class `cls`, without the attributes and hooks that an engine has added."""
-    kept = {}
-    for name, value in attributes.items():
-        if name in (*modules.ALL, *modules.FLAGS, *modules.STATE_DICT) and isinstance(value, dict):
-            kept[name] = type(value)((key, hook) for key, hook in value.items() if not _comes_from_engine(hook))
-        elif name == "_parameters" and isinstance(value, dict):
-            kept[name] = dict(value.items())
-        elif not _is_engine_attribute(name) and not (_shadows(name, value, cls) and _comes_from_engine(value)):
-            kept[name] = value
-    hooks = {key for name in modules.FORWARD for key in kept.get(name, ())}
-    for name in modules.FLAGS:
-        if isinstance(kept.get(name), dict):
-            kept[name] = type(kept[name])((key, flag) for key, flag in kept[name].items() if key in hooks)
-    return kept
+def remember_attributes(root: Module) -> Callable[[], None]:
+    """Remember what `root` and its submodules have before an engine gets them; return a function that forgets it."""
+    parts = list(root.modules())
+    for part in parts:
+        _before[part] = set(vars(part)), {name: set(table) for name, table in hook_tables(part).items()}
+
+    def forget() -> None:
+        for part in parts:
+            _before.pop(part, None)
+
+    return forget
 
 
-def _is_engine_attribute(name: str) -> bool:
-    return is_fsdp_attribute(name) or is_zero_attribute(name)
+def attributes_without_engine(module: Module) -> dict[str, Any]:
+    """Return the attributes of `module` without what an engine has added to them.
+
+    Of those that it has got since `remember_attributes`, public ones are the user's, unless they are functions or hide
+    attributes of the class. Others, and all hooks registered since then, are the engine's.
+    """
+    attributes = vars(module) | {"_parameters": dict(vars(module)["_parameters"])}
+    if module not in _before:
+        return attributes
+    names, hooks = _before[module]
+    for name, value in list(attributes.items()):
+        if name in hooks:
+            attributes[name] = type(value)((key, hook) for key, hook in value.items() if key in hooks[name])
+        elif name not in names and (_is_not_a_value(name, value) or hasattr(type(module), name)):
+            del attributes[name]
+    return attributes
 
 
-def _shadows(name: str, value: Any, cls: type) -> bool:
-    """Return whether `name` shadows an attribute of the class `cls`, or `value` is a local function or class."""
-    return hasattr(cls, name) or "<locals>" in getattr(value, "__qualname__", "")
-
-
-def _comes_from_engine(value: Any) -> bool:
-    """Return whether a class, a function or an object comes from an engine or from this package."""
-    value = modules.unwrapped(value)
-    if isinstance(value, partial):
-        return _comes_from_engine(value.func)
-    if isinstance(value, MethodType):
-        return _comes_from_engine(value.__func__) or _comes_from_engine(value.__self__)
-    owners: tuple[str | None, ...]
-    if isinstance(value, FunctionType):
-        # `wraps` copies `__module__` but not the globals, so these differ for a hook of an engine that torch has
-        # decorated, and for a user's method that an engine has decorated.
-        owners = (value.__module__, value.__globals__.get("__name__"))
-    elif isinstance(value, Tensor | Module):
-        return False
-    else:
-        owners = (getattr(value if isinstance(value, type) else type(value), "__module__", None),)
-    return any(f"{name}.".startswith(f"{engine}.") for name in owners for engine in _ENGINES)
+def _is_not_a_value(name: str, value: Any) -> bool:
+    return name.startswith("_") or is_zero_attribute(name) or callable(value)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 from torch.nn import Module, ModuleDict, ModuleList, Parameter, Sequential
 
@@ -240,13 +241,7 @@ def partition(root: Module, chosen: set[Module]) -> Units:
 def as_tree(units: Units) -> str:
     """Return a printable tree of the units with their sizes. Consecutive equal units share a line."""
     lines = [f"{type(units.root.module).__name__} (the root): {_size(units.root)}"]
-    groups: list[list[Unit]] = []
-    for unit in units.inner:
-        last = groups[-1][-1] if groups else None
-        if last is not None and _are_equal(last, unit):
-            groups[-1].append(unit)
-        else:
-            groups.append([unit])
+    groups = [list(group) for _, group in groupby(units.inner, key=_description)]
     for number, group in enumerate(groups):
         branch = "└─" if number == len(groups) - 1 else "├─"
         name, times = group[0].name, ""
@@ -256,11 +251,8 @@ def as_tree(units: Units) -> str:
     return "\n".join(lines)
 
 
-def _are_equal(one: Unit, other: Unit) -> bool:
-    def description(unit: Unit) -> tuple[object, ...]:
-        return type(unit.module), unit.name.rpartition(".")[0], unit.num_params, unit.num_bytes
-
-    return description(one) == description(other)
+def _description(unit: Unit) -> tuple[object, ...]:
+    return type(unit.module), unit.name.rpartition(".")[0], unit.num_params, unit.num_bytes
 
 
 def _size(unit: Unit) -> str:

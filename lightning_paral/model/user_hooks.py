@@ -1,9 +1,16 @@
-"""The Trainer of a user's module, and whether the user's code overrides certain hooks."""
+"""The Trainer of a user's module, hooks that the user's code overrides, and models that generate on all ranks."""
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.nn import Module
+
+from lightning_paral.compat.lightning.methods import shadow_method
 
 _LIGHTNING = ("lightning", "pytorch_lightning")
 
@@ -25,3 +32,25 @@ def has_hook(module: LightningModule, hooks: Iterable[str]) -> bool:
 
 def _is_user_class(cls: type) -> bool:
     return cls.__module__.partition(".")[0] not in _LIGHTNING
+
+
+def generate_together(module: Module, undo: ExitStack) -> None:
+    """Make `generate` of submodules go on until all ranks are done, until `undo` is closed.
+
+    This is the option `synced_gpus` of transformers. Its default asks for marks that only transformers' own trainers
+    set under ZeRO, and is `False` for some models, such as Whisper.
+    """
+    part: Any
+    for part in module.modules():
+        # Asked of the class: an adapter of PEFT forwards what it lacks to the model inside.
+        generate = getattr(type(part), "generate", None)
+        if callable(generate) and "synced_gpus" in inspect.signature(generate).parameters:
+            shadow_method(part, "generate", _together(part.generate), undo)
+
+
+def _together(generate: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(generate)
+    def generate_together(*args: Any, **kwargs: Any) -> Any:
+        return generate(*args, **({"synced_gpus": True} | kwargs))
+
+    return generate_together

@@ -11,7 +11,6 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_paral.callbacks.monitor import ParalMonitor
 from lightning_paral.compat.lightning.strategies import replace_strategy
 from lightning_paral.distributed.exchange import all_ranks
-from lightning_paral.engines.zero.runtime.deepspeed import check_installed
 from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.model.host_memory_check import available_bytes
 from lightning_paral.option_types import takes
@@ -134,12 +133,7 @@ class ParalAutoStrategy(ParalStrategy, DDPStrategy):
         return made.chosen.layout
 
     def _is_ready(self, layout: Layout) -> bool:
-        """Return whether what the layout needs is installed and configured."""
-        if layout.engine == "zero":
-            try:
-                check_installed()
-            except ConfigurationError:
-                return False
+        """Return whether what the layout needs is configured."""
         return "nvme" not in (layout.optimizer_place, layout.parameter_place) or "PARAL_NVME_PATH" in os.environ
 
     def _make(self, layout: Layout) -> ParalStrategy:

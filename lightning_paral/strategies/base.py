@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
@@ -16,24 +17,24 @@ from torch.optim import Optimizer
 from lightning_paral.averaging.run import RunAverages, broadcast_when_swapped, forget_ended
 from lightning_paral.callbacks.preemption import Preemption, handle_signals
 from lightning_paral.checkpoint.sharded_state import WeightShards
+from lightning_paral.comm.rows import gather_rows
 from lightning_paral.compat.torch.process_groups import abort_nccl, nccl_backends
 from lightning_paral.data.distribute import RunData
 from lightning_paral.data.loaders import draws_as_one_process
-from lightning_paral.distributed.exchange import RankGroup
+from lightning_paral.distributed.exchange import RankGroup, any_rank, every_rank
 from lightning_paral.distributed.host_allocator import RETURNED_WHILE_BUILDING, FreedInPieces, return_large_tensors
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.process_group import join_process_group, owned_group
 from lightning_paral.model.activation_checkpointing import checkpoint_units
 from lightning_paral.model.buffers import RankZeroBuffers
+from lightning_paral.model.engine_attributes import remember_attributes
 from lightning_paral.model.user_hooks import trainer_of
 from lightning_paral.options import ActivationCheckpointing, RankOptions, Sampling
-from lightning_paral.strategies import library_warnings
 from lightning_paral.strategies.checkpoint_mixin import CheckpointMixin
-from lightning_paral.strategies.collectives import Collectives
 from lightning_paral.strategies.launch import CheckedLaunch
+from lightning_paral.strategies.messages import RESUMED_INSIDE_EPOCH, ignore_warnings, print_start_line
 from lightning_paral.strategies.rank_agreement import RankAgreement, skipped_step
 from lightning_paral.strategies.run_watch import RunWatch
-from lightning_paral.strategies.start_line import print_start_line
 
 
 def precision_made_by(convert: Callable[[Precision], Precision]) -> Any:
@@ -64,7 +65,7 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
       `checkpoint_activations` before it wraps the module.
 
     It has its parts as objects, which the methods below call in the order in which things happen: `CheckedLaunch`,
-    `RunWatch` (does the run live?), `Collectives`, `RunData` (which samples?), `RankZeroBuffers`, `RankAgreement` (are
+    `RunWatch` (does the run live?), `RunData` (which samples?), `RankZeroBuffers`, `RankAgreement` (are
     the ranks equal?) and `RunAverages`.
     """
 
@@ -98,6 +99,8 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
     """If states are sharded. Otherwise Lightning averages full weights."""
     _freed: FreedInPieces | None = None
     """On CPU with sharded states."""
+    _logged_group: dist.ProcessGroup | None = None
+    """With several data ranks, the gloo group that reduces values on the CPU, if there is one."""
     _stop_on_sigterm: Preemption | None = None
     """With several ranks, unless the user's `Preemption` handles signals."""
 
@@ -113,7 +116,6 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         self._checkpoint_options = options.checkpoint_options
         self._launch = CheckedLaunch(self, options.start_method)
         self._watch = RunWatch(self, self.timeout, self._default_form)
-        self._collectives = Collectives(self, self._watch)
         self._agreement = RankAgreement(self)
         self._data = RunData()
         self._at_end = ExitStack()
@@ -177,11 +179,14 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         """
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        self._watch.forget_last()
+        self._watch.why_interrupted = ""
         self._prepare_process(trainer)
         self._join()
         self._watch.begin()
-        self._collectives.begin()
+        # In the group of the gradients, gloo would end the process if one rank reduces a value while another one
+        # reduces a gradient.
+        if self.dims.data_size > 1:
+            self._logged_group = self.dims.group_for_only("logged values", self.timeout)
         self._agreement.check_settings(trainer)
         self._stop_on_sigterm = handle_signals(trainer)
         if self._stop_on_sigterm is not None:
@@ -195,7 +200,7 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
 
     def _prepare_process(self, trainer: Trainer) -> None:
         """Change what has to be changed before the ranks join and callbacks are set up."""
-        library_warnings.ignore(self._at_end)
+        ignore_warnings(self._at_end)
         if self._default_form == "sharded":
             save_frozen = self._checkpoint_options.save_frozen
             self._averages = RunAverages(trainer, save_frozen=save_frozen, obstacle=self._averaging_obstacle)
@@ -229,13 +234,22 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         if self.world_size > 1 and nccl_backends() and owned_group() is not None:
             abort_nccl()
 
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
+    def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks. *Collective*; nothing without a process group, or after a failure of some ranks."""
-        self._collectives.barrier()
+        ranks, device = self._watch.reachable(), self.root_device
+        if ranks is not None:
+            on_cuda = device.type == "cuda" and ranks.group is None
+            dist.barrier(group=ranks.group, device_ids=[device.index] if on_cuda else None)
+        if name == "run-stage" and self._stop_on_sigterm is not None and self.lightning_module is not None:
+            # Lightning has set its handlers of signals.
+            self._stop_on_sigterm.on_validation_start(self.lightning_module.trainer, self.lightning_module)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the `obj` of rank `src`, or after a failure of some ranks that of this one. *Collective*."""
-        return self._collectives.broadcast(obj, src)
+        ranks, objects = self._watch.reachable(), [obj]
+        if ranks is not None:
+            dist.broadcast_object_list(objects, src, group=ranks.group)
+        return objects[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce `tensor` over the ranks, in place, and return it. *Collective* over `group`.
@@ -251,7 +265,24 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
             Any: `tensor`. For the mean of integers, a new floating-point tensor, which Lightning needs to count the
                 samples of logged values. After a failure, `tensor` is unchanged.
         """
-        return self._collectives.reduce(tensor, group, reduce_op)
+        ranks = self._watch.reachable() if isinstance(tensor, Tensor) else None
+        if ranks is None or ranks.group is not None:  # after a failure
+            return tensor
+        average = reduce_op in (None, "mean", "avg", dist.ReduceOp.AVG)
+        if average:
+            operation = dist.ReduceOp.SUM  # gloo has no AVG
+        else:
+            operation = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
+        num_ranks = self.dims.data_size if group is None else dist.get_world_size(group)
+        if group is None:
+            is_logged = self._logged_group is not None and tensor.device.type == "cpu"
+            group = self._logged_group if is_logged else self.dims.data_group()
+        dist.all_reduce(tensor, op=operation, group=group)
+        if average:
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                return tensor / num_ranks
+            tensor.div_(num_ranks)
+        return tensor
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Return the tensors of the ranks, stacked. *Collective* over `group`.
@@ -262,12 +293,22 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
                 data ranks, so that each sample counts once.
             sync_grads: whether gradients flow to the tensors of all ranks.
         """
-        gathered = self._collectives.all_gather(tensor, group, sync_grads)
-        return super().all_gather(tensor, group, sync_grads) if gathered is None else gathered
+        is_default = dist.is_initialized() and group in (None, dist.group.WORLD)
+        data_group = self.dims.data_group() if is_default else None
+        if data_group is None:
+            return super().all_gather(tensor, group, sync_grads)
+        # torch's own function confuses ranks of a group with global ranks in its backward pass on gloo (torch 2.13).
+        return gather_rows((tensor if sync_grads else tensor.detach()).unsqueeze(0), data_group)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
         """Return whether `decision` is true on all ranks or, with `all=False`, on any. *Collective* over all ranks."""
-        return self._collectives.decide(decision, all)
+        ranks = self._watch.reachable()
+        if ranks is None:
+            return decision
+        group = ranks.group
+        if group is None and self.dims.data_size == self.dims.num_ranks:
+            group = self._logged_group
+        return every_rank(decision, group) if all else any_rank(decision, group)
 
     # Model wrapping
 
@@ -283,15 +324,21 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
             ConfigurationError: the ranks have different parameters or optimizers.
         """
         self._agreement.check_module(trains=self._is_fit)
+        self._remember_attributes()
         if self._is_fit:
             self.checkpoint_activations()
         super().setup(trainer)
+
+    def _remember_attributes(self) -> None:
+        if self._default_form == "sharded" and self.lightning_module is not None:
+            self._at_end.callback(remember_attributes(self.lightning_module))
 
     def _begin_setup(self, trainer: Trainer) -> tuple[LightningModule, bool]:
         """Begin a `setup` that does not call that of the Lightning base; return the module, and whether to train it."""
         assert self.lightning_module is not None
         assert self.accelerator is not None
         self._restores_after_setup = self.restore_checkpoint_after_setup
+        self._remember_attributes()
         self.accelerator.setup(trainer)
         return self.lightning_module, self._is_fit
 
@@ -299,7 +346,7 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         """Create the optimizers and schedulers. *Collective* over the world.
 
         Raises:
-            ConfigurationError: the ranks have different optimizers or schedulers.
+            ConfigurationError: the ranks have different optimizers.
         """
         super().setup_optimizers(trainer)
         self._agreement.check_optimizers()
@@ -378,7 +425,6 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
     def on_validation_start(self) -> None:
         """Give all ranks rank 0's buffers. *Collective* over the world during a fit."""
         super().on_validation_start()
-        self._take_signals()
         self._broadcast_buffers()
 
     def on_train_end(self) -> None:
@@ -402,23 +448,9 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         """Move to the position in the data of a loaded checkpoint. *Collective* over the world if it has one."""
         super().on_train_start()
         if self._data.resume(self._own_devices):
-            library_warnings.ignore(self._at_end, library_warnings.RESUMED_INSIDE_EPOCH)
+            ignore_warnings(self._at_end, RESUMED_INSIDE_EPOCH)
         if self._stop_on_sigterm is not None and self.lightning_module is not None:
             self._stop_on_sigterm.on_train_start(self.lightning_module.trainer, self.lightning_module)
-
-    def on_test_start(self) -> None:
-        """Take the signals from Lightning, with several ranks."""
-        super().on_test_start()
-        self._take_signals()
-
-    def on_predict_start(self) -> None:
-        """Take the signals from Lightning, with several ranks."""
-        super().on_predict_start()
-        self._take_signals()
-
-    def _take_signals(self) -> None:
-        if self._stop_on_sigterm is not None and self.lightning_module is not None:
-            self._stop_on_sigterm.on_validation_start(self.lightning_module.trainer, self.lightning_module)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Return freed host memory to the system before the first steps, if states are sharded on CPU."""
@@ -470,7 +502,7 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         """End the run. The next run reuses the process group, except after a failure with several ranks."""
         with ExitStack() as ends:  # each is called, also after an error of another, the last one first
             ends.callback(self._watch.end)
-            ends.callback(self._collectives.end)
+            ends.callback(setattr, self, "_logged_group", None)
             ends.callback(super().teardown)
             ends.enter_context(self._at_end.pop_all())
             self._buffers = self._averages = self._freed = self._stop_on_sigterm = None

@@ -1,27 +1,24 @@
 """Launch the ranks in forked processes: in notebooks, interactive sessions, `python -c` and pytest."""
 
-import ctypes
 import gc
-import io
 import os
 import pickle
 import signal
-import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, ProcessRaisedException
+from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, ProcessRaisedException, start_processes
 
-from lightning_paral.compat.lightning.strategies import MultiProcessingLauncher, call_and_handle_interrupt
+from lightning_paral.compat.lightning.strategies import call_and_handle_interrupt
 from lightning_paral.compat.torch.dtensor import forget_meshes
 from lightning_paral.distributed.launcher import describe_status
 from lightning_paral.distributed.process_group import (
@@ -36,21 +33,26 @@ from lightning_paral.model.engine_attributes import is_left_partitioned
 _GRACE_SECONDS = 10.0
 """How long the other ranks may take to end, and to save, after one has ended with an error."""
 _CONSEQUENCE = f"{RankFailedError.__module__}.{RankFailedError.__name__}: "
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
-class ProcessLauncher(MultiProcessingLauncher):
+class ProcessLauncher:
     """Forks a process for every local rank; weights and metrics of rank 0 come back.
 
-    The process that starts the ranks never joins their process group, and never initializes CUDA. So further runs can
-    follow in it.
+    Lightning's launcher does the same, but without our hooks for exceptions in the ranks, and it waits forever for a
+    rank that returns more than a pipe takes. The process that starts the ranks never joins their process group, and
+    never initializes CUDA. So further runs can follow in it.
 
     Args:
         strategy: the strategy of the run.
     """
 
+    is_interactive_compatible = True
+    """Lightning asks for it in notebooks."""
+
     def __init__(self, strategy: Any) -> None:
-        super().__init__(strategy)
+        self._strategy = strategy
+        self.procs: list[Any] = []
+        """The processes of the last run."""
         self.has_fit = False
         """Whether ranks, which have ended together with their optimizers, have fitted the module."""
 
@@ -63,25 +65,40 @@ class ProcessLauncher(MultiProcessingLauncher):
             RankFailedError: a process died without an error.
         """
         assert trainer is not None
-        strategy, environment = self.strategy, self.strategy.cluster_environment
+        strategy, environment = self._strategy, self._strategy.cluster_environment
         is_fit = trainer.state.fn == TrainerFn.FITTING
         environment.validate_settings(num_devices=strategy.num_processes, num_nodes=strategy.num_nodes)
         self._prepare(is_fit)
-        try:
-            output = self._run(partial(_run_in_rank, trainer, function), args, kwargs, trainer)
-        finally:
-            strategy.lightning_module.trainer = trainer  # Lightning's teardown needs it after an error
-        result, names = torch.load(io.BytesIO(output.trainer_results), weights_only=False)
+        with TemporaryDirectory() as folder:
+            file = Path(folder, "left_by_rank_0")
+            try:
+                self._run(trainer, function, args, kwargs, file)
+            finally:
+                strategy.lightning_module.trainer = trainer  # Lightning's teardown needs it after an error
+            if not file.exists():
+                raise RankFailedError("The ranks ended without a result: rank 0 called sys.exit or os._exit.")
+            result, weights, metrics, best_path, trainer.state = torch.load(file, weights_only=False)
         if is_fit:
-            _add_layers(strategy.lightning_module, names)
-            self.has_fit = True
-        self.restore(output, trainer)
+            self.has_fit, module = True, strategy.lightning_module
+            if is_overridden("configure_model", module):
+                module.configure_model()  # adds the layers that it has added in the ranks
+            module.load_state_dict(weights, strict=module.strict_loading)
+        trainer.callback_metrics.update(metrics)
+        if best_path is not None:
+            vars(trainer.checkpoint_callback)["best_model_path"] = best_path
         return result
+
+    def kill(self, signum: int) -> None:
+        """Send a signal to the ranks that live."""
+        for process in self.procs:
+            if process.is_alive():
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signum)
 
     def _prepare(self, is_fit: bool) -> None:
         """Release a process group of an earlier run, and check that processes can be started."""
-        environment = self.strategy.cluster_environment
-        if self.strategy.root_device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        environment = self._strategy.cluster_environment
+        if self._strategy.root_device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             raise ConfigurationError(
                 "CUDA was initialized in this process before the run, so forked ranks cannot use it. Restart the "
                 "kernel, and call nothing of torch.cuda but device_count and is_available before the first run. "
@@ -99,27 +116,30 @@ class ProcessLauncher(MultiProcessingLauncher):
         if environment.node_rank() == 0:
             check_port_is_free(environment)  # which chooses the port, for all ranks
 
-    def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], trainer: Trainer) -> Any:
-        """Call `function` in all local ranks, and return the output of local rank 0."""
-        ranks, queue = self.start(function, args, kwargs, trainer)
-        output = None
+    def _run(self, trainer: Trainer, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], file: Path) -> None:
+        """Call `function` in all local ranks. What local rank 0 leaves is written to `file`."""
+        ranks: Any = start_processes(  # type: ignore[no-untyped-call]
+            _run_in_rank,
+            args=(trainer, function, args, kwargs, file),
+            nprocs=self._strategy.num_processes,
+            join=False,
+            start_method="fork",
+        )
+        self.procs = ranks.processes
         try:
-            while not ranks.join(timeout=0.1, grace_period=_GRACE_SECONDS):
-                output = output if queue.empty() else queue.get()  # a rank waits until a long output is read
+            while not ranks.join(grace_period=_GRACE_SECONDS):
+                pass
         except KeyboardInterrupt:
             self.kill(signal.SIGINT)
-            for each in ranks.processes:
+            for each in self.procs:
                 each.join(timeout=_GRACE_SECONDS)
             raise
         except (ProcessRaisedException, ProcessExitedException) as error:
             raise self._first_cause(ranks, error.error_index) from None
         finally:
-            for each in ranks.processes:
+            for each in self.procs:
                 each.kill()
                 each.join()
-        if output is None and queue.empty():
-            raise RankFailedError("The ranks ended without a result: rank 0 called sys.exit or os._exit.")
-        return queue.get() if output is None else output
 
     def _first_cause(self, ranks: ProcessContext, noticed: int) -> BaseException:
         """Return the error to raise after ranks have ended, of which `noticed` is the one that was noticed first."""
@@ -131,52 +151,41 @@ class ProcessLauncher(MultiProcessingLauncher):
         causes = [number for number, trace in traces.items() if _CONSEQUENCE not in trace]
         number = (causes or [noticed])[0]
         process = ranks.processes[number]
-        rank = self.strategy.cluster_environment.node_rank() * self.strategy.num_processes + number
+        rank = self._strategy.cluster_environment.node_rank() * self._strategy.num_processes + number
         if number in traces:
             return ProcessRaisedException(f"Rank {rank} raised an error:\n\n{traces[number]}", number, process.pid)
         return RankFailedError(f"Rank {rank} died without an error: {describe_status(process.exitcode)}.")
 
 
-def _run_in_rank(trainer: Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
-    """Call `function` in the process of a rank; return what it returned, and the names in the module's state.
+def _run_in_rank(
+    local_rank: int,
+    trainer: Trainer,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    file: Path,
+) -> None:
+    """Call `function` in the process of a rank. Local rank 0 writes what is to come back to `file`.
 
     Raises:
         ConfigurationError: parameters stayed sharded.
     """
     strategy: Any = trainer.strategy
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # torch's SIGINT does not end code in C
     # OpenMP would wait for threads that exist only in the parent: https://github.com/pytorch/pytorch/issues/17199
     torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": "1", "LOCAL_RANK": str(local_rank)}
     strategy.set_world_ranks()
     result = call_and_handle_interrupt(trainer, function, *args, **kwargs)
-    module = strategy.lightning_module
+    module, is_fit = strategy.lightning_module, trainer.state.fn == TrainerFn.FITTING
     for name, parameter in module.named_parameters():
-        if trainer.state.fn == TrainerFn.FITTING and (isinstance(parameter, DTensor) or is_left_partitioned(parameter)):
+        if is_fit and (isinstance(parameter, DTensor) or is_left_partitioned(parameter)):
             raise ConfigurationError(
                 f"The parameter {name} stayed sharded after the fit, for the reason in the warning above, so the "
                 "weights cannot be sent to the process that started the ranks. Load them from a checkpoint of the run."
             )
     with suppress(RuntimeError):
         release_at_exit()  # forked processes do not call functions of `atexit`
-    buffer = io.BytesIO()
-    torch.save((move_data_to_device(result, "cpu"), list(module.state_dict())), buffer)
-    return buffer.getvalue()
-
-
-def _add_layers(module: LightningModule, names: list[str]) -> None:
-    """Add the layers that `configure_model` has added in the ranks, which have values of these `names`.
-
-    Raises:
-        ConfigurationError: the module still has other names.
-    """
-    if is_overridden("configure_model", module):
-        module.configure_model()
-    different = sorted(set(names) ^ set(module.state_dict()))
-    if different:
-        raise ConfigurationError(
-            f"The run has added or removed {different[0]} outside of configure_model, so the trained weights cannot be "
-            "sent to the process that started the ranks. Create layers in __init__ or configure_model, or load the "
-            "weights from a checkpoint of the run."
-        )
+    if local_rank == 0:
+        weights = dict(module.state_dict()) if is_fit else {}
+        left = move_data_to_device((result, weights, trainer.callback_metrics), "cpu")
+        torch.save((*left, getattr(trainer.checkpoint_callback, "best_model_path", None), trainer.state), file)

@@ -28,8 +28,8 @@ _SAME_MODULE = (
     "variables that differ between them."
 )
 _SAME_OPTIMIZERS = (
-    "Ranks whose optimizers differ would end up with different weights. Return the same optimizers and learning rate "
-    "schedulers from configure_optimizers on all ranks."
+    "Ranks whose optimizers differ would end up with different weights. Return the same optimizers from "
+    "configure_optimizers on all ranks."
 )
 _SAME_HYPER_PARAMETERS = (
     "Since training began, they have been changed in different ways, and so the weights differ as well. If a scheduler "
@@ -87,7 +87,7 @@ class RankAgreement:
             check_same(facts, _SAME_MODULE, strategy.dims.stage_group())
 
     def check_optimizers(self) -> None:
-        """Check that the ranks have the same optimizers and schedulers. *Collective* over the world.
+        """Check that the ranks have the same optimizers. *Collective* over the world.
 
         Raises:
             ConfigurationError: they differ.
@@ -97,7 +97,7 @@ class RankAgreement:
     def _check_optimizers(self, module: Module | None, remedy: str) -> None:
         strategy = self._strategy
         if len(strategy.dims.stage_ranks) > 1:
-            facts = _facts_of_optimizers(strategy.optimizers, strategy.lr_scheduler_configs, module)
+            facts = _facts_of_optimizers(strategy.optimizers, module)
             check_same(facts, remedy, strategy.dims.stage_group())
 
     def begin(self, trainer: Trainer, watcher: RankWatcher | None, undo: ExitStack) -> None:
@@ -187,12 +187,11 @@ def _facts_of_tensors(module: Module, trains: bool, shares_buffers: bool, shape_
     return facts
 
 
-def _facts_of_optimizers(optimizers: Sequence[Any], schedulers: Sequence[Any], module: Module | None) -> Facts:
-    """Return classes and hyper-parameters of the optimizers and schedulers, and the names of their parameters.
+def _facts_of_optimizers(optimizers: Sequence[Any], module: Module | None) -> Facts:
+    """Return classes and hyper-parameters of the optimizers, and the names of their parameters.
 
     Args:
         optimizers: the optimizers.
-        schedulers: Lightning's configurations of the learning rate schedulers.
         module: the module that has the parameters; `None` leaves their names out.
     """
     names = {} if module is None else {id(parameter): name for name, parameter in module.named_parameters()}
@@ -207,11 +206,6 @@ def _facts_of_optimizers(optimizers: Sequence[Any], schedulers: Sequence[Any], m
                 plain = _plain(group[key])
                 if plain is not None:
                     facts[group_of, f"has {key}"] = plain
-    for number, config in enumerate(schedulers):
-        subject = f"Learning rate scheduler {number}"
-        facts[subject, "is"] = _name_of(getattr(config, "scheduler", config))
-        for key in ("interval", "frequency", "monitor", "reduce_on_plateau"):
-            facts[subject, f"has {key}"] = str(getattr(config, key, None))
     return facts
 
 

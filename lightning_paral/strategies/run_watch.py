@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 
@@ -52,7 +52,7 @@ class RunWatch:
     """During a run with several ranks, what asks all ranks where they are."""
     _failures: FailureWatch | None = None
     """During a run with several ranks, what ends this rank after another one has failed."""
-    _why_interrupted: str = ""
+    why_interrupted: str = ""
     """From the teardown until the next run, names the failure of another rank that ended the run; empty if none did."""
     _step: str = ""
     """After an error of this rank's own, the number of optimizer steps; otherwise empty."""
@@ -67,19 +67,8 @@ class RunWatch:
         self._strategy, self.timeout, self._default_form = strategy, timeout, form
 
     @property
-    def lightning_module(self) -> LightningModule | None:
-        """The module of the run."""
-        return self._strategy.lightning_module
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self._strategy.world_size
-
-    @property
-    def global_rank(self) -> int:
-        """This rank."""
-        return self._strategy.global_rank
+    def _trainer(self) -> Trainer | None:
+        return trainer_of(self._strategy.lightning_module)
 
     @property
     def is_in_run(self) -> bool:
@@ -89,16 +78,12 @@ class RunWatch:
     @property
     def is_failing(self) -> bool:
         """Whether an exception ended the run, and the teardown is not finished."""
-        trainer = trainer_of(self.lightning_module)
+        trainer = self._trainer
         return trainer is not None and self.is_in_run and trainer.state.status == TrainerStatus.INTERRUPTED
 
     @property
     def _timeout_option(self) -> str:
         return f"{type(self._strategy).__name__}(timeout=...)"
-
-    def forget_last(self) -> None:
-        """Forget how the last run ended."""
-        self._why_interrupted = ""
 
     def begin(self) -> None:
         """Agree on a name for the run, by which ranks find each other after an exception. *Collective*."""
@@ -108,7 +93,7 @@ class RunWatch:
             self._undo_run.callback(use_default_timeout(self.timeout))
         self._end_watching()
         self.name = uuid.uuid4().hex
-        if self.world_size == 1:
+        if self._strategy.world_size == 1:
             return
         self.name = self._strategy.broadcast(self.name)
         self.watcher = RankWatcher(self.name, self.timeout.total_seconds() + 5.0)
@@ -132,8 +117,8 @@ class RunWatch:
                 if undo is not None:
                     undo.close()
             self._undo_guard = self._undo_run = None
-            trainer = trainer_of(self.lightning_module)
-            if trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED and self.world_size > 1:
+            trainer, num_ranks = self._trainer, self._strategy.world_size
+            if trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED and num_ranks > 1:
                 release_process_group(after_failure=True)
             self.name, self._reached = "", None
 
@@ -146,7 +131,7 @@ class RunWatch:
                 self._hangs.end()
             if self._failures is not None:
                 self._failures.end()
-                self._why_interrupted = self._failures.first.why_interrupted()
+                self.why_interrupted = self._failures.first.why_interrupted()
             self.watcher = self._hangs = self._failures = None
 
     def hear_signal(self, signum: int, call: Callable[[], None]) -> None:
@@ -170,12 +155,13 @@ class RunWatch:
         Call this while `error` is being handled, before anything else. Outside of a run, it only names the failure of
         another rank that interrupted the teardown of the last run. `sys.exit(0)` exits with status 1.
         """
-        trainer = trainer_of(self.lightning_module)
+        trainer, rank = self._trainer, self._strategy.global_rank
         if trainer is None or not self.name:
-            if isinstance(error, SystemExit) and not error.code and self.world_size > 1 and agreed_status() is None:
-                sys.stderr.write(describe_exit(error, self.global_rank, "code outside of a run"))
-            return as_consequence(error, self._why_interrupted)
-        reported = as_consequence(error, self._why_interrupted)
+            is_exit = isinstance(error, SystemExit) and not error.code and agreed_status() is None
+            if is_exit and self._strategy.world_size > 1:
+                sys.stderr.write(describe_exit(error, rank, "code outside of a run"))
+            return as_consequence(error, self.why_interrupted)
+        reported = as_consequence(error, self.why_interrupted)
         if self._failures is not None:
             self._failures.leave()  # first: this thread must not be interrupted while it reports
             timed_out = isinstance(error, Exception) and explain_timeout(error, self.timeout, self._timeout_option)
@@ -183,7 +169,7 @@ class RunWatch:
                 self.watcher.leave(error)
                 self._hangs.leave(error)
                 if timed_out:
-                    error.add_note(self._hangs.where_all_are(f"A collective of rank {self.global_rank} timed out."))
+                    error.add_note(self._hangs.where_all_are(f"A collective of rank {rank} timed out."))
             is_agreed = isinstance(error, SystemExit) and agreed_status() is not None
             reported = self._failures.report(error, describe_position(trainer, error), is_agreed=is_agreed)
         self._step = str(trainer.global_step) if reported is error else ""
@@ -222,7 +208,7 @@ class RunWatch:
         try:
             hook(*args, **kwargs)
         except CheckpointError as error:
-            if self.global_rank == int(self._has_rank_0_died):
+            if self._strategy.global_rank == int(self._has_rank_0_died):
                 warnings.warn(str(error), stacklevel=2)
         except BaseException as error:
             if self._failures is not None:
@@ -264,7 +250,7 @@ class RunWatch:
         raise CheckpointError(f"{filepath} was not saved after the failure: {reason} {self._newest_checkpoint()}")
 
     def _newest_checkpoint(self) -> str:
-        trainer = trainer_of(self.lightning_module)
+        trainer = self._trainer
         callbacks = [] if trainer is None else trainer.checkpoint_callbacks
         paths = [str(getattr(each, name, "")) for each in callbacks for name in ("last_model_path", "best_model_path")]
         newest = max(filter(os.path.exists, paths), key=os.path.getmtime, default=None)
@@ -275,7 +261,7 @@ class RunWatch:
 
         The first call after a failure is *collective*, but returns if some rank does not call it.
         """
-        if not dist.is_initialized() or dist.get_world_size() != self.world_size:
+        if not dist.is_initialized() or dist.get_world_size() != self._strategy.world_size:
             return None
         if not self.is_failing or self._failures is None:
             return all_ranks()
@@ -283,7 +269,7 @@ class RunWatch:
             self._reached = (None,)
             if self._default_form == "sharded" and self._failures.first.agree("step", self._step):
                 with suppress(dist.DistError, RuntimeError):  # a rank has died since
-                    name, ranks = f"after the failure of {self.name}", range(self.world_size)
+                    name, ranks = f"after the failure of {self.name}", range(self._strategy.world_size)
                     # not an older group, in which collectives may be pending
                     group = new_named_group(name, ranks, timeout=self.timeout, backend="gloo")
                     self._reached = (all_ranks(group),)
@@ -292,7 +278,7 @@ class RunWatch:
     def saving_ranks(self) -> RankGroup | None:
         """Return the ranks that save after a failure; `None` if this rank is not one of them."""
         if self._default_form == "full":
-            return RankGroup() if self.global_rank == 0 else None
+            return RankGroup() if self._strategy.global_rank == 0 else None
         return self.reachable()
 
 

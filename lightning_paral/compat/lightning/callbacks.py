@@ -4,8 +4,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.private_name import Names, replace
@@ -18,8 +17,6 @@ NAMES: Names = {
     },
     "lightning.pytorch.callbacks.StochasticWeightAveraging": {
         "._average_model": "average shards instead of a full copy of the module",
-        "._model_contains_batch_norm; ._scheduler_state": "know whether a loaded checkpoint replaces schedulers",
-        "_clear_schedulers(trainer)": "remove the schedulers that a loaded checkpoint replaces",
     },
     "lightning.pytorch.callbacks.ModelCheckpoint": {
         "_monitor_candidates(trainer)": "let all ranks choose the best checkpoint by the same values",
@@ -46,13 +43,6 @@ def set_averages(callback: Any, averages: Any) -> None:
 def options_of(callback: WeightAveraging) -> dict[str, Any]:
     """Return the options that `callback` passes to `AveragedModel`: `device`, `use_buffers`, and the user's."""
     return {"device": callback._device, "use_buffers": callback._use_buffers} | callback._kwargs
-
-
-def replace_schedulers_late(callback: StochasticWeightAveraging, trainer: Trainer) -> None:
-    """Remove schedulers as `on_fit_start` does, if that hook ran before the callback's state was loaded."""
-    is_late = callback._model_contains_batch_norm is not None  # `on_fit_start` has been called
-    if is_late and callback._scheduler_state is not None:
-        callback._clear_schedulers(trainer)
 
 
 # The values by which `ModelCheckpoint` chooses the best checkpoints and names files

@@ -12,22 +12,17 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.lightning.results import ResultCollection
 from lightning_paral.compat.private_name import Names, replace
-from lightning_paral.compat.torch.tensors import tree_unflatten
+from lightning_paral.compat.torch.tensors import tree_flatten, tree_unflatten
 
 __all__ = ["EvaluationLoop", "IndexBatchSampler", "PredictionLoop"]
 
 _STEP = "(batch, batch_idx, dataloader_idx, dataloader_iter)"
-_LOOP = {
-    "._combined_loader": "know how the loop combines several loaders",
-    "._data_source": "read the first batch before the run sets up its loaders",
-    "_build_kwargs(batch, batch_idx, dataloader_idx); _build_step_args_from_hook_kwargs(hook_kwargs, step_hook_name)": (
-        "call a step as the loop does"
-    ),
-}
+_LOOP = {"._combined_loader": "know how the loop combines several loaders"}
 
 NAMES: Names = {
     "lightning.pytorch.loops._EvaluationLoop": {
@@ -47,21 +42,16 @@ NAMES: Names = {
     "lightning.pytorch.Trainer": {
         "._logger_connector": "compute results over all ranks; restore logging after a padding batch",
         "._data_connector": "distribute samples ourselves instead of with DistributedSampler",
-        "._accelerator_connector": "know the value of Trainer(use_distributed_sampler=...)",
     },
     "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector": {
         "._current_fx": "restore logging after a padding batch",
     },
     "lightning.pytorch.utilities.combined_loader.CombinedLoader": {
         "._mode": "know when a combination of loaders ends",
-        "._spec": "find the item of each loader in a batch",
     },
     "torch.utils._pytree.TreeSpec": {"flatten_up_to": "find the item of each loader in a batch"},
     "lightning.pytorch.trainer.connectors.data_connector._DataConnector": {
         "_prepare_dataloader(dataloader, shuffle, mode)": "distribute samples ourselves",
-    },
-    "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector": {
-        ".use_distributed_sampler": "know the value of Trainer(use_distributed_sampler=...)",
     },
     "lightning.pytorch.overrides.distributed": {
         "_IndexBatchSamplerWrapper(batch_sampler)": "pass indices to callbacks that write predictions",
@@ -134,8 +124,9 @@ def call_step_without_hooks(
     batch = trainer.precision_plugin.convert_input(batch)
     batch = module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx or 0)
     batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=dataloader_idx or 0)
-    kwargs = loop._build_kwargs(batch, batch_idx, dataloader_idx)
-    call._call_strategy_hook(trainer, hook_name, *loop._build_step_args_from_hook_kwargs(kwargs, hook_name))
+    takes_index = is_param_in_hook_signature(getattr(module, hook_name), "batch_idx", min_args=2)
+    indices = ([batch_idx] if takes_index else []) + ([] if dataloader_idx is None else [dataloader_idx])
+    call._call_strategy_hook(trainer, hook_name, batch, *indices)
     connector._current_fx = logged_by
 
 
@@ -150,13 +141,18 @@ def mode_of(combined: CombinedLoader) -> str:
 
 def items_of(combined: CombinedLoader, batch: Any) -> list[Any]:
     """Return the item of each loader in `batch`, in the order of `combined.flattened`."""
-    items: list[Any] = combined._spec.flatten_up_to(batch)
+    items: list[Any] = _spec_of(combined).flatten_up_to(batch)
     return items
 
 
 def batch_of(combined: CombinedLoader, items: list[Any]) -> Any:
     """Return the batch that consists of `items`, one per loader in the order of `combined.flattened`."""
-    return tree_unflatten(items, combined._spec)
+    return tree_unflatten(items, _spec_of(combined))
+
+
+def _spec_of(combined: CombinedLoader) -> Any:
+    loaders = set(map(id, combined.flattened))  # a list of numbers is one as well
+    return tree_flatten(combined.iterables, is_leaf=lambda each: id(each) in loaders)[1]
 
 
 # How Lightning prepares loaders for several ranks
@@ -171,8 +167,3 @@ def replace_preparation(trainer: Trainer, prepare: Preparation, undo: ExitStack)
     plain: Preparation = connector._prepare_dataloader
     shadow_method(connector, "_prepare_dataloader", prepare, undo)
     return plain
-
-
-def injects_sampler(trainer: Trainer) -> bool:
-    """Return the value of `Trainer(use_distributed_sampler=...)`."""
-    return trainer._accelerator_connector.use_distributed_sampler

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from importlib.metadata import version
 from typing import Any
 
+from lightning_paral.compat.torch.patches import replace_attributes
 from lightning_paral.errors import PrivateNameError
 
 
@@ -20,15 +21,7 @@ def replace_methods(cls: type, methods: Mapping[str, Any]) -> Callable[[], None]
     for name in methods:
         if name not in vars(cls):
             raise _no_such_method(cls, name)
-    before = {name: vars(cls)[name] for name in methods}
-    for name, method in methods.items():
-        setattr(cls, name, method)
-
-    def undo() -> None:
-        for name, method in before.items():
-            setattr(cls, name, method)
-
-    return undo
+    return replace_attributes(cls, methods)
 
 
 def shadow_method(instance: object, name: str, value: Any, undo: ExitStack | None = None) -> None:

@@ -1,24 +1,22 @@
 """Strategies, launchers and plugins of Lightning."""
 
-import multiprocessing
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin, _update_properties
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, Strategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.strategy import _ForwardRedirection as ForwardRedirection
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
 from torch.distributed.device_mesh import DeviceMesh
-from torch.multiprocessing.spawn import start_processes
 from torch.nn import Module
 
 from lightning_paral.compat.lightning.methods import shadow_method
@@ -27,7 +25,6 @@ from lightning_paral.compat.private_name import Names, replace
 __all__ = [
     "ForwardRedirection",
     "LightningSubprocessLauncher",
-    "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
     "TunerExit",
     "call_and_handle_interrupt",
@@ -49,6 +46,7 @@ NAMES: Names = {
     "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector": {
         "_lazy_init_strategy": "give a strategy that is chosen late its devices and plugins",
         "_check_and_init_precision": "create the precision plugin that fits the chosen strategy",
+        ".use_distributed_sampler": "know the value of Trainer(use_distributed_sampler=...)",
     },
     "lightning.pytorch.Trainer": {"._accelerator_connector": "reach the object that holds the strategy"},
     "lightning.pytorch.loops.fit_loop._FitLoop": {
@@ -59,14 +57,9 @@ NAMES: Names = {
     },
     "lightning.pytorch.strategies.launchers": {
         "_SubprocessScriptLauncher(cluster_environment, num_processes, num_nodes)": "check before processes start",
-        "_MultiProcessingLauncher(strategy, start_method)": "start ranks in notebooks, and copy what they leave",
     },
     "lightning.pytorch.strategies.launchers._SubprocessScriptLauncher": {
         "_call_children_scripts": "take the processes over before Lightning's observer knows them",
-    },
-    "lightning.pytorch.strategies.launchers._MultiProcessingLauncher": {
-        "_wrapping_function(process_idx, trainer, function, args, kwargs, return_queue)": "run a function in a rank",
-        "_recover_results_in_main_process(worker_output, trainer)": "copy weights and metrics of rank 0 back",
     },
     "lightning.pytorch.trainer.call": {
         "_call_and_handle_interrupt(trainer, trainer_fn)": "call the hooks for exceptions in forked ranks",
@@ -77,17 +70,11 @@ NAMES: Names = {
     "lightning.pytorch.plugins.Precision": {
         "_after_closure(model, optimizer)": "run hooks and clipping before the step of a sharded optimizer",
     },
-    "lightning.pytorch.callbacks.GradientAccumulationScheduler": {
-        "on_train_start(trainer, pl_module)": "let GradientAccumulationScheduler work under ZeRO",
-    },
     "lightning.pytorch.core.optimizer": {
         "_MockOptimizer": "run ZeRO without an optimizer if configure_optimizers returns None",
     },
     "lightning.fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin": {
-        "._device": "make self.device of a replica return the replica's device",
-    },
-    "lightning.fabric.utilities.device_dtype_mixin": {
-        "_update_properties(root, device)": "make self.device return the device that computes",
+        "._device": "make self.device return the device that computes",
     },
 }
 
@@ -139,12 +126,17 @@ def replace_strategy(trainer: Trainer, strategy: Strategy) -> None:
     connector._lazy_init_strategy()
 
 
+def injects_sampler(trainer: Trainer) -> bool:
+    """Return the value of `Trainer(use_distributed_sampler=...)`."""
+    return trainer._accelerator_connector.use_distributed_sampler
+
+
 def training_loaders(trainer: Trainer) -> Any:
     """Return the training loaders as the user's hook returns them, or as they were given to `Trainer.fit`."""
     return trainer.fit_loop._data_source.dataloader()
 
 
-# Lightning's launchers, which run the user's script again or start processes of `multiprocessing`
+# Lightning's launcher, which runs the user's script again
 
 LightningSubprocessLauncher = _SubprocessScriptLauncher
 """Lightning's class, which Lightning's strategies use."""
@@ -162,37 +154,6 @@ class SubprocessScriptLauncher(_SubprocessScriptLauncher):
 
     def _call_children_scripts(self) -> None:
         self.start_others(super()._call_children_scripts)
-
-
-class MultiProcessingLauncher(_MultiProcessingLauncher):
-    """Lightning's launcher of forked processes, in parts."""
-
-    def __init__(self, strategy: Any) -> None:
-        super().__init__(strategy, "fork")
-        self.strategy = strategy
-
-    def start(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], trainer: Trainer
-    ) -> tuple[Any, Any]:
-        """Call `function` in a forked process for each local rank.
-
-        Returns:
-            tuple: the `ProcessContext`, and a queue for the output of local rank 0.
-        """
-        queue = multiprocessing.get_context("fork").SimpleQueue()
-        ranks: Any = start_processes(  # type: ignore[no-untyped-call]
-            self._wrapping_function,
-            args=(trainer, function, args, kwargs, queue),
-            nprocs=self.strategy.num_processes,
-            join=False,
-            start_method="fork",
-        )
-        self.procs = ranks.processes
-        return ranks, queue
-
-    def restore(self, output: Any, trainer: Trainer) -> None:
-        """Give the Trainer and its module the weights and metrics in the output of local rank 0."""
-        self._recover_results_in_main_process(output, trainer)
 
 
 # The hooks and gradient clipping that a precision plugin of Lightning runs between an optimizer's closure and step
@@ -234,4 +195,5 @@ def set_device(module: Module, device: torch.device) -> None:
 
 def set_device_everywhere(root: Module, device: torch.device) -> None:
     """Make the property `device` of `root` and its submodules return `device`; nothing is moved."""
-    _update_properties(root, device=device)
+    for module in root.modules():
+        set_device(module, device)

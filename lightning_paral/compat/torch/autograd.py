@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
+from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import Variable, forward_ad
 
 from lightning_paral.compat.private_name import Names
 from lightning_paral.compat.torch.patches import replace_attributes
 
 __all__ = [
-    "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
 ]
 
@@ -25,7 +24,6 @@ NAMES: Names = {
     },
     "torch._C": {
         "DisableTorchFunctionSubclass": "run torch's own operations inside __torch_function__",
-        "DisableTorchFunction": "run operations that our TorchFunctionMode must not intercept",
     },
     "torch.autograd.Variable": {"_execution_engine": "run a callback when a backward pass ends"},
     "torch.autograd": {"_engine_run_backward(t_outputs)": "hide the gradients of shards from backward passes"},

@@ -61,10 +61,6 @@ NAMES: Names = {
         "._fsdp_param_group <2.12": "find the parameters that are gathered together",
         "._is_root": "reshard parameters that a failed iteration has left unsharded",
     },
-    "torch.distributed.fsdp.fully_shard": {
-        "._is_fsdp_managed_module": "leave FSDP2's attributes out of saved modules",
-        "._fsdp_use_orig_params": "leave FSDP2's attributes out of saved modules",
-    },
     "torch.distributed._composable_state": {
         "_module_state_mapping": "restore a module after a run, as if it had never been sharded",
     },
@@ -255,11 +251,6 @@ def groups_of(module: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-
-
-def is_fsdp_attribute(name: str) -> bool:
-    """Return whether `name` is an attribute that `fully_shard` sets on modules."""
-    return name.startswith(("_fsdp", "_is_fsdp", "__composable_api_state_key"))
 
 
 def forget(module: Module) -> None:

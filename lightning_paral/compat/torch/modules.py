@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _WrappedHook
 
 from lightning_paral.compat.private_name import Names
 
@@ -23,32 +22,18 @@ FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 """Dictionaries of the hooks that run around forward."""
 ALL = (*FORWARD, "_backward_pre_hooks", "_backward_hooks")
 """Dictionaries of all hooks that run in a step."""
-FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-"""Dictionaries of flags, by hook id, that specify how forward hooks are called."""
-STATE_DICT = (
-    *("_state_dict_pre_hooks", "_state_dict_hooks"),
-    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
-)
-"""Dictionaries of the hooks that run in `state_dict` and `load_state_dict`."""
-_TABLES = (*ALL, *FLAGS, *STATE_DICT)
 
 NAMES: Names = {
     "torch.nn.Module": {
         "._parameters; ._buffers; ._modules": "replace what a module has without calling its methods",
-        "; ".join(f".{name}" for name in _TABLES): "remove or replace hooks on the user's modules",
+        "; ".join(f".{name}" for name in ALL): "remove or replace hooks on the user's modules",
+        "._load_state_dict_post_hooks": "call a hook before others after a state dict is loaded",
         "._non_persistent_buffers_set": "leave caches out where a state dict leaves them out",
-        "_replicate_for_data_parallel": "copy a module without its parameters",
         "_compiled_call_impl": "recognize modules compiled by module.compile()",
         "_save_to_state_dict(destination, prefix, keep_vars)": "save shards in place of parameters",
         "._metadata": "keep the versions of modules with a state dict",
     },
-    "torch.nn.modules.module._WrappedHook": {
-        ".hook": "find the function that the user registered as a state-dict hook",
-    },
     "torch._dynamo": {"OptimizedModule": "recognize modules that torch.compile(module) returned"},
-    "torch.nn.modules.module": {
-        "_EXTRA_STATE_KEY_SUFFIX": "distinguish extra states from parameters and buffers in a state dict",
-    },
 }
 
 
@@ -106,19 +91,14 @@ def forward_hooks(module: Module) -> dict[int, Any]:
     return hooks_in(module, "_forward_hooks")
 
 
-def unwrapped(hook: Any) -> Any:
-    """Return the function that was registered as `hook`, which torch may have wrapped."""
-    return hook.hook if isinstance(hook, _WrappedHook) else hook
-
-
 @contextmanager
 def without_fsdp_loading(module: Module) -> Iterator[None]:
     """Make `load_state_dict` of `module` call none of FSDP2's hooks inside the block, which expect shards."""
-    tables = [hooks_in(module, name) for name in ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")]
+    tables = [table for name, table in hook_tables(module).items() if "load_state_dict" in name]
     before = [dict(table) for table in tables]
     for table in tables:
         for key, hook in list(table.items()):
-            if getattr(unwrapped(hook), "__module__", "").startswith("torch.distributed.fsdp."):
+            if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp."):
                 del table[key]
     try:
         yield
@@ -130,7 +110,11 @@ def without_fsdp_loading(module: Module) -> Iterator[None]:
 
 def hook_tables(module: Module) -> dict[str, dict[int, Any]]:
     """Return all dictionaries of hooks and flags of `module`, by attribute name."""
-    return {name: hooks_in(module, name) for name in _TABLES}
+    return {name: value for name, value in vars(module).items() if _is_table(name, value)}
+
+
+def _is_table(name: str, value: Any) -> bool:
+    return name.startswith("_") and "_hooks" in name and isinstance(value, dict)
 
 
 # Classes for single modules: subclasses with the name of the user's class, created for every kind of class
@@ -211,9 +195,15 @@ def _unregistered_class(original: type[Module], first: type, attributes: dict[st
 # Copies of modules without parameters, as `DataParallel` creates them
 
 
-def copy_without_values(module: Any) -> Module:
+def copy_without_values(module: Module) -> Module:
     """Return a copy of `module` that has copies of its dictionaries, but no parameters."""
-    copy: Module = module._replicate_for_data_parallel()
+    copy: Module = object.__new__(type(module))
+    for name, value in vars(module).items():
+        # Recurrent layers keep a list of their weights, which assignments to the copy change.
+        has_weights = isinstance(value, list) and any(isinstance(each, Parameter) for each in value)
+        vars(copy)[name] = list(value) if has_weights else value
+    tables: dict[str, Any] = {"_parameters": {}, "_buffers": dict(own_buffers(module))}
+    vars(copy).update(tables, _modules=dict(own_children(module)))
     return copy
 
 
@@ -229,7 +219,13 @@ def is_compiled(module: Module) -> bool:
 
 # How `Module.state_dict` and `Module.load_state_dict` save and load each submodule
 
-EXTRA_STATE = _EXTRA_STATE_KEY_SUFFIX
+
+class _OnlyExtraState(Module):
+    def get_extra_state(self) -> None:
+        return None
+
+
+EXTRA_STATE: str = next(iter(_OnlyExtraState().state_dict()))
 """The suffix of state-dict keys whose values `Module.get_extra_state` returned."""
 
 

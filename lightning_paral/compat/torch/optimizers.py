@@ -4,7 +4,6 @@ from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -66,17 +65,7 @@ def step_with_hooks(optimizer: Optimizer, step: Callable[..., Any], args: tuple[
     Raises:
         RuntimeError: a pre-hook returned something else than `None` or a pair of new arguments.
     """
-    given: Any = (optimizer, *args)
-    for hook in chain(getattr(hooks_of_all, _GLOBAL_PRE).values(), getattr(optimizer, _PRE).values()):
-        changed = hook(optimizer, given, kwargs)
-        if changed is not None:
-            if not isinstance(changed, tuple) or len(changed) != 2:
-                raise RuntimeError(f"A step pre-hook must return None or (new_args, new_kwargs), but got {changed}.")
-            given, kwargs = changed
-    result = step(*given, **kwargs)
-    for hook in chain(getattr(optimizer, _POST).values(), getattr(hooks_of_all, _GLOBAL_POST).values()):
-        hook(optimizer, given, kwargs)
-    return result
+    return Optimizer.profile_hook_step(step)(optimizer, *args, **kwargs)
 
 
 @contextmanager

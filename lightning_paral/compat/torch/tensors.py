@@ -1,13 +1,14 @@
 """Tensors without memory, storages, operations of the dispatcher, and nested containers."""
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_paral.compat.private_name import Names
 
@@ -18,31 +19,23 @@ __all__ = [
     "schema_of",
     "tree_flatten",
     "tree_leaves",
-    "tree_map",
-    "tree_map_only",
     "tree_unflatten",
-    "without_modes",
 ]
 
 NAMES: Names = {
     "torch.utils._pytree": {
         "tree_flatten(tree)": "find the tensors among the arguments of an operation",
         "tree_leaves(tree)": "find the tensors in a state",
-        "tree_map(func, tree)": "replace the tensors among the arguments of an operation",
-        "tree_map_only(type_or_types_or_pred, func, tree)": "replace the tensors in a checkpoint",
-        "tree_unflatten(leaves, treespec)": "rebuild a batch in the structure of Lightning's CombinedLoader",
+        "tree_unflatten(leaves, treespec)": "replace the tensors among the arguments of an operation",
     },
     "torch.UntypedStorage": {"_cdata": "distinguish storages without memory"},
     "torch._C": {"_storage_Use_Count": "know whether other tensors share the memory of a tensor"},
-    "torch.storage.TypedStorage": {"._untyped_storage": "find the storages in a checkpoint as torch.save does"},
     "torch.Tensor": {"_make_wrapper_subclass": "make tensors that represent data in files or on other ranks"},
     "torch._subclasses.fake_tensor": {
         "FakeTensorMode": "reserve space in a file for tensors that no rank holds in full",
-        "DataDependentOutputException": "follow modules that call `.item()` on tensors without values",
     },
     "torch.utils._python_dispatch": {
         "TorchDispatchMode": "intercept every operation",
-        "_disable_current_modes": "run operations without intercepting them",
     },
     "torch._ops.OpOverload": {
         "._schema": "know the arguments of an operation, and which of them it writes to",
@@ -56,6 +49,20 @@ NAMES: Names = {
         "_saved_reduction": "weigh the losses of micro-batches by the targets that they do not ignore",
     },
 }
+
+
+# Nested containers
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return `tree` with each leaf replaced by what `function` returns for it."""
+    leaves, spec = tree_flatten(tree)
+    return tree_unflatten(map(function, leaves), spec)
+
+
+def tree_map_only(cls: type, function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return `tree` with each leaf of class `cls` replaced by what `function` returns for it."""
+    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, cls) else leaf, tree)
 
 
 # Identity and reference counts of storages
@@ -78,8 +85,10 @@ def use_count(tensor: Tensor) -> int:
 
 def untyped(storage: object) -> UntypedStorage | None:
     """Return the untyped storage of `storage`, or `None` if it is not a storage."""
-    found = storage._untyped_storage if isinstance(storage, torch.storage.TypedStorage) else storage
-    return found if isinstance(found, UntypedStorage) else None
+    if isinstance(storage, torch.storage.TypedStorage):
+        with warnings.catch_warnings(action="ignore"):  # "TypedStorage is deprecated"
+            storage = storage.untyped()  # type: ignore[no-untyped-call]
+    return storage if isinstance(storage, UntypedStorage) else None
 
 
 # Create tensors of our own classes that have a shape but no memory
@@ -129,10 +138,8 @@ def hide_accelerators() -> None:
 
 
 def is_value_missing(error: BaseException) -> bool:
-    """Return whether `error` says that an operation needs the value of a tensor that has none, as `.item()` does."""
-    from torch._subclasses.fake_tensor import DataDependentOutputException
-
-    return isinstance(error, DataDependentOutputException)
+    """Return whether `error`, of `.item()`, may say that the tensor has no value."""
+    return isinstance(error, RuntimeError)
 
 
 # Operations of torch's dispatcher, and modes that intercept them
@@ -145,9 +152,6 @@ packet_of: Callable[[Any], Any] = attrgetter("overloadpacket")
 
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """Return the schema of an operation, a `torch.FunctionSchema`."""
-
-without_modes: Callable[[], Any] = _disable_current_modes
-"""Return a context manager in which no mode intercepts operations."""
 
 
 # What a cross entropy divides by

@@ -93,9 +93,7 @@ def _by_id(tensors_of_modules: Iterable[Mapping[str, Tensor | None]]) -> dict[in
 
 def _copy_structure(originals: Sequence[Module], device: torch.device, metrics: MetricCopies) -> dict[int, Module]:
     """Return copies of `originals` without parameters and buffers, by the `id` of the original."""
-    copies: dict[int, Module] = {}
-    for original in originals:
-        copies[id(original)] = _copy_one(original)
+    copies = {id(original): copy_without_values(original) for original in originals}
     for original in originals:
         copy = copies[id(original)]
         for name, child in own_children(original).items():
@@ -124,19 +122,6 @@ def _set_tensors(originals: Sequence[Module], copies: dict[int, Module], values:
         own_buffers(copy).update(
             {name: values[id(buffer)] for name, buffer in own_buffers(original).items() if buffer is not None}
         )
-
-
-def _copy_one(original: Any) -> Module:
-    if all("__new__" not in vars(base) for base in type(original).__mro__[:-1]):
-        return copy_without_values(original)
-    # torch calls `original.__new__(cls)`, which may need the arguments of the constructor.
-    original.__dict__["__new__"] = object.__new__
-    try:
-        copy = copy_without_values(original)
-    finally:
-        del original.__dict__["__new__"]
-    del copy.__dict__["__new__"]
-    return copy
 
 
 def _broadcast(

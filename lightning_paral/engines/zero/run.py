@@ -46,7 +46,7 @@ from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.buffers import buffers_to_broadcast
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.host_memory_check import host_memory_shortage
-from lightning_paral.model.hugging_face import generate_together
+from lightning_paral.model.user_hooks import generate_together
 
 
 @dataclass(frozen=True, kw_only=True)

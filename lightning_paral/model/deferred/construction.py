@@ -20,9 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.model.deferred import recorder
-from lightning_paral.model.deferred.op_log import OpLog
-from lightning_paral.model.deferred.recorder import MetaDisguise, Recorder
-from lightning_paral.model.hugging_face import is_pretrained
+from lightning_paral.model.deferred.recorder import MetaDisguise, OpLog, Recorder, is_pretrained
 
 
 class DeferredConstruction:

@@ -52,11 +52,10 @@ def test_hook_tables_hold_the_hooks_that_are_registered() -> None:
 
     gained = {name for name, table in modules.hook_tables(module).items() if set(table) - before[name]}
     [wrapped] = modules.hooks_in(module, "_load_state_dict_pre_hooks").values()
-    assert modules.unwrapped(wrapped).__name__ == "<lambda>"
+    assert wrapped.__module__ == __name__, "hooks of FSDP2 would not be recognized"
 
     assert gained == before.keys(), "hooks are kept elsewhere: those of a run would stay on the module"
-    new = {name for name in vars(module) if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))}
-    assert new <= before.keys() | {"_non_persistent_buffers_set"}, "torch has another kind of hooks: add it"
+    assert set(modules.ALL) <= gained
 
 
 def test_state_dicts_carry_versions_of_modules() -> None:

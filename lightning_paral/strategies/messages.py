@@ -1,6 +1,8 @@
-"""Print the start line of a fit: strategy, ranks and their arrangement, backend, precision, data and parameters."""
+"""The line with which a fit starts, and the warnings of libraries that users can do nothing about."""
 
 import math
+import warnings
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +16,35 @@ from lightning_paral.checkpoint.shards import FlatShard
 from lightning_paral.compat.lightning.loops import call_once_after_setup_of_data
 from lightning_paral.data.sampler import RankBatchSampler
 from lightning_paral.text import format_bytes
+
+Ignored = tuple[str, type[Warning], str]
+"""Patterns of a warning: of its message, its category, and of the module to which it is attributed."""
+
+_ALWAYS_IGNORED: tuple[Ignored, ...] = (
+    # Lightning 2.6.6 with torch 2.13: once for each loader.
+    (r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning, r"(pytorch_)?lightning\b"),
+    # DeepSpeed 0.19.8 with torch 2.13: when it is imported.
+    (r"`torch\.jit\.script_method` is deprecated", DeprecationWarning, r"torch\.jit\b"),
+)
+# Lightning warns because its own loaders cannot resume inside an epoch. Ours can.
+RESUMED_INSIDE_EPOCH: Ignored = "You're resuming from a checkpoint that ended before the epoch ended", UserWarning, ""
+
+
+def ignore_warnings(undo: ExitStack, *ignored: Ignored) -> None:
+    """Ignore warnings until `undo` is closed; without any given, those that no user can do anything about.
+
+    Warning filters are global to the process. Changes that other code makes to them in the meantime are kept.
+    """
+    for message, category, module in ignored or _ALWAYS_IGNORED:
+        before = list(warnings.filters)
+        warnings.filterwarnings("ignore", message, category, module)
+        if warnings.filters[0] not in before:  # otherwise the user added the same filter, which has to be kept
+            undo.callback(_remove, warnings.filters[0])
+
+
+def _remove(added: Any) -> None:
+    with suppress(ValueError):  # the filters may have been reset
+        warnings.filters.remove(added)  # type: ignore[attr-defined]
 
 
 def print_start_line(trainer: Trainer, strategy: Any) -> None:
