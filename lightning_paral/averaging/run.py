@@ -340,8 +340,14 @@ class RunAverages:
             update(averages, averages.current_view(), *args)  # type: ignore[arg-type]
 
         def load_state_dict(callback: Any, state_dict: dict[str, Any]) -> None:
+            # Its `on_fit_start`, which has run, would have replaced the schedulers.
+            if state_dict["scheduler_state"] is not None and self._trainer.strategy.restore_checkpoint_after_setup:
+                raise ConfigurationError(
+                    "StochasticWeightAveraging cannot resume after swa_epoch_start if the module is built in "
+                    "configure_model, or under ZeRO with 16-bit weights, because schedulers are restored before it. "
+                    "Build the module in __init__, train with paral_fsdp, or resume from an earlier checkpoint."
+                )
             load(callback, state_dict)
-            replace_schedulers_late(callback, self._trainer)
 
         replaced: dict[type[Callback], dict[str, Callable[..., None]]] = {
             WeightAveraging: {
@@ -380,65 +386,7 @@ def _if_sharded(ours: Callable[..., None], theirs: Any) -> Any:
     """Return a method that calls `ours` if its first argument is, or is a callback that keeps, `ShardedAverages`."""
     function = theirs.__func__ if isinstance(theirs, staticmethod) else theirs
 
-        def copy_average_to_current(callback: Any, pl_module: LightningModule) -> None:
-            averages_of(callback).become_weights(buffers=True)
-
-        def on_save_checkpoint(callback: Any, trainer: Trainer, module: LightningModule, checkpoint: Any) -> None:
-            checkpoint["state_dict"] = averages_of(callback).weights_to_save(checkpoint["state_dict"])
-            save(callback, trainer, module, checkpoint)
-
-        def on_load_checkpoint(callback: Any, trainer: Trainer, module: LightningModule, checkpoint: Any) -> None:
-            # The strategy sets the averages to the loaded weights when it loads the weights of the module.
-            if CURRENT_KEY in checkpoint and "averaging_state" in checkpoint:
-                rank_zero_info("Found current_model_state in the checkpoint. This is used to initialize the model.")
-                averages_of(callback).n_averaged.copy_(checkpoint["averaging_state"]["n_averaged"])
-            else:
-                rank_zero_warn(
-                    "The checkpoint was not created with WeightAveraging. Both the current and the average model are "
-                    "initialized with its state_dict."
-                )
-
-        return {
-            "setup": self._setup(theirs.setup),
-            SWAP: _if_sharded(swap_models, getattr(theirs, SWAP)),
-            COPY: _if_sharded(copy_average_to_current, getattr(theirs, COPY)),
-            "on_save_checkpoint": _if_sharded(on_save_checkpoint, save),
-            "on_load_checkpoint": _if_sharded(on_load_checkpoint, theirs.on_load_checkpoint),
-        }
-
-    def _swa_methods(self) -> dict[str, Any]:
-        theirs = StochasticWeightAveraging
-        update, load = theirs.update_parameters, theirs.load_state_dict
-
-        @torch.no_grad()
-        def update_parameters(averages: ShardedAverages, model: Any, *args: Any) -> None:
-            update(averages, averages.current_view(), *args)  # type: ignore[arg-type]
-
-        def transfer_weights(averages: ShardedAverages, pl_module: LightningModule) -> None:
-            averages.become_weights(buffers=False)
-
-        def load_state_dict(callback: Any, state_dict: dict[str, Any]) -> None:
-            # Its `on_fit_start`, which has run, would have replaced the schedulers.
-            if state_dict["scheduler_state"] is not None and self._trainer.strategy.restore_checkpoint_after_setup:
-                raise ConfigurationError(
-                    "StochasticWeightAveraging cannot resume after swa_epoch_start if the module is built in "
-                    "configure_model, or under ZeRO with 16-bit weights, because schedulers are restored before it. "
-                    "Build the module in __init__, train with paral_fsdp, or resume from an earlier checkpoint."
-                )
-            load(callback, state_dict)
-
-        return {
-            "setup": self._setup(theirs.setup),
-            "update_parameters": staticmethod(_if_sharded(update_parameters, update)),
-            "transfer_weights": staticmethod(_if_sharded(transfer_weights, theirs.transfer_weights)),
-            "load_state_dict": _if_sharded(load_state_dict, load),
-        }
-
-
-def _if_sharded(ours: Callable[..., None], theirs: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that calls `ours` if its first argument is, or is a callback that keeps, `ShardedAverages`."""
-
-    @wraps(theirs)
+    @wraps(function)
     def method(first: Any, *args: Any, **keywords: Any) -> None:
         averages = averages_of(first) if isinstance(first, Callback) else first
         (ours if isinstance(averages, ShardedAverages) else function)(first, *args, **keywords)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_paral.averaging.run import RunAverages, broadcast_when_swapped, forget_ended
 from lightning_paral.callbacks.preemption import Preemption, handle_signals
 from lightning_paral.checkpoint.sharded_state import WeightShards
-from lightning_paral.comm.rows import gather_rows
+from lightning_paral.comm.reduce_scatter import gather_rows
 from lightning_paral.compat.torch.process_groups import abort_nccl, nccl_backends
 from lightning_paral.data.distribute import RunData
 from lightning_paral.data.loaders import draws_as_one_process

@@ -36,6 +36,7 @@ from lightning_paral.engines.fsdp.unshard import UserWrites
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.checks import check_embeddings, check_optimizer_parameters, explain, explain_errors
 from lightning_paral.model.deferred.construction import DeferredConstruction
+from lightning_paral.model.host_memory_check import host_memory_shortage
 from lightning_paral.model.requires_grad import TrainedParameters, TrainingAgreement, first_names
 from lightning_paral.model.units import as_tree, choose_units, explain_single_unit
 from lightning_paral.model.user_hooks import generate_together
