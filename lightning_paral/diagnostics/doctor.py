@@ -25,10 +25,9 @@ from rich.text import Text
 
 from lightning_paral._version import __version__
 from lightning_paral.diagnostics.rank_pool import RankError, RankPool
+from lightning_paral.engines.zero.offload import check_compiler, check_folder, operator_folder
 from lightning_paral.engines.zero.options import PATH_VARIABLE
-from lightning_paral.engines.zero.runtime.deepspeed import choose_accelerator, quiet_deepspeed
-from lightning_paral.engines.zero.runtime.nvme import check_folder
-from lightning_paral.engines.zero.runtime.operators import check_compiler, operator_folder
+from lightning_paral.engines.zero.process import choose_accelerator, quiet_deepspeed
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.host_memory_check import available_bytes
 from lightning_paral.quantities import format_bytes, format_seconds
@@ -42,9 +41,9 @@ _RANK_BYTES = 2**29
 _REDUCED_BYTES = 4 * 2**20
 _STYLES = {"ok": "green", "note": "dim", "warning": "yellow", "broken": "bold red"}
 
-ALL, RANKS, ZERO, OFFLOAD, NVME = "paral_", "paral_(?!dp$)", "zero", r"zero\d_(offload|nvme)", "nvme"
-"""Regular expressions of the names of all strategies, of those of several processes, of those on DeepSpeed, of those
-that offload by it, and of those that offload to NVMe."""
+ALL, RANKS, ZERO, NVME = "paral_", "paral_(?!dp$)", "zero", "nvme"
+"""Regular expressions of the names of all strategies, of those of several processes, of those on DeepSpeed, and
+of those that offload to NVMe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +119,7 @@ def examine(num_ranks: int, nvme_path: str | None) -> Iterator[Fact]:
     parts: dict[str, tuple[Callable[[], Fact], str]] = {
         **{name: (partial(version_fact, name), ZERO if name == "deepspeed" else ALL) for name in TESTED_VERSIONS},
         "CUDA": (cuda_fact, ""),
-        "cpu_adam": (partial(operator_fact, "cpu_adam"), OFFLOAD),
-        "async_io": (partial(operator_fact, "async_io"), NVME),
+        "async_io": (operator_fact, NVME),
         "NVMe": (lambda: nvme_fact(nvme_path), NVME),
         "interfaces": (interfaces_fact, ""),
     }
@@ -195,13 +193,13 @@ def cuda_fact() -> Fact:
     return Fact(name="CUDA", found=found, state="warning", advice=advice)
 
 
-def operator_fact(operator: str) -> Fact:
-    """Return whether an operator of DeepSpeed for offload is compiled, or what compiling it lacks."""
-    stops = OFFLOAD if operator == "cpu_adam" else NVME
+def operator_fact() -> Fact:
+    """Return whether the operators of DeepSpeed for NVMe are compiled, or what compiling it lacks."""
+    operator = "async_io"
     try:
-        check_compiler("Offload", needs_aio=operator == "async_io")  # before each run, also if it is compiled
+        check_compiler("Offload")  # before each run, also if it is compiled
     except ConfigurationError as error:
-        return Fact(name=operator, found="cannot be compiled", state="warning", advice=str(error), stops=stops)
+        return Fact(name=operator, found="cannot be compiled", state="warning", advice=str(error), stops=NVME)
     if (operator_folder() / f"{operator}.so").is_file():
         return Fact(name=operator, found="compiled")
     advice = ""
@@ -211,7 +209,7 @@ def operator_fact(operator: str) -> Fact:
         advice = "There is no ninja: pip install ninja"
     if not advice:
         return Fact(name=operator, found="compiled at first use, which takes minutes")
-    return Fact(name=operator, found="cannot be compiled", state="warning", advice=advice, stops=stops)
+    return Fact(name=operator, found="cannot be compiled", state="warning", advice=advice, stops=NVME)
 
 
 def interfaces_fact() -> Fact:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
-from lightning_paral.compat.deepspeed.stage3 import is_zero_attribute
+from lightning_paral.compat.deepspeed.process import is_zero_attribute
 from lightning_paral.compat.torch import modules
 from lightning_paral.compat.torch.fsdp import is_fsdp_attribute
 from lightning_paral.compat.torch.modules import is_for_instance

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_paral.callbacks.monitor import ParalMonitor
 from lightning_paral.compat.lightning.strategies import replace_strategy
 from lightning_paral.distributed.exchange import all_ranks
-from lightning_paral.engines.zero.runtime.deepspeed import check_installed
+from lightning_paral.engines.zero.process import check_installed
 from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.model.host_memory_check import available_bytes
 from lightning_paral.option_types import takes

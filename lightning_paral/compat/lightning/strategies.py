@@ -2,13 +2,11 @@
 
 import multiprocessing
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin, _update_properties
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.layer_sync import LayerSync
@@ -21,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.spawn import start_processes
 from torch.nn import Module
 
-from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.private_name import Names, replace
 
 __all__ = [
@@ -76,9 +73,6 @@ NAMES: Names = {
     },
     "lightning.pytorch.plugins.Precision": {
         "_after_closure(model, optimizer)": "run hooks and clipping before the step of a sharded optimizer",
-    },
-    "lightning.pytorch.callbacks.GradientAccumulationScheduler": {
-        "on_train_start(trainer, pl_module)": "let GradientAccumulationScheduler work under ZeRO",
     },
     "lightning.pytorch.core.optimizer": {
         "_MockOptimizer": "run ZeRO without an optimizer if configure_optimizers returns None",
@@ -201,15 +195,6 @@ class MultiProcessingLauncher(_MultiProcessingLauncher):
 def after_closure(plugin: Precision, module: LightningModule, optimizer: Any) -> None:
     """Run the `on_before_optimizer_step` hooks, and clip gradients as configured in the Trainer."""
     plugin._after_closure(module, optimizer)
-
-
-# The check in `GradientAccumulationScheduler` that rejects every `DeepSpeedStrategy`
-
-
-def replace_check(callback: GradientAccumulationScheduler, check: Callable[..., None]) -> None:
-    """Replace the callback's own check with `check(callback, trainer, module)`."""
-    replacement: Any = partial(check, callback)
-    shadow_method(callback, "on_train_start", replacement)
 
 
 # The placeholder that Lightning uses if there is no optimizer
