@@ -20,10 +20,9 @@ import torch.distributed as dist
 
 from lightning_paral._version import __version__
 from lightning_paral.diagnostics.rank_pool import RankError, RankPool
+from lightning_paral.engines.zero.offload import check_compiler, check_folder, operator_folder
 from lightning_paral.engines.zero.options import PATH_VARIABLE
-from lightning_paral.engines.zero.runtime.deepspeed import choose_accelerator, quiet_deepspeed
-from lightning_paral.engines.zero.runtime.nvme import check_folder
-from lightning_paral.engines.zero.runtime.operators import check_compiler, operator_folder
+from lightning_paral.engines.zero.process import choose_accelerator, quiet_deepspeed
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.registry import STRATEGIES
 from lightning_paral.tested_versions import TESTED_VERSIONS, untested
@@ -33,9 +32,9 @@ _REDUCED_BYTES = 4 * 2**20
 _INDENT, _WIDTH = 27, 80
 """Columns before what was found, and of a line."""
 
-ALL, RANKS, ZERO, OFFLOAD, NVME = "paral_", "paral_(?!dp$)", "zero", r"zero\d_(offload|nvme)", "nvme"
-"""Regular expressions of the names of all strategies, of those of several processes, of those on DeepSpeed, of those
-that offload by it, and of those that offload to NVMe."""
+ALL, RANKS, ZERO, NVME = "paral_", "paral_(?!dp$)", "zero", "nvme"
+"""Regular expressions of the names of all strategies, of those of several processes, of those on DeepSpeed, and
+of those that offload to NVMe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +97,7 @@ def examine(num_ranks: int, nvme_path: str | None) -> Iterator[Fact]:
     parts: dict[str, tuple[Callable[[], Fact], str]] = {
         **{name: (partial(version_fact, name), ZERO if name == "deepspeed" else ALL) for name in TESTED_VERSIONS},
         "CUDA": (cuda_fact, ""),
-        "cpu_adam": (partial(operator_fact, "cpu_adam"), OFFLOAD),
-        "async_io": (partial(operator_fact, "async_io"), NVME),
+        "async_io": (operator_fact, NVME),
         "NVMe": (lambda: nvme_fact(nvme_path), NVME),
         "all-reduce": (lambda: all_reduce_fact(num_ranks), RANKS),
     }
@@ -160,15 +158,28 @@ def cuda_fact() -> Fact:
     return Fact(name="CUDA", found=found, state="warning", advice=advice)
 
 
-def operator_fact(operator: str) -> Fact:
-    """Return whether an operator of DeepSpeed for offload is compiled, or what compiling it lacks."""
-    stops = OFFLOAD if operator == "cpu_adam" else NVME
+def operator_fact() -> Fact:
+    """Return whether the operators of DeepSpeed for NVMe are compiled, or what compiling it lacks."""
+    operator = "async_io"
     try:
-        check_compiler("Offload", needs_aio=operator == "async_io")  # before each run, also if it is compiled
+        check_compiler("Offload")  # before each run, also if it is compiled
     except ConfigurationError as error:
-        return Fact(name=operator, found="cannot be compiled", state="warning", advice=str(error), stops=stops)
-    is_compiled = (operator_folder() / f"{operator}.so").is_file()
-    return Fact(name=operator, found="compiled" if is_compiled else "compiled at first use, which takes minutes")
+        return Fact(name=operator, found="cannot be compiled", state="warning", advice=str(error), stops=NVME)
+    if (operator_folder() / f"{operator}.so").is_file():
+        return Fact(name=operator, found="compiled")
+    advice = ""
+    if not os.path.isfile(os.path.join(sysconfig.get_path("include"), "Python.h")):
+        advice = "Python has no headers: apt-get install python3-dev"
+    elif not (shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable))):
+        advice = "There is no ninja: pip install ninja"
+    if not advice:
+        return Fact(name=operator, found="compiled at first use, which takes minutes")
+    return Fact(name=operator, found="cannot be compiled", state="warning", advice=advice, stops=NVME)
+
+
+def interfaces_fact() -> Fact:
+    """Return the names of the network interfaces."""
+    return Fact(name="interfaces", found=", ".join(name for _, name in socket.if_nameindex()) or "none")
 
 
 def all_reduce_fact(num_ranks: int, seconds: float | None = None) -> Fact:

@@ -64,7 +64,7 @@ _WAITS = (
     "deepspeed/runtime/zero/",
     "lightning_paral/comm/",
     "lightning_paral/distributed/",
-    "lightning_paral/engines/zero/runtime/gloo.py",
+    "lightning_paral/engines/zero/process.py",
 )
 """Files of libraries in whose functions a rank waits for other ranks."""
 _WRAPPERS = ("torch/_ops.py", "deepspeed/utils/nvtx.py")

@@ -13,20 +13,18 @@ from torch import Tensor
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.compat.lightning.strategies import layer_sync_of, set_forward_redirection
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.engines.zero.explain_errors import explanation
-from lightning_paral.engines.zero.hooks import allow_accumulation_schedules
+from lightning_paral.engines.zero.offload import RunFolders, check_size, load_operators
 from lightning_paral.engines.zero.options import ZeROOptions, averaging_obstacle
 from lightning_paral.engines.zero.partition import (
     check_not_partitioned,
     full_shape,
     show_full_shapes,
-    warn_about_full_parameters,
 )
 from lightning_paral.engines.zero.precision import ZeROPrecision, as_zero_precision, check_clipping
+from lightning_paral.engines.zero.process import check_installed, deepspeed_process_group
 from lightning_paral.engines.zero.run import RunSettings, ZeroRun, check_run
-from lightning_paral.engines.zero.runtime.deepspeed import check_installed, deepspeed_process_group
-from lightning_paral.engines.zero.runtime.nvme import RunFolders, check_size, load_needed_operators
 from lightning_paral.engines.zero.state import ZeroState
+from lightning_paral.engines.zero.user_access import explanation
 from lightning_paral.model.checks import (
     check_embeddings,
     check_optimizer_parameters,
@@ -162,10 +160,10 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         settings = RunSettings(
             options=self._options, config=self.config, precision=precision, dims=self.dims, ranks_per_node=per_node
         )
-        allow_accumulation_schedules(trainer)
         if is_fit:
             self._check_fit(module)
-        load_needed_operators(self._options, trains=is_fit)
+        if self._options.on_nvme:
+            load_operators(next(iter(self._options.on_nvme)))
         self.model = self.precision_plugin.convert_module(module)
         deferred, self._deferred = self._deferred, None
         run = ZeroRun(module, self.optimizers, self.root_device, self._ended, settings, deferred)
@@ -189,8 +187,6 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
 
     def _setup_training(self, run: ZeroRun, module: LightningModule) -> None:
         self.checkpoint_activations()
-        if self.stage == 3:
-            warn_about_full_parameters(module)
         with show_full_shapes(module):
             Strategy.setup_optimizers(self, module.trainer)
             self._agreement.check_optimizers()

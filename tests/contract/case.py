@@ -79,7 +79,7 @@ class StrategyCase:
 
     @property
     def needs_operators(self) -> bool:
-        """Whether the case needs DeepSpeed's compiled operators, such as its Adam for host memory."""
+        """Whether the case needs DeepSpeed's compiled operators, as offload to NVMe does."""
         return bool(self.operators)
 
     @property
@@ -87,6 +87,4 @@ class StrategyCase:
         """The names of the operators of DeepSpeed that the case needs."""
         options = {**self._options_of_name, **(self.options() if callable(self.options) else self.options)}
         offload = options.get("offload_optimizer")
-        if offload is None or not self.needs_deepspeed:
-            return ()
-        return ("cpu_adam",) if getattr(offload, "device", offload) == "cpu" else ("cpu_adam", "async_io")
+        return ("async_io",) if getattr(offload, "device", offload) == "nvme" else ()

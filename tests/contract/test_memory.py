@@ -6,7 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -86,7 +85,6 @@ def left_by(labels: list[str], num_devices: int, folder: str) -> dict[str, tuple
     return left
 
 
-@pytest.mark.deepspeed_operators("cpu_adam")
 def test_no_tensor_outlives_its_run(on_ranks, tmp_path: Path) -> None:
     labels = [*LABELS, *OTHERS]
     for left in on_ranks(2, left_by, labels, 2, str(tmp_path)):

@@ -28,7 +28,7 @@ SHORT += ["--trainer.enable_progress_bar=false", "--model.init_args.num_layers=1
 NUM_RANKS = 2
 
 
-OPERATORS = {"offload": "cpu_adam", "nvme": "async_io"}
+OPERATORS = {"nvme": "async_io"}
 """Words of snippets -> the operators that they need."""
 
 

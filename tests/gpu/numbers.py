@@ -15,7 +15,6 @@ from tests.gpu.place import (
     check_installed,
     largest_difference,
     mean_losses,
-    needs_operators,
     num_ranks,
     options_of,
     relative_difference,
@@ -101,7 +100,7 @@ def manual_optimization(device: str) -> Facts:
 def precisions(label: str, device: str) -> Facts:
     """Compare losses and weights in every precision with those of the loop in the same precision."""
     facts = Facts()
-    make = Regression if needs_operators(label) else with_sgd(Regression)  # DeepSpeed offloads Adam only
+    make = with_sgd(Regression)
     for precision, tolerance in LOSS_TOLERANCES.items():
         if device == "cpu" and precision.startswith("16"):
             continue

@@ -42,7 +42,7 @@ TESTS = """
 
     def test_launch(launch): pass
 
-    @pytest.mark.deepspeed_operators("cpu_adam")
+    @pytest.mark.deepspeed_operators("async_io")
     def test_offload(): pass
 
     @pytest.mark.lane("all")

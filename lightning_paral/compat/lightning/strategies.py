@@ -1,13 +1,11 @@
 """Strategies, launchers and plugins of Lightning."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.layer_sync import LayerSync
@@ -19,7 +17,6 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerE
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 
-from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.private_name import Names, replace
 
 __all__ = [
@@ -162,15 +159,6 @@ class SubprocessScriptLauncher(_SubprocessScriptLauncher):
 def after_closure(plugin: Precision, module: LightningModule, optimizer: Any) -> None:
     """Run the `on_before_optimizer_step` hooks, and clip gradients as configured in the Trainer."""
     plugin._after_closure(module, optimizer)
-
-
-# The check in `GradientAccumulationScheduler` that rejects every `DeepSpeedStrategy`
-
-
-def replace_check(callback: GradientAccumulationScheduler, check: Callable[..., None]) -> None:
-    """Replace the callback's own check with `check(callback, trainer, module)`."""
-    replacement: Any = partial(check, callback)
-    shadow_method(callback, "on_train_start", replacement)
 
 
 # The placeholder that Lightning uses if there is no optimizer

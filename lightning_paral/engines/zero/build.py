@@ -1,4 +1,4 @@
-"""Build DeepSpeed's engine around a module, after checking that it can shard and train the parameters."""
+"""Build DeepSpeed's engine around a module, and adapt its hooks and a check of Lightning's to ordinary steps."""
 
 import argparse
 from collections.abc import Iterator
@@ -8,11 +8,15 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.compat.deepspeed.optimizer import share_masters
-from lightning_paral.engines.zero.hooks import allow_any_output
+from lightning_paral.compat.deepspeed.process import show_outputs_as
+from lightning_paral.compat.lightning.strategies import ForwardRedirection
+from lightning_paral.compat.torch.modules import FORWARD, hooks_in
 from lightning_paral.engines.zero.partition import (
     check_not_empty,
     is_stage3_parameter,
@@ -150,3 +154,88 @@ def check_parameters(module: Module, trained: list[Any], config: dict[str, Any])
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+# Hooks of DeepSpeed's, and a check of Lightning's
+
+
+class RootHooksOnce(ForwardRedirection):
+    """Runs steps through the engine's `forward`, and calls DeepSpeed's hooks on the root module once per step.
+
+    Most steps call `self(...)`, which calls the root module again inside its own call. DeepSpeed's hooks would treat
+    that as the start and the end of a forward pass: stage 3 would lose the order of modules by which it prefetches, and
+    parameters used after `self(...)` outside their module would not be gathered.
+
+    Args:
+        installed: the keys of the hooks that DeepSpeed added to the root module, by the attribute that stores them.
+    """
+
+    def __init__(self, installed: dict[str, set[int]]) -> None:
+        super().__init__()
+        self._installed = installed
+
+    def __call__(
+        self, wrapper_module: Module, original_module: LightningModule, method_name: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call the method `method_name` of `original_module` inside a call of `wrapper_module`."""
+        method, forward = getattr(original_module, method_name), original_module.forward
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            original_module.forward = forward  # type: ignore[method-assign]
+            with self._without_installed(original_module):
+                return method(*args, **kwargs)
+
+        original_module.forward = step  # type: ignore[method-assign]
+        try:
+            return wrapper_module(*args, **kwargs)
+        finally:
+            original_module.forward = forward  # type: ignore[method-assign]
+
+    @contextmanager
+    def _without_installed(self, module: Module) -> Iterator[None]:
+        """Remove DeepSpeed's hooks inside this context. Hooks that a step adds stay."""
+        before = {name: dict(hooks_in(module, name)) for name in FORWARD}
+        for name in FORWARD:
+            for key in self._installed[name]:
+                hooks_in(module, name).pop(key, None)
+        try:
+            yield
+        finally:
+            for name in FORWARD:
+                hooks = hooks_in(module, name)
+                new = {key: hook for key, hook in hooks.items() if key not in before[name]}
+                hooks.clear()
+                hooks.update(before[name] | new)
+
+
+def forward_hook_keys(module: Module) -> dict[str, set[int]]:
+    """Return the keys of the forward hooks on `module`, by the attribute that stores them."""
+    return {name: set(hooks_in(module, name)) for name in FORWARD}
+
+
+def new_forward_hook_keys(module: Module, before: dict[str, set[int]]) -> dict[str, set[int]]:
+    """Return the keys of the forward hooks added to `module` since `forward_hook_keys(module)` returned `before`."""
+    return {name: keys - before[name] for name, keys in forward_hook_keys(module).items()}
+
+
+def allow_any_output(module: Module) -> None:
+    """Let every module in `module` return any object; the hooks of stage 3 see only the tensors in it.
+
+    DeepSpeed 0.19.8 searches the output of every module for parameters with `vars(output)`, which fails for numbers and
+    strings, and calls `startswith` on the keys of dictionaries. Outputs of steps are affected as well: `predict_step`
+    may return a class index or a file name.
+
+    Args:
+        module: the module of a stage-3 engine.
+    """
+    show_outputs_as(module, _tensors_in)
+
+
+def _tensors_in(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, (list, tuple)):
+        values: Any = output
+    else:
+        values = (output if isinstance(output, dict) else getattr(output, "__dict__", {})).values()
+    return [value for value in values if isinstance(value, Tensor)]

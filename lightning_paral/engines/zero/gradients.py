@@ -1,22 +1,132 @@
-"""The sharded gradients of a fit: accumulate them over backward passes, average, clip and read them, and step."""
+"""The sharded gradients of a fit: check, accumulate, average, clip and read them, and step."""
 
 import math
+import zlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.compat.deepspeed import engine as zero_engine
-from lightning_paral.engines.zero.backward_order import BackwardOrder
+from lightning_paral.compat.deepspeed import optimizer as zero_optimizer
+from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
 from lightning_paral.engines.zero.optimizer import UsersOptimizer
 from lightning_paral.engines.zero.user_access import UserAccess
-from lightning_paral.errors import ConfigurationError, ParalError
+from lightning_paral.errors import ConfigurationError, ParalError, UnusedParametersError
+from lightning_paral.model.requires_grad import TrainedParameters, first_names
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
+
+_INSTEAD = "Make the loss depend on all of them in every backward pass, or train with paral_fsdp."
+
+
+class BackwardOrder:
+    """Records the order in which trained parameters get gradients, from construction to `end`.
+
+    Args:
+        module: the module when the run begins.
+        trained: the parameters that the optimizer trains, by name.
+        matters: whether gradients are reduced in the order in which they come. Otherwise only missing ones are refused.
+    """
+
+    def __init__(self, module: Module, trained: Mapping[str, Parameter], *, matters: bool) -> None:
+        self._matters = matters
+        self._names = list(trained)
+        self._numbers = {id(parameter): number for number, parameter in enumerate(trained.values())}
+        self._undo = ExitStack()
+        self._tracked = TrainedParameters(module, self._undo)
+        self._at_start = self._tracked.by_name
+        self._order: list[int] = []
+        self._agreed: list[list[int]] = []
+        """For each backward pass of a window, the order in the first window that had as many passes."""
+        self._is_running = False
+        self.has_outside_gradients = False
+        """Whether parameters got gradients in a backward pass that the strategy did not run."""
+        for parameter in trained.values():
+            handle = parameter.register_post_accumulate_grad_hook(self._record)  # type: ignore[no-untyped-call]
+            self._undo.callback(handle.remove)
+
+    def covers(self, parameter: Parameter) -> bool:
+        """Return whether the optimizer trains `parameter`."""
+        return id(parameter) in self._numbers
+
+    def check_fixed(self) -> None:
+        """Raise a `ConfigurationError` if a parameter that requires a gradient did not when the run began."""
+        with DisableTorchFunctionSubclass():  # reading attributes of partitioned parameters is slow otherwise
+            if not self._tracked.have_changed():
+                return
+            now = self._tracked.current_by_name()
+            self._tracked.update()
+        added = [name for name, p in now.items() if p.requires_grad and self._at_start.get(name) is not p]
+        if added:
+            raise ConfigurationError(
+                "These parameters require a gradient now, but were frozen or not in the module when the run began: "
+                f"{first_names(added)}. ZeRO shards only what is trained from the beginning. Train with paral_fsdp or "
+                "paral_ddp."
+            )
+
+    def _record(self, parameter: Tensor) -> None:
+        if self._is_running:
+            self._order.append(self._numbers[id(parameter)])
+        else:
+            self.has_outside_gradients = True
+
+    def begin_pass(self) -> None:
+        """Begin to record a backward pass."""
+        self._is_running, self._order = True, []
+
+    def end_pass(self, number: int) -> None:
+        """Check the backward pass, the one with this `number` in its window. *Collective* if no window had so many.
+
+        Raises:
+            UnusedParametersError: a trained parameter got no gradient, the ranks differ, or the order has changed.
+        """
+        self._is_running = False
+        if not self._matters:
+            self._order.sort()
+        if number < len(self._agreed):
+            if self._order != self._agreed[number]:
+                self._refuse()
+            return
+        if not _equal_on_all_ranks(self._order) or len(set(self._order)) < len(self._names):
+            self._refuse()
+        self._agreed.append(self._order)
+
+    def _refuse(self) -> NoReturn:
+        got = set(self._order)
+        missing = [name for number, name in enumerate(self._names) if number not in got]
+        if missing:
+            raise UnusedParametersError(
+                f"These parameters got no gradient in a backward pass: {first_names(missing)}. torch's optimizers skip "
+                "them, but ZeRO steps on flat tensors and would change them. If they are never used, freeze them with "
+                f"requires_grad_(False) before the run, not in it. {_INSTEAD}"
+            )
+        raise UnusedParametersError(
+            "Gradients came in a different order than on other ranks, or than in an earlier step. ZeRO matches the "
+            f"gradients of the ranks by position, so it would add up those of different parameters. {_INSTEAD}"
+        )
+
+    def end(self) -> None:
+        """Stop recording."""
+        self._undo.close()
+
+
+def _equal_on_all_ranks(order: list[int]) -> bool:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return True
+    from deepspeed import comm
+
+    digest = zlib.crc32(repr(order).encode())
+    # In host memory, because reading it from a GPU would wait for all work that is queued there.
+    bounds = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
+    comm.all_reduce(bounds, op=comm.ReduceOp.MAX)  # waits for what is still sent
+    return int(bounds[0]) == -int(bounds[1])
 
 
 class GradientsNotReadyError(ParalError, RuntimeError):
@@ -57,7 +167,7 @@ class Gradients:
         self._is_used = False
         """Whether a step has used the gradients of a window that have not been zeroed since."""
         self._max_norm = math.inf
-        zero_engine.clip_next_step(self._optimizer, 0.0)
+        zero_optimizer.clip_next_step(self._optimizer, 0.0)
 
     @property
     def _optimizer(self) -> Any:
@@ -94,7 +204,7 @@ class Gradients:
                 "once per step: read and clip them after the last backward pass, or train with paral_fsdp."
             )
         self.engine.set_gradient_accumulation_boundary(ends_window)
-        zero_engine.begin_pass(self._optimizer)
+        zero_optimizer.begin_pass(self._optimizer)
         self._order.begin_pass()
         self._num_passes += 1
         self._is_complete = ends_window
@@ -114,7 +224,7 @@ class Gradients:
         self._is_complete = True
         self.engine.set_gradient_accumulation_boundary(True)
         if self._stage >= 2:
-            zero_engine.end_window(self._optimizer)
+            zero_optimizer.end_window(self._optimizer)
         else:
             self.engine.allreduce_gradients()
 
@@ -147,10 +257,9 @@ class Gradients:
         self._access.collect()
         self.engine.set_gradient_accumulation_boundary(True)
         self._users.step(self.engine.step)
-        self._access.remember_kept()
         if not self.engine.was_step_applied() and not self._optimizer.dynamic_loss_scale:
             rank_zero_warn("Gradients were not finite: DeepSpeed skipped this step, so parameters did not change.")
-        zero_engine.clip_next_step(self._optimizer, 0.0)
+        zero_optimizer.clip_next_step(self._optimizer, 0.0)
         self._is_used, self._is_complete, self._num_passes, self._max_norm = True, False, 0, math.inf
         return result
 
@@ -174,12 +283,12 @@ class Gradients:
         if self._num_passes:
             self.end_window()
             self._max_norm = min(self._max_norm, max_norm)
-            zero_engine.clip_next_step(self._optimizer, self._max_norm)
+            zero_optimizer.clip_next_step(self._optimizer, self._max_norm)
 
     def norm(self) -> Tensor:
         """Return the global 2-norm of the averaged gradients before clipping by norm: a scalar, fp32. *Collective*."""
         self._check_complete()
-        return zero_engine.scaled_norm(self._optimizer, self._stage) / float(self._optimizer.loss_scale)
+        return zero_optimizer.scaled_norm(self._optimizer, self._stage) / float(self._optimizer.loss_scale)
 
     def full(self, parameter: Parameter) -> Tensor | None:
         """Return the full averaged gradient of `parameter` in fp32; `None` if it is not trained. *Collective*."""
@@ -197,4 +306,4 @@ class Gradients:
                 "Read them in on_before_optimizer_step or configure_gradient_clipping."
             )
         if self._stage < 3 and self.engine.zero_offload_optimizer() is not None:
-            zero_engine.wait_for_copies(self._optimizer)
+            zero_optimizer.wait_for_copies(self._optimizer)

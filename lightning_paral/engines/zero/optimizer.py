@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import LBFGS, Adam, AdamW, Optimizer
@@ -33,13 +32,15 @@ class UsersOptimizer:
         optimizer: the user's optimizer.
         module: the module that contains its parameters, for their names.
         lost: why its states were lost at the end of an earlier run; `None` if they were not.
+        on_cpu: whether the optimizer runs on the CPU.
 
     Raises:
         ConfigurationError: no group has a trained parameter, or the optimizer has states, or had some.
     """
 
-    def __init__(self, optimizer: Optimizer, module: Module, lost: str | None = None) -> None:
-        self.optimizer = self.stepping_optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, module: Module, lost: str | None = None, *, on_cpu: bool = False) -> None:
+        self.optimizer = optimizer
+        self._on_cpu = on_cpu
         self.groups = optimizer.param_groups
         self.names = param_names(optimizer, module)
         self._first_parameters = self._parameter_ids()
@@ -71,13 +72,13 @@ class UsersOptimizer:
     @contextmanager
     def flat(self) -> Iterator[Optimizer]:
         """Give the optimizer DeepSpeed's groups and states inside this context."""
-        optimizer = self.stepping_optimizer
+        optimizer = self.optimizer
         vars(optimizer).update(param_groups=self.flat_groups, state=self._flat_state)
         try:
             yield optimizer
         finally:
             self.flat_groups, self._flat_state = optimizer.param_groups, optimizer.state
-            vars(self.optimizer).update(self._shown)
+            vars(optimizer).update(self._shown)
 
     def with_hooks(self, step: Callable[..., Any], closure: Callable[[], Any]) -> Any:
         """Return `step(optimizer, closure=closure)`, with the step hooks of the user's optimizer around it."""
@@ -110,10 +111,10 @@ class UsersOptimizer:
     def step(self, run: Callable[[], Any]) -> None:
         """Call `run`, in which DeepSpeed steps, with the current hyper-parameters."""
         for users, flat in self._pairs:
-            flat.update({key: _like(value, flat.get(key)) for key, value in hyper_parameters(users).items()})
+            flat.update(hyper_parameters(users))
             if self._steps_fused(flat):
                 flat["fused"] = True
-        with optimizers.without_hooks(self.stepping_optimizer), self.flat():  # DeepSpeed steps group by group
+        with optimizers.without_hooks(self.optimizer), self.flat():  # DeepSpeed steps group by group
             run()
         for users, flat in self._pairs:  # some optimizers change hyper-parameters in a step
             users.update(
@@ -122,9 +123,7 @@ class UsersOptimizer:
 
     def _steps_fused(self, flat: dict[str, Any]) -> bool:
         """Return whether to choose torch's fused kernel, which needs no temporary tensors of the size of the shard."""
-        from deepspeed.accelerator import get_accelerator
-
-        if type(self.stepping_optimizer) not in (Adam, AdamW) or get_accelerator().device_name() != "cpu":
+        if not self._on_cpu or type(self.optimizer) not in (Adam, AdamW):
             return False
         return flat["fused"] is None and flat["foreach"] is None and not flat["differentiable"]
 
@@ -146,13 +145,13 @@ class _HiddenState(MutableMapping[Any, Any]):
     __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = _refuse
 
 
-def _like(value: Any, current: Any) -> Any:
-    """Return `value`, converted to a float if `current` is one: DeepSpeed's optimizers do not accept tensors."""
-    return float(value) if isinstance(current, float) and not isinstance(value, float) else value
-
-
-def check_optimizers(optimizers: list[Any], module: LightningModule) -> Optimizer | None:
+def check_optimizers(optimizers: list[Any], module: LightningModule, *, trust: bool = False) -> Optimizer | None:
     """Return the user's optimizer if ZeRO can shard it; `None` if `configure_optimizers` returned `None`.
+
+    Args:
+        optimizers: what `configure_optimizers` returned.
+        module: the module.
+        trust: whether to accept an optimizer that is not known to be elementwise.
 
     Raises:
         ConfigurationError: `configure_optimizers` returned an empty list, several, or what ZeRO cannot shard.
@@ -170,6 +169,7 @@ def check_optimizers(optimizers: list[Any], module: LightningModule) -> Optimize
             "with paral_fsdp, which shards the same."
         )
     (optimizer,) = optimizers
+    class_name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     if not isinstance(optimizer, Optimizer):
         raise ConfigurationError(
             f"{name}.configure_optimizers returned {type(optimizer).__name__}, which is not a torch.optim.Optimizer. "
@@ -184,83 +184,12 @@ def check_optimizers(optimizers: list[Any], module: LightningModule) -> Optimize
             f"DeepSpeed replaces {type(optimizer).__name__} by an Adagrad with default options. Train with paral_fsdp, "
             "which shards the same."
         )
+    known = type(optimizer) in (getattr(torch.optim, known) for known in _ELEMENTWISE)
+    if not (trust or known or class_name.startswith(("deepspeed.ops.adam.", "deepspeed.ops.lion."))):
+        raise ConfigurationError(
+            f"{class_name} may not be elementwise. ZeRO gives an optimizer flat tensors that are cut at any element, "
+            "so it must update each element by its own gradient and state alone. If it does, as Lion, set "
+            "ParalZeROStrategy(trust_optimizer=True). If it computes norms, means or products over parameters, as LAMB "
+            f"and Adafactor, train with paral_fsdp or paral_ddp. Known to be elementwise: {', '.join(_ELEMENTWISE)}."
+        )
     return optimizer
-
-
-_OFFLOADABLE = (
-    "torch.optim.Adam, torch.optim.AdamW, deepspeed.ops.adam.DeepSpeedCPUAdam and deepspeed.ops.lion.DeepSpeedCPULion"
-)
-
-
-def choose_stepping_optimizer(users: UsersOptimizer, *, offload: bool, trust: bool) -> None:
-    """Set the optimizer that DeepSpeed runs: the user's, or with `offload` the `DeepSpeedCPUAdam` in its place.
-
-    Args:
-        users: the user's optimizer.
-        offload: whether the optimizer runs on the CPU.
-        trust: whether to accept optimizers that are not known to be elementwise.
-
-    Raises:
-        ConfigurationError: ZeRO or its offload does not support the optimizer or one of its options.
-    """
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-    from deepspeed.ops.lion import DeepSpeedCPULion
-
-    users.check_fixed()
-    if type(users.optimizer) in (DeepSpeedCPUAdam, DeepSpeedCPULion):
-        return
-    if offload:
-        users.stepping_optimizer = _make_cpu_adam(users.optimizer, users.flat_groups)
-    elif not trust:
-        _check_elementwise(users.optimizer)
-
-
-def _check_elementwise(optimizer: Optimizer) -> None:
-    if type(optimizer) in (getattr(torch.optim, name) for name in _ELEMENTWISE):
-        return
-    class_name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    raise ConfigurationError(
-        f"{class_name} may not be elementwise. ZeRO gives an optimizer flat tensors that are cut at any element, so it "
-        "must update each element by its own gradient and state alone. If it does, as Lion, set "
-        "ParalZeROStrategy(trust_optimizer=True). If it computes norms, means or products over parameters, as LAMB and "
-        f"Adafactor, train with paral_fsdp or paral_ddp. Known to be elementwise: {', '.join(_ELEMENTWISE)}."
-    )
-
-
-def _make_cpu_adam(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """Return `DeepSpeedCPUAdam` over `groups` with the hyper-parameters of `optimizer`."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    class_name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        raise ConfigurationError(
-            f"{class_name} cannot be offloaded. Choose one of {_OFFLOADABLE}, or leave out offload_optimizer."
-        )
-    for option in ("amsgrad", "maximize", "differentiable"):
-        if any(group.get(option) for group in groups):
-            raise ConfigurationError(
-                f"{class_name}({option}=True) cannot be offloaded: DeepSpeedCPUAdam does not have the option. Leave "
-                f"out {option} or offload_optimizer."
-            )
-    decoupled = {_is_decoupled(optimizer, group) for group in groups}
-    if len(decoupled) > 1:
-        raise ConfigurationError(
-            "DeepSpeedCPUAdam decouples the weight decay of all parameter groups (AdamW) or of none (Adam), but "
-            "decoupled_weight_decay differs between groups. Give all groups the same value, or leave out "
-            "offload_optimizer."
-        )
-    for group in groups:
-        group["lr"] = float(group["lr"])  # torch also accepts tensors
-        group["betas"] = tuple(float(beta) for beta in group["betas"])
-    replacement: Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=decoupled.pop())
-    first = groups[0]
-    rank_zero_info(
-        f"Offload: {class_name} was replaced by DeepSpeedCPUAdam with the same options in all {len(groups)} groups. In "
-        f"the first: lr={first['lr']:g}, betas={first['betas']}, eps={first['eps']:g}, "
-        f"weight_decay={first['weight_decay']:g}."
-    )
-    return replacement
-
-
-def _is_decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))

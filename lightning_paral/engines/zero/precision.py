@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_paral.compat.deepspeed.engine import scale_by
+from lightning_paral.compat.deepspeed.optimizer import scale_by
 from lightning_paral.compat.lightning.loops import is_accumulating
 from lightning_paral.compat.lightning.strategies import after_closure
-from lightning_paral.engines.zero.config import PRECISIONS
 from lightning_paral.engines.zero.gradients import Gradients
+from lightning_paral.engines.zero.options import PRECISIONS
 from lightning_paral.errors import ConfigurationError
 
 _DTYPES = {"16": torch.float16, "bf": torch.bfloat16, "32": torch.float32}

@@ -17,18 +17,26 @@ from lightning_paral.comm.coalescing import broadcast
 from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.zero.build import (
+    RootHooksOnce,
     build_inference_engine,
     build_training_engine,
     check_parameters,
     destroy,
+    forward_hook_keys,
+    new_forward_hook_keys,
     trained_parameters,
 )
-from lightning_paral.engines.zero.config import add_device_defaults, check_users_precision
 from lightning_paral.engines.zero.gradients import Gradients
-from lightning_paral.engines.zero.hooks import RootHooksOnce, forward_hook_keys, new_forward_hook_keys
-from lightning_paral.engines.zero.optimizer import UsersOptimizer, check_optimizers, choose_stepping_optimizer
-from lightning_paral.engines.zero.options import ZeROOptions, check_precision
+from lightning_paral.engines.zero.offload import check_offload
+from lightning_paral.engines.zero.optimizer import UsersOptimizer, check_optimizers
+from lightning_paral.engines.zero.options import (
+    ZeROOptions,
+    add_device_defaults,
+    check_precision,
+    check_users_precision,
+)
 from lightning_paral.engines.zero.partition import (
+    ModuleSnapshot,
     check_not_empty,
     count_trained,
     is_partitioned,
@@ -36,11 +44,8 @@ from lightning_paral.engines.zero.partition import (
     partition_parameters,
 )
 from lightning_paral.engines.zero.precision import ZeROPrecision
-from lightning_paral.engines.zero.restore import ModuleSnapshot
-from lightning_paral.engines.zero.runtime.deepspeed import check_accelerator
-from lightning_paral.engines.zero.runtime.nvme import check_offload
+from lightning_paral.engines.zero.process import check_accelerator
 from lightning_paral.engines.zero.saved_weights import SavedWeights
-from lightning_paral.engines.zero.shards import EngineShards
 from lightning_paral.engines.zero.state import ZeroState
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.buffers import buffers_to_broadcast
@@ -103,13 +108,11 @@ class ZeroRun(ZeroState):
         super().__init__(module, optimizers, device, ended)
         self._root = module
         self._settings = settings
-        self.max_live = int(settings.config["zero_optimization"].get("stage3_max_live_parameters", 10**9))
         if deferred is not None:
             self._partition(deferred)
         self._snapshot = ModuleSnapshot(module)
         self._root_hooks = forward_hook_keys(module)
         self._engine: Any = None
-        self._users: UsersOptimizer | None = None
         self._saved_weights: SavedWeights | None = None
         self._undo = ExitStack()
 
@@ -126,20 +129,19 @@ class ZeroRun(ZeroState):
             ConfigurationError: ZeRO does not support a parameter or the optimizer, or there are several.
         """
         options = self._settings.options
-        optimizer = check_optimizers(list(optimizers), self._root)
+        optimizer = check_optimizers(list(optimizers), self._root, trust=options.trust_optimizer)
         if optimizer is None:
             return self.evaluate()
         check_parameters(self.module, trained_parameters(self.module), dict(self._settings.config))
         self.optimizers = [optimizer]
-        self._users = users = UsersOptimizer(optimizer, self.module, self._ended.why_lost(optimizer))
+        on_cpu = self.device.type == "cpu" or options.offload_optimizer is not None
+        self._users = users = UsersOptimizer(optimizer, self.module, self._ended.why_lost(optimizer), on_cpu=on_cpu)
         self._undo.callback(users.restore)
         self._begin_stage3()
-        choose_stepping_optimizer(users, offload=options.offload_optimizer is not None, trust=options.trust_optimizer)
         with users.flat() as stepping:
             self._engine = engine = build_training_engine(self.module, stepping, self._sized_config(), self.device)
-        shards = EngineShards(engine, self.module, users)
-        access = self.start_training(shards)
-        self.gradients = Gradients(engine, users, access, self.module, shards.trained)
+        access = self.start_training(engine, users)
+        self.gradients = Gradients(engine, users, access, self.module, self.trained)
         self._settings.precision.start_fit(self.gradients)
         self._redirect_zero_grad(users)
         if options.stage == 3:

@@ -1,18 +1,23 @@
-"""The state of a module under ZeRO: DeepSpeed's partitions of weights and optimizer states."""
+"""The state of a module under ZeRO: this rank's shards of weights and optimizer states, possibly on NVMe."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.checkpoint.lazy_tensor import read_flat_range
-from lightning_paral.checkpoint.optimizer_state import State
+from lightning_paral.checkpoint.lazy_tensor import materialize, read_flat_range
+from lightning_paral.checkpoint.optimizer_state import SavedOptimizer, State, hyper_parameters, to_int_keys
 from lightning_paral.checkpoint.sharded_state import ShardedState, WeightShards
 from lightning_paral.checkpoint.shards import FlatShard, identity
+from lightning_paral.compat.deepspeed import optimizer as zero_optimizer
 from lightning_paral.engines.zero.gradients import Gradients
+from lightning_paral.engines.zero.optimizer import UsersOptimizer
 from lightning_paral.engines.zero.partition import (
     full_shape,
     is_partitioned,
@@ -20,44 +25,229 @@ from lightning_paral.engines.zero.partition import (
     local_flat_range,
     local_shard,
     read_partition,
+    write_gathered,
     write_partition,
     write_partitions,
 )
-from lightning_paral.engines.zero.shards import EngineShards
 from lightning_paral.engines.zero.user_access import UserAccess, plain_data
-from lightning_paral.errors import ConfigurationError
+from lightning_paral.errors import CheckpointError, ConfigurationError
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+
+@dataclass(frozen=True)
+class FlatRange:
+    """This rank's flat range of a parameter, and its position in a partition."""
+
+    shape: tuple[int, ...]
+    """The full shape of the parameter."""
+    start: int
+    """The first element of the range in the flattened parameter."""
+    numel: int
+    position: int
+    """The first element of the range in the flat tensor of the partition."""
+
+    @property
+    def in_flat(self) -> slice:
+        """The slice of the partition's flat tensor that contains the range."""
+        return slice(self.position, self.position + self.numel)
+
+    @property
+    def in_parameter(self) -> slice:
+        """The slice of the flattened parameter that is the range."""
+        return slice(self.start, self.start + self.numel)
+
+
+class Partition:
+    """A flat fp32 tensor with this rank's flat ranges of several parameters, and its optimizer state.
+
+    Args:
+        optimizer: DeepSpeed's optimizer.
+        stage: the stage of ZeRO.
+        index: the index of the parameter group, or of the sub-group at stage 3.
+        parameters: the parameters.
+        users: the user's optimizer.
+    """
+
+    def __init__(
+        self, optimizer: Any, stage: int, index: int, parameters: Iterable[Any], users: UsersOptimizer
+    ) -> None:
+        self._optimizer = optimizer
+        self._users = users
+        self._stage = stage
+        self._index = index
+        self.ranges = self._ranges_of(parameters)
+        """The flat range of each parameter, by the `id` of the parameter."""
+        self.place = index + 1 if stage == 3 and zero_optimizer.is_on_nvme(optimizer, index) else 0
+        """0 for a partition in memory, a unique number for one on NVMe.
+
+        Any read from NVMe loads the full partition, so tensors should be read place by place.
+        """
+        self.is_kept = False
+        """Whether the partition stays in memory after a read."""
+        self._is_loaded = False
+
+    def _ranges_of(self, parameters: Iterable[Any]) -> dict[int, FlatRange]:
+        if self._stage < 3:
+            own = zero_optimizer.own_weights(self._optimizer, self._index)
+            return {id(parameter): _range_within(own, parameter) for parameter in parameters}
+        ranges, position = {}, 0
+        for parameter in parameters:
+            ranges[id(parameter)] = FlatRange(full_shape(parameter), *local_flat_range(parameter), position)
+            position += parameter.ds_tensor.ds_numel
+        return ranges
+
+    @property
+    def flat(self) -> Tensor:
+        """The fp32 weights; empty while they are on NVMe."""
+        return zero_optimizer.flat_weights(self._optimizer, self._stage, self._index)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The optimizer's state. Those of its tensors that are as long as `flat` are empty while `flat` is empty."""
+        with self._users.flat():
+            state: dict[str, Any] = self._optimizer.optimizer.state[self.flat]
+        return state
+
+    @property
+    def has_own_memory(self) -> bool:
+        """Whether saves read the weights here and not from fp32 parameters, which may hold averages for a while."""
+        return self._stage == 3 and not zero_optimizer.shares_memory_with_parameters(self._optimizer, self._index)
+
+    @property
+    def counts_in_int(self) -> bool:
+        """Whether the optimizer stores its step count as an `int`, as DeepSpeed's own do, and not as a tensor."""
+        return type(self._optimizer.optimizer).__module__.startswith("deepspeed.ops")
+
+    @contextmanager
+    def in_memory(self, *, write: bool) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Keep the flat tensor and its state in memory inside this context. With `write`, write changes back."""
+        if self.place and not self._is_loaded:
+            with self._users.flat():
+                zero_optimizer.swap_in(self._optimizer, self._index)
+            self._is_loaded = True
+        try:
+            yield self.flat, self.state
+            if self.place and write:
+                with self._users.flat():
+                    zero_optimizer.swap_out(self._optimizer, self._index)
+                self._is_loaded = False
+        finally:
+            if not self.is_kept:
+                self.release()
+
+    def release(self) -> None:
+        """Free the memory of a partition on NVMe."""
+        if self._is_loaded:
+            zero_optimizer.release_buffers(self._optimizer, self._index)
+            self._is_loaded = False
+
+    def read(self, flat_range: FlatRange, key: str | None) -> Tensor:
+        """Return a flat range of the fp32 weights, or of the optimizer's state `key`."""
+        with self.in_memory(write=False) as (flat, state):
+            values = (flat.detach() if key is None else state[key])[flat_range.in_flat]
+            return values.clone() if self.place else values
+
+    def publish(self) -> None:
+        """At stage 3, update the weights that forward passes use from `flat`, which must be in memory.
+
+        At stages 1 and 2, the caller sets these weights.
+        """
+        if self._stage == 3:
+            zero_optimizer.copy_flat_weights_to_parameters(self._optimizer, self._index)
+
+
+def _range_within(own: Tensor, parameter: Any) -> FlatRange:
+    """Return the range of `parameter` that lies in `own`, this rank's part of the flat weights that it is a view of."""
+    distance = (parameter.data_ptr() - own.data_ptr()) // own.element_size()
+    start, position = max(0, -distance), max(0, distance)
+    numel = min(parameter.numel() - start, own.numel() - position)
+    return FlatRange(full_shape(parameter), *((start, numel, position) if numel > 0 else (0, 0, 0)))
+
+
+_Writes = dict[Partition, list[tuple[FlatRange, Tensor]]]
+"""Maps a partition to flat ranges in it, each with new values."""
+
+
+def _load_partition(
+    partition: Partition, flat: Tensor, state: dict[str, Any], found: dict[int, dict[str, Any]]
+) -> None:
+    taken = {float(values.get("step", 1 if values else 0)) for values in found.values()}
+    if len(taken) > 1:
+        raise CheckpointError(
+            f"Parameters in the checkpoint have taken different numbers of steps, {min(taken):g} to {max(taken):g}, as "
+            "if some were frozen before. Under ZeRO they share one count. Resume under paral_fsdp, or load only the "
+            "weights, with a new optimizer."
+        )
+    state.clear()
+    for key in {key: None for parameter_state in found.values() for key in parameter_state}:
+        values = {id_: parameter_state[key] for id_, parameter_state in found.items() if key in parameter_state}
+        if key == "step":
+            step = taken.pop()
+            state[key] = int(step) if partition.counts_in_int else torch.tensor(step, dtype=torch.float32)
+        elif _is_per_element(partition, values):
+            state[key] = torch.zeros_like(flat, requires_grad=False)
+            for id_, value in values.items():
+                flat_range = partition.ranges[id_]
+                read_flat_range(value, flat_range.start, state[key][flat_range.in_flat])
+        else:
+            first = next(iter(values.values()))
+            state[key] = materialize(first).clone() if isinstance(first, Tensor) else first
+
+
+def _is_per_element(partition: Partition, values: dict[int, Any]) -> bool:
+    """Return whether a state has a value for each element of each parameter, and not one per parameter."""
+    return all(
+        isinstance(value, Tensor) and value.shape == partition.ranges[id_].shape for id_, value in values.items()
+    )
 
 
 class ZeroState(ShardedState):
     """The state of a module under ZeRO.
 
     A parameter is stored in one of three ways: as an fp32 master copy in the engine that trains it (if its dtype is not
-    fp32, and always at stage 3), as a partition of stage 3, or as a plain tensor. Before `start_training` there are no
-    engines: this is then the state of an evaluation, or of a module between runs.
+    fp32, and always at stage 3), as a partition of stage 3, or as a plain tensor. Before `start_training` there is no
+    engine: this is then the state of an evaluation, or of a module between runs.
     """
 
     gradients: Gradients | None = None
     """The gradients of the fit, after a successful setup."""
     access: UserAccess | None = None
     """Lets user code use parameters whose values are stored elsewhere."""
-    max_live = 10**9
-    """How many elements of parameters may stay gathered for hooks."""
-    _engine_shards: EngineShards | None = None
+    _stage = 0
+    """The stage of the engine that trains the module; 0 if there is none."""
+    _users: UsersOptimizer | None = None
+    _partitions: tuple[Partition, ...] = ()
 
-    def start_training(self, engine: EngineShards) -> UserAccess:
+    def start_training(self, engine: "DeepSpeedEngine", users: UsersOptimizer) -> UserAccess:
         """Store weights and optimizer states in `engine`, and return what user code uses parameters through."""
-        self._engine_shards = engine
-        self.access = UserAccess(self.module, self.write_full_values, hides_gradients=True, max_live=self.max_live)
+        self._stage = engine.zero_optimization_stage()
+        self._zero_optimizer: Any = engine.optimizer
+        self._users = users
+        self._parameters = dict(self.module.named_parameters())
+        groups = zero_optimizer.groups_of_parameters(engine.optimizer, self._stage)
+        self._partitions = tuple(
+            Partition(engine.optimizer, self._stage, number, group, users) for number, group in enumerate(groups)
+        )
+        self._partition_by_id = {id_: partition for partition in self._partitions for id_ in partition.ranges}
+        self._stored: _Writes = {}
+        self._keep_last = False
+        self.access = UserAccess(self.module, self.write_full_values, hides_gradients=True)
         return self.access
 
     def start_evaluation(self) -> None:
         """Begin to record what user code writes to a module that is partitioned at stage 3 but not trained."""
-        self.access = UserAccess(self.module, write_partitions, hides_gradients=False, max_live=self.max_live)
+        self.access = UserAccess(self.module, write_partitions, hides_gradients=False)
 
-    def _engine_for_parameter(self, parameter: Parameter) -> EngineShards | None:
-        """Return the engine if it trains `parameter`, or did so when the run began; else `None`."""
-        engine = self._engine_shards
-        return engine if engine is not None and engine.has(parameter) else None
+    def _partition_of(self, parameter: Parameter) -> Partition | None:
+        """Return the partition with `parameter` if the engine trains it, or did so when the run began; else `None`."""
+        return self._partition_by_id.get(id(parameter)) if self._partitions else None
+
+    @property
+    def trained(self) -> dict[str, Parameter]:
+        """The parameters that the engine trains, by name."""
+        return {name: p for name, p in self._parameters.items() if self._partition_of(p) is not None}
 
     @property
     def is_sharded(self) -> bool:
@@ -75,50 +265,19 @@ class ZeroState(ShardedState):
         if self.access is not None:
             self.access.collect()
 
-    def reading(self) -> AbstractContextManager[None]:
-        """Return a context for reading many tensors, in which each sub-group on NVMe is read once."""
-        return nullcontext() if self._engine_shards is None else self._engine_shards.reading()
-
     def read_shard(self, parameter: Parameter) -> Tensor:
         """Return this rank's shard of `parameter`: a flat range of the fp32 master copy if it has one."""
-        engine = self._engine_for_parameter(parameter)
-        return read_partition(parameter) if engine is None else engine.read_shard(parameter)
+        partition = self._partition_of(parameter)
+        if partition is None:
+            return read_partition(parameter)
+        if self._stage < 3 and not self.has_master(parameter):
+            return parameter.detach()
+        return self._flat_shard(partition, parameter, torch.float32, None)
 
-    def write_shard(self, parameter: Parameter, stored: Tensor) -> bool:
-        """Copy this rank's shard of `stored` into `parameter`. `finish_writing` copies it into the master copy.
-
-        Returns:
-            bool: `False` for a parameter that every rank has in full: the caller passes it to
-                `Module.load_state_dict`.
-        """
-        engine = self._engine_for_parameter(parameter)
-        return write_partition(parameter, stored) if engine is None else engine.write_shard(parameter, stored)
-
-    def finish_writing(self) -> None:
-        """Write the master copies. Loaded values do not count as writes of user code."""
-        if self._engine_shards is not None:
-            self._engine_shards.write_masters()
-        if self.access is not None:
-            self.access.mark_unwritten()
-
-    # Values that change during a run
-
-    def write_full_values(self, written: list[tuple[Parameter, Tensor]]) -> None:
-        """Copy this rank's shards of full values, which all ranks have, to where shards are stored. No collective."""
-        own = [pair for pair in written if self._engine_for_parameter(pair[0]) is not None]
-        if self._engine_shards is not None and own:
-            self._engine_shards.write_full_values(own)
-        write_partitions([pair for pair in written if self._engine_for_parameter(pair[0]) is None])
-
-    def write_flat_ranges(self, ranges: list[tuple[Parameter, Tensor]]) -> None:
-        """Copy new 1-dimensional values of this rank's flat ranges into the fp32 weights of trained parameters."""
-        if self._engine_shards is not None:
-            self._engine_shards.write_flat_ranges([pair for pair in ranges if self._engine_shards.has(pair[0])])
-
-    def gather_weights(self) -> None:
-        """Give every rank the flat ranges that the other ranks update, at stages 1 and 2. *Collective*."""
-        if self._engine_shards is not None:
-            self._engine_shards.gather_weights()
+    def has_master(self, parameter: Parameter) -> bool:
+        """Return whether `read_shard` reads an fp32 master copy of `parameter`, not the weight of forward passes."""
+        partition = self._partition_of(parameter)
+        return partition is not None and (parameter.dtype != torch.float32 or partition.has_own_memory)
 
     def local_flat_range(self, parameter: Parameter) -> tuple[int, int] | None:
         """Return start and length of the range of flattened `parameter` that this rank updates, or stores if frozen.
@@ -127,26 +286,162 @@ class ZeroState(ShardedState):
         """
         if is_stage3_parameter(parameter):
             return local_flat_range(parameter)
-        engine = self._engine_for_parameter(parameter)
-        return None if engine is None else engine.local_flat_range(parameter)
+        partition = self._partition_of(parameter)
+        if partition is None:
+            return None
+        flat_range = partition.ranges[id(parameter)]
+        return flat_range.start, flat_range.numel
 
-    def has_master(self, parameter: Parameter) -> bool:
-        """Return whether `read_shard` reads an fp32 master copy of `parameter`, not the weight of forward passes."""
-        engine = self._engine_for_parameter(parameter)
-        return engine is not None and engine.has_master(parameter)
+    def write_shard(self, parameter: Parameter, stored: Tensor) -> bool:
+        """Copy this rank's shard of `stored` into `parameter`. `finish_writing` copies it into the master copy.
+
+        Returns:
+            bool: `False` for a parameter that every rank has in full: the caller passes it to
+                `Module.load_state_dict`.
+        """
+        partition = self._partition_of(parameter)
+        if partition is None:
+            return write_partition(parameter, stored)
+        self._stored.setdefault(partition, []).append((partition.ranges[id(parameter)], stored))
+        if self._stage == 3:
+            write_gathered(parameter, stored)
+        return self._stage == 3
+
+    def finish_writing(self) -> None:
+        """Write the master copies, partition by partition, because each may be on NVMe.
+
+        Loaded values do not count as writes of user code.
+        """
+        if self._partitions:
+            stored, self._stored = self._stored, {}
+            for partition, tensors in stored.items():
+                with partition.in_memory(write=True) as (flat, _):
+                    for flat_range, values in tensors:
+                        read_flat_range(values, flat_range.start, flat.data[flat_range.in_flat])
+                    partition.publish()
+        if self.access is not None:
+            self.access.mark_unwritten()
+
+    # Values that change during a run
+
+    def write_full_values(self, written: list[tuple[Parameter, Tensor]]) -> None:
+        """Copy this rank's shards of full values, which all ranks have, to where shards are stored. No collective."""
+        ranges = []
+        for parameter, values in written:
+            partition = self._partition_of(parameter)
+            if partition is None:
+                write_partition(parameter, values)
+                continue
+            ranges.append((parameter, values.reshape(-1)[partition.ranges[id(parameter)].in_parameter]))
+            if self._stage == 3:
+                write_gathered(parameter, values)
+        self.write_flat_ranges(ranges)
+
+    def write_flat_ranges(self, ranges: list[tuple[Parameter, Tensor]]) -> None:
+        """Copy new 1-dimensional values of this rank's flat ranges into the fp32 weights of trained parameters.
+
+        An element of a master copy stays as it is if, cast to the dtype of the parameter, it equals the new value.
+        """
+        by_partition: _Writes = {}
+        for parameter, values in ranges:
+            partition = self._partition_of(parameter)
+            if partition is not None:
+                by_partition.setdefault(partition, []).append((partition.ranges[id(parameter)], values))
+        for partition, shards in by_partition.items():
+            with partition.in_memory(write=True) as (flat, _):
+                for flat_range, shard in shards:
+                    master = flat.data[flat_range.in_flat]
+                    shard = shard.to(master.device)
+                    master.copy_(torch.where(master.to(shard.dtype) == shard, master, shard.to(master.dtype)))
+                partition.publish()
+
+    def gather_weights(self) -> None:
+        """At stages 1 and 2, give every rank the weights that the others update, as a step does. *Collective*."""
+        if self._stage in (1, 2):
+            zero_optimizer.gather_weights(self._zero_optimizer)
+
+    # Reads of many tensors, each from NVMe once
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Return a context for reading many tensors, in which each partition on NVMe is read once."""
+        self._keep_last = True
+        try:
+            yield
+        finally:
+            self._keep_last = False
+            self._release_except(None)
+
+    def _release_except(self, kept: Partition | None) -> None:
+        for partition in self._partitions:
+            partition.is_kept = self._keep_last and partition is kept
+            if not partition.is_kept:
+                partition.release()
+
+    def _flat_shard(self, partition: Partition, parameter: Parameter, dtype: torch.dtype, key: str | None) -> FlatShard:
+        """Return this rank's shard of the fp32 weight of `parameter`, or of its state `key`. It is read when needed."""
+        own = partition.ranges[id(parameter)]
+
+        def read() -> Tensor:
+            if partition.place:
+                self._release_except(partition)
+            return partition.read(own, key)
+
+        return FlatShard(own.shape, dtype, own.start, own.numel, read, partition.place)
 
     # Optimizer states
 
     def optimizer_state(self, optimizer: Optimizer) -> State:
         """Return the state of `optimizer`. Its tensors have the full shape, and this rank has a flat range of each."""
-        if self._engine_shards is None:
+        if self._users is None:
             return super().optimizer_state(optimizer)
-        return self._engine_shards.optimizer_state()
+        names = [name for group_names in self._users.names for name in group_names]
+        found = {name: self._state_of(self._parameters[name]) for name in names}
+        groups = [
+            hyper_parameters(group) | {"params": list(group_names)}
+            for group, group_names in zip(self._users.groups, self._users.names, strict=True)
+        ]
+        state = {name: values for name, values in found.items() if values}
+        return to_int_keys({"state": state, "param_groups": groups})
+
+    def _state_of(self, parameter: Parameter) -> dict[str, Any]:
+        """Return the optimizer's state of `parameter`, with `FlatShard`s; empty if it has none.
+
+        Raises:
+            CheckpointError: the state is not one value per element.
+        """
+        partition = self._partition_of(parameter)
+        if partition is None:
+            return {}
+        found: dict[str, Any] = {}
+        for key, value in partition.state.items():
+            if isinstance(value, Tensor) and value.shape == partition.flat.shape and value.dim():
+                found[key] = self._flat_shard(partition, parameter, value.dtype, key)
+            elif isinstance(value, Tensor) and value.numel() > 1:
+                raise CheckpointError(
+                    f"The optimizer's state {key!r} has shape {tuple(value.shape)} for {partition.flat.numel()} "
+                    "elements: it is not one value per element, and cannot be saved under ZeRO. Train with paral_ddp."
+                )
+            else:
+                found[key] = torch.tensor(float(value)) if key == "step" else value
+        return found
 
     def load_optimizer_state(self, optimizer: Optimizer, saved: State) -> None:
-        """Load a saved state during a fit. This rank reads only its flat ranges."""
-        if self._engine_shards is not None:
-            self._engine_shards.load_optimizer_state(saved)
+        """Load a saved state during a fit. This rank reads only its flat ranges.
+
+        Raises:
+            CheckpointError: it is the state of another optimizer, or its parameters took different numbers of steps.
+        """
+        if self._users is None:
+            return
+        checkpoint = SavedOptimizer(saved, self._users.names)
+        for group, group_names in zip(self._users.groups, self._users.names, strict=True):
+            group.update(checkpoint.hyper_parameters(group, group_names))
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        for partition in self._partitions:
+            found = {id_: checkpoint.state.get(names[id_], {}) for id_ in partition.ranges}
+            with partition.in_memory(write=True) as (flat, state):
+                _load_partition(partition, flat, state, found)
 
     # Full tensors
 
@@ -161,8 +456,9 @@ class ZeroState(ShardedState):
 
     def state_shard(self, parameter: Parameter, key: str) -> Any:
         """Return this rank's flat range of an optimizer state; `None` if there is none. Not a collective."""
-        engine = self._engine_for_parameter(parameter)
-        return super().state_shard(parameter, key) if engine is None else engine.parameter_state(parameter).get(key)
+        if self._partition_of(parameter) is None:
+            return super().state_shard(parameter, key)
+        return self._state_of(parameter).get(key)
 
     def gradient_norm(self, optimizer: Any = None) -> Tensor:
         """Return the 2-norm of the averaged gradients: a scalar, fp32. *Collective*.

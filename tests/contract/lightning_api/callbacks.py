@@ -117,7 +117,7 @@ def swa(run: Run) -> dict[str, Any]:
     return run.fit(loaders=validated, callbacks=[averaging], max_epochs=3)
 
 
-@row("`GradientAccumulationScheduler`", columns=ALL)
+@row("`GradientAccumulationScheduler`", columns=ALL, names="accumulate_grad_batches")
 def accumulation(run: Run) -> dict[str, Any]:
     return run.fit(callbacks=[GradientAccumulationScheduler({0: 1, 1: 3})], max_epochs=2)
 

@@ -50,6 +50,7 @@ TABLE = Table(
     clear=(
         *CLEAR,
         "The Batch size finder is not supported with distributed strategies",
+        "does not support `accumulate_grad_batches` changing",
         "Tuning the batch size is currently not supported with distributed strategies",
         r"`Trainer\(strategy='deepspeed', precision='.*'\)` is not supported",
     ),

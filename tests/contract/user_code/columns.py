@@ -41,6 +41,7 @@ class Column:
 
 
 MANUAL = r"\w+ uses manual optimization"
+PARTITIONED = r"'[\w.]+'(, or a tensor that has or had the same memory,)? was (used outside|written to|copied)"
 NAMES = {"zero3_partitioned": "paral_zero3", "paral_zero3": "paral_zero3_whole"}
 """Label of a case -> label of its column. The column `paral_zero3` partitions even the smallest parameters."""
 
@@ -54,7 +55,7 @@ def column_of(case: StrategyCase) -> Column:
         always=themes != "named",
         themes=themes if isinstance(themes, tuple) else (),
         tolerance=case.tolerance,
-        names=MANUAL if case.label == "paral_dp" else "",
+        names=MANUAL if case.label == "paral_dp" else PARTITIONED if "zero3" in case.label else "",
         documented=case in OWN_CASES,
     )
 

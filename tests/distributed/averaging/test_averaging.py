@@ -163,7 +163,8 @@ class ReadsWeights(Callback):
 
     def on_validation_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         for parameter in module.parameters():
-            _ = parameter.data
+            if not hasattr(parameter, "ds_status") or parameter.ds_status.name == "AVAILABLE":
+                _ = parameter.data
         if self.path is not None and trainer.current_epoch == 1:
             trainer.save_checkpoint(self.path)
 

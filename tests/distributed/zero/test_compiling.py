@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_paral.engines.zero.runtime import operators
-from lightning_paral.engines.zero.runtime.deepspeed import choose_accelerator
-from lightning_paral.engines.zero.runtime.operators import load_operators, operator_folder
+from lightning_paral.engines.zero import offload as operators
+from lightning_paral.engines.zero.offload import load_operators, operator_folder
+from lightning_paral.engines.zero.process import choose_accelerator
 from lightning_paral.errors import ConfigurationError
 
 RUN = """
-from lightning_paral.engines.zero.runtime.operators import load_operators
-load_operators({"async_io": "the test", "cpu_adam": "the test"})
+from lightning_paral.engines.zero.offload import load_operators
+load_operators("the test")
 """
 
 
@@ -64,18 +64,16 @@ def test_killed_run_ends_its_compilers_and_does_not_block_the_next(endless_compi
         killed.kill()
         said, _ = killed.communicate(timeout=30)
     wait_until(lambda: endless_compiler() == 0, 60)
-    assert "Compiling DeepSpeed's operators pin_memory, async_io, cpu_adam, which takes" in said
+    assert "Compiling DeepSpeed's operators pin_memory, async_io, which takes" in said
     monkeypatch.setenv("CXX", "/bin/false")
-    with pytest.raises(
-        ConfigurationError, match=r"(?s)ninja.* no CUDA toolkit. Fix the error.*leave out offload_optimizer"
-    ):
-        load_operators({"cpu_adam": "offload_optimizer"})
+    with pytest.raises(ConfigurationError, match=r"(?s)ninja.* no CUDA toolkit. Fix the error.*leave out offload"):
+        load_operators("offload")
 
 
 def test_compilers_that_take_too_long_are_ended(endless_compiler, monkeypatch) -> None:
     monkeypatch.setattr(operators, "_MAX_SECONDS", 0.5)
-    with pytest.raises(ConfigurationError, match="'cpu_adam', which offload_optimizer needs, was not compiled within"):
-        load_operators({"cpu_adam": "offload_optimizer"})
+    with pytest.raises(ConfigurationError, match="'pin_memory', which offload needs, was not compiled within"):
+        load_operators("offload")
     wait_until(lambda: endless_compiler() == 0, 10)
 
 
@@ -83,13 +81,14 @@ def test_operator_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch
     choose_accelerator(torch.device("cpu"))
     monkeypatch.setattr("deepspeed.ops.op_builder.builder.OpBuilder._loaded_ops", {})
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    file = operator_folder() / "cpu_adam.so"
+    file = operator_folder() / "pin_memory.so"
     file.parent.mkdir(parents=True)
-    file.write_bytes(b"not a library")
+    for each in (file, file.with_name("async_io.so")):
+        each.write_bytes(b"not a library")
     with pytest.raises(
-        ConfigurationError, match=f"'cpu_adam', which offload_optimizer needs, .* Delete {re.escape(str(file))} to"
+        ConfigurationError, match=f"'pin_memory', which offload needs, .* Delete {re.escape(str(file))} to"
     ):
-        load_operators({"cpu_adam": "offload_optimizer"})
+        load_operators("offload")
 
 
 def test_operators_are_kept_by_versions_and_processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

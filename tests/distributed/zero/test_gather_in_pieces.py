@@ -11,17 +11,17 @@ import torch.distributed as dist
 
 def gather(num_elements: int, most_bytes: int) -> tuple[list[float], int]:
     """Return what this rank has gathered in place, and the number of calls of torch's collective for lists."""
-    from lightning_paral.compat.deepspeed.runtime import disable_shared_memory, make_backend
-    from lightning_paral.engines.zero.runtime import gloo
+    from lightning_paral.compat.deepspeed.process import disable_shared_memory, make_backend
+    from lightning_paral.engines.zero import process
 
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     output = torch.full((num_elements * num_ranks,), -1.0)
     own = output[rank * num_elements : (rank + 1) * num_elements]
     own.copy_(torch.arange(num_elements) + 1000.0 * rank)
     disable_shared_memory()  # it would be compiled
-    backend = make_backend(gloo.GlooBackend, "gloo")
+    backend = make_backend(process.gloo_backend(), "gloo")
     with (
-        patch.object(gloo, "_MAX_GATHERED_BYTES", most_bytes),
+        patch.object(process, "_MAX_GATHERED_BYTES", most_bytes),
         patch.object(dist, "all_gather", wraps=dist.all_gather) as called,
     ):
         backend.all_gather_into_tensor(output, own)

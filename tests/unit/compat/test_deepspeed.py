@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_paral.compat.deepspeed import runtime
+from lightning_paral.compat.deepspeed import process as runtime
 from lightning_paral.compat.private_name import check_names
 from lightning_paral.errors import PrivateNameError
 from tests.unit.compat.test_names import import_deepspeed
@@ -64,7 +64,7 @@ def test_collectives_of_deepspeed_reach_the_methods_that_are_overridden() -> Non
         ("reduce", ["async_op", "dst", "group", "op", "tensor"]),
         ("reduce_scatter_tensor", ["async_op", "group", "input_tensor", "op", "output_tensor"]),
         ("all_gather_into_tensor", ["async_op", "group", "input_tensor", "output_tensor"]),
-    ], "DeepSpeed calls its backend in another way: GlooBackend of engines/zero/runtime/gloo.py would not be used"
+    ], "DeepSpeed calls its backend in another way: GlooBackend of engines/zero/process.py would not be used"
 
 
 def test_shared_memory_is_disabled() -> None:

@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 import lightning_paral.compat
 from lightning_paral.compat import private_name
 from lightning_paral.compat.private_name import TESTED, PrivateName, entries
-from lightning_paral.engines.zero.runtime.deepspeed import choose_accelerator, quiet_deepspeed
+from lightning_paral.engines.zero.process import choose_accelerator, quiet_deepspeed
 from lightning_paral.errors import PrivateNameError
 from tests.source import PACKAGE, trees
 from tests.unit.compat.test_private_names import OF_PYTHON, OWN, is_private

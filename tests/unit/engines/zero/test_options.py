@@ -11,12 +11,11 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_paral import ConfigurationError, Offload, ParalZeROStrategy
-from lightning_paral.engines.zero import config as settings
-from lightning_paral.engines.zero.optimizer import UsersOptimizer, check_optimizers, choose_stepping_optimizer
+from lightning_paral.engines.zero import options as settings
+from lightning_paral.engines.zero import process as runtime
+from lightning_paral.engines.zero.offload import check_free_space
+from lightning_paral.engines.zero.optimizer import UsersOptimizer, check_optimizers
 from lightning_paral.engines.zero.partition import check_not_partitioned
-from lightning_paral.engines.zero.runtime import deepspeed as runtime
-from lightning_paral.engines.zero.runtime.nvme import check_free_space
-from lightning_paral.engines.zero.runtime.operators import load_operators
 from lightning_paral.tested_versions import TESTED_VERSIONS
 from tests.compile_operators import skip_unless_compilable
 from tests.models.regression import Regression
@@ -90,7 +89,7 @@ def test_deepspeed_with_another_accelerator_is_refused() -> None:
     program = (
         "import os, torch; os.environ['DS_ACCELERATOR'] = 'cpu'\n"
         "import deepspeed; deepspeed.accelerator.get_accelerator()\n"
-        "from lightning_paral.engines.zero.runtime.deepspeed import choose_accelerator\n"
+        "from lightning_paral.engines.zero.process import choose_accelerator\n"
         "choose_accelerator(torch.device('cpu'))\n"
         "try: choose_accelerator(torch.device('cuda', 0))\n"
         "except ValueError as error: print(error)\n"
@@ -154,44 +153,3 @@ def test_module_without_trained_parameters_is_refused() -> None:
     module = Regression().requires_grad_(False)
     with pytest.raises(ConfigurationError, match="nothing to train"):
         UsersOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module)
-
-
-@pytest.mark.deepspeed_operators("cpu_adam")
-def test_offload_carries_every_hyper_parameter() -> None:
-    runtime.choose_accelerator(torch.device("cpu"))
-    load_operators({"cpu_adam": "the test"})
-    module = Regression()
-    optimizer = torch.optim.Adam(
-        [
-            {"params": module.hidden.parameters(), "lr": 0.5, "weight_decay": 0.3},
-            {"params": module.out.parameters(), "betas": (0.7, 0.8), "eps": 1e-3},
-        ],
-        lr=0.25,
-    )
-    users = UsersOptimizer(optimizer, module)
-    choose_stepping_optimizer(users, offload=True, trust=False)
-    replacement: Any = users.stepping_optimizer
-    assert replacement.adam_w_mode is False
-    for ours, theirs in zip(replacement.param_groups, optimizer.param_groups, strict=True):
-        assert {key: ours[key] for key in ("lr", "betas", "eps", "weight_decay")} == {
-            key: theirs[key] for key in ("lr", "betas", "eps", "weight_decay")
-        }
-    torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1).step()
-    users.step(lambda: None)
-    assert [group["lr"] for group in replacement.param_groups] == pytest.approx([0.05, 0.025])
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda parameters: torch.optim.SGD(parameters, lr=0.1), "SGD cannot be offloaded. Choose one of torch.optim"),
-        (lambda parameters: torch.optim.AdamW(parameters, amsgrad=True), "amsgrad=True"),
-        (lambda parameters: torch.optim.AdamW(parameters, maximize=True), "maximize=True"),
-    ],
-)
-def test_optimizer_that_cannot_be_offloaded_is_refused(make: Any, message: str) -> None:
-    runtime.choose_accelerator(torch.device("cpu"))
-    module = Regression()
-    users = UsersOptimizer(make(module.parameters()), module)
-    with pytest.raises(ConfigurationError, match=message):
-        choose_stepping_optimizer(users, offload=True, trust=False)

@@ -1,26 +1,31 @@
-"""DeepSpeed in this process: its version, accelerator, process group, environment variables and log level."""
+"""DeepSpeed in this process: its version, accelerator, process group, collectives, variables and log level."""
 
 import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import metadata
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from packaging.version import Version
+from torch import Tensor
 
-from lightning_paral.compat.deepspeed.runtime import (
+from lightning_paral.comm.reduce_scatter import direct_reduce_scatter, start_reduce
+from lightning_paral.compat.deepspeed.process import (
     disable_shared_memory,
     forget_autocast,
+    forget_forwards,
     forget_modules,
     make_backend,
     release_groups,
+    restart_counters,
     use_backend,
 )
-from lightning_paral.compat.deepspeed.stage3 import forget_forwards, restart_counters
 from lightning_paral.compat.private_name import check_names
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.tested_versions import TESTED_VERSIONS, oldest_tested
@@ -141,9 +146,7 @@ def join_deepspeed(level: int, device: torch.device) -> None:
     disable_shared_memory()
     leave_deepspeed()
     if dist.get_backend() == "gloo":
-        from lightning_paral.engines.zero.runtime.gloo import GlooBackend
-
-        use_backend(make_backend(GlooBackend, "gloo"))
+        use_backend(make_backend(gloo_backend(), "gloo"))
     else:
         deepspeed.comm.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)
     restart_counters()
@@ -172,3 +175,51 @@ def restore_variables(names: Iterable[str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+# DeepSpeed's collectives on gloo, which send as little as in the ZeRO paper
+
+_MAX_GATHERED_BYTES = 25 * 2**20
+"""gloo holds a copy of what one call gathers."""
+
+
+@cache
+def gloo_backend() -> type:
+    """Return DeepSpeed's `torch.distributed` backend for gloo. All reductions are sums of CPU tensors."""
+    from deepspeed.comm.torch import TorchBackend
+
+    class GlooBackend(TorchBackend):  # type: ignore[misc]
+        def reduce(self, tensor: Tensor, dst: int, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
+            """Sum `tensor` on global rank `dst`. *Collective*."""
+            group = group or dist.group.WORLD
+            for work in start_reduce(tensor.view(-1), dist.get_group_rank(group, dst), group):
+                work.wait()
+
+        def reduce_scatter_tensor(
+            self, output_tensor: Tensor, input_tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False
+        ) -> Any:
+            """Write this rank's chunk of the sum of `input_tensor` to `output_tensor`. *Collective*."""
+            world: Any = dist.group.WORLD
+            direct_reduce_scatter(output_tensor, input_tensor, group or world)
+
+        def all_gather_into_tensor(
+            self, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
+        ) -> Any:
+            """Gather `input_tensor` of all ranks into `output_tensor`, of which it may be a part. *Collective*."""
+            is_dense = output_tensor.is_contiguous() and input_tensor.is_contiguous()
+            if async_op or output_tensor.nbytes <= _MAX_GATHERED_BYTES or not is_dense:
+                return super().all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+            _gather_in_pieces(output_tensor, input_tensor, group or dist.group.WORLD)
+            return None
+
+    return GlooBackend
+
+
+def _gather_in_pieces(output: Tensor, own: Tensor, group: Any) -> None:
+    """All-gather a large tensor, such as all weights at stages 1 and 2, because gloo copies what it gathers."""
+    own = own.view(-1)
+    parts = output.view(-1).chunk(dist.get_world_size(group))
+    length = -(-own.numel() * _MAX_GATHERED_BYTES // output.nbytes)
+    for start in range(0, own.numel(), length):
+        piece = slice(start, start + length)
+        dist.all_gather([part[piece] for part in parts], own[piece], group)

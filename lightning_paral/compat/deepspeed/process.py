@@ -1,44 +1,65 @@
-"""Stage 3: sharded parameters and their files, `zero.Init`, and what it sets on modules."""
+"""DeepSpeed in a process: its backend, operators, module-level state, and what stage 3 sets on modules."""
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch.distributed as dist
 from torch.nn import Module
 
-from lightning_paral.compat.deepspeed.runtime import answering_rank
 from lightning_paral.compat.private_name import Names, named
 from lightning_paral.compat.torch.modules import forward_hooks, own_parameters
+from lightning_paral.compat.torch.process_groups import is_alive
 
 NAMES: Names = {
+    "deepspeed.comm.comm": {
+        "cdb": "run DeepSpeed's collectives through our own backend, and to remove it after a run",
+    },
+    "deepspeed.utils.groups": {
+        "_WORLD_GROUP": "destroy the process group that a run has left behind",
+        "_release_process_group_references(group)": "make DeepSpeed forget its destroyed process groups",
+    },
+    "deepspeed.ops.op_builder.builder.OpBuilder": {
+        "_loaded_ops": "let DeepSpeed find operators that have been compiled once",
+    },
+    "deepspeed.ops": {"__compatible_ops__": "keep DeepSpeed from compiling shared-memory collectives (deepspeed#7625)"},
+    "deepspeed.runtime.torch_autocast": {
+        "TORCH_AUTOCAST_INITIALIZED": "keep DeepSpeed from treating a later fp32 run as one under autocast",
+    },
+    "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator": {
+        "_PartitionedParameterCoordinator__params_to_release": "empty it: it would keep modules and engines alive",
+    },
     "deepspeed.runtime.zero.partition_parameters.Init": {
-        ".all_gather": "gather what user code or a backward pass uses",
-        ".ds_id": "know this rank's shard, its full shape, and whether it is gathered",
-        ".ds_status": "know this rank's shard, its full shape, and whether it is gathered",
-        ".ds_tensor": "know this rank's shard, its full shape, and whether it is gathered",
-        ".ds_shape": "know this rank's shard, its full shape, and whether it is gathered",
-        ".ds_numel": "know this rank's shard, its full shape, and whether it is gathered",
-        ".ds_zero_partition_rank": "know this rank's shard, its full shape, and whether it is gathered",
+        ".all_gather": "gather what a forward or backward pass uses",
+        ".ds_id": "know which parameters are of stage 3",
+        ".ds_status": "know whether a parameter is gathered",
+        ".ds_tensor": "read and write this rank's shard",
+        ".ds_shape": "know the full shape of a parameter",
+        ".ds_numel": "know the full size of a parameter, and that of its shard with padding",
+        ".ds_zero_partition_rank": "know where this rank's shard begins",
         ".ds_persist": "know which parameters DeepSpeed keeps gathered between steps",
         ".convert_to_zero_parameters": "shard one parameter after the other",
-        ".partition": "detect when DeepSpeed gathers and releases parameters",
+        ".partition": "notice what user code has written before it is dropped",
         ".is_external_param": "restore parameters as they were before the run",
         ".nvme_swapper": "know whether a shard is in memory",
         ".status": "know whether a shard is in memory",
         "param_id": "make all ranks number parameters equally after different earlier runs",
     },
+    "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload": {
+        "_register_deepspeed_module(module, count)": "number modules equally on all ranks (`count` is mutable)",
+    },
     "deepspeed.runtime.zero.partition_parameters.ZeroParamStatus": {
         "AVAILABLE": "know whether a parameter is gathered",
         "NOT_AVAILABLE": "know whether a parameter is gathered",
-        "INFLIGHT": "know whether a parameter is gathered",
     },
     "deepspeed.runtime.swap_tensor.partitioned_param_swapper.AsyncPartitionedParameterSwapper": {
         "swap_in(params, async_op)": "read and write a shard without an fp32 master",
         "swap_out_and_release(params)": "read and write a shard without an fp32 master",
         "remove_partition_and_release_buffers(params)": "read and write a shard without an fp32 master",
-    },
-    "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload": {
-        "_register_deepspeed_module(module, count)": "number modules equally on all ranks (`count` is mutable)",
     },
     "deepspeed.runtime.zero.parameter_offload": {
         "FWD_MODULE_STACK": "know which module uses another's parameter; empty the list after a failure",
@@ -54,6 +75,108 @@ NAMES: Names = {
         "._external_params": "remove it after a run: it would call or keep the destroyed engine",
     },
 }
+
+
+# The backend that runs DeepSpeed's collectives, which is a module-level variable of DeepSpeed
+
+
+def current_backend() -> Any:
+    """Return DeepSpeed's backend, or `None` if it has none."""
+    import deepspeed
+
+    return deepspeed.comm.comm.cdb
+
+
+def make_backend(cls: Any, name: str) -> Any:
+    """Return an instance of `cls`, a subclass of `TorchBackend`, for torch's backend `name` and the default group."""
+    return cls(name, timedelta(0), None)  # the group exists, so the timeout has no effect
+
+
+def use_backend(backend: Any) -> None:
+    """Make DeepSpeed run its collectives through `backend`; `None` removes the current backend."""
+    import deepspeed
+
+    deepspeed.comm.comm.cdb = backend
+
+
+@contextmanager
+def answering_rank() -> Iterator[None]:
+    """Let DeepSpeed ask for the rank inside this context, also after a run, when it has no backend."""
+    backend = current_backend()
+    if backend is None:
+        use_backend(SimpleNamespace(is_initialized=lambda: True, get_rank=lambda group: 1))  # rank 0 prints messages
+    try:
+        yield
+    finally:
+        use_backend(backend)
+
+
+# Process groups that DeepSpeed creates on demand, and keeps in module-level variables
+
+
+def release_groups() -> None:
+    """Destroy DeepSpeed's process group of all ranks, and make it forget all of them.
+
+    Those of ZeRO++ stay until the default group is destroyed.
+    """
+    from deepspeed.utils import groups
+
+    if is_alive(groups._WORLD_GROUP):  # otherwise it was destroyed with an earlier default group
+        dist.destroy_process_group(groups._WORLD_GROUP)
+    groups._release_process_group_references()
+
+
+# Operators. Keep backends from compiling those for shared-memory collectives
+
+_SHARED_MEMORY = ("deepspeed_shm_comm", "shm_comm")
+
+
+def load_compiled(name: str, file: Path) -> None:
+    """Load the compiled operator `name` from `file`, so that DeepSpeed finds it."""
+    from deepspeed.ops.op_builder import PinMemoryBuilder
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    if name in OpBuilder._loaded_ops:
+        return
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    OpBuilder._loaded_ops[name] = module
+    if name == PinMemoryBuilder.NAME:
+        PinMemoryBuilder().load()  # gives `async_io` its symbols
+
+
+def disable_shared_memory() -> None:
+    """Keep backends that are created after this call from compiling shared-memory collectives."""
+    import deepspeed
+
+    for name in _SHARED_MEMORY:
+        deepspeed.ops.__compatible_ops__[name] = False
+
+
+# State that a run leaves in DeepSpeed's module-level variables and in a cache, which would affect the next run
+
+
+def forget_autocast() -> None:
+    """Mark `torch_autocast` as never configured."""
+    from deepspeed.runtime import torch_autocast
+
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+
+
+def forget_modules() -> None:
+    """Empty the cache in which stage 3 keeps the modules of all runs."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    decorated: Any = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+    within = [decorated, *(cell.cell_contents for cell in getattr(decorated, "__closure__", None) or ())]
+    caches = [each for each in within if hasattr(each, "cache_clear")]
+    if not caches:
+        raise named(NAMES, "_PartitionedParameterCoordinator__params_to_release").error("its decorators have no cache")
+    for each in caches:
+        each.cache_clear()
 
 
 # Attributes that DeepSpeed sets at stage 3
