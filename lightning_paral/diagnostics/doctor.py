@@ -33,8 +33,8 @@ _INDENT, _WIDTH = 27, 80
 """Columns before what was found, and of a line."""
 
 ALL, RANKS, ZERO, NVME = "paral_", "paral_(?!dp$)", "zero", "nvme"
-"""Regular expressions of the names of all strategies, of those of several processes, of those on DeepSpeed, and
-of those that offload to NVMe."""
+"""Regular expressions of the names of all strategies, of those of several processes, of those on DeepSpeed, and of
+those that offload to NVMe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,27 +159,14 @@ def cuda_fact() -> Fact:
 
 
 def operator_fact() -> Fact:
-    """Return whether the operators of DeepSpeed for NVMe are compiled, or what compiling it lacks."""
+    """Return whether DeepSpeed's operator for NVMe is compiled, or what compiling it lacks."""
     operator = "async_io"
     try:
         check_compiler("Offload")  # before each run, also if it is compiled
     except ConfigurationError as error:
         return Fact(name=operator, found="cannot be compiled", state="warning", advice=str(error), stops=NVME)
-    if (operator_folder() / f"{operator}.so").is_file():
-        return Fact(name=operator, found="compiled")
-    advice = ""
-    if not os.path.isfile(os.path.join(sysconfig.get_path("include"), "Python.h")):
-        advice = "Python has no headers: apt-get install python3-dev"
-    elif not (shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable))):
-        advice = "There is no ninja: pip install ninja"
-    if not advice:
-        return Fact(name=operator, found="compiled at first use, which takes minutes")
-    return Fact(name=operator, found="cannot be compiled", state="warning", advice=advice, stops=NVME)
-
-
-def interfaces_fact() -> Fact:
-    """Return the names of the network interfaces."""
-    return Fact(name="interfaces", found=", ".join(name for _, name in socket.if_nameindex()) or "none")
+    is_compiled = (operator_folder() / f"{operator}.so").is_file()
+    return Fact(name=operator, found="compiled" if is_compiled else "compiled at first use, which takes minutes")
 
 
 def all_reduce_fact(num_ranks: int, seconds: float | None = None) -> Fact:

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
 from lightning_paral.compat.deepspeed.process import is_zero_attribute
-from lightning_paral.compat.torch.modules import is_for_instance
+from lightning_paral.compat.torch.modules import hook_tables, is_for_instance
 
 _before: WeakKeyDictionary[Module, tuple[set[str], dict[str, set[int]]]] = WeakKeyDictionary()
 """The names of the attributes of modules before an engine got them, and the keys of their hooks by table."""

@@ -32,17 +32,13 @@ def test_versions_are_those_of_the_installed_packages(monkeypatch: pytest.Monkey
 def test_lacking_compiler_is_named_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for variable in ("PATH", "TORCH_EXTENSIONS_DIR"):  # no commands, and no operators compiled earlier
-        monkeypatch.setenv(variable, str(tmp_path))
-    monkeypatch.setattr(doctor.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
 
-    for compiler, advice in (("g++", "apt-get install g++"), ("/bin/true", "pip install ninja")):
-        monkeypatch.setenv("CXX", compiler)
-        fact = operator_fact()
+    fact = operator_fact()
 
-    for fact in map(operator_fact, ("cpu_adam", "async_io")):
-        assert (fact.state, fact.found) == ("warning", "cannot be compiled")
-        assert "apt-get install g++" in fact.advice
+    assert (fact.state, fact.found) == ("warning", "cannot be compiled")
+    assert "apt-get install g++" in fact.advice
 
 
 def test_part_that_raises_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
