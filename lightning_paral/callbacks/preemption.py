@@ -186,7 +186,8 @@ class Preemption(Callback):
             return int(not cause)
         now, (began, num_before) = time.monotonic(), self._last_ask
         self._last_ask = now, num_batches
-        rows = gather_int_lists([cause, int(1e6 * (now - began)) // (num_batches - num_before)])
+        # A search for a learning rate trains inside the fit, so that two loops ask.
+        rows = gather_int_lists([cause, int(1e6 * (now - began)) // max(1, num_batches - num_before)])
         self._cause = next((cause for cause, _ in rows if cause), 0)
         per_second = int(1e6) // max(1, *(micros for _, micros in rows))
         return 0 if self._cause else max(1, min(per_second, _MOST_BATCHES))
