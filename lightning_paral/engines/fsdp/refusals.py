@@ -3,6 +3,8 @@
 import re
 from typing import Any, NoReturn
 
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor
 from torch.nn import Module
 
@@ -17,8 +19,14 @@ _INSTEAD = (
 )
 
 
-def check_user_hooks(module: Module) -> None:
-    """Raise a `ConfigurationError` if a parameter of `module` has hooks that FSDP2 would not call."""
+def check_user_hooks(module: LightningModule) -> None:
+    """Raise a `ConfigurationError` if parameters have hooks that FSDP2 would not call, or a callback replaces them."""
+    for callback in vars(module.trainer)["callbacks"]:
+        if isinstance(callback, ModelPruning):
+            raise ConfigurationError(
+                f"{type(callback).__name__} replaces weights by weight_orig and weight_mask during the run, and FSDP "
+                "cannot shard them again. Train with paral_ddp, or prune in __init__ with torch.nn.utils.prune."
+            )
     for name, parameter in module.named_parameters():
         if gradient_hooks(parameter):
             refuse_hook(name, "register_hook")
