@@ -53,7 +53,8 @@ class Fact:
 
     def __str__(self) -> str:
         """Return a row of 80 columns, with the advice below what was found."""
-        lines = [line for text in (self.found, self.advice) for line in textwrap.wrap(text, _WIDTH - _INDENT)]
+        wrap = textwrap.TextWrapper(_WIDTH - _INDENT, break_on_hyphens=False).wrap  # commands stay as they are typed
+        lines = [*wrap(self.found), *wrap(self.advice)]
         return f"{self.state:<9}{self.name:<18}" + f"\n{' ' * _INDENT}".join(lines)
 
 
