@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import shutil
-import socket
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -187,10 +186,9 @@ def all_reduce_fact(num_ranks: int, seconds: float | None = None) -> Fact:
     except RankError as error:
         lines = [line.strip() for line in str(error).splitlines()]
         whys = [line for line in lines if re.match("rank .*[^:]$", line)] or lines[-1:]
-        interfaces = ", ".join(name for _, name in socket.if_nameindex())
         advice = (
-            f"GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose one of the interfaces {interfaces}. NCCL_DEBUG=INFO "
-            "prints what NCCL does."
+            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose a network interface; `ip -brief address` lists them. "
+            "NCCL_DEBUG=INFO prints what NCCL does."
         )
         found = f"{what}: {'; '.join(whys)}"
         return Fact(name="all-reduce", found=found, state="broken", advice=advice, stops=RANKS)
