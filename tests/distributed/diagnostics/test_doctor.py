@@ -37,7 +37,7 @@ def test_an_interface_that_does_not_exist_is_broken(launch, monkeypatch: pytest.
 
     assert (status, report["broken"]) == (1, ["all-reduce"])
     assert facts["all-reduce"]["found"].endswith("Unable to find address for: nowhere")
-    assert "choose one of the interfaces lo" in facts["all-reduce"]["advice"]
+    assert "choose a network interface" in facts["all-reduce"]["advice"]
     assert [entry["name"] for entry in report["strategies"] if not entry["lacks"]] == ["paral_dp"]
 
 
