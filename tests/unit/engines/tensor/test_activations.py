@@ -13,6 +13,7 @@ from torchmetrics.functional import accuracy
 
 from lightning_paral.engines.tensor import split_tensor
 from lightning_paral.engines.tensor.collectives import Layout, exchange_rows, own_parts, own_range
+from lightning_paral.engines.tensor.layers import SharedCopies
 from lightning_paral.engines.tensor.split_tensor import SplitTensor
 from lightning_paral.errors import ConfigurationError
 from tests.unit.engines.tensor.logits import SIZES, OnRanks, Same, Square, counted
@@ -137,6 +138,7 @@ NEEDS_ALL: dict[str, Callable[[Any], Any]] = {
     "sum": lambda x: heads(x).sum(1),
     "one head": lambda x: heads(x)[:, 1],
     "matmul": lambda x: x @ values(WIDTH, 2),
+    "sum of another": lambda x: torch.einsum("blv,blw->blv", values(BATCH, LENGTH, WIDTH), x),
     "flip": lambda x: heads(x).flip(1),
     "norm": lambda x: F.layer_norm(x, (WIDTH,)),
     "attention of positions": lambda x: F.scaled_dot_product_attention(*[heads(x).transpose(1, 2)] * 3, is_causal=True),
@@ -256,6 +258,17 @@ def compare_exchanged() -> None:
         assert torch.equal(rows.grad, rows)
 
 
+def compare_copies() -> None:
+    """Copies for layers whose input is split before the features, also into unequal parts."""
+    for shape, layout in (((2, 8, 3), Layout(1, (8,))), ((2, 7, 3), Layout(1, (7,))), ((8, 3), Layout(0, (4, 4)))):
+        whole, local, split = pair(shape, layout)
+        copied = SharedCopies(dist.group.WORLD).of(split)
+        assert torch.equal(copied, whole)
+        (copied * values(*shape, seed=1)).sum().backward()
+        gradient = values(*shape, seed=1) * dist.get_world_size()  # of all ranks
+        torch.testing.assert_close(local.grad, own_parts(gradient, layout, dist.group.WORLD))
+
+
 def zero_view_before(use: Callable[[SplitTensor], Any]) -> Callable[[SplitTensor], Any]:
     def write(x: SplitTensor) -> Any:
         x[..., :5].zero_()
@@ -344,7 +357,9 @@ def forgets() -> None:
     assert Tensor.tanh in {key[0] for key in split_tensor._known}
 
 
-@pytest.mark.parametrize("run", [forgets, errors_of_changes, compare_gathered_twice, attributes_of_logits])
+@pytest.mark.parametrize(
+    "run", [forgets, errors_of_changes, compare_copies, compare_gathered_twice, attributes_of_logits]
+)
 def test_on_two_ranks(on_ranks: OnRanks, run: Any) -> None:
     on_ranks(2, run)
 
