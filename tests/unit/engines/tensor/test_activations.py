@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torchmetrics.functional import accuracy
 
-from lightning_paral.engines.tensor import split_tensor
+from lightning_paral.engines.tensor import collectives, split_tensor
 from lightning_paral.engines.tensor.collectives import Layout, exchange_rows, own_parts, own_range
 from lightning_paral.engines.tensor.layers import SharedCopies
 from lightning_paral.engines.tensor.split_tensor import SplitTensor
@@ -245,6 +245,13 @@ def compare_gathered_twice() -> None:
         assert len(compare(function, Layout(1, (WIDTH,)), shape)) == 2
 
 
+def compare_viewed_as_one_row() -> None:
+    """The place of each element is not listed, which would take more memory than the elements."""
+    collectives._order.cache_clear()
+    compare(lambda x: x.flatten().softmax(0), Layout(2, (WIDTH,)), (BATCH, LENGTH, WIDTH))
+    assert collectives._order.cache_info().currsize == 0
+
+
 def compare_exchanged() -> None:
     segments = (8, 4, 4)
     for dtype in (torch.float32, torch.bfloat16):
@@ -358,7 +365,15 @@ def forgets() -> None:
 
 
 @pytest.mark.parametrize(
-    "run", [forgets, errors_of_changes, compare_copies, compare_gathered_twice, attributes_of_logits]
+    "run",
+    [
+        forgets,
+        errors_of_changes,
+        compare_copies,
+        compare_viewed_as_one_row,
+        compare_gathered_twice,
+        attributes_of_logits,
+    ],
 )
 def test_on_two_ranks(on_ranks: OnRanks, run: Any) -> None:
     on_ranks(2, run)
