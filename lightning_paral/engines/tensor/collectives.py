@@ -46,13 +46,13 @@ class Layout:
 
 def gather_parts(local: Tensor, layout: Layout, group: dist.ProcessGroup) -> Tensor:
     """Return the full tensor of which each rank has the part `local`. *Collective* in the forward pass."""
-    full = _gather_last(local.movedim(layout.dim, -1), layout.segments, group)
+    full = _gather_last(*_rows(local.movedim(layout.dim, -1), layout.segments), group).flatten(local.ndim - 1)
     return full.movedim(-1, layout.dim).contiguous()  # code may call `view`
 
 
 def own_parts(full: Tensor, layout: Layout, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's part of `full`, which is equal on all ranks. *Collective* in the backward pass."""
-    own = _split_last(full.movedim(layout.dim, -1), layout.segments, group)
+    own = _split_last(*_rows(full.movedim(layout.dim, -1), layout.segments), group).flatten(full.ndim - 1)
     return own.movedim(-1, layout.dim).contiguous()
 
 
@@ -126,6 +126,13 @@ class _Sum(torch.autograd.Function):
 # Parts of the last dimension
 
 _Segments = tuple[int, ...]
+
+
+def _rows(tensor: Tensor, segments: _Segments) -> tuple[Tensor, _Segments]:
+    """Return equal segments, such as logits that are viewed as one row, as rows: the place of each is not needed."""
+    if len(segments) == 1 or len({*segments}) > 1:
+        return tensor, segments
+    return tensor.unflatten(-1, (len(segments), tensor.shape[-1] // len(segments))), segments[:1]
 
 
 def _gather_last(tensor: Tensor, segments: _Segments, group: dist.ProcessGroup) -> Tensor:

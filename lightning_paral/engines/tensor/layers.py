@@ -49,8 +49,8 @@ class SharedCopies:
             source, known, copy = self._last
             if source() is tensor and known == version:
                 return copy
-        if isinstance(tensor, SplitTensor) and tensor.parts.dim < tensor.ndim - 1 and len(tensor.parts.segments) == 1:
-            local = tensor.local.movedim(tensor.parts.dim, 0)  # positions
+        if isinstance(tensor, SplitTensor) and self._has_rows(tensor.parts, tensor.ndim):
+            local = tensor.local.movedim(tensor.parts.dim, 0)
             copied = gather_rows(local, self._group).movedim(0, tensor.parts.dim).contiguous()
         else:
             full = tensor.full() if isinstance(tensor, SplitTensor) else tensor
@@ -58,6 +58,11 @@ class SharedCopies:
         if torch.is_grad_enabled():
             self._last = ref(tensor, self._forget), version, copied
         return copied
+
+    def _has_rows(self, parts: Layout, num_dims: int) -> bool:
+        """Return whether each rank has as many rows, such as positions, as every other one."""
+        is_one_run = len(parts.segments) == 1 and parts.is_even(dist.get_world_size(self._group))
+        return is_one_run and parts.dim < num_dims - 1
 
     def _forget(self, source: Any) -> None:
         if self._last is not None and self._last[0] is source:

@@ -85,6 +85,8 @@ _ALIKE = (
     | {*_ALONG, *_OF_LAST, *CONVERSIONS}
 )
 """The functions that treat all other dimensions alike in all places, or whose result does not have them."""
+_SIZES_DIFFER = {_ATTENTION, *CONVERSIONS}
+"""Functions of several tensors that need not have equal sizes in the dimension that is split."""
 _RESHAPES = named("view reshape flatten unflatten squeeze unsqueeze view_as reshape_as expand")
 _PIECES = named("chunk split __getitem__ narrow")
 _MAY_REPEAT = named("repeat_interleave")
@@ -167,6 +169,8 @@ def _alike(
         if function is _ATTENTION and not _has_same_heads(args, kwargs, tensors, longer):
             continue
         found = _shapes_of(_result(function, args, kwargs, longer))
+        if function not in _SIZES_DIFFER and _adds_up_one(function, args, kwargs, longer, found):
+            continue
         results = [_carried(before, after, given) for before, after in zip(shapes, found, strict=False)]
         known = [each for each in results if each is not None]
         if not known or len(known) != len(shapes) or len(known) != len(found):
@@ -176,6 +180,15 @@ def _alike(
             return None
         return Found(known[0] if isinstance(result, Tensor) else tuple(known), parts)
     return None
+
+
+def _adds_up_one(
+    function: Any, args: Any, kwargs: Any, longer: Sequence[Layout | None], found: Sequence[torch.Size]
+) -> bool:
+    """Return whether the result has the dimension of other tensors, and a tensor's own is added up: bi,bj->bi."""
+    numbers = [number for number, layout in enumerate(longer) if layout is not None]
+    others = ([None if each == number else layout for each, layout in enumerate(longer)] for number in numbers)
+    return len(numbers) > 1 and any(_shapes_of(_result(function, args, kwargs, each)) == found for each in others)
 
 
 def _has_same_heads(args: Any, kwargs: Any, tensors: Sequence[Tensor], layouts: Sequence[Layout | None]) -> bool:

@@ -11,8 +11,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torchmetrics.functional import accuracy
 
-from lightning_paral.engines.tensor import split_tensor
+from lightning_paral.engines.tensor import collectives, split_tensor
 from lightning_paral.engines.tensor.collectives import Layout, exchange_rows, own_parts, own_range
+from lightning_paral.engines.tensor.layers import SharedCopies
 from lightning_paral.engines.tensor.split_tensor import SplitTensor
 from lightning_paral.errors import ConfigurationError
 from tests.unit.engines.tensor.logits import SIZES, OnRanks, Same, Square, counted
@@ -137,6 +138,7 @@ NEEDS_ALL: dict[str, Callable[[Any], Any]] = {
     "sum": lambda x: heads(x).sum(1),
     "one head": lambda x: heads(x)[:, 1],
     "matmul": lambda x: x @ values(WIDTH, 2),
+    "sum of another": lambda x: torch.einsum("blv,blw->blv", values(BATCH, LENGTH, WIDTH), x),
     "flip": lambda x: heads(x).flip(1),
     "norm": lambda x: F.layer_norm(x, (WIDTH,)),
     "attention of positions": lambda x: F.scaled_dot_product_attention(*[heads(x).transpose(1, 2)] * 3, is_causal=True),
@@ -243,6 +245,13 @@ def compare_gathered_twice() -> None:
         assert len(compare(function, Layout(1, (WIDTH,)), shape)) == 2
 
 
+def compare_viewed_as_one_row() -> None:
+    """The place of each element is not listed, which would take more memory than the elements."""
+    collectives._order.cache_clear()
+    compare(lambda x: x.flatten().softmax(0), Layout(2, (WIDTH,)), (BATCH, LENGTH, WIDTH))
+    assert collectives._order.cache_info().currsize == 0
+
+
 def compare_exchanged() -> None:
     segments = (8, 4, 4)
     for dtype in (torch.float32, torch.bfloat16):
@@ -254,6 +263,17 @@ def compare_exchanged() -> None:
         assert torch.equal(found, own_parts(full, Layout(0, segments), dist.group.WORLD))
         found.backward(found.detach())
         assert torch.equal(rows.grad, rows)
+
+
+def compare_copies() -> None:
+    """Copies for layers whose input is split before the features, also into unequal parts."""
+    for shape, layout in (((2, 8, 3), Layout(1, (8,))), ((2, 7, 3), Layout(1, (7,))), ((8, 3), Layout(0, (4, 4)))):
+        whole, local, split = pair(shape, layout)
+        copied = SharedCopies(dist.group.WORLD).of(split)
+        assert torch.equal(copied, whole)
+        (copied * values(*shape, seed=1)).sum().backward()
+        gradient = values(*shape, seed=1) * dist.get_world_size()  # of all ranks
+        torch.testing.assert_close(local.grad, own_parts(gradient, layout, dist.group.WORLD))
 
 
 def zero_view_before(use: Callable[[SplitTensor], Any]) -> Callable[[SplitTensor], Any]:
@@ -344,7 +364,17 @@ def forgets() -> None:
     assert Tensor.tanh in {key[0] for key in split_tensor._known}
 
 
-@pytest.mark.parametrize("run", [forgets, errors_of_changes, compare_gathered_twice, attributes_of_logits])
+@pytest.mark.parametrize(
+    "run",
+    [
+        forgets,
+        errors_of_changes,
+        compare_copies,
+        compare_viewed_as_one_row,
+        compare_gathered_twice,
+        attributes_of_logits,
+    ],
+)
 def test_on_two_ranks(on_ranks: OnRanks, run: Any) -> None:
     on_ranks(2, run)
 
