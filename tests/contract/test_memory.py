@@ -43,8 +43,9 @@ class Watch(Callback):
         with suppress(HiddenGradientError):  # under ZeRO only the count of tensors includes them
             found += [parameter.grad for parameter in parameters]
             found += tree_leaves(list(optimizer.state.values()))
-        tensors = [getattr(each, "_local_tensor", each) for each in found if isinstance(each, Tensor)]
-        self.storages += [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+        for tensor in (each for each in found if isinstance(each, Tensor)):
+            shard = getattr(tensor, "_local_tensor", getattr(tensor, "ds_tensor", tensor))
+            self.storages.append(weakref.ref(shard.untyped_storage()))
 
 
 def fit_and_forget(make: Any, num_devices: int, folder: str) -> list[Any]:
