@@ -1,15 +1,19 @@
 """Reject what FSDP2 would silently ignore or do wrong, and explain the errors of torch about DTensors."""
 
 import re
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from lightning_paral.compat.torch.autograd import gradient_hooks, post_accumulate_grad_hooks
+from lightning_paral.compat.torch.patches import replace_attributes
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.units import Units
 
+HOOK_METHODS = ("register_hook", "register_post_accumulate_grad_hook")
 _INSTEAD = (
     "FSDP does not accumulate gradients through autograd, so the hook would never be called, or only with this rank's "
     "gradient. Read and change gradients in on_after_backward or on_before_optimizer_step, where they are "
@@ -24,6 +28,21 @@ def check_user_hooks(module: Module) -> None:
             refuse_hook(name, "register_hook")
         if post_accumulate_grad_hooks(parameter):
             refuse_hook(name, "register_post_accumulate_grad_hook")
+
+
+def refuse_hooks_in_steps(root: Module, undo: ExitStack) -> None:
+    """Refuse hooks on parameters of `root` that are no shards, such as unsharded ones, until `undo` is closed."""
+
+    def refusing(method: str) -> Callable[..., Any]:
+        register = getattr(Parameter, method)
+
+        def call(parameter: Any, hook: Any) -> Any:
+            name = next((name for name, each in root.named_parameters() if each is parameter), None)
+            return register(parameter, hook) if name is None else refuse_hook(name, method)
+
+        return call
+
+    undo.callback(replace_attributes(Parameter, {method: refusing(method) for method in HOOK_METHODS}))
 
 
 def refuse_hook(name: str, method: str) -> NoReturn:

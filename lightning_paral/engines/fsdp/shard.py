@@ -38,6 +38,7 @@ from lightning_paral.compat.torch.modules import BatchNorm, InstanceNorm, hook_t
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.fsdp.gradients import AveragedGradients, match_inputs
 from lightning_paral.engines.fsdp.options import FSDPOptions
+from lightning_paral.engines.fsdp.refusals import refuse_hooks_in_steps
 from lightning_paral.engines.fsdp.unshard import RootUnshard, UserWrites, unshard_around_methods
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.deferred.construction import DeferredConstruction
@@ -115,6 +116,7 @@ class Sharding:
         initialize(self.root)
         self._groups = [group for module in self._sharded for group in groups_of(module)]
         self.writes = UserWrites(self._groups, in_step, self.undo)
+        refuse_hooks_in_steps(self.root, self.undo)
 
 
 class ShardedModule(Sharding):
