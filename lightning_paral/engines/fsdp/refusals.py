@@ -1,7 +1,7 @@
 """Reject what FSDP2 would silently ignore or do wrong, and explain the errors of torch about DTensors."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
@@ -30,14 +30,20 @@ def check_user_hooks(module: Module) -> None:
             refuse_hook(name, "register_post_accumulate_grad_hook")
 
 
-def refuse_hooks_in_steps(root: Module, undo: ExitStack) -> None:
-    """Refuse hooks on parameters of `root` that are no shards, such as unsharded ones, until `undo` is closed."""
+def refuse_hooks_on_plain(named: Callable[[], Iterable[tuple[str, Parameter]]], undo: ExitStack) -> None:
+    """Refuse hooks on parameters that are no shards, until `undo` is closed.
+
+    Args:
+        named: returns the parameters and their names: those that are unsharded in a step, those that are never sharded,
+            and those that shards have replaced, of which code may have kept references.
+        undo: a stack.
+    """
 
     def refusing(method: str) -> Callable[..., Any]:
         register = getattr(Parameter, method)
 
         def call(parameter: Any, hook: Any) -> Any:
-            name = next((name for name, each in root.named_parameters() if each is parameter), None)
+            name = next((name for name, each in named() if each is parameter), None)
             return register(parameter, hook) if name is None else refuse_hook(name, method)
 
         return call

@@ -42,17 +42,20 @@ class ReturnsWeight(Tied):
 
 
 class ClipsInHook(Tied):
-    """Registers a hook on a parameter in a step, in which it is unsharded, or one that is never sharded."""
+    """Registers a hook in a step on a parameter: an unsharded one, one that is never sharded, or one from before."""
 
-    def __init__(self, method: str, replicated: bool) -> None:
+    def __init__(self, method: str, which: str) -> None:
         super().__init__()
         self.method = method
-        self.replicated = replicated
         self.factor = nn.Parameter(torch.ones(()))
+        self.choose = {
+            "unsharded": lambda: self.embedding.weight,
+            "replicated": lambda: self.factor,
+            "replaced": partial(list(self.parameters()).__getitem__, 0),
+        }[which]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        parameter = self.factor if self.replicated else self.embedding.weight
-        getattr(parameter, self.method)(lambda gradient: None)
+        getattr(self.choose(), self.method)(lambda gradient: None)
         return super().training_step(batch, batch_idx) * self.factor
 
 
@@ -118,16 +121,22 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], list[str]]] = {
         ["was replaced or deleted while it is sharded", "in a step"],
     ),
     "a hook in a step": (
-        partial(ClipsInHook, "register_hook", False),
+        partial(ClipsInHook, "register_hook", "unsharded"),
         {"units": ["Block"]},
         {},
         ["register_hook was called on embedding.weight", "on_after_backward"],
     ),
     "a hook on a scalar": (
-        partial(ClipsInHook, "register_post_accumulate_grad_hook", True),
+        partial(ClipsInHook, "register_post_accumulate_grad_hook", "replicated"),
         {},
         {},
         ["register_post_accumulate_grad_hook was called on factor"],
+    ),
+    "a hook on a parameter from before": (
+        partial(ClipsInHook, "register_hook", "replaced"),
+        {},
+        {},
+        ["register_hook was called on", "on_after_backward"],
     ),
     "a weight returned": (ReturnsWeight, {"units": ["Block"]}, {}, ["embedding.weight", "freed", "clone()"]),
     "FSDP1": (Wrapped, {}, {}, ["'embedding'", "FSDP1"]),

@@ -118,6 +118,14 @@ def _ignoring_parts(forward: Callable[..., Tensor], *args: Any, parts: Any) -> T
     return forward(*args)
 
 
+class RegistersHook(Chain):
+    """Clips the gradient of a parameter in a hook, which the step registers."""
+
+    def _loss(self, batch: Any) -> Tensor:
+        self.shift.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))  # type: ignore[no-untyped-call]
+        return super()._loss(batch)
+
+
 class Derives(Chain):
     """Has a penalty on the derivative by what the blocks get, except for the first."""
 
@@ -205,6 +213,7 @@ def refusal(make: Callable[[], Any], options: dict[str, Any], world_size: int, t
         (Collects, {"schedule": "interleaved"}, INSIDE),
         (partial(Gathers, list), {}, INSIDE),
         (partial(Gathers, dict), {"micro_batches": 1}, INSIDE),
+        (RegistersHook, {}, "shift has a hook"),
         (Derives, {}, "The code of a step computes gradients itself"),
         (SumsSmall, {}, "is not a mean over samples"),
         (partial(ChangesGradients, "zero"), {}, "changes gradients of parameters"),
