@@ -32,7 +32,7 @@ from lightning_paral.compat.torch.tensors import (
     tree_map_only,
     use_count,
 )
-from lightning_paral.engines.fsdp.refusals import check_assigned, refuse_hook, shares_memory
+from lightning_paral.engines.fsdp.refusals import HOOK_METHODS, check_assigned, refuse_hook, shares_memory
 from lightning_paral.errors import ConfigurationError
 
 aten = torch.ops.aten
@@ -94,7 +94,7 @@ class HookAccess:
             "__reduce_ex__": refuse_export,
             "untyped_storage": refuse_export,
         }
-        own |= {name: self._refusing(name) for name in ("register_hook", "register_post_accumulate_grad_hook")}
+        own |= {name: self._refusing(name) for name in HOOK_METHODS}
         own |= {name: self._then(self._before_read, getattr(DTensor, name)) for name in ("full_tensor", "redistribute")}
         own["to_local"] = self._then(self._release, DTensor.to_local)  # some ranks alone may call it, and write to it
         self._undo = replace_attributes(DTensor, own)

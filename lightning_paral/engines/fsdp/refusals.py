@@ -1,17 +1,21 @@
 """Reject what FSDP2 would silently ignore or do wrong, and explain the errors of torch about DTensors."""
 
 import re
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from lightning_paral.compat.torch.autograd import gradient_hooks, post_accumulate_grad_hooks
+from lightning_paral.compat.torch.patches import replace_attributes
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.units import Units
 
+HOOK_METHODS = ("register_hook", "register_post_accumulate_grad_hook")
 _INSTEAD = (
     "FSDP does not accumulate gradients through autograd, so the hook would never be called, or only with this rank's "
     "gradient. Read and change gradients in on_after_backward or on_before_optimizer_step, where they are "
@@ -32,6 +36,27 @@ def check_user_hooks(module: LightningModule) -> None:
             refuse_hook(name, "register_hook")
         if post_accumulate_grad_hooks(parameter):
             refuse_hook(name, "register_post_accumulate_grad_hook")
+
+
+def refuse_hooks_on_plain(named: Callable[[], Iterable[tuple[str, Parameter]]], undo: ExitStack) -> None:
+    """Refuse hooks on parameters that are no shards, until `undo` is closed.
+
+    Args:
+        named: returns the parameters and their names: those that are unsharded in a step, those that are never sharded,
+            and those that shards have replaced, of which code may have kept references.
+        undo: a stack.
+    """
+
+    def refusing(method: str) -> Callable[..., Any]:
+        register = getattr(Parameter, method)
+
+        def call(parameter: Any, hook: Any) -> Any:
+            name = next((name for name, each in named() if each is parameter), None)
+            return register(parameter, hook) if name is None else refuse_hook(name, method)
+
+        return call
+
+    undo.callback(replace_attributes(Parameter, {method: refusing(method) for method in HOOK_METHODS}))
 
 
 def refuse_hook(name: str, method: str) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +39,7 @@ from lightning_paral.compat.torch.modules import BatchNorm, InstanceNorm, hook_t
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.fsdp.gradients import AveragedGradients, match_inputs
 from lightning_paral.engines.fsdp.options import FSDPOptions
+from lightning_paral.engines.fsdp.refusals import refuse_hooks_on_plain
 from lightning_paral.engines.fsdp.unshard import RootUnshard, UserWrites, unshard_around_methods
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.deferred.construction import DeferredConstruction
@@ -115,6 +117,7 @@ class Sharding:
         initialize(self.root)
         self._groups = [group for module in self._sharded for group in groups_of(module)]
         self.writes = UserWrites(self._groups, in_step, self.undo)
+        refuse_hooks_on_plain(lambda: chain(self.root.named_parameters(), self._originals), self.undo)
 
 
 class ShardedModule(Sharding):

@@ -342,16 +342,26 @@ class UnitCalls:
     def _run_on_nan(self, unit: Module, run: Call | None, args: Any, kwargs: Any) -> None:
         """Run a unit with NaN as its arguments, also one of another stage, with NaN as its parameters."""
         nan = self._boundaries.anchor.detach() * float("nan")
-        args, kwargs = tree_map_only(Tensor, lambda each: _nan_of(each.detach(), nan), (args, kwargs))
+        given: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def hide(tensor: Tensor) -> Tensor:
+            hidden = _nan_of(tensor.detach(), nan)
+            given[id(hidden)] = hidden, tensor
+            return hidden
+
         self._is_on_nan = True
         try:
             with torch.no_grad(), suppress(Exception):  # it may fail on NaN
                 if run is not None:
+                    args, kwargs = tree_map_only(Tensor, hide, (args, kwargs))
                     run(*args, **kwargs)
                 else:
+                    args, kwargs = _exchanged((args, kwargs), hide)
                     functional_call(unit, _nan_parameters(unit), args, kwargs)
         finally:
             self._is_on_nan = False
+            if run is None:
+                _exchanged((args, kwargs), lambda each: given.get(id(each), (each, each))[1])
 
     def _check_call(self, number: int) -> None:
         if self.next_unit is None:
@@ -441,6 +451,19 @@ def _replace_call(module: Module, call: Callable[[Call, Any, Any], Any], undo: E
     original = type(module)
     module.__class__ = subclass_of(original, OfStage, {})
     undo.callback(setattr, module, "__class__", original)
+
+
+def _exchanged(value: Any, exchange: Callable[[Tensor], Tensor]) -> Any:
+    """Return `value` with other tensors. Lists and dicts are changed in place: a unit may add to those it is given."""
+    if isinstance(value, list):
+        value[:] = [_exchanged(each, exchange) for each in value]
+        return value
+    if isinstance(value, dict):
+        value.update({key: _exchanged(each, exchange) for key, each in value.items()})
+        return value
+    if type(value) is tuple:
+        return tuple(_exchanged(each, exchange) for each in value)
+    return tree_map_only(Tensor, exchange, value)
 
 
 def _requires_grad(value: Any) -> bool:

@@ -284,6 +284,7 @@ class PipelineRun:
             self._step_check.run(batch, forward, 1 if self._num_micro_batches == 1 else most, is_first=is_first)
         if is_first and self.check_split is not None:
             self.check_split(batch, lambda part: self._passes_of_one(step, (part, *others), kwargs))
+        check_parameter_hooks(self.module)  # which the step may have registered
 
     def _passes_of_one(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Run the passes of a batch that is not divided; return the loss on the last stage. *Collective*.

@@ -132,7 +132,7 @@ def _rows(tensor: Tensor, segments: _Segments) -> tuple[Tensor, _Segments]:
     """Return equal segments, such as logits that are viewed as one row, as rows: the place of each is not needed."""
     if len(segments) == 1 or len({*segments}) > 1:
         return tensor, segments
-    return tensor.unflatten(-1, (len(segments), tensor.shape[-1] // len(segments))), segments[:1]
+    return tensor.reshape(*tensor.shape[:-1], len(segments), tensor.shape[-1] // len(segments)), segments[:1]
 
 
 def _gather_last(tensor: Tensor, segments: _Segments, group: dist.ProcessGroup) -> Tensor:

@@ -1,5 +1,7 @@
 """`ParalFSDPStrategy` refuses invalid input with an error that says what to do instead."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,6 +41,24 @@ class ReturnsWeight(Tied):
         return {"loss": super().training_step(batch, batch_idx), "row": self.embedding.weight.detach()[0]}
 
 
+class ClipsInHook(Tied):
+    """Registers a hook in a step on a parameter: an unsharded one, one that is never sharded, or one from before."""
+
+    def __init__(self, method: str, which: str) -> None:
+        super().__init__()
+        self.method = method
+        self.factor = nn.Parameter(torch.ones(()))
+        self.choose = {
+            "unsharded": lambda: self.embedding.weight,
+            "replicated": lambda: self.factor,
+            "replaced": partial(list(self.parameters()).__getitem__, 0),
+        }[which]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        getattr(self.choose(), self.method)(lambda gradient: None)
+        return super().training_step(batch, batch_idx) * self.factor
+
+
 class Writes(Tied):
     """Changes a weight in a test step."""
 
@@ -72,7 +92,7 @@ def never(name: str, module: nn.Module) -> bool:
     return False
 
 
-def fit(model: type[Tied], options: dict[str, Any], trainer_options: dict[str, Any]) -> str:
+def fit(model: Callable[[], Tied], options: dict[str, Any], trainer_options: dict[str, Any]) -> str:
     try:
         trainer = quiet_trainer(devices=2, max_epochs=1, strategy=ParalFSDPStrategy(**options), **trainer_options)
         trainer.fit(model(), token_loader(1, 2))
@@ -99,6 +119,24 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], list[str]]] = {
         {},
         {},
         ["was replaced or deleted while it is sharded", "in a step"],
+    ),
+    "a hook in a step": (
+        partial(ClipsInHook, "register_hook", "unsharded"),
+        {"units": ["Block"]},
+        {},
+        ["register_hook was called on embedding.weight", "on_after_backward"],
+    ),
+    "a hook on a scalar": (
+        partial(ClipsInHook, "register_post_accumulate_grad_hook", "replicated"),
+        {},
+        {},
+        ["register_post_accumulate_grad_hook was called on factor"],
+    ),
+    "a hook on a parameter from before": (
+        partial(ClipsInHook, "register_hook", "replaced"),
+        {},
+        {},
+        ["register_hook was called on", "on_after_backward"],
     ),
     "a weight returned": (ReturnsWeight, {"units": ["Block"]}, {}, ["embedding.weight", "freed", "clone()"]),
     "FSDP1": (Wrapped, {}, {}, ["'embedding'", "FSDP1"]),

@@ -88,6 +88,44 @@ class Collects(Chain):
         return loss
 
 
+class Gathers(Chain):
+    """Blocks get a list or a dict, to which each adds a part of the loss."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.kind = kind
+        for block in self.blocks:
+            block.register_forward_hook(self._keep, with_kwargs=True)
+            block.forward = partial(_ignoring_parts, block.forward)  # type: ignore[method-assign]
+
+    def _keep(self, block: Any, args: Any, kwargs: Any, output: Tensor) -> None:
+        parts = kwargs["parts"]
+        if isinstance(parts, list):
+            parts.append(output.square().mean())
+        else:
+            parts["loss"] = parts.get("loss", 0) + output.square().mean()
+
+    def _loss(self, batch: Any) -> Tensor:
+        parts: Any = self.kind()
+        hidden = torch.tanh(self.first(batch[0]))
+        for block in self.blocks:
+            hidden = block(hidden, parts=parts)
+        added = sum(parts) if isinstance(parts, list) else parts["loss"]
+        return torch.nn.functional.mse_loss(self.out(hidden), batch[1]) + 0.1 * added
+
+
+def _ignoring_parts(forward: Callable[..., Tensor], *args: Any, parts: Any) -> Tensor:
+    return forward(*args)
+
+
+class RegistersHook(Chain):
+    """Clips the gradient of a parameter in a hook, which the step registers."""
+
+    def _loss(self, batch: Any) -> Tensor:
+        self.shift.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))  # type: ignore[no-untyped-call]
+        return super()._loss(batch)
+
+
 class Derives(Chain):
     """Has a penalty on the derivative by what the blocks get, except for the first."""
 
@@ -173,6 +211,9 @@ def refusal(make: Callable[[], Any], options: dict[str, Any], world_size: int, t
         ),
         (Collects, {"micro_batches": 1}, INSIDE),
         (Collects, {"schedule": "interleaved"}, INSIDE),
+        (partial(Gathers, list), {}, INSIDE),
+        (partial(Gathers, dict), {"micro_batches": 1}, INSIDE),
+        (RegistersHook, {}, "shift has a hook"),
         (Derives, {}, "The code of a step computes gradients itself"),
         (SumsSmall, {}, "is not a mean over samples"),
         (partial(ChangesGradients, "zero"), {}, "changes gradients of parameters"),
