@@ -459,7 +459,8 @@ def _exchanged(value: Any, exchange: Callable[[Tensor], Tensor]) -> Any:
         value[:] = [_exchanged(each, exchange) for each in value]
         return value
     if isinstance(value, dict):
-        value.update({key: _exchanged(each, exchange) for key, each in value.items()})
+        for key, each in list(value.items()):
+            value[key] = _exchanged(each, exchange)  # outputs of transformers have no `update`
         return value
     if type(value) is tuple:
         return tuple(_exchanged(each, exchange) for each in value)
