@@ -1,12 +1,14 @@
 """Autograd: the begin and end of backward passes, transforms, hooks and versions of tensors."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
+from torch._functorch import eager_transforms, vmap
 from torch.autograd import Variable, forward_ad
 
 from lightning_paral.compat.private_name import Names
@@ -29,6 +31,12 @@ NAMES: Names = {
     "torch.autograd": {"_engine_run_backward(t_outputs)": "hide the gradients of shards from backward passes"},
     "torch._C._functorch": {
         "peek_interpreter_stack": "refuse transforms of torch.func around the layers of a pipeline",
+    },
+    "torch._functorch.eager_transforms": {
+        "_wrap_tensor_for_grad(maybe_tensor)": "refuse parameters in torch.func.grad, which skips __torch_function__",
+    },
+    "torch._functorch.vmap": {
+        "_add_batch_dim(self)": "refuse parameters in torch.func.vmap, which skips __torch_function__",
     },
     "torch.autograd.forward_ad": {"_current_level": "refuse forward-mode AD around the layers of a pipeline"},
 }
@@ -95,6 +103,22 @@ def check_backward_passes(
         return result
 
     return replace_attributes(torch.autograd, {"_engine_run_backward": run_backward})
+
+
+def before_transforms(call: Callable[[Any], None]) -> Callable[[], None]:
+    """Call `call` with each input of the transforms of `torch.func`, and return a function that undoes this."""
+
+    def around(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(value: Any, *args: Any, **kwargs: Any) -> Any:
+            call(value)
+            return function(value, *args, **kwargs)
+
+        return run
+
+    undo = ExitStack()
+    for module, name in ((vmap, "_add_batch_dim"), (eager_transforms, "_wrap_tensor_for_grad")):
+        undo.callback(replace_attributes(module, {name: around(getattr(module, name))}))
+    return undo.close
 
 
 def is_in_transform() -> bool:

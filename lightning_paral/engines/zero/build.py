@@ -17,8 +17,10 @@ from lightning_paral.compat.deepspeed.optimizer import share_masters
 from lightning_paral.compat.deepspeed.process import show_outputs_as
 from lightning_paral.compat.lightning.strategies import ForwardRedirection
 from lightning_paral.compat.torch.modules import FORWARD, hooks_in
+from lightning_paral.compat.torch.tensors import tree_leaves, tree_map
 from lightning_paral.engines.zero.partition import (
     check_not_empty,
+    is_partitioned,
     is_stage3_parameter,
     make_contiguous,
     view_scalars_as_bytes,
@@ -72,6 +74,9 @@ def _initialize(
     check_parameters(module, parameters, config)
     for parameter in module.parameters():
         make_contiguous(parameter)
+    if config["zero_optimization"]["stage"] == 3:
+        for part in module.modules():
+            part.register_forward_hook(_return_views)  # before the hooks of DeepSpeed, which free parameters
     with view_scalars_as_bytes(), _staying_partitioned(module):
         engine, _, _, _ = deepspeed.initialize(
             args=argparse.Namespace(device_rank=device.index),
@@ -229,6 +234,21 @@ def allow_any_output(module: Module) -> None:
         module: the module of a stage-3 engine.
     """
     show_outputs_as(module, _tensors_in)
+
+
+def _return_views(module: Module, inputs: Any, output: Any) -> Any:
+    """Replace parameters that a module returns by views, which stay full when DeepSpeed frees the parameters."""
+    if type(output) is Tensor or not any(map(is_stage3_parameter, tree_leaves(output))):
+        return None
+    return tree_map(_view, output)
+
+
+def _view(value: Any) -> Any:
+    if not is_stage3_parameter(value):
+        return value
+    if is_partitioned(value):
+        value._access.gather(value)
+    return value.view_as(value)
 
 
 def _tensors_in(output: Any) -> list[Tensor]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.compat.deepspeed.process import innermost_forward
-from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass, version_of
+from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass, before_transforms, version_of
 from lightning_paral.compat.torch.tensors import tree_leaves
 from lightning_paral.engines.zero.partition import full_shape, is_partitioned, is_stage3_parameter
 from lightning_paral.errors import ConfigurationError, ParalError
@@ -73,6 +73,7 @@ class UserAccess:
         self._handed_out: dict[int, Tensor] = {}
         """What user code has got as `data` at stages 1 and 2 are aliases of these, which share their version."""
         self._plain_partition: list[tuple[Any, Any]] = []
+        self._undo = before_transforms(_refuse_partitioned)
         self.mark_unwritten()
         for parameter in self._parameters:
             parameter._access = self
@@ -91,6 +92,7 @@ class UserAccess:
             if collect:
                 self.collect()
         finally:
+            self._undo()
             for parameter in self._parameters:
                 parameter.__class__ = parameter.plain_class
                 del parameter._access
@@ -317,6 +319,15 @@ class Partitioned(Gathered):
             if isinstance(parameter, Partitioned):
                 parameter._access.gather(parameter)
         return func(*args, **kwargs)
+
+
+def _refuse_partitioned(value: Any) -> None:
+    if isinstance(value, Partitioned):
+        raise ConfigurationError(
+            f"{value._access.names[id(value)]!r} was given to a transform of torch.func, such as vmap or grad, while "
+            "each rank had only its shard of it under ZeRO stage 3. Give it parameter.clone() in a step, or "
+            "self.trainer.strategy.full_parameter(parameter) in a hook, or train with paral_zero2."
+        )
 
 
 @cache

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_paral import ConfigurationError, Offload, ParalZeROStrategy
 from lightning_paral.errors import CheckpointError
@@ -113,6 +113,11 @@ class Reading(Regression):
         self.log("norm", self.hidden.weight.norm())
 
 
+class Transforming(Regression):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("sum", torch.vmap(torch.sum)(self.hidden.weight).sum())
+
+
 REFUSED = {
     Shrinking: "was used outside of the forward pass|was written to",
     Keeping: "was used outside of the forward pass|was written to",
@@ -130,6 +135,8 @@ def refuse_all(threshold: int) -> None:
     if threshold == 0:
         with pytest.raises(ConfigurationError, match=r"'hidden.weight' was used .*full_parameter\(.*paral_fsdp"):
             fit(Reading, 3, 2, strategy=strategy(3))
+        with pytest.raises(ConfigurationError, match=r"'hidden.weight' was given to a transform .*paral_zero2"):
+            fit(Transforming, 3, 2, strategy=strategy(3))
 
 
 @pytest.mark.parametrize("threshold", [0, 100_000])  # DeepSpeed's default, with which it gathers these after each step
@@ -167,6 +174,50 @@ class Using(Regression):
     def on_train_batch_end(self, *_: Any) -> None:
         shapes = [(*p.shape, p.numel(), p.dim(), p.dtype, p.device.type, p.requires_grad) for p in self.parameters()]
         assert shapes[0] == (32, 8, 256, 2, torch.float32, "cpu", True)
+
+
+class Returning(Regression):
+    """Has a module that returns its parameter, and one that returns a parameter of another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.other = Table(nn.Parameter(torch.ones(2, 32))), Table([self.out.weight])
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        penalty = self.table().square().sum() + self.other()[0].square().sum()
+        return super().training_step(batch, batch_idx) + 0.01 * penalty
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return {"hidden": self.hidden.weight, "table": [self.table()]}
+
+
+class Table(nn.Module):
+    def __init__(self, values: Any) -> None:
+        super().__init__()
+        self.values = values
+
+    def forward(self) -> Any:
+        return self.values
+
+
+def fit_and_return(num_ranks: int, threshold: int) -> tuple[Any, Any]:
+    torch.manual_seed(3)
+    model = Returning()
+    options = {} if num_ranks == 1 else {"strategy": strategy(3, threshold)}
+    trainer = quiet_trainer(max_epochs=1, devices=num_ranks, **options)
+    trainer.fit(model, regression_data(4, num_ranks))
+    found = trainer.predict(model, regression_data(1, num_ranks))
+    assert found is not None
+    return (model.losses, dict(model.state_dict())), found[0]
+
+
+@pytest.mark.parametrize("threshold", [0, 100_000])
+def test_parameters_that_modules_and_steps_return_are_full(on_ranks, threshold: int) -> None:
+    fitted, found = zip(*on_ranks(2, fit_and_return, 2, threshold), strict=True)
+    expected, returned = fit_and_return(1, 0)
+    assert_same_fit(list(fitted), expected)
+    for each in found:
+        torch.testing.assert_close(each, returned, rtol=1e-5, atol=1e-6)
 
 
 class Clamping(Regression):
