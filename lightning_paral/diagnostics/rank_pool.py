@@ -5,13 +5,11 @@ them starts no processes, and a small fit takes hundredths of a second.
 """
 
 import atexit
-import ctypes
 import gc
 import io
 import logging
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import threading
@@ -28,12 +26,12 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from lightning_paral.distributed.hangs import place_of_thread
+from lightning_paral.distributed.launcher import end_with_parent
 from lightning_paral.registry import STRATEGIES
 
 START_SECONDS = 300.0
 MAX_THREADS = 60
 LINGER_SECONDS = 3.0  # how long the other ranks may still report after one has failed
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 class RankError(AssertionError):
@@ -165,8 +163,7 @@ def _collect(connections: list[Connection], timeout: float) -> list[Any]:
 
 def _serve(connection: Connection) -> None:
     """Serve calls in a worker until the pool closes the pipe: join the process group, call the function, report."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the fork server ends with the main process
+    end_with_parent()  # the fork server, which ends with the main process
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="rank-pool")
     # As in a process that a user starts: inherited from the forkserver, it would make each worker import torch.
     multiprocessing.set_start_method("fork", force=True)

@@ -1,6 +1,7 @@
 """Start the other local ranks by running the script again, notice how they end, and leave none behind."""
 
 import atexit
+import ctypes
 import logging
 import os
 import shutil
@@ -29,6 +30,8 @@ _GRACE_SECONDS = 3.0
 """How long a process may take to report its own error, after another one has ended."""
 _LEAVE_SECONDS = 60.0
 """How long a process may take for its hooks, after all have agreed on a status."""
+
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 _agreed_status: int | None = None
 
@@ -159,6 +162,12 @@ def end_with_error() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
+
+
+def end_with_parent() -> None:
+    """Make the kernel kill this process when the one that started it ends; on Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # torch's SIGINT does not end code in C
 
 
 def describe_status(status: int) -> str:

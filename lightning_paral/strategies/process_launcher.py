@@ -20,7 +20,7 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, 
 
 from lightning_paral.compat.lightning.strategies import call_and_handle_interrupt
 from lightning_paral.compat.torch.dtensor import forget_meshes
-from lightning_paral.distributed.launcher import describe_status
+from lightning_paral.distributed.launcher import describe_status, end_with_parent
 from lightning_paral.distributed.process_group import (
     check_port_is_free,
     owned_group,
@@ -170,6 +170,7 @@ def _run_in_rank(
     Raises:
         ConfigurationError: parameters stayed sharded.
     """
+    end_with_parent()
     strategy: Any = trainer.strategy
     # OpenMP would wait for threads that exist only in the parent: https://github.com/pytorch/pytorch/issues/17199
     torch.set_num_threads(1)
