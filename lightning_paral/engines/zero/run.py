@@ -189,7 +189,7 @@ class ZeroRun(ZeroState):
         return RootHooksOnce(new_forward_hook_keys(self.module, self._root_hooks))
 
     def begin_step(self) -> None:
-        """Partition what user code has used; raise a `ConfigurationError` if a parameter was unfrozen or added."""
+        """Raise a `ConfigurationError` if a parameter was unfrozen or added or, at stage 3, written to."""
         if self.gradients is not None:
             self.gradients.check_fixed()
         if self._settings.options.stage == 3:
