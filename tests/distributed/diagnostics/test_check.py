@@ -32,10 +32,8 @@ def test_sound_project_is_equal_or_refused_under_every_strategy(rank_pool) -> No
     report.raise_if_different()
     assert [row.strategy for row in report.rows] == [entry.name for entry in STRATEGIES]
     refused = {row.strategy: row.sentence for row in report.rows if row.outcome == "refused"}
-    offload = {"paral_zero1_offload", "paral_zero2_offload", "paral_zero3_offload", "paral_zero3_nvme"}
-    assert refused.keys() == offload | {*LOCAL}
+    assert refused.keys() == {"paral_zero3_nvme", *LOCAL}
     assert "promises the numbers of one process" in refused["paral_diloco"]
-    assert refused["paral_zero2_offload"] == "torch.optim.sgd.SGD cannot be offloaded."
     for row in report.rows:
         if row.outcome == "equal":
             assert row.precision == ("32-true" if "zero" in row.strategy else "64-true")
