@@ -55,7 +55,7 @@ BENCHMARKS = {
     "slow_link": tuple(
         f"python -m tests.benchmarks.slow_link{options}"
         for options in (
-            " --rates 100mbit",
+            "",
             " --rates 10gbit --periods 1000 --wire fp32",
             " --rates 10gbit --periods 5,10,25,50,100 --wire fp32 --tokens 512000 --plot docs/assets/slow-link.svg",
         )
