@@ -152,9 +152,10 @@ class RankWatcher:
         self._ended.set()
         self.wake()
         if self._calls:
-            set_last = signal.set_wakeup_fd(self._heard_before)
-            if set_last != self._write_end.fileno():
-                signal.set_wakeup_fd(set_last)  # by somebody else, meanwhile
+            set_last = signal.set_wakeup_fd(-1)
+            ours = set_last == self._write_end.fileno()  # otherwise somebody else set it meanwhile
+            with suppress(OSError, ValueError):  # whoever heard signals before may have closed its file since
+                signal.set_wakeup_fd(self._heard_before if ours else set_last)
             self._calls = {}
         for thread in self._threads:
             thread.join(timeout=1.0)

@@ -64,3 +64,13 @@ def test_signals_of_a_forked_process_are_not_heard(watcher: RankWatcher, receive
     wait_for(heard)
     watcher.end()
     assert signal.set_wakeup_fd(before) == -1
+
+
+def test_watcher_ends_after_another_that_began_before_it(watcher: RankWatcher) -> None:
+    before = signal.set_wakeup_fd(-1)
+    watcher.hear(signal.SIGTERM, bool)
+    last = RankWatcher("last", patience=60.0, poll_seconds=0.01)
+    last.hear(signal.SIGTERM, bool)
+    watcher.end()
+    last.end()
+    assert signal.set_wakeup_fd(before) == -1
