@@ -124,9 +124,11 @@ class RunWatch:
 
     def _end_watching(self) -> None:
         try:
+            if self._failures is not None:
+                self._failures.leave()  # first: the failure of another rank must not interrupt what follows
+        finally:
             if self.watcher is not None:
                 self.watcher.end()
-        finally:  # the failure of another rank interrupts this thread here as well
             if self._hangs is not None:
                 self._hangs.end()
             if self._failures is not None:
