@@ -25,6 +25,7 @@ from lightning_paral.distributed.exchange import RankGroup, any_rank, every_rank
 from lightning_paral.distributed.host_allocator import RETURNED_WHILE_BUILDING, FreedInPieces, return_large_tensors
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.process_group import join_process_group, owned_group
+from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.activation_checkpointing import checkpoint_units
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.engine_attributes import remember_attributes
@@ -33,7 +34,7 @@ from lightning_paral.options import ActivationCheckpointing, RankOptions, Sampli
 from lightning_paral.strategies.checkpoint_mixin import CheckpointMixin
 from lightning_paral.strategies.launch import CheckedLaunch
 from lightning_paral.strategies.messages import RESUMED_INSIDE_EPOCH, ignore_warnings, print_start_line
-from lightning_paral.strategies.rank_agreement import RankAgreement, skipped_step
+from lightning_paral.strategies.rank_agreement import RankAgreement
 from lightning_paral.strategies.run_watch import RunWatch
 
 
@@ -194,7 +195,7 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
         self._data.begin(trainer, self.dims, self.sampling, seed, forward_has_collectives=self.forward_has_collectives)
         self._at_end.callback(self._data.end)
-        self._agreement.begin(trainer, self._watch.watcher, self._at_end)
+        self._agreement.begin(trainer, self._watch.watcher, self._at_end)  # last: it waits before what ends an epoch
         if self._is_fit:
             self._print_start_line(trainer)
 
@@ -398,7 +399,13 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         output = super().training_step(*args, **kwargs)
         module = self.lightning_module
         if output is None and module is not None and module.automatic_optimization and self.dims.num_ranks > 1:
-            raise skipped_step(module.trainer, self.dims.rank)
+            trainer = module.trainer
+            raise ConfigurationError(
+                f"training_step returned None on rank {self.dims.rank}, for batch "
+                f"{trainer.fit_loop.epoch_loop.batch_idx} of epoch {trainer.current_epoch}. With several ranks no rank "
+                "can skip a step, because gradients are averaged over all of them. Return a loss that is zero instead, "
+                "such as 0 * loss."
+            )
         return output
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -125,7 +125,7 @@ MISTAKES: list[tuple[Any, dict[str, str], dict[str, Any], str]] = [
     (KubeflowEnvironment, {"WORLD_SIZE": "2", "RANK": "0"}, {}, r"environment variable MASTER_ADDR is not set"),
     (KubeflowEnvironment, KUBEFLOW | {"WORLD_SIZE": "two"}, {}, r"world_size of this process: invalid literal.*'two'"),
     (KubeflowEnvironment, KUBEFLOW | {"WORLD_SIZE": "3"}, {}, r"has 3 processes, but Trainer\(devices=1, num_nodes=2"),
-    (KubeflowEnvironment, KUBEFLOW | {"RANK": "2"}, {}, r"has 2 processes, but says that this one is rank 2"),
+    (KubeflowEnvironment, KUBEFLOW | {"RANK": "2"}, {}, r"has 2 processes, of which this one is rank 2"),
     (
         SLURMEnvironment,
         {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"},
@@ -133,15 +133,15 @@ MISTAKES: list[tuple[Any, dict[str, str], dict[str, Any], str]] = [
         r"environment variable SLURM_PROCID is not set",
     ),
     (OwnEnvironment, {"OWN_SIZE": "2"}, {"devices": 2, "num_nodes": 1}, r"environment variable OWN_RANK"),
-    (None, {"OMPI_COMM_WORLD_SIZE": "2"}, {"num_nodes": 1}, r"mpirun started 2 processes.*mpi4py"),
-    (None, {"PMI_SIZE": "4"}, {"num_nodes": 1}, r"mpiexec started 4 processes \(PMI_SIZE=4\)"),
+    (None, {"OMPI_COMM_WORLD_SIZE": "2"}, {"num_nodes": 1}, r"A launcher started 2 processes.*mpi4py"),
+    (None, {"PMI_SIZE": "4"}, {"num_nodes": 1}, r"A launcher started 4 processes \(PMI_SIZE=4\)"),
     (
         None,
         {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_NAME": "bash"},
         {"num_nodes": 1},
-        r"srun started 2.*SLURM_JOB_NAME",
+        r"A launcher started 2.*SLURM_JOB_NAME",
     ),
-    (None, KUBEFLOW, {"num_nodes": 1}, r"a launcher started 2 processes \(WORLD_SIZE=2\).*KubeflowEnvironment"),
+    (None, KUBEFLOW, {"num_nodes": 1}, r"A launcher started 2 processes \(WORLD_SIZE=2\).*KubeflowEnvironment"),
 ]
 
 
