@@ -1,8 +1,9 @@
 """Activation checkpointing: free a unit's activations after its forward, recompute them in the backward pass."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_paral.compat.torch.modules import own_buffers
 from lightning_paral.compat.torch.tensors import tree_leaves
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.units import Unit, choose_units
+from lightning_paral.model.units import choose_units
 from lightning_paral.options import ActivationCheckpointing
 
 
@@ -33,7 +34,18 @@ def checkpoint_units(root: Module, options: ActivationCheckpointing) -> Callable
     Raises:
         ConfigurationError: no unit is found, or one contains another.
     """
-    units = checkpointed_units(root, options)
+    units = choose_units(root, options.units, options.min_params).inner
+    if not units:
+        raise ConfigurationError(
+            f"activation_checkpointing finds no repeated blocks in {type(root).__name__}. Name the classes whose "
+            "activations are to be recomputed: ActivationCheckpointing(units=['Block'])."
+        )
+    for outer, inner in permutations(units, 2):
+        if inner.name.startswith(f"{outer.name}."):
+            raise ConfigurationError(
+                f"activation_checkpointing chooses {outer.name!r} and {inner.name!r} inside it, which would be "
+                "computed three times. Choose one of the two."
+            )
     for unit in units:
         _checkpoint(unit.module, options.offload_to_cpu)
 
@@ -42,28 +54,6 @@ def checkpoint_units(root: Module, options: ActivationCheckpointing) -> Callable
             vars(unit.module).pop("forward", None)
 
     return undo
-
-
-def checkpointed_units(root: Module, options: ActivationCheckpointing) -> Sequence[Unit]:
-    """Return the units of `root` that `options` choose.
-
-    Raises:
-        ConfigurationError: no unit is found, or one contains another.
-    """
-    units = choose_units(root, options.units, options.min_params).inner
-    if not units:
-        raise ConfigurationError(
-            f"activation_checkpointing finds no repeated blocks in {type(root).__name__}. Name the classes whose "
-            "activations are to be recomputed: ActivationCheckpointing(units=['Block'])."
-        )
-    for unit in units:
-        inside = [other.name for other in units if other is not unit and other.name.startswith(f"{unit.name}.")]
-        if inside:
-            raise ConfigurationError(
-                f"activation_checkpointing chooses {unit.name!r} and {inside[0]!r} inside it, which would be computed "
-                "three times. Choose one of the two."
-            )
-    return units
 
 
 def _without_cache(module: Module, value: Any) -> Any:

@@ -1,6 +1,7 @@
 """The base of all strategies with several ranks: what happens in a run, in the order in which it happens."""
 
 import os
+import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -33,9 +34,9 @@ from lightning_paral.model.user_hooks import trainer_of
 from lightning_paral.options import ActivationCheckpointing, RankOptions, Sampling
 from lightning_paral.strategies.checkpoint_mixin import CheckpointMixin
 from lightning_paral.strategies.launch import CheckedLaunch
-from lightning_paral.strategies.messages import RESUMED_INSIDE_EPOCH, ignore_warnings, print_start_line
 from lightning_paral.strategies.rank_agreement import RankAgreement
 from lightning_paral.strategies.run_watch import RunWatch
+from lightning_paral.strategies.start_line import print_start_line
 
 
 def precision_made_by(convert: Callable[[Precision], Precision]) -> Any:
@@ -158,7 +159,7 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         self._launch.check_environment()
         self._check_configured()
         super().set_world_ranks()  # type: ignore[misc]
-        self._launch.check_ranks()
+        self._launch.check_world_size()
 
     def _check_configured(self) -> None:
         """Raise a `ConfigurationError` if the strategy does not support the Trainer's settings."""
@@ -201,7 +202,6 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
 
     def _prepare_process(self, trainer: Trainer) -> None:
         """Change what has to be changed before the ranks join and callbacks are set up."""
-        ignore_warnings(self._at_end)
         if self._default_form == "sharded":
             save_frozen = self._checkpoint_options.save_frozen
             self._averages = RunAverages(trainer, save_frozen=save_frozen, obstacle=self._averaging_obstacle)
@@ -450,7 +450,8 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         """Move to the position in the data of a loaded checkpoint. *Collective* over the world if it has one."""
         super().on_train_start()
         if self._data.resume(self._own_devices):
-            ignore_warnings(self._at_end, RESUMED_INSIDE_EPOCH)
+            self._at_end.enter_context(warnings.catch_warnings())  # Lightning's own loaders could not resume there
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
         if self._stop_on_sigterm is not None and self.lightning_module is not None:
             self._stop_on_sigterm.on_train_start(self.lightning_module.trainer, self.lightning_module)
 

@@ -45,35 +45,25 @@ class CheckedLaunch:
         """Check what a launcher has set for this process. Under torchrun, take the number of nodes from it.
 
         Raises:
-            ConfigurationError: an environment variable is missing or has a wrong value, or a launcher started several
-                processes, each of which would train alone.
+            ConfigurationError: a launcher started several processes, each of which would train alone.
             PrivateNameError: the installed torch or Lightning lacks a private name that this package uses.
         """
         check_names("torch", "lightning")
         environment = self._strategy.cluster_environment
-        if environment is not None and environment.creates_processes_externally:
-            _check_variables(environment)
-        elif type(environment) is LightningEnvironment:
+        if type(environment) is LightningEnvironment:
             _check_alone()
         if isinstance(environment, TorchElasticEnvironment):
             self._strategy.num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", self._strategy.num_nodes))
 
-    def check_ranks(self) -> None:
-        """Check that the ranks, which have been set, fit together and fit the Trainer.
-
-        Raises:
-            ConfigurationError: the rank is not below the world size, or that differs from the Trainer's.
-        """
-        environment, num_devices = self._strategy.cluster_environment, self._strategy.num_processes
+    def check_world_size(self) -> None:
+        """Raise a `ConfigurationError` if the ranks, which have been set, are not as many as the Trainer expects."""
+        environment, strategy = self._strategy.cluster_environment, self._strategy
         if environment is None or type(environment).validate_settings is not ClusterEnvironment.validate_settings:
             return  # Lightning compares them before it launches
-        needed, num_nodes = num_devices * self._strategy.num_nodes, self._strategy.num_nodes
-        rank, world_size = environment.global_rank(), environment.world_size()
-        if world_size != needed or not 0 <= rank < world_size:
+        if environment.world_size() != strategy.num_processes * strategy.num_nodes:
             raise ConfigurationError(
-                f"{type(environment).__name__} has {world_size} processes, of which this one is rank {rank}, but "
-                f"Trainer(devices={num_devices}, num_nodes={num_nodes}) needs {needed}, numbered from 0. Start as many "
-                "processes as devices, or change devices or num_nodes."
+                f"{type(environment).__name__} has {environment.world_size()} processes, but Trainer(devices="
+                f"{strategy.num_processes}, num_nodes={strategy.num_nodes}) needs as many as devices on all nodes."
             )
 
     def check_settings(self) -> None:
@@ -165,23 +155,6 @@ def _why_script_cannot_run_again() -> str | None:
     if spec is None and file in (None, "", "<stdin>"):
         return "code from `python -c` or from standard input"
     return None
-
-
-def _check_variables(environment: ClusterEnvironment) -> None:
-    """Raise a `ConfigurationError` unless `environment` knows the ranks and the address of rank 0."""
-    for name in ("world_size", "global_rank", "local_rank", "node_rank", "main_address", "main_port"):
-        try:
-            value = getattr(environment, name)
-            if callable(value):
-                value()
-        except (KeyError, ValueError, TypeError) as error:
-            missing = isinstance(error, KeyError)
-            reason = f"the environment variable {error.args[0]} is not set" if missing else str(error)
-            raise ConfigurationError(
-                f"{type(environment).__name__} cannot tell {name} of this process: {reason}. Start the script with the "
-                "launcher that sets the environment variables, or set them for every process, or pass a "
-                "ClusterEnvironment in Trainer(plugins=...)."
-            ) from error
 
 
 def _check_alone() -> None:

@@ -33,13 +33,17 @@ _OVERWRITING = {
 """In-place operations whose result does not depend on the previous values."""
 
 
+_State = tuple[torch.device, Tensor]
+"""The device and the state of a random generator before an operation."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Operation:
     """An operation. Storages are named by their identity; tensors that share memory share a storage."""
 
     func: Any
-    args: Any
-    kwargs: Any
+    given: tuple[Any, dict[str, Any]]
+    """Its positional and keyword arguments."""
     outputs: tuple[int | None, ...]
     """For each result, its storage if that is new, otherwise `None`."""
     reads: set[int]
@@ -48,8 +52,8 @@ class _Operation:
     """Storages whose previous values the operation replaces completely."""
     writes: set[int]
     """Storages that the operation creates or writes to."""
-    drawn_from: tuple[torch.device, Tensor] | None
-    """For random operations, the generator's device and its state before the operation."""
+    drawn_from: _State | None
+    """For random operations."""
     default_dtype: torch.dtype
 
 
@@ -106,7 +110,7 @@ class Recorder(TorchDispatchMode):
             drawn_from = _generator_state(kwargs.get("generator"), device)
             self._run_now(func, args, kwargs, owned)  # so that later operations draw what they would without deferral
         results = func(*_to_meta(args), **_to_meta(kwargs) | on_meta)
-        self._record(func, args, kwargs, results, device, drawn_from, written)
+        self._record(func, (args, kwargs), results, device, drawn_from, written)
         return results
 
     def _device_of_new(
@@ -131,7 +135,10 @@ class Recorder(TorchDispatchMode):
 
     def _run_now(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], owned: list[Tensor]) -> Any:
         if func.overloadpacket in _OVERWRITING and torch.Tag.nondeterministic_seeded in func.tags:
-            values = [_uninitialized(tensor, self.device_of(tensor)) for tensor in owned]
+            values = [
+                torch.empty_strided(each.size(), each.stride(), dtype=each.dtype, device=self.device_of(each))
+                for each in owned
+            ]
         else:
             values = self.materialize(owned)
         real = dict(zip(map(id, owned), values, strict=True))
@@ -141,14 +148,7 @@ class Recorder(TorchDispatchMode):
     # The log
 
     def _record(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        results: Any,
-        device: torch.device,
-        drawn_from: tuple[torch.device, Tensor] | None,
-        written: list[Tensor],
+        self, func: Any, given: Any, results: Any, device: Any, drawn_from: _State | None, written: list[Tensor]
     ) -> None:
         """Log an operation with its meta `results` and the tensors that it has `written` in place."""
         found = tree_leaves(results)
@@ -163,13 +163,11 @@ class Recorder(TorchDispatchMode):
             overwrites |= {
                 each for each, tensor in changed.items() if tensor.nbytes == self._storages[each][0].nbytes()
             }
-        inputs = {_storage_of(value) for value in tree_leaves((args, kwargs)) if self.owns(value)}
-        args, kwargs = tree_map_only(Tensor, self._kept, (args, kwargs))
+        inputs = {_storage_of(value) for value in tree_leaves(given) if self.owns(value)}
         self._operations.append(
             _Operation(
                 func=func,
-                args=args,
-                kwargs=kwargs,
+                given=tree_map_only(Tensor, self._kept, given),
                 outputs=tuple(outputs),
                 reads=inputs - overwrites,
                 overwrites=overwrites,
@@ -201,7 +199,7 @@ class Recorder(TorchDispatchMode):
         def present(value: Tensor) -> Tensor:
             return self._real(value, real) if self.owns(value) else value
 
-        args, kwargs = tree_map_only(Tensor, present, (operation.args, operation.kwargs))
+        args, kwargs = tree_map_only(Tensor, present, operation.given)
         before = torch.get_default_dtype()
         torch.set_default_dtype(operation.default_dtype)  # with bf16-true it was bf16 while the module was built
         try:
@@ -276,11 +274,7 @@ def _to_meta(values: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to("meta"), values)
 
 
-def _uninitialized(tensor: Tensor, device: torch.device) -> Tensor:
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-
-
-def _generator_state(generator: torch.Generator | None, device: torch.device) -> tuple[torch.device, Tensor]:
+def _generator_state(generator: torch.Generator | None, device: torch.device) -> _State:
     """Return the device and the state of `generator`, or of the default generator of `device` if it is `None`."""
     if generator is not None:
         return generator.device, generator.get_state()
