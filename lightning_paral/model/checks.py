@@ -66,9 +66,8 @@ def check_optimizer_parameters(optimizers: Iterable[Optimizer], module: Module) 
 
 def check_sync_batchnorm(module: Module, layer_sync: LayerSync | None, device: torch.device) -> None:
     """Raise a `ConfigurationError` if `layer_sync` would synchronize BatchNorm on CPU, which torch does not support."""
-    if not isinstance(layer_sync, TorchSyncBatchNorm) or device.type != "cpu":
-        return
-    if any(isinstance(part, BatchNorm) for part in module.modules()):
+    is_refused = isinstance(layer_sync, TorchSyncBatchNorm) and device.type == "cpu"
+    if is_refused and any(isinstance(part, BatchNorm) for part in module.modules()):
         raise ConfigurationError(
             "Trainer(sync_batchnorm=True) needs CUDA: torch's SyncBatchNorm does not support CPU tensors. Remove the "
             "argument."

@@ -12,6 +12,8 @@ from torch.nn import Module
 
 from lightning_paral.compat.lightning.methods import shadow_method
 
+_LIGHTNING = ("lightning", "pytorch_lightning")
+
 
 def trainer_of(module: LightningModule | None) -> Trainer | None:
     """Return the Trainer that `module` is attached to, or `None` if there is none."""
@@ -23,12 +25,9 @@ def trainer_of(module: LightningModule | None) -> Trainer | None:
 
 def has_hook(module: LightningModule, hooks: Iterable[str]) -> bool:
     """Return whether `module` or a callback of its Trainer overrides one of `hooks`; ignore Lightning's callbacks."""
-    callbacks = [
-        callback
-        for callback in vars(module.trainer)["callbacks"]
-        if type(callback).__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
-    ]
-    owners: list[tuple[object, type]] = [(module, LightningModule), *((callback, Callback) for callback in callbacks)]
+    callbacks = vars(module.trainer)["callbacks"]
+    owners: list[tuple[object, type]] = [(module, LightningModule)]
+    owners += [(each, Callback) for each in callbacks if type(each).__module__.partition(".")[0] not in _LIGHTNING]
     return any(is_overridden(hook, owner, base) for owner, base in owners for hook in hooks if hasattr(base, hook))
 
 

@@ -84,9 +84,7 @@ class Recorder(TorchDispatchMode):
         """Return the device that `tensor`, a deferred one, will be materialized on."""
         return self._storages[_storage_of(tensor)][1]
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         owned = [tensor for tensor in tensors if self.owns(tensor)]
@@ -234,9 +232,7 @@ class MetaDisguise(TorchFunctionMode):
         super().__init__()
         self._recorder = recorder
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         owns = self._recorder.owns
         if func == _IS_META and owns(args[0]):
             return False
