@@ -115,7 +115,7 @@ class RankAgreement:
 
     def _facts_of_tensors(self, trains: bool) -> Facts:
         """Return names, shapes and dtypes of the parameters and buffers that all ranks must have."""
-        strategy, facts = self._strategy, {}
+        strategy, facts = self._strategy, dict[tuple[str, str], str]()
         module: Module = strategy.lightning_module
         tensors: list[tuple[str, Tensor]] = list(module.named_parameters())
         if trains and strategy.shares_buffers:
