@@ -116,7 +116,7 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         self.sampling = options.sampling
         self.timeout = self._async_timeout = options.longest_wait
         self._checkpoint_options = options.checkpoint_options
-        self._launch = CheckedLaunch(self, options.start_method)
+        self._launch = CheckedLaunch(self)
         self._watch = RunWatch(self, self.timeout, self._default_form)
         self._agreement = RankAgreement(self)
         self._data = RunData()

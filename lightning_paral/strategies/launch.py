@@ -17,12 +17,10 @@ from lightning_paral.distributed.launcher import ScriptLauncher
 from lightning_paral.distributed.process_group import backend_for, check_device
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.user_hooks import trainer_of
-from lightning_paral.options import StartMethod
 from lightning_paral.strategies.process_launcher import ProcessLauncher
 
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "JSM_NAMESPACE_SIZE")
 """Environment variables with the number of processes that mpirun, mpiexec, srun or jsrun started."""
-_PYTEST = "a run of pytest"
 _TEST_RUNNERS = ("pytest", "py.test", "_jb_pytest_runner.py")
 
 
@@ -31,15 +29,14 @@ class CheckedLaunch:
 
     Args:
         strategy: the strategy, a `ParalStrategy`, for all of its runs.
-        start_method: the option `start_method`.
     """
 
-    _replaced: tuple[object, StartMethod] | None = None
-    """Lightning's launcher, which `_own_launcher` replaces, and the start method."""
+    _replaced: tuple[object, bool] | None = None
+    """Lightning's launcher, which `_own_launcher` replaces, and whether that forks."""
     _own_launcher: ScriptLauncher | ProcessLauncher | None = None
 
-    def __init__(self, strategy: Any, start_method: StartMethod | None) -> None:
-        self._strategy, self._given_start_method = strategy, start_method
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
 
     def check_environment(self) -> None:
         """Check what a launcher has set for this process. Under torchrun, take the number of nodes from it.
@@ -77,7 +74,6 @@ class CheckedLaunch:
             )
         check_device(strategy.root_device)
         backend_for(strategy.root_device, strategy.process_group_backend)
-        _ = self._start_method
         if strategy._default_form == "sharded" and type(strategy.checkpoint_io) is not TorchCheckpointIO:
             raise ConfigurationError(
                 f"{type(strategy.checkpoint_io).__name__} saves the state of one rank, and under "
@@ -87,18 +83,19 @@ class CheckedLaunch:
 
     def launcher(self, theirs: Any) -> Any:
         """Return our version of Lightning's launcher of the other processes; `theirs` if it is of another kind."""
-        strategy, method = self._strategy, self._start_method
+        strategy, forks = self._strategy, self._forks
         environment = strategy.cluster_environment
         is_missing = theirs is None and environment is not None and environment.creates_processes_externally
-        if method == "popen" and type(theirs) is not LightningSubprocessLauncher and not is_missing:
+        if not forks and type(theirs) is not LightningSubprocessLauncher and not is_missing:
             return theirs
-        if self._replaced != (theirs, method):
-            self._replaced = theirs, method
-            if method == "popen":
-                watch = partial(getattr, strategy, "watch")
-                self._own_launcher = ScriptLauncher(environment, strategy.num_processes, strategy.num_nodes, watch)
-            else:
-                self._own_launcher = ProcessLauncher(strategy)
+        if self._replaced != (theirs, forks):
+            self._replaced = theirs, forks
+            watch = partial(getattr, strategy, "watch")
+            self._own_launcher = (
+                ProcessLauncher(strategy)
+                if forks
+                else ScriptLauncher(environment, strategy.num_processes, strategy.num_nodes, watch)
+            )
         return self._own_launcher
 
     def leaves_save_to_ranks(self, launcher: Any, checkpoint: dict[str, Any], filepath: Any) -> bool:
@@ -121,40 +118,17 @@ class CheckedLaunch:
         return False
 
     @property
-    def _start_method(self) -> StartMethod:
-        """How this process starts the other local ranks; `"popen"` also if it starts none.
-
-        Unless it is given, it is `"popen"` in a script, and `"fork"` in a program that cannot be run again.
-
-        Raises:
-            ConfigurationError: the program cannot be run again, and `"popen"` is given. pytest can, from its first
-                test.
-        """
-        environment, given = self._strategy.cluster_environment, self._given_start_method
-        if environment is None or environment.creates_processes_externally:
-            return "popen"
-        if self._strategy.num_processes == 1 and given is None:
-            return "popen"
-        program = _why_script_cannot_run_again()
-        if given == "popen" and program not in (None, _PYTEST):
-            raise ConfigurationError(
-                f"start_method='popen' starts the other ranks by running the script again, but this is {program}. "
-                "Leave start_method out to fork them, or put the code into a script."
-            )
-        return given or ("popen" if program is None else "fork")
-
-
-def _why_script_cannot_run_again() -> str | None:
-    """Return what this program is, such as `"an interactive session"`, if it cannot be run again; `None` if it can."""
-    main = sys.modules.get("__main__")
-    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
-    if hasattr(sys, "ps1") or sys.flags.interactive:
-        return "an interactive session"
-    if (spec is not None and spec.name.startswith("pytest.")) or Path(file or "").name in _TEST_RUNNERS:
-        return _PYTEST
-    if spec is None and file in (None, "", "<stdin>"):
-        return "code from `python -c` or from standard input"
-    return None
+    def _forks(self) -> bool:
+        """Whether this process forks the other local ranks, because its program cannot be run again for each."""
+        environment = self._strategy.cluster_environment
+        if environment is None or environment.creates_processes_externally or self._strategy.num_processes == 1:
+            return False
+        main = sys.modules.get("__main__")
+        spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+        if hasattr(sys, "ps1") or sys.flags.interactive:
+            return True
+        is_pytest = (spec is not None and spec.name.startswith("pytest.")) or Path(file or "").name in _TEST_RUNNERS
+        return is_pytest or (spec is None and file in (None, "", "<stdin>"))  # `python -c`, or from standard input
 
 
 def _check_alone() -> None:
