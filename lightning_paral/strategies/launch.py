@@ -47,7 +47,7 @@ class CheckedLaunch:
         """
         check_names("torch", "lightning")
         environment = self._strategy.cluster_environment
-        if type(environment) is LightningEnvironment:
+        if type(environment) is LightningEnvironment and not environment.creates_processes_externally:
             _check_alone()
         if isinstance(environment, TorchElasticEnvironment):
             self._strategy.num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", self._strategy.num_nodes))
