@@ -160,9 +160,6 @@ class CheckpointOptions:
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
-StartMethod = Literal["popen", "fork"]
-"""`"popen"` runs the script again for each other local rank; the others are start methods of `multiprocessing`."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions:
@@ -215,9 +212,6 @@ class RankOptions(Sampling, StrategyOptions):
             batches of an epoch (`"drop"`), or add its first batches (`"wrap"`), in a stream those of its last step.
         shard_iterable: divide the samples of iterable datasets among ranks and workers. `False`: the datasets do this
             themselves.
-        start_method: how local ranks are started if no launcher such as torchrun starts them: `"popen"` runs the script
-            again, `"fork"` copies the process. `None`: `"popen"` in a script; `"fork"` in a notebook, in an interactive
-            session, under `python -c` and in pytest.
 
     Raises:
         ConfigurationError: `timeout` is not positive, or not finite.
@@ -226,7 +220,7 @@ class RankOptions(Sampling, StrategyOptions):
     process_group_backend: str | None = None
     timeout: timedelta | float = DEFAULT_TIMEOUT
     activation_checkpointing: ActivationCheckpointing | None = None
-    start_method: StartMethod | None = None
+    advice = StrategyOptions.advice | {"start_method": "Scripts are run again for each rank, and notebooks are forked."}
 
     def __post_init__(self) -> None:
         if self.longest_wait <= timedelta(0):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from lightning_paral.compat.deepspeed.process import is_zero_attribute
 from lightning_paral.compat.torch.modules import own_buffers
 from lightning_paral.compat.torch.tensors import WithoutMemory
 from lightning_paral.distributed.rng_state import global_states, set_global_states
-from lightning_paral.model.engine_attributes import describes_shards
 from lightning_paral.model.gradients import local_part
 
 # Attributes that `Module.__init__` creates. Except for buffers, only torch and the engines change them, not a step.
@@ -59,7 +59,7 @@ def user_attributes(module: Module) -> dict[str, Any]:
 
 
 def _names(attributes: dict[str, Any]) -> list[str]:
-    return [name for name in attributes if name not in _TORCH_ATTRIBUTES and not describes_shards(name)]
+    return [name for name in attributes if name not in _TORCH_ATTRIBUTES and not is_zero_attribute(name)]
 
 
 def _set_attributes(module: Module, attributes: dict[str, Any]) -> None:

@@ -1,8 +1,9 @@
 """Activation checkpointing: free a unit's activations after its forward, recompute them in the backward pass."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -11,14 +12,11 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
-from lightning_paral.compat.torch.autograd import version_of
 from lightning_paral.compat.torch.modules import own_buffers
 from lightning_paral.compat.torch.tensors import tree_leaves
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.units import Unit, choose_units
+from lightning_paral.model.units import choose_units
 from lightning_paral.options import ActivationCheckpointing
-
-_LARGE_NUMEL = 2**20
 
 
 def checkpoint_units(root: Module, options: ActivationCheckpointing) -> Callable[[], None]:
@@ -36,7 +34,18 @@ def checkpoint_units(root: Module, options: ActivationCheckpointing) -> Callable
     Raises:
         ConfigurationError: no unit is found, or one contains another.
     """
-    units = checkpointed_units(root, options)
+    units = choose_units(root, options.units, options.min_params).inner
+    if not units:
+        raise ConfigurationError(
+            f"activation_checkpointing finds no repeated blocks in {type(root).__name__}. Name the classes whose "
+            "activations are to be recomputed: ActivationCheckpointing(units=['Block'])."
+        )
+    for outer, inner in permutations(units, 2):
+        if inner.name.startswith(f"{outer.name}."):
+            raise ConfigurationError(
+                f"activation_checkpointing chooses {outer.name!r} and {inner.name!r} inside it, which would be "
+                "computed three times. Choose one of the two."
+            )
     for unit in units:
         _checkpoint(unit.module, options.offload_to_cpu)
 
@@ -45,28 +54,6 @@ def checkpoint_units(root: Module, options: ActivationCheckpointing) -> Callable
             vars(unit.module).pop("forward", None)
 
     return undo
-
-
-def checkpointed_units(root: Module, options: ActivationCheckpointing) -> Sequence[Unit]:
-    """Return the units of `root` that `options` choose.
-
-    Raises:
-        ConfigurationError: no unit is found, or one contains another.
-    """
-    units = choose_units(root, options.units, options.min_params).inner
-    if not units:
-        raise ConfigurationError(
-            f"activation_checkpointing finds no repeated blocks in {type(root).__name__}. Name the classes whose "
-            "activations are to be recomputed: ActivationCheckpointing(units=['Block'])."
-        )
-    for unit in units:
-        inside = [other.name for other in units if other is not unit and other.name.startswith(f"{unit.name}.")]
-        if inside:
-            raise ConfigurationError(
-                f"activation_checkpointing chooses {unit.name!r} and {inside[0]!r} inside it, which would be computed "
-                "three times. Choose one of the two."
-            )
-    return units
 
 
 def _without_cache(module: Module, value: Any) -> Any:
@@ -108,17 +95,16 @@ def _checkpoint(module: Module, offload_to_cpu: bool) -> None:
             # torch.compile does not trace a `context_fn`, and updates buffers once by itself.
             if torch.compiler.is_compiling() or next(module.buffers(), None) is None:
                 return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-            context_fn = RecomputedBuffers(module).contexts
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
+            contexts = nullcontext(), RestoredBuffers(module)
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs)
 
     module.forward = recomputed
 
 
-class RecomputedBuffers:
-    """Restores the buffers of a unit after its forward pass has run again, so that they are updated once per step.
+class RestoredBuffers(AbstractContextManager[None]):
+    """A context of recomputations, at whose end buffers are what they were, so that a step updates them once.
 
-    `contexts` is the `context_fn` of `torch.utils.checkpoint.checkpoint`. Buffers with more than 2**20 elements are
-    copied only if the first forward pass replaced them or changed them in place.
+    It can be entered several times, one after the other.
 
     Args:
         unit: the module that is recomputed.
@@ -126,36 +112,14 @@ class RecomputedBuffers:
 
     def __init__(self, unit: Module) -> None:
         self._unit = unit
-
-    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return the context of a forward pass, and that of its recomputations."""
-        changed: set[tuple[Module, str]] = set()
-        return self._find_changed(changed), _RestoredBuffers(self._unit, changed)
-
-    @contextmanager
-    def _find_changed(self, changed: set[tuple[Module, str]]) -> Iterator[None]:
-        before = [
-            (part, name, buffer, version_of(buffer)) for part, name, buffer in _buffers(self._unit) if _is_large(buffer)
-        ]
-        yield
-        for part, name, buffer, version in before:
-            if own_buffers(part).get(name) is not buffer or version_of(buffer) != version:
-                changed.add((part, name))
-
-
-class _RestoredBuffers(AbstractContextManager[None]):
-    """A context that restores buffers at its end. It can be entered several times, one after the other."""
-
-    def __init__(self, unit: Module, changed: set[tuple[Module, str]]) -> None:
-        self._unit = unit
-        self._changed = changed
         self._saved: list[tuple[Module, str, Tensor, Tensor]] = []
 
     def __enter__(self) -> None:
         self._saved = [
             (part, name, buffer, buffer.detach().clone())
-            for part, name, buffer in _buffers(self._unit)
-            if not _is_large(buffer) or (part, name) in self._changed
+            for part in self._unit.modules()
+            for name, buffer in own_buffers(part).items()
+            if buffer is not None and not buffer.is_inference()
         ]
 
     def __exit__(self, *_: Any) -> None:
@@ -164,14 +128,3 @@ class _RestoredBuffers(AbstractContextManager[None]):
                 own_buffers(part)[name] = buffer
                 buffer.data.copy_(value)  # `data`: the backward pass may have saved the buffer itself
         self._saved = []
-
-
-def _buffers(unit: Module) -> Iterator[tuple[Module, str, Tensor]]:
-    for part in unit.modules():
-        for name, buffer in own_buffers(part).items():
-            if buffer is not None and not buffer.is_inference():
-                yield part, name, buffer
-
-
-def _is_large(buffer: Tensor) -> bool:
-    return buffer.numel() > _LARGE_NUMEL

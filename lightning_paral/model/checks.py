@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 import torch
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
-from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag, Module
 from torch.optim import Optimizer
 
@@ -54,31 +53,21 @@ def check_optimizer_parameters(optimizers: Iterable[Optimizer], module: Module) 
     averaged = set(module.parameters())
     buffers = {buffer: name for name, buffer in module.named_buffers()}
     for optimizer in optimizers:
-        held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        for tensor in held:
+        for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
             if tensor.requires_grad and tensor not in averaged:
-                what = (
-                    f"the buffer {buffers[tensor]}. Register it as an nn.Parameter"
-                    if tensor in buffers
-                    else f"{_describe(tensor)} that is not a parameter of {type(module).__name__}. Register the "
-                    "parameter, or the module that holds it, there (as an attribute or in an nn.ModuleList, not in a "
-                    "list)"
-                )
+                what = f"a {type(tensor).__name__} of shape {list(tensor.shape)} that is not a parameter of"
+                what = f"the buffer {buffers[tensor]}" if tensor in buffers else f"{what} {type(module).__name__}"
                 raise ConfigurationError(
-                    f"{type(optimizer).__name__} trains {what}. Only gradients of registered parameters are averaged "
-                    "over the ranks, so each rank would compute a different value."
+                    f"{type(optimizer).__name__} trains {what}. Register it as an nn.Parameter, or the module that "
+                    "holds it, there (as an attribute or in an nn.ModuleList, not in a list). Only gradients of "
+                    "registered parameters are averaged over the ranks, so each rank would compute a different value."
                 )
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"a {type(tensor).__name__} of shape {list(tensor.shape)}"
 
 
 def check_sync_batchnorm(module: Module, layer_sync: LayerSync | None, device: torch.device) -> None:
     """Raise a `ConfigurationError` if `layer_sync` would synchronize BatchNorm on CPU, which torch does not support."""
-    if not isinstance(layer_sync, TorchSyncBatchNorm) or device.type != "cpu":
-        return
-    if any(isinstance(part, BatchNorm) for part in module.modules()):
+    is_refused = isinstance(layer_sync, TorchSyncBatchNorm) and device.type == "cpu"
+    if is_refused and any(isinstance(part, BatchNorm) for part in module.modules()):
         raise ConfigurationError(
             "Trainer(sync_batchnorm=True) needs CUDA: torch's SyncBatchNorm does not support CPU tensors. Remove the "
             "argument."

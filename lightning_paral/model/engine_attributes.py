@@ -15,14 +15,9 @@ _before: WeakKeyDictionary[Module, tuple[set[str], dict[str, set[int]]]] = WeakK
 """The names of the attributes of modules before an engine got them, and the keys of their hooks by table."""
 
 
-def describes_shards(name: str) -> bool:
-    """Return whether `name` is an attribute of a module or parameter in which ZeRO describes its shards."""
-    return is_zero_attribute(name)
-
-
 def is_left_partitioned(parameter: Tensor) -> bool:
     """Return whether a failed run under ZeRO stage 3 left `parameter` partitioned, so that it lacks its values."""
-    return any(map(describes_shards, vars(parameter)))
+    return any(map(is_zero_attribute, vars(parameter)))
 
 
 def class_without_engine(cls: type) -> type:

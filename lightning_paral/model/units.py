@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
-from torch.nn import Module, ModuleDict, ModuleList, Parameter, Sequential
+from torch.nn import Module, ModuleList, Parameter, Sequential
 
-from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.options import UnitChoice, check_unit_choice
 from lightning_paral.text import format_bytes
@@ -71,10 +71,10 @@ def choose_units(
     if min_params is not None:
         chosen = set(_smallest_with(min_params, root))
         if not chosen:
-            total = sum(parameter.numel() for parameter in root.parameters())
             raise ConfigurationError(
-                f"min_params={min_params:,}: no submodule of {type(root).__name__} has that many parameters. The "
-                f"module has {total:,} in total. Lower min_params, or name classes with units=[...]."
+                f"min_params={min_params:,}: no submodule has that many of the "
+                f"{sum(parameter.numel() for parameter in root.parameters()):,} parameters of {type(root).__name__}. "
+                "Lower min_params, or name classes with units=[...]."
             )
     elif units == "auto":
         chosen = set(_repeated_blocks(root))
@@ -147,29 +147,23 @@ def _smallest_with(min_params: int, root: Module) -> Iterator[Module]:
 
 def _match(root: Module, units: UnitChoice) -> list[Module]:
     submodules = [(name, module) for name, module in root.named_modules() if module is not root]
-    if isinstance(units, str | type):
-        units = [units]
-    if callable(units):
-        chosen = [module for name, module in submodules if units(name, module)]
-        if not chosen:
-            raise ConfigurationError(
-                f"units={_name_of(units)} returned False for all {len(submodules)} submodules of "
-                f"{type(root).__name__}. It is called with a submodule's dotted name and the submodule; names: "
-                f"{_shortened([name for name, _ in submodules])}."
-            )
+    if callable(units) and not isinstance(units, type):
+        choices: dict[str, Callable[[str, Module], bool]] = {f"units={getattr(units, '__name__', units)}": units}
     else:
-        chosen = []
-        for cls in units:
-            found = [module for _, module in submodules if _is_instance(module, cls)]
-            if not found:
-                classes = sorted(
-                    {type(module).__name__ for _, module in submodules if next(module.parameters(), None) is not None}
-                )
-                raise ConfigurationError(
-                    f"units names {cls if isinstance(cls, str) else cls.__name__!r}, but no submodule of "
-                    f"{type(root).__name__} is of that class. Its classes with parameters: {_shortened(classes)}."
-                )
-            chosen += found
+        classes = [units] if isinstance(units, str | type) else units
+        names = [cls if isinstance(cls, str) else cls.__name__ for cls in classes]
+        choices = {f"units={name!r}": partial(_is_instance, cls) for name, cls in zip(names, classes, strict=True)}
+    chosen = []
+    for choice, chooses in choices.items():
+        found = [module for name, module in submodules if chooses(name, module)]
+        if not found:
+            held = {type(module).__name__ for _, module in submodules if next(module.parameters(), None) is not None}
+            raise ConfigurationError(
+                f"{choice} chooses none of the {len(submodules)} submodules of {type(root).__name__}. Name their "
+                f"classes, {_shortened(sorted(held))}, or give a function of a submodule's dotted name, such as "
+                f"{_shortened([name for name, _ in submodules], 3)}, and the submodule."
+            )
+        chosen += found
     lists = [module for module in chosen if not has_forward(module)]
     if lists:
         raise ConfigurationError(
@@ -178,14 +172,10 @@ def _match(root: Module, units: UnitChoice) -> list[Module]:
     return chosen
 
 
-def _is_instance(module: Module, cls: str | type[Module]) -> bool:
+def _is_instance(cls: str | type[Module], name: str, module: Module) -> bool:
     if isinstance(cls, str):
         return any(base.__name__ == cls for base in type(module).__mro__[:-1] if base is not Module)
     return isinstance(module, cls)
-
-
-def _name_of(predicate: Callable[..., bool]) -> str:
-    return getattr(predicate, "__name__", repr(predicate))
 
 
 def _shortened(names: list[str], most: int = 30) -> str:
@@ -196,10 +186,8 @@ def _join_tied(root: Module, chosen: set[Module]) -> None:
     """Replace units that share a parameter with their nearest callable common ancestor, in place."""
     modules = dict(root.named_modules(remove_duplicate=False))
     holders: dict[Parameter, list[str]] = {}
-    for name, module in modules.items():
-        for parameter in own_parameters(module).values():
-            if parameter is not None:
-                holders.setdefault(parameter, []).append(name)
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        holders.setdefault(parameter, []).append(name.rpartition(".")[0])
     while apart := [names for names in holders.values() if len(_owners(names, modules, chosen)) > 1]:
         ancestor = modules[_callable_ancestor(apart[0], modules)]
         inside = set(ancestor.modules()) - {ancestor}
@@ -260,18 +248,10 @@ def _size(unit: Unit) -> str:
 
 
 def explain_single_unit(units: Units) -> str:
-    """Return a warning that says that all parameters are in the root, what this costs, and which classes to choose."""
-    root = units.root.module
-    sizes: dict[str, int] = {}
-    for module in root.modules():
-        if module is not root and not isinstance(module, ModuleList | ModuleDict):
-            cls = type(module).__name__
-            sizes[cls] = max(sizes.get(cls, 0), sum(parameter.numel() for parameter in module.parameters()))
-    largest = sorted((cls for cls in sizes if sizes[cls]), key=lambda cls: -sizes[cls])[:5]
-    choice = f"units=[{largest[0]!r}]" if largest else "units=[...]"
+    """Return a warning that says that all parameters are in the root, what this costs, and what to do."""
     return (
-        f"All of {type(root).__name__} is one unit: {_size(units.root)}. Its parameters are all gathered at once, so "
-        "sharding saves memory for gradients and optimizer state but not for parameters during a step, and no "
-        f"all-gather overlaps computation. Choose units, for example {choice} or min_params=100_000. Largest classes: "
-        f"{', '.join(largest) or 'none, because the root itself holds all parameters'}."
+        f"All of {type(units.root.module).__name__} is one unit: {_size(units.root)}. Its parameters are all gathered "
+        "at once, so sharding saves memory for gradients and optimizer state but not for parameters during a step, and "
+        "no all-gather overlaps computation. Choose units by their classes, units=[...], or by size: "
+        "min_params=100_000."
     )

@@ -1,9 +1,9 @@
 """The Trainer of a user's module, hooks that the user's code overrides, and models that generate on all ranks."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
-from functools import wraps
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -25,13 +25,10 @@ def trainer_of(module: LightningModule | None) -> Trainer | None:
 
 def has_hook(module: LightningModule, hooks: Iterable[str]) -> bool:
     """Return whether `module` or a callback of its Trainer overrides one of `hooks`; ignore Lightning's callbacks."""
-    callbacks = [callback for callback in vars(module.trainer)["callbacks"] if _is_user_class(type(callback))]
-    owners: list[tuple[object, type]] = [(module, LightningModule), *((callback, Callback) for callback in callbacks)]
+    callbacks = vars(module.trainer)["callbacks"]
+    owners: list[tuple[object, type]] = [(module, LightningModule)]
+    owners += [(each, Callback) for each in callbacks if type(each).__module__.partition(".")[0] not in _LIGHTNING]
     return any(is_overridden(hook, owner, base) for owner, base in owners for hook in hooks if hasattr(base, hook))
-
-
-def _is_user_class(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] not in _LIGHTNING
 
 
 def generate_together(module: Module, undo: ExitStack) -> None:
@@ -45,12 +42,4 @@ def generate_together(module: Module, undo: ExitStack) -> None:
         # Asked of the class: an adapter of PEFT forwards what it lacks to the model inside.
         generate = getattr(type(part), "generate", None)
         if callable(generate) and "synced_gpus" in inspect.signature(generate).parameters:
-            shadow_method(part, "generate", _together(part.generate), undo)
-
-
-def _together(generate: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(generate)
-    def generate_together(*args: Any, **kwargs: Any) -> Any:
-        return generate(*args, **({"synced_gpus": True} | kwargs))
-
-    return generate_together
+            shadow_method(part, "generate", partial(part.generate, synced_gpus=True), undo)

@@ -1,6 +1,7 @@
 """The base of all strategies with several ranks: what happens in a run, in the order in which it happens."""
 
 import os
+import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -25,6 +26,7 @@ from lightning_paral.distributed.exchange import RankGroup, any_rank, every_rank
 from lightning_paral.distributed.host_allocator import RETURNED_WHILE_BUILDING, FreedInPieces, return_large_tensors
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.process_group import join_process_group, owned_group
+from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.activation_checkpointing import checkpoint_units
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.engine_attributes import remember_attributes
@@ -32,9 +34,9 @@ from lightning_paral.model.user_hooks import trainer_of
 from lightning_paral.options import ActivationCheckpointing, RankOptions, Sampling
 from lightning_paral.strategies.checkpoint_mixin import CheckpointMixin
 from lightning_paral.strategies.launch import CheckedLaunch
-from lightning_paral.strategies.messages import RESUMED_INSIDE_EPOCH, ignore_warnings, print_start_line
-from lightning_paral.strategies.rank_agreement import RankAgreement, skipped_step
+from lightning_paral.strategies.rank_agreement import RankAgreement
 from lightning_paral.strategies.run_watch import RunWatch
+from lightning_paral.strategies.start_line import print_start_line
 
 
 def precision_made_by(convert: Callable[[Precision], Precision]) -> Any:
@@ -114,7 +116,7 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         self.sampling = options.sampling
         self.timeout = self._async_timeout = options.longest_wait
         self._checkpoint_options = options.checkpoint_options
-        self._launch = CheckedLaunch(self, options.start_method)
+        self._launch = CheckedLaunch(self)
         self._watch = RunWatch(self, self.timeout, self._default_form)
         self._agreement = RankAgreement(self)
         self._data = RunData()
@@ -157,7 +159,7 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         self._launch.check_environment()
         self._check_configured()
         super().set_world_ranks()  # type: ignore[misc]
-        self._launch.check_ranks()
+        self._launch.check_world_size()
 
     def _check_configured(self) -> None:
         """Raise a `ConfigurationError` if the strategy does not support the Trainer's settings."""
@@ -194,13 +196,12 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
         self._data.begin(trainer, self.dims, self.sampling, seed, forward_has_collectives=self.forward_has_collectives)
         self._at_end.callback(self._data.end)
-        self._agreement.begin(trainer, self._watch.watcher, self._at_end)
+        self._agreement.begin(trainer, self._watch.watcher, self._at_end)  # last: it waits before what ends an epoch
         if self._is_fit:
             self._print_start_line(trainer)
 
     def _prepare_process(self, trainer: Trainer) -> None:
         """Change what has to be changed before the ranks join and callbacks are set up."""
-        ignore_warnings(self._at_end)
         if self._default_form == "sharded":
             save_frozen = self._checkpoint_options.save_frozen
             self._averages = RunAverages(trainer, save_frozen=save_frozen, obstacle=self._averaging_obstacle)
@@ -236,19 +237,18 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks. *Collective*; nothing without a process group, or after a failure of some ranks."""
-        ranks, device = self._watch.reachable(), self.root_device
-        if ranks is not None:
-            on_cuda = device.type == "cuda" and ranks.group is None
-            dist.barrier(group=ranks.group, device_ids=[device.index] if on_cuda else None)
+        if self._watch.reaches_all:
+            device = self.root_device
+            dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
         if name == "run-stage" and self._stop_on_sigterm is not None and self.lightning_module is not None:
             # Lightning has set its handlers of signals.
             self._stop_on_sigterm.on_validation_start(self.lightning_module.trainer, self.lightning_module)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the `obj` of rank `src`, or after a failure of some ranks that of this one. *Collective*."""
-        ranks, objects = self._watch.reachable(), [obj]
-        if ranks is not None:
-            dist.broadcast_object_list(objects, src, group=ranks.group)
+        objects = [obj]
+        if self._watch.reaches_all:
+            dist.broadcast_object_list(objects, src)
         return objects[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -265,8 +265,7 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
             Any: `tensor`. For the mean of integers, a new floating-point tensor, which Lightning needs to count the
                 samples of logged values. After a failure, `tensor` is unchanged.
         """
-        ranks = self._watch.reachable() if isinstance(tensor, Tensor) else None
-        if ranks is None or ranks.group is not None:  # after a failure
+        if not isinstance(tensor, Tensor) or not self._watch.reaches_all:
             return tensor
         average = reduce_op in (None, "mean", "avg", dist.ReduceOp.AVG)
         if average:
@@ -302,12 +301,9 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
         """Return whether `decision` is true on all ranks or, with `all=False`, on any. *Collective* over all ranks."""
-        ranks = self._watch.reachable()
-        if ranks is None:
+        if not self._watch.reaches_all:
             return decision
-        group = ranks.group
-        if group is None and self.dims.data_size == self.dims.num_ranks:
-            group = self._logged_group
+        group = self._logged_group if self.dims.data_size == self.dims.num_ranks else None
         return every_rank(decision, group) if all else any_rank(decision, group)
 
     # Model wrapping
@@ -403,7 +399,13 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         output = super().training_step(*args, **kwargs)
         module = self.lightning_module
         if output is None and module is not None and module.automatic_optimization and self.dims.num_ranks > 1:
-            raise skipped_step(module.trainer, self.dims.rank)
+            trainer = module.trainer
+            raise ConfigurationError(
+                f"training_step returned None on rank {self.dims.rank}, for batch "
+                f"{trainer.fit_loop.epoch_loop.batch_idx} of epoch {trainer.current_epoch}. With several ranks no rank "
+                "can skip a step, because gradients are averaged over all of them. Return a loss that is zero instead, "
+                "such as 0 * loss."
+            )
         return output
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -448,7 +450,8 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         """Move to the position in the data of a loaded checkpoint. *Collective* over the world if it has one."""
         super().on_train_start()
         if self._data.resume(self._own_devices):
-            ignore_warnings(self._at_end, RESUMED_INSIDE_EPOCH)
+            self._at_end.enter_context(warnings.catch_warnings())  # Lightning's own loaders could not resume there
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
         if self._stop_on_sigterm is not None and self.lightning_module is not None:
             self._stop_on_sigterm.on_train_start(self.lightning_module.trainer, self.lightning_module)
 
@@ -477,7 +480,9 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
 
     def _saving_ranks(self, checkpoint: dict[str, Any], filepath: Any) -> RankGroup | None:
         has_failed = self._watch.is_failing and self._watch.watcher is not None
-        return self._watch.saving_ranks() if has_failed else super()._saving_ranks(checkpoint, filepath)
+        if not has_failed:
+            return super()._saving_ranks(checkpoint, filepath)
+        return RankGroup() if self.global_rank == 0 else None
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint; in a fit, load the position in the data as well. *Collective* over the world.

@@ -72,7 +72,7 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         """Wrap the module in `DistributedDataParallel`. *Collective* over the world."""
         assert self.lightning_module is not None
         check_embeddings(self.lightning_module, self.dims.data_size)
-        self._ddp = DDPRun(self, self._options, super().configure_ddp, self.dims, self.timeout, self._at_end)
+        self._ddp = DDPRun(self, self._options, super().configure_ddp, self.dims, self._at_end)
         self._fit_buffers()
 
     def make_buffers(self) -> RankZeroBuffers:
@@ -112,7 +112,7 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         """
         super().on_train_batch_start(batch, batch_idx)
         if self._ddp is not None:
-            self._ddp.before_batch(batch_idx)
+            self._ddp.before_batch()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the training step.

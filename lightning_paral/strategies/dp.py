@@ -18,7 +18,7 @@ from lightning_paral.option_types import takes
 from lightning_paral.options import StrategyOptions
 from lightning_paral.planning.layout import Layout
 from lightning_paral.strategies.checkpoint_mixin import CheckpointMixin
-from lightning_paral.strategies.messages import print_start_line
+from lightning_paral.strategies.start_line import print_start_line
 
 
 @dataclass(frozen=True, kw_only=True)

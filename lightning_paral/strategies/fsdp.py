@@ -116,7 +116,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
             self.checkpoint_activations()
         self._shard(module)
         if is_fit:
-            self._engine.start_fit(self.timeout)
+            self._engine.start_fit()
             self.setup_optimizers(trainer)
             self._engine.add_optimizers(self.optimizers)
             self._attach_averages(self._sharded_state.weight_shards)
@@ -217,9 +217,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         return super()._sharded_state if self._fsdp is None else self._state_of(self._fsdp)
 
     def _state_of(self, run: FSDPRun) -> FSDPState:
-        return FSDPState(
-            run, self.optimizers, self._ended, self._watch.is_failing, self._watch.reachable, self.num_processes
-        )
+        return FSDPState(run, self.optimizers, self._ended, self._watch.is_failing, self.num_processes)
 
     def _module_is_sharded(self) -> bool:
         assert self.lightning_module is not None
@@ -240,7 +238,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
     def teardown(self) -> None:
         """Return the module to the user, in full and on the CPU. *Collective* over the world.
 
-        It stays sharded if only some ranks failed, or if a node lacks the memory for it.
+        It stays sharded if ranks failed, or if a node lacks the memory for it.
         """
         run, self._fsdp, self._deferred, self._tensor = self._fsdp, None, None, None
         layer_sync = layer_sync_of(self)

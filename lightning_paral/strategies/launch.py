@@ -17,19 +17,10 @@ from lightning_paral.distributed.launcher import ScriptLauncher
 from lightning_paral.distributed.process_group import backend_for, check_device
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.user_hooks import trainer_of
-from lightning_paral.options import StartMethod
 from lightning_paral.strategies.process_launcher import ProcessLauncher
 
-_SIZES = {
-    "OMPI_COMM_WORLD_SIZE": "mpirun",
-    "MV2_COMM_WORLD_SIZE": "mpirun",
-    "PMI_SIZE": "mpiexec",
-    "SLURM_STEP_NUM_TASKS": "srun",
-    "JSM_NAMESPACE_SIZE": "jsrun",
-    "WORLD_SIZE": "a launcher",
-}
-"""Environment variables with the number of processes that a launcher started, and the launcher."""
-_PYTEST = "a run of pytest"
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "JSM_NAMESPACE_SIZE")
+"""Environment variables with the number of processes that mpirun, mpiexec, srun or jsrun started."""
 _TEST_RUNNERS = ("pytest", "py.test", "_jb_pytest_runner.py")
 
 
@@ -38,48 +29,39 @@ class CheckedLaunch:
 
     Args:
         strategy: the strategy, a `ParalStrategy`, for all of its runs.
-        start_method: the option `start_method`.
     """
 
-    _replaced: tuple[object, StartMethod] | None = None
-    """Lightning's launcher, which `_own_launcher` replaces, and the start method."""
+    _replaced: tuple[object, bool] | None = None
+    """Lightning's launcher, which `_own_launcher` replaces, and whether that forks."""
     _own_launcher: ScriptLauncher | ProcessLauncher | None = None
 
-    def __init__(self, strategy: Any, start_method: StartMethod | None) -> None:
-        self._strategy, self._given_start_method = strategy, start_method
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
 
     def check_environment(self) -> None:
         """Check what a launcher has set for this process. Under torchrun, take the number of nodes from it.
 
         Raises:
-            ConfigurationError: something is missing or contradicts itself.
+            ConfigurationError: a launcher started several processes, each of which would train alone.
             PrivateNameError: the installed torch or Lightning lacks a private name that this package uses.
         """
         check_names("torch", "lightning")
-        strategy = self._strategy
-        if strategy.cluster_environment is not None:
-            check_environment(strategy.cluster_environment)
-        if isinstance(strategy.cluster_environment, TorchElasticEnvironment):
-            strategy.num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", strategy.num_nodes))
+        environment = self._strategy.cluster_environment
+        if type(environment) is LightningEnvironment and not environment.creates_processes_externally:
+            _check_alone()
+        if isinstance(environment, TorchElasticEnvironment):
+            self._strategy.num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", self._strategy.num_nodes))
 
-    def check_ranks(self) -> None:
-        """Check that the ranks, which have been set, fit together and fit the Trainer.
-
-        Raises:
-            ConfigurationError: the rank is not below the world size, or that differs from the Trainer's.
-        """
-        environment, num_devices = self._strategy.cluster_environment, self._strategy.num_processes
+    def check_world_size(self) -> None:
+        """Raise a `ConfigurationError` if the ranks, which have been set, are not as many as the Trainer expects."""
+        environment, strategy = self._strategy.cluster_environment, self._strategy
         if environment is None or type(environment).validate_settings is not ClusterEnvironment.validate_settings:
             return  # Lightning compares them before it launches
-        name, rank, world_size = type(environment).__name__, environment.global_rank(), environment.world_size()
-        if world_size != num_devices * self._strategy.num_nodes:
+        if environment.world_size() != strategy.num_processes * strategy.num_nodes:
             raise ConfigurationError(
-                f"{name} has {world_size} processes, but Trainer(devices={num_devices}, "
-                f"num_nodes={self._strategy.num_nodes}) needs {num_devices * self._strategy.num_nodes}. Start as many "
-                "processes as devices, or change devices or num_nodes."
+                f"{type(environment).__name__} has {environment.world_size()} processes, but Trainer(devices="
+                f"{strategy.num_processes}, num_nodes={strategy.num_nodes}) needs as many as devices on all nodes."
             )
-        if not 0 <= rank < world_size:
-            raise ConfigurationError(f"{name} has {world_size} processes, but says that this one is rank {rank}.")
 
     def check_settings(self) -> None:
         """Raise a `ConfigurationError` if no strategy supports the Trainer's settings."""
@@ -92,7 +74,6 @@ class CheckedLaunch:
             )
         check_device(strategy.root_device)
         backend_for(strategy.root_device, strategy.process_group_backend)
-        _ = self._start_method_now
         if strategy._default_form == "sharded" and type(strategy.checkpoint_io) is not TorchCheckpointIO:
             raise ConfigurationError(
                 f"{type(strategy.checkpoint_io).__name__} saves the state of one rank, and under "
@@ -102,19 +83,19 @@ class CheckedLaunch:
 
     def launcher(self, theirs: Any) -> Any:
         """Return our version of Lightning's launcher of the other processes; `theirs` if it is of another kind."""
-        strategy, method = self._strategy, self._start_method_now
+        strategy, forks = self._strategy, self._forks
         environment = strategy.cluster_environment
         is_missing = theirs is None and environment is not None and environment.creates_processes_externally
-        if method == "popen" and type(theirs) is not LightningSubprocessLauncher and not is_missing:
+        if not forks and type(theirs) is not LightningSubprocessLauncher and not is_missing:
             return theirs
-        if self._replaced != (theirs, method):
-            self._replaced = theirs, method
-            if method == "popen":
-                self._own_launcher = ScriptLauncher(
-                    environment, strategy.num_processes, strategy.num_nodes, partial(getattr, strategy, "watch")
-                )
-            else:
-                self._own_launcher = ProcessLauncher(strategy)
+        if self._replaced != (theirs, forks):
+            self._replaced = theirs, forks
+            watch = partial(getattr, strategy, "watch")
+            self._own_launcher = (
+                ProcessLauncher(strategy)
+                if forks
+                else ScriptLauncher(environment, strategy.num_processes, strategy.num_nodes, watch)
+            )
         return self._own_launcher
 
     def leaves_save_to_ranks(self, launcher: Any, checkpoint: dict[str, Any], filepath: Any) -> bool:
@@ -137,83 +118,27 @@ class CheckedLaunch:
         return False
 
     @property
-    def _start_method_now(self) -> StartMethod:
-        """How this process starts the other local ranks; `"popen"` also if it starts none."""
+    def _forks(self) -> bool:
+        """Whether this process forks the other local ranks, because its program cannot be run again for each."""
         environment = self._strategy.cluster_environment
-        if environment is None or environment.creates_processes_externally:
-            return "popen"
-        if self._strategy.num_processes == 1 and self._given_start_method is None:
-            return "popen"
-        return choose_start_method(self._given_start_method)
+        if environment is None or environment.creates_processes_externally or self._strategy.num_processes == 1:
+            return False
+        main = sys.modules.get("__main__")
+        spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+        if hasattr(sys, "ps1") or sys.flags.interactive:
+            return True
+        is_pytest = (spec is not None and spec.name.startswith("pytest.")) or Path(file or "").name in _TEST_RUNNERS
+        return is_pytest or (spec is None and file in (None, "", "<stdin>"))  # `python -c`, or from standard input
 
 
-def choose_start_method(given: StartMethod | None) -> StartMethod:
-    """Return `given`; if it is `None`, `"popen"` in a script, and `"fork"` in a program that cannot be run again.
-
-    Raises:
-        ConfigurationError: the program cannot be run again, and `given` is `"popen"`. pytest can, from its first test.
-    """
-    program = _why_script_cannot_run_again()
-    if given == "popen" and program not in (None, _PYTEST):
-        raise ConfigurationError(
-            f"start_method='popen' starts the other ranks by running the script again, but this is {program}. Leave "
-            "start_method out to fork them, or put the code into a script."
-        )
-    return given or ("popen" if program is None else "fork")
-
-
-def _why_script_cannot_run_again() -> str | None:
-    """Return what this program is, such as `"an interactive session"`, if it cannot be run again; `None` if it can."""
-    main = sys.modules.get("__main__")
-    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
-    if hasattr(sys, "ps1") or sys.flags.interactive:
-        return "an interactive session"
-    if (spec is not None and spec.name.startswith("pytest.")) or Path(file or "").name in _TEST_RUNNERS:
-        return _PYTEST
-    if spec is None and file in (None, "", "<stdin>"):
-        return "code from `python -c` or from standard input"
-    return None
-
-
-# What a launcher has set for this process
-
-
-def check_environment(environment: ClusterEnvironment) -> None:
-    """Check that the ranks and the address of rank 0 are known.
-
-    Raises:
-        ConfigurationError: an environment variable is missing or has a wrong value, or a launcher started several
-            processes, each of which would train alone.
-    """
-    if not environment.creates_processes_externally:
-        _check_alone(environment)
-        return
-    for name in ("world_size", "global_rank", "local_rank", "node_rank", "main_address", "main_port"):
-        try:
-            value = getattr(environment, name)
-            if callable(value):
-                value()
-        except (KeyError, ValueError, TypeError) as error:
-            missing = isinstance(error, KeyError)
-            reason = f"the environment variable {error.args[0]} is not set" if missing else str(error)
-            raise ConfigurationError(
-                f"{type(environment).__name__} cannot tell {name} of this process: {reason}. Start the script with the "
-                "launcher that sets the environment variables, or set them for every process, or pass a "
-                "ClusterEnvironment in Trainer(plugins=...)."
-            ) from error
-
-
-def _check_alone(environment: ClusterEnvironment) -> None:
-    """Raise a `ConfigurationError` if a launcher started several processes, but the environment knows of one."""
-    if type(environment) is not LightningEnvironment:
-        return
-    for variable, launcher in _SIZES.items():
+def _check_alone() -> None:
+    """Raise a `ConfigurationError` if a launcher started several processes, which Lightning takes for one each."""
+    for variable in (*_SIZES, *["WORLD_SIZE"] * ("RANK" in os.environ)):
         size = os.environ.get(variable, "1")
-        if size.isdecimal() and int(size) > 1 and (variable != "WORLD_SIZE" or "RANK" in os.environ):
+        if size.isdecimal() and int(size) > 1:
             raise ConfigurationError(
-                f"{launcher} started {size} processes ({variable}={size}), but Lightning does not recognize it, so "
-                "each process would train alone. Start them with torchrun, or set LOCAL_RANK as torchrun does, or pass "
-                "Trainer(plugins=[...]) an environment: MPIEnvironment(), for which mpi4py has to be installed, "
-                "SLURMEnvironment(), which is the default unless SLURM_JOB_NAME is bash or interactive, "
-                "LSFEnvironment(), or KubeflowEnvironment() for pods with one process each."
+                f"A launcher started {size} processes ({variable}={size}), but Lightning does not recognize it, so "
+                "each process would train alone. Start them with torchrun, or pass Trainer(plugins=[...]) an "
+                "environment: MPIEnvironment(), which needs mpi4py, LSFEnvironment(), KubeflowEnvironment(), or "
+                "SLURMEnvironment(), which is the default unless SLURM_JOB_NAME is bash or interactive."
             )

@@ -6,6 +6,7 @@ import pickle
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -72,7 +73,7 @@ class ProcessLauncher:
         with TemporaryDirectory() as folder:
             file = Path(folder, "left_by_rank_0")
             try:
-                self._run(trainer, function, args, kwargs, file)
+                self._run(trainer, partial(function, *args, **kwargs), file)
             finally:
                 strategy.lightning_module.trainer = trainer  # Lightning's teardown needs it after an error
             if not file.exists():
@@ -116,15 +117,10 @@ class ProcessLauncher:
         if environment.node_rank() == 0:
             check_port_is_free(environment)  # which chooses the port, for all ranks
 
-    def _run(self, trainer: Trainer, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], file: Path) -> None:
+    def _run(self, trainer: Trainer, function: Callable[[], Any], file: Path) -> None:
         """Call `function` in all local ranks. What local rank 0 leaves is written to `file`."""
-        ranks: Any = start_processes(  # type: ignore[no-untyped-call]
-            _run_in_rank,
-            args=(trainer, function, args, kwargs, file),
-            nprocs=self._strategy.num_processes,
-            join=False,
-            start_method="fork",
-        )
+        num_ranks, given = self._strategy.num_processes, (trainer, function, file)
+        ranks: Any = start_processes(_run_in_rank, given, num_ranks, join=False, start_method="fork")  # type: ignore[no-untyped-call]
         self.procs = ranks.processes
         try:
             while not ranks.join(grace_period=_GRACE_SECONDS):
@@ -157,14 +153,7 @@ class ProcessLauncher:
         return RankFailedError(f"Rank {rank} died without an error: {describe_status(process.exitcode)}.")
 
 
-def _run_in_rank(
-    local_rank: int,
-    trainer: Trainer,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    file: Path,
-) -> None:
+def _run_in_rank(local_rank: int, trainer: Trainer, function: Callable[[], Any], file: Path) -> None:
     """Call `function` in the process of a rank. Local rank 0 writes what is to come back to `file`.
 
     Raises:
@@ -176,7 +165,7 @@ def _run_in_rank(
     torch.set_num_threads(1)
     os.environ |= {"OMP_NUM_THREADS": "1", "LOCAL_RANK": str(local_rank)}
     strategy.set_world_ranks()
-    result = call_and_handle_interrupt(trainer, function, *args, **kwargs)
+    result = call_and_handle_interrupt(trainer, function)
     module, is_fit = strategy.lightning_module, trainer.state.fn == TrainerFn.FITTING
     for name, parameter in module.named_parameters():
         if is_fit and (isinstance(parameter, DTensor) or is_left_partitioned(parameter)):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from datetime import timedelta
 from operator import attrgetter
 from typing import Any
 
@@ -27,7 +26,7 @@ from lightning_paral.compat.torch.ddp import remove_reducer
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.ddp.options import DDPOptions, explain_unused
 from lightning_paral.errors import ConfigurationError, UnusedParametersError
-from lightning_paral.model.requires_grad import TrainedParameters, TrainingAgreement, first_names
+from lightning_paral.model.requires_grad import TrainedParameters, first_names
 from lightning_paral.model.user_hooks import has_hook
 
 _requires_grad = attrgetter("requires_grad")
@@ -50,7 +49,6 @@ class DDPRun:
         options: the options of `ParalDDPStrategy`; they choose what averages the gradients.
         wrap: `DDPStrategy.configure_ddp` of `strategy`, which wraps its `model`.
         dims: the arrangement of the ranks; the data ranks average their gradients.
-        timeout: how long to wait for other ranks.
         undo: a stack of functions that restore the module, closed at the end of the fit.
     """
 
@@ -60,13 +58,12 @@ class DDPRun:
         options: DDPOptions,
         wrap: Callable[[], None],
         dims: ParallelDims,
-        timeout: timedelta,
         undo: ExitStack,
     ) -> None:
         assert strategy.lightning_module is not None
         self._strategy = strategy
         self._module: LightningModule = strategy.lightning_module
-        self._options = options
+        self._options, self._dims = options, dims
         self._buckets: BucketReducer | None = None
         self._wrap = wrap
         self._undo = undo
@@ -75,7 +72,6 @@ class DDPRun:
         self._trained = TrainedParameters(self._module, undo)
         self._reduced = self._needed = self._trained.by_name
         self._synchronized = set(self._trained.all_by_name.values())
-        self._agreement = TrainingAgreement(self._trained, dims, timeout)
         self._guard: UnreducedBackwardGuard | None = None
         is_manual = not self._module.automatic_optimization
         # If no user code can run a backward pass itself, parameters need no hooks.
@@ -128,7 +124,7 @@ class DDPRun:
             set_ddp_options(self._strategy, options | {"find_unused_parameters": True})
             self._replace_reducer()
 
-    def before_batch(self, batch_idx: int) -> None:
+    def before_batch(self) -> None:
         """Replace the reducer if parameters were frozen or unfrozen since it was created.
 
         *Collective* in the first step of an epoch, and when the reducer is replaced.
@@ -139,8 +135,8 @@ class DDPRun:
                 them.
         """
         epoch = self._module.current_epoch
-        if epoch != self._agreement.epoch or self._have_changed():
-            self._agreement.update(epoch, batch_idx, self._is_outdated)
+        if epoch != self._trained.epoch or self._have_changed():
+            self._trained.follow(epoch, self._dims)
             if self._is_outdated():
                 self._replace_reducer()
 

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from datetime import timedelta
 from functools import partial, wraps
 from typing import Any, TypeGuard
 
@@ -25,7 +24,6 @@ from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
 from lightning_paral.compat.torch.fsdp import name_of
 from lightning_paral.compat.torch.patches import replace_attributes
 from lightning_paral.compat.torch.tensors import tree_leaves
-from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.fsdp.gradients import DTYPES, sharding_policy
 from lightning_paral.engines.fsdp.optimizers import check_optimizers, give_shards_to_optimizers
@@ -37,7 +35,7 @@ from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.checks import check_embeddings, check_optimizer_parameters, explain, explain_errors
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.host_memory_check import host_memory_shortage
-from lightning_paral.model.requires_grad import TrainedParameters, TrainingAgreement, first_names
+from lightning_paral.model.requires_grad import TrainedParameters, first_names
 from lightning_paral.model.units import as_tree, choose_units, explain_single_unit
 from lightning_paral.model.user_hooks import generate_together
 
@@ -125,10 +123,9 @@ class FSDPRun:
 
     # Training
 
-    def start_fit(self, timeout: timedelta) -> None:
-        """Start watching which parameters are trained. `timeout` limits how long checks wait for other ranks."""
+    def start_fit(self) -> None:
+        """Start watching which parameters are trained."""
         self._trained = TrainedParameters(self.module, self.sharded.undo)
-        self._agreement = TrainingAgreement(self._trained, self.dims, timeout)
         self._known = set(self.module.parameters())
         root = self.sharded.root_unshard
         root.watch_backward_passes(self.sharded.undo)
@@ -163,7 +160,7 @@ class FSDPRun:
         self.sharded.writes.reshard()  # with reshard_after_forward=False, a call in a hook leaves units unsharded
         if batch_idx < 2:  # steps do the same again and again, and reading the result makes the host wait
             self.sharded.writes.check()
-        if not self._agreement.update(self.module.current_epoch, batch_idx):
+        if not self._trained.follow(self.module.current_epoch, self.dims):
             return
         by_name = self._trained.by_name
         new = [name for name, p in by_name.items() if p not in self._known and not isinstance(p, DTensor)]
@@ -297,7 +294,6 @@ class FSDPState(ShardedState):
         optimizers: the optimizers of the fit; if the run is an evaluation, those of an earlier fit.
         ended: the optimizers of past runs.
         is_failing: whether an exception has ended the run, perhaps in the middle of a step.
-        reachable: after an exception, returns all ranks if they raised together, otherwise `None`.
         ranks_per_node: number of ranks that share the memory of a node.
     """
 
@@ -307,13 +303,11 @@ class FSDPState(ShardedState):
         optimizers: Sequence[Optimizer],
         ended: EndedOptimizers,
         is_failing: bool,
-        reachable: Callable[[], RankGroup | None],
         ranks_per_node: int,
     ) -> None:
         super().__init__(run.module, optimizers, run.device, ended)
         self._run = run
         self._is_failing = is_failing
-        self._reachable = reachable
         self._ranks_per_node = ranks_per_node
 
     def collect_writes(self) -> None:
@@ -328,8 +322,8 @@ class FSDPState(ShardedState):
     def restore(self, ended: EndedOptimizers, *, failed: bool) -> None:
         """Restore the module: its submodules get back their own parameters, with full values, on CPU.
 
-        *Collective* over the world, unless some of the ranks failed. If only some failed, or any on GPUs, or if a node
-        lacks memory, parameters stay sharded, with a warning.
+        *Collective* over the world, unless ranks failed. If they did, or if a node lacks memory, parameters stay
+        sharded, with a warning.
 
         Args:
             ended: takes over the states of the optimizers of a fit.
@@ -338,10 +332,8 @@ class FSDPState(ShardedState):
         run, sharded = self._run, self._run.sharded
         if not failed:
             obstacle = host_memory_shortage(sharded.num_bytes, self._ranks_per_node)
-        elif run.device.type != "cpu":
-            obstacle = "the run failed"  # which has aborted NCCL
         else:
-            obstacle = None if self._reachable() else "the run failed on some of its ranks only"
+            obstacle = "the run failed"
         if obstacle is not None:
             rank_zero_warn(f"{type(run.module).__name__} stays sharded: {obstacle}.")
         originals = sharded.restore(obstacle)

@@ -392,11 +392,10 @@ class RootUnshard:
         """Run a training step of manual optimization, which calls backward passes and optimizers itself."""
         self._enter()
         self._root.unshard()
-        try:
-            return step(*args, **kwargs)
-        finally:
-            self._depth = 0
-            self._writes.reshard()
+        output = step(*args, **kwargs)
+        self._depth = 0
+        self._writes.reshard()  # not after an error, which an error of its own would hide
+        return output
 
     def evaluation_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a step without a backward pass."""

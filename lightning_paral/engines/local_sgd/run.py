@@ -17,7 +17,7 @@ from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.local_sgd.options import LocalSGDOptions
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.buffers import buffers_to_broadcast
-from lightning_paral.model.requires_grad import TrainedParameters, TrainingAgreement, first_names
+from lightning_paral.model.requires_grad import TrainedParameters, first_names
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -47,7 +47,6 @@ class LocalSGDRun:
         self._device: torch.device = strategy.root_device
         self._backup = torch.device("cpu") if options.backup == "cpu" else self._device
         self._trained = TrainedParameters(self.module, undo)
-        self._agreement = TrainingAgreement(self._trained, strategy.dims, strategy.timeout)
         self.since = 0
         """The optimizer steps since the last exchange."""
         self._names: dict[Tensor, str] = {}
@@ -65,13 +64,13 @@ class LocalSGDRun:
 
     # Parameters
 
-    def before_batch(self, batch_idx: int) -> None:
+    def before_batch(self) -> None:
         """Follow changes of `requires_grad`. *Collective* in the first step of an epoch, and after a change.
 
         Raises:
             ConfigurationError: the ranks train different parameters.
         """
-        if self._agreement.update(self.module.current_epoch, batch_idx):
+        if self._trained.follow(self.module.current_epoch, self._strategy.dims):
             self._follow_parameters()
             if not self.since:  # hooks may have written weights, also after the setup
                 self.settle()

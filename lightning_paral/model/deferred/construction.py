@@ -6,10 +6,8 @@ produced it. Operations that draw random numbers also run at once, into memory t
 draws get the numbers that they would get without deferral.
 """
 
-import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -19,23 +17,25 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
+from lightning_paral.compat.torch.tensors import tree_leaves, tree_map_only
 from lightning_paral.model.deferred import recorder
-from lightning_paral.model.deferred.recorder import MetaDisguise, OpLog, Recorder, is_pretrained
+from lightning_paral.model.deferred.recorder import MetaDisguise, Recorder, is_pretrained
 
 
 class DeferredConstruction:
     """The tensors of a module that were deferred while it was built, and the log to materialize them from.
 
     Args:
-        log: the log.
+        log: has recorded how their values are computed.
     """
 
-    def __init__(self, log: OpLog) -> None:
+    def __init__(self, log: Recorder) -> None:
         self._log = log
         self._meta: dict[int, tuple[Tensor, Tensor]] = {}
-        """By `id`, a tensor and the deferred one that it was when the module was built: its dtype may change later."""
-        self._shared: dict[int, Tensor] = {}
-        self._loaded: dict[int, tuple[Parameter, Parameter]] = {}
+        """By `id`, a tensor and where its values come from: the deferred one that it was when the module was built,
+        because its dtype may change later, or one that `from_pretrained` has read."""
+        self._shared: dict[int, tuple[Tensor, Tensor]] = {}
+        """By `id`, a tensor that several units may share, and the materialized one."""
 
     def find_deferred(self, module: Module) -> None:
         """Find the deferred tensors that `module` holds, once it is built."""
@@ -54,15 +54,15 @@ class DeferredConstruction:
         for parameter in module.parameters():
             has_values = type(parameter) is Parameter and not parameter.is_meta
             if has_values and parameter.nbytes > recorder.DEFERRED_BYTES and is_pretrained(parameter):
-                placeholder = Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                placeholder = _like(parameter, torch.empty_like(parameter, device="meta"))
                 meta[id(parameter)] = placeholder
-                self._loaded[id(placeholder)] = (placeholder, parameter)
-        _replace(module.modules(), lambda tensor: meta.get(id(tensor), tensor))
+                self._meta[id(placeholder)] = placeholder, parameter.detach()
+        _replace(module.modules(), meta)
 
     @property
     def is_empty(self) -> bool:
         """Whether no tensor is left to materialize."""
-        return not self._meta and not self._loaded
+        return not self._meta
 
     def fill(self, modules: Iterable[Module]) -> None:
         """Materialize the deferred tensors that `modules` hold directly; those of submodules stay deferred.
@@ -71,18 +71,14 @@ class DeferredConstruction:
         """
         modules = list(modules)
         held = dict.fromkeys(map(id, _tensors_of(modules)))
-        filled = dict(self._shared)
-        for key in [key for key in held if key in self._loaded]:
-            placeholder, parameter = self._loaded.pop(key)
-            parameter.data = parameter.data.to(placeholder.dtype)
-            filled[key] = parameter.requires_grad_(placeholder.requires_grad)
         found = [self._meta.pop(key) for key in held if key in self._meta]
-        values = self._log.materialize([deferred for _, deferred in found])
-        for (tensor, _), value in zip(found, values, strict=True):
-            filled[id(tensor)] = _like(tensor, value)
+        values = iter(self._log.materialize([source for _, source in found if source.is_meta]))
+        filled = {key: new for key, (_, new) in self._shared.items()}
+        for tensor, source in found:
+            filled[id(tensor)] = new = _like(tensor, next(values) if source.is_meta else source)
             if not isinstance(tensor, Parameter):
-                self._shared[id(tensor)] = filled[id(tensor)]  # units may share buffers, but never parameters
-        _replace(modules, lambda tensor: filled.get(id(tensor), tensor))
+                self._shared[id(tensor)] = tensor, new  # units may share buffers, but never parameters
+        _replace(modules, filled)
 
 
 @contextmanager
@@ -102,9 +98,9 @@ def recording(
     if module is None:
         yield None
         return
-    log = OpLog()
+    log = Recorder(device)
     deferred = DeferredConstruction(log)
-    with device, MetaDisguise(log), Recorder(log, device):
+    with device, MetaDisguise(log), log:
         yield deferred
     deferred.find_deferred(module)
     if isinstance(precision, DoublePrecision | HalfPrecision):  # these convert the module to another dtype
@@ -130,34 +126,14 @@ def _like(tensor: Tensor, value: Tensor) -> Tensor:
 
 
 def _tensors_of(modules: Iterable[Module]) -> list[Tensor]:
-    """Return the tensors that `modules` hold directly, as `_replace` finds them."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    _replace(modules, note)
-    return found
+    """Return the tensors that `modules` hold directly: parameters, buffers, attributes, and those in collections."""
+    values = [value for module in modules for name, value in vars(module).items() if name != "_modules"]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _replace(modules: Iterable[Module], change: Callable[[Tensor], Tensor]) -> None:
-    """Change the tensors that `modules` hold directly: parameters, buffers, attributes, and those in collections."""
-
-    def changed(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return change(value)
-        if isinstance(value, dict | list):
-            for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
-                new = changed(entry)
-                if new is not entry:
-                    value[key] = new
-        elif type(value) is tuple:
-            entries = tuple(map(changed, value))
-            return value if all(map(operator.is_, entries, value)) else entries
-        return value
-
+def _replace(modules: Iterable[Module], new: Mapping[int, Tensor]) -> None:
+    """Replace the tensors that `modules` hold directly, by their `id`."""
     for module in modules:
         for name, value in list(vars(module).items()):
-            if name != "_modules":
-                vars(module)[name] = changed(value)
+            if name != "_modules" and any(id(leaf) in new for leaf in tree_leaves(value)):
+                vars(module)[name] = tree_map_only(Tensor, lambda tensor: new.get(id(tensor), tensor), value)

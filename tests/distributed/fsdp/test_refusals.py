@@ -104,7 +104,7 @@ def fit(model: Callable[[], Tied], options: dict[str, Any], trainer_options: dic
 REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], list[str]]] = {
     "unknown class": (Tied, {"units": ["Blok"]}, {}, ["'Blok'", "Block, Embedding, LayerNorm, Linear"]),
     "another class": (Tied, {"units": nn.Conv2d}, {}, ["'Conv2d'", "Block, Embedding"]),
-    "predicate": (Tied, {"units": never}, {}, ["never", "returned False for all", "embedding, blocks, blocks.0"]),
+    "predicate": (Tied, {"units": never}, {}, ["never", "chooses none of the", "embedding, blocks, blocks.0"]),
     "a list of modules": (Tied, {"units": nn.ModuleList}, {}, ["ModuleList", "Choose the modules in it"]),
     "min_params": (Tied, {"min_params": 10**6}, {}, ["min_params=1,000,000", "5,"]),
     "replicas": (Tied, {"replicate": 3}, {}, ["replicate=3", "does not divide the 2 ranks", "1, 2"]),

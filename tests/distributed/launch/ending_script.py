@@ -1,4 +1,4 @@
-"""A user's training script of which one part goes wrong or takes long: `ending_script.py PART [START_METHOD]`."""
+"""A user's training script of which one part goes wrong or takes long: `ending_script.py PART`."""
 
 import os
 import sys
@@ -8,7 +8,6 @@ import time
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_paral import ParalDDPStrategy
 from lightning_paral.errors import RankFailedError
 from tests.models.regression import Regression, regression_data
 from tests.running import quiet_trainer
@@ -34,8 +33,7 @@ class Hooks(Callback):
 
 
 def main() -> None:
-    strategy = ParalDDPStrategy(start_method="fork" if sys.argv[2:] == ["fork"] else None)
-    trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1, callbacks=[Hooks()])
+    trainer = quiet_trainer(strategy="paral_ddp", devices=2, max_epochs=1, callbacks=[Hooks()])
     if PART == "slow hook":
         trainer.fit(FailsOnRankOne(), regression_data(4, 2))
         return

@@ -20,9 +20,11 @@ def test_ranks_that_handle_the_error_end_in_their_own_time(launch, part: str) ->
     ]
 
 
-@pytest.mark.parametrize("start_method", ["popen", "fork"])
-def test_the_cause_is_printed_once_if_the_failed_rank_takes_long_to_end(launch, start_method: str) -> None:
-    process = launch(*SCRIPT, "slow hook", start_method)
+@pytest.mark.parametrize(
+    "program", [SCRIPT, ("-c", "from tests.distributed.launch import ending_script as e; e.main()")]
+)
+def test_the_cause_is_printed_once_if_the_failed_rank_takes_long_to_end(launch, program: tuple[str, ...]) -> None:
+    process = launch(*program, "slow hook")
     (printed,) = outputs(process)
 
     assert process.returncode == 1

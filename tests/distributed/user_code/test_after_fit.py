@@ -78,23 +78,22 @@ def resumed_and_uninterrupted(strategy: str, folder: str) -> list[Fitted]:
     return [(losses[2:], weights), *(fitted(strategy, 2, f"{folder}/{name}.ckpt") for name in ("failed", "own"))]
 
 
-def test_checkpoint_is_not_saved_if_ranks_hold_shards_and_one_fails_alone(in_own_world, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("where", "raised"), [("alone", ["RankFailedError", "KeyError"]), ("all", ["KeyError"] * 2)])
+def test_checkpoint_is_not_saved_after_a_failure_if_ranks_hold_shards(
+    in_own_world, tmp_path: Path, where: str, raised: list[str]
+) -> None:
     (tmp_path / "earlier").touch()
 
-    assert in_own_world(2, fail, "paral_fsdp", "alone", str(tmp_path)) == ["RankFailedError", "KeyError"]
+    assert in_own_world(2, fail, "paral_fsdp", where, str(tmp_path)) == raised
     assert sorted(path.name for path in tmp_path.iterdir()) == ["earlier"]
 
 
-SAVED = ["failed.ckpt", "last.ckpt", "own.ckpt"]
-
-
-@pytest.mark.parametrize("strategy", ["paral_ddp", "paral_zero3"])
-def test_ranks_save_together_after_an_error_and_raise_it(on_ranks, rank_pool, tmp_path: Path, strategy: str) -> None:
-    assert on_ranks(2, fail, strategy, "all", str(tmp_path)) == ["KeyError", "KeyError"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == SAVED
+def test_rank_0_saves_after_an_error_of_all_ranks_if_it_has_everything(on_ranks, rank_pool, tmp_path: Path) -> None:
+    assert on_ranks(2, fail, "paral_ddp", "all", str(tmp_path)) == ["KeyError", "KeyError"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["failed.ckpt", "last.ckpt", "own.ckpt"]
 
     rank_pool.renew_world()
-    for uninterrupted, *others in on_ranks(2, resumed_and_uninterrupted, strategy, str(tmp_path)):
+    for uninterrupted, *others in on_ranks(2, resumed_and_uninterrupted, "paral_ddp", str(tmp_path)):
         for resumed in others:
             torch.testing.assert_close(resumed, uninterrupted, rtol=1e-5, atol=1e-6)
 

@@ -109,11 +109,11 @@ def test_tree_shows_equal_siblings_in_one_line() -> None:
     ]
 
 
-def test_single_unit_is_explained_with_classes_to_choose() -> None:
+def test_single_unit_is_explained_with_what_to_choose() -> None:
     message = explain_single_unit(choose_units(Contrastive()))
 
     assert "225 parameters" in message
-    assert "units=['Linear']" in message
+    assert "units=[...]" in message
 
 
 @pytest.mark.parametrize(
