@@ -61,7 +61,7 @@ def styles_of(module: Module, plan: Mapping[str, str], layers: Mapping[str, Laye
     """
     found: dict[str, tuple[str, str]] = {}
     for pattern, style in plan.items():
-        matching = (each for each in module.named_modules() if fnmatch.fnmatchcase(each[0], pattern))
+        matching = (each for each in module.named_modules() if each[0] and fnmatch.fnmatchcase(each[0], pattern))
         named = {name: part for name, part in matching if name in layers or own_parameters(part)}
         if not named:
             names = dict.fromkeys(map(folded, layers))

@@ -262,7 +262,8 @@ class SplitTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Operations in C++ arrive here, below autograd, whose graph has `_Wrap`.
-        if schema_of(func).is_mutable and isinstance(args[0], SplitTensor):
+        written = rules.tensors_in(args[:1]) if schema_of(func).is_mutable else []
+        if any(isinstance(each, SplitTensor) for each in written):
             raise _in_place_error(f"given to {func}")
         with torch.no_grad():
             args, kwargs = tree_map_only(SplitTensor, SplitTensor.full, (args, kwargs or {}))
