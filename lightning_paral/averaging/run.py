@@ -20,13 +20,7 @@ from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.tree import CURRENT_KEY
 from lightning_paral.checkpoint.weights import sharded_state_dict
-from lightning_paral.compat.lightning.callbacks import (
-    COPY,
-    SWAP,
-    averages_of,
-    options_of,
-    set_averages,
-)
+from lightning_paral.compat.lightning.callbacks import COPY, SWAP, averages_of, options_of, set_averages
 from lightning_paral.compat.lightning.methods import replace_methods
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.buffers import RankZeroBuffers
@@ -56,7 +50,7 @@ class ShardedAverages:
         """The number of updates so far."""
         self.is_lost = True
         """Whether the averages have not become the weights of the module."""
-        self._inner: AveragedModel | None = None
+        self._inner: Any = None
         self.shards: WeightShards | None = None
         """This rank's shards of the weights, from `attach` to `end`."""
         self._buffers: RankZeroBuffers | None = None
@@ -94,7 +88,6 @@ class ShardedAverages:
 
     def update_parameters(self, module: Module) -> None:
         """Update the averages with the current weights. No collective."""
-        assert self._inner is not None
         self._inner.update_parameters(self.current_view())
 
     def current_view(self) -> Any:
@@ -162,13 +155,10 @@ class ShardedAverages:
 
     def _state_with(self, values: list[Tensor]) -> dict[str, Any]:
         """Return the module's `state_dict` with `values`, this rank's shards, as its parameters."""
-        shards, numbers = self._attached(), self._numbers()
-
-        def saved(parameter: Parameter) -> Tensor:
-            number = numbers[id(parameter)]
-            return shards.as_saved(number, values[number])
-
-        return sharded_state_dict(self._own, saved, self._save_frozen)
+        numbered = dict(zip(map(id, self._own.parameters()), enumerate(values), strict=True))
+        return sharded_state_dict(
+            self._own, lambda parameter: self._attached().as_saved(*numbered[id(parameter)]), self._save_frozen
+        )
 
     def _numbers(self) -> dict[int, int]:
         """Return the index in `WeightShards` of each parameter of the module, by the `id` of the parameter."""
@@ -211,8 +201,7 @@ class ShardedAverages:
         self.is_lost = False
 
     def _attached(self) -> WeightShards:
-        if self.shards is None:
-            raise ConfigurationError("Averages of weights exist only during trainer.fit, after the strategy's setup.")
+        assert self.shards is not None, "averages exist only during trainer.fit, after the strategy's setup"
         return self.shards
 
     def _pairs(self, *, parameters: bool = True, buffers: bool = True) -> Iterator[tuple[Tensor, Tensor]]:
@@ -248,20 +237,18 @@ class RunAverages:
 
     def __init__(self, trainer: Trainer, *, save_frozen: bool, obstacle: str | None) -> None:
         self._trainer, self._save_frozen = trainer, save_frozen
-        found: list[Any] = vars(trainer)["callbacks"]
-        self._callbacks = [each for each in found if isinstance(each, WeightAveraging | StochasticWeightAveraging)]
+        callbacks: list[Any] = vars(trainer)["callbacks"]
+        found = [each for each in callbacks if isinstance(each, WeightAveraging | StochasticWeightAveraging)]
+        self._callbacks = found if trainer.state.fn == TrainerFn.FITTING else []
         self._made: list[tuple[Callback, ShardedAverages]] = []
         self._pending: tuple[Mapping[str, Any], bool] | None = None
         self._undo = ExitStack()
-        if not self._callbacks:
-            return
-        if trainer.state.fn != TrainerFn.FITTING:
-            self._callbacks = []  # nothing is averaged, but `StochasticWeightAveraging.setup` would copy the weights
-        elif obstacle is not None:
+        if self._callbacks and obstacle is not None:
             raise ConfigurationError(f"{type(self._callbacks[0]).__name__} cannot be used here: {obstacle}")
         for callback in self._callbacks:
             _check(callback)
-        self._replace_methods()
+        if found:
+            self._replace_methods()
 
     def attach(
         self, make_shards: Callable[[], WeightShards], buffers: RankZeroBuffers | None, load_weights: LoadWeights
@@ -286,9 +273,8 @@ class RunAverages:
                     "Call super().setup(trainer, pl_module, stage) there, or use paral_ddp."
                 )
             averages.attach(shards, buffers)
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            self.load(*pending, load_weights)
+        if self._pending is not None:
+            self.load(*self._pending, load_weights)
 
     def load(self, checkpoint: Mapping[str, Any], strict: bool, load_weights: LoadWeights) -> None:
         """Set the averages to the module's weights, into which the `state_dict` of `checkpoint` has just been loaded.
@@ -297,28 +283,25 @@ class RunAverages:
         before `attach` is postponed until `attach`.
         """
         in_state_dict = [each for callback, each in self._made if isinstance(callback, WeightAveraging)]
-        if not in_state_dict:
-            return
         if any(averages.shards is None for averages in in_state_dict):
             self._pending = checkpoint, strict
             return
         for averages in in_state_dict:
             averages.take_current()
-        if CURRENT_KEY in checkpoint:
+        if in_state_dict and CURRENT_KEY in checkpoint:
             load_weights({**checkpoint, "state_dict": checkpoint[CURRENT_KEY]}, strict)
 
     def end(self) -> None:
         """Restore Lightning's classes. Averages that have not become the module's weights are lost."""
         self._undo.close()
         for callback, averages in self._made:
-            if averages.shards is not None:
-                averages.end()
-                if averages.is_lost:
-                    rank_zero_warn(
-                        f"The fit ended before the averages of {type(callback).__name__} became the weights of the "
-                        "module. They were sharded and are lost; checkpoints of the fit contain them."
-                    )
-                    set_averages(callback, None)
+            if averages.shards is not None and averages.is_lost:
+                rank_zero_warn(
+                    f"The fit ended before the averages of {type(callback).__name__} became the weights of the "
+                    "module. They were sharded and are lost; checkpoints of the fit contain them."
+                )
+                set_averages(callback, None)
+            averages.end()
         self._made = []
 
     def _replace_methods(self) -> None:
@@ -335,17 +318,12 @@ class RunAverages:
             if CURRENT_KEY in checkpoint and "averaging_state" in checkpoint:
                 averages_of(callback).n_averaged.copy_(checkpoint["averaging_state"]["n_averaged"])
 
-        @torch.no_grad()
-        def update_parameters(averages: ShardedAverages, model: Any, *args: Any) -> None:
-            update(averages, averages.current_view(), *args)  # type: ignore[arg-type]
-
         def load_state_dict(callback: Any, state_dict: dict[str, Any]) -> None:
             # Its `on_fit_start`, which has run, would have replaced the schedulers.
             if state_dict["scheduler_state"] is not None and self._trainer.strategy.restore_checkpoint_after_setup:
                 raise ConfigurationError(
                     "StochasticWeightAveraging cannot resume after swa_epoch_start if the module is built in "
-                    "configure_model, or under ZeRO with 16-bit weights, because schedulers are restored before it. "
-                    "Build the module in __init__, train with paral_fsdp, or resume from an earlier checkpoint."
+                    "configure_model, or under ZeRO with 16-bit weights. Build it in __init__, or use paral_fsdp."
                 )
             load(callback, state_dict)
 
@@ -357,7 +335,7 @@ class RunAverages:
                 "on_load_checkpoint": on_load_checkpoint,
             },
             StochasticWeightAveraging: {
-                "update_parameters": update_parameters,
+                "update_parameters": lambda averages, _, *args: update(averages, averages.current_view(), *args),
                 "transfer_weights": lambda averages, module: averages.become_weights(buffers=False),
                 "load_state_dict": load_state_dict,
             },
@@ -399,10 +377,8 @@ def _check(callback: Any) -> None:
     base = WeightAveraging if isinstance(callback, WeightAveraging) else StochasticWeightAveraging
     for method in (SWAP, COPY) if base is WeightAveraging else ("update_parameters", "transfer_weights"):
         if getattr(type(callback), method) is not getattr(base, method):
-            raise ConfigurationError(
-                f"{type(callback).__name__} overrides {method}. That method needs full weights, but ranks hold shards "
-                "of them. Remove the override, or use paral_ddp."
-            )
+            named = f"{type(callback).__name__} overrides {method}"
+            raise ConfigurationError(f"{named}, which needs full weights. Remove the override, or use paral_ddp.")
 
 
 def forget_ended(callbacks: list[Any]) -> None:

@@ -23,10 +23,10 @@ from lightning_paral.strategies.dp import ParalDPStrategy
 def check_command(arguments: list[str]) -> None:
     """Train a few steps in one process and under each strategy, and compare every value that a step leaves behind.
 
-    Losses, logged values, learning rates, gradients, parameters, buffers, optimizer states, an evaluation, and a
-    checkpoint that another strategy resumes. All options that are not listed here are those of `paral fit`, such as
-    --config, --model and --trainer.precision. The exit status is 0 if all strategies are equal or refused, 1 if one
-    differs, and 2 if the run in one process fails.
+    Losses, logged values, learning rates, gradients, parameters, buffers, an evaluation, and a checkpoint that another
+    strategy resumes. All options that are not listed here are those of `paral fit`, such as --config, --model and
+    --trainer.precision. The exit status is 0 if all strategies are equal or refused, 1 if one differs, and 2 if the run
+    in one process fails.
     """
     parser = CommandParser(prog="paral check", description=check_command.__doc__)
     add = parser.add_argument

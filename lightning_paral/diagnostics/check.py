@@ -1,6 +1,5 @@
 """`check`: prove on a user's own module and data that training under a strategy equals training in one process."""
 
-import multiprocessing
 import pickle
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -123,11 +122,6 @@ def check_project(
         pool: ranks that run already; `None` starts and ends them.
         **task: `seed` and `keep_dropout`, as in `check`.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise ConfigurationError(
-            "A rank that `check` starts imports the script, which calls `check` again. Put the call under "
-            'if __name__ == "__main__":.'
-        )
     if ranks < 1 or steps < 2:
         raise ConfigurationError(f"ranks={ranks} and steps={steps} were given. Give at least 1 rank and 2 steps.")
     available = torch.cuda.device_count() if accelerator == "cuda" else max(ranks, 2)
@@ -140,8 +134,7 @@ def check_project(
         pickle.dumps((make, chosen))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigurationError(
-            f"check starts processes, which have to import what makes the module and the data: {error}. Define the "
-            "functions at the top level of a module or script."
+            f"check starts processes, which import the functions. Define them at the top level of a module: {error}."
         ) from None
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))

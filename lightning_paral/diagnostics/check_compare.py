@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from lightning_paral.diagnostics.check_run import Fit, Item, Raised, Ran, Task, run
@@ -13,7 +13,7 @@ from lightning_paral.errors import ConfigurationError, ReferenceFailedError
 from lightning_paral.strategies.dp import ParalDPStrategy
 
 _KINDS = (
-    *("batch", "loss", "gradient norm", "learning rate", "parameter", "buffer", "optimizer state"),
+    *("batch", "loss", "gradient norm", "learning rate", "parameter", "buffer"),
     *("log", "validation", "epoch log", "evaluation"),
 )
 """The kinds of values in the order of a step, in which the first difference is looked for."""
@@ -143,8 +143,6 @@ class Reference:
             floor = _FLOORS.get(self.precision, 2e-2)
             if item.kind in _LOGGED:
                 floor = max(floor, _FLOORS["32-true"])  # metrics stay in fp32
-            elif item.kind == "optimizer state":
-                floor *= 10  # DeepSpeedCPUAdam rounds 1 - beta2 to fp32
             scale = max(abs(item.value) if math.isfinite(item.value) else 0.0, _ZERO * self._largest[item.kind])
             noise = self._noise.get(key, 0.0) * (1.0 if self.precision in _NARROW else _NOISE)
             yield Compared(item, offs, max(noise, floor * scale))
@@ -183,32 +181,24 @@ def _distance(found: Item | None, expected: Item) -> float:
     return float("inf") if math.isnan(off) else off
 
 
+@dataclass
 class Checks:
-    """The runs of a `check`, each compared with those in one process, which are made when they are first needed.
+    """The runs of a `check`, each compared with those in one process, which are made when they are first needed."""
 
-    Args:
-        make: returns what to train.
-        task: what all runs have in common.
-        pool: the ranks.
-        timeout: seconds after which a run counts as hanging.
-        progress: is called with what runs next.
-        precisions: whether to train in fp64, in the order of the attempts; `False` is the precision of the project.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[], Fit],
-        task: Task,
-        pool: RankPool,
-        timeout: float = 300.0,
-        progress: Callable[[str], object] = str,
-        precisions: tuple[bool, ...] = (True, False),
-    ) -> None:
-        self._make, self._task, self._pool, self._timeout, self._progress = make, task, pool, timeout, progress
-        self._precisions = precisions
-        self._references: dict[bool, Reference | Raised] = {}
-        self.notes: list[str] = []
-        """What the runs up to now have shown of the project itself."""
+    make: Callable[[], Fit]
+    """Returns what to train."""
+    task: Task
+    """What all runs have in common."""
+    pool: RankPool
+    timeout: float = 300.0
+    """Seconds after which a run counts as hanging."""
+    progress: Callable[[str], object] = str
+    """Is called with what runs next."""
+    precisions: tuple[bool, ...] = (True, False)
+    """Whether to train in fp64, in the order of the attempts; `False` is the precision of the project."""
+    notes: list[str] = field(default_factory=list)
+    """What the runs up to now have shown of the project itself."""
+    _references: dict[bool, Reference | Raised] = field(default_factory=dict)
 
     def row(self, label: str, strategy: Callable[[], Any], ranks: int, saves: bool = True) -> CheckRow:
         """Train under what `strategy` returns, and save half way if `saves`.
@@ -217,12 +207,12 @@ class Checks:
             ReferenceFailedError: the run in one process fails.
         """
         row: CheckRow | None = None
-        for in_float64 in self._precisions:
+        for in_float64 in self.precisions:
             reference = self._reference(in_float64)
             if isinstance(reference, Raised):
                 continue
-            self._progress(f"{label} on {ranks} ranks")
-            path = self._task.folder / f"{label}.ckpt" if saves else None
+            self.progress(f"{label} on {ranks} ranks")
+            path = self.task.folder / f"{label}.ckpt" if saves else None
             row = self._judged(label, reference, self._run(strategy, ranks, in_float64, save_to=path))
             is_of_fp32 = in_float64 and row.outcome == "differs" and row.largest < _OF_FP32
             if row.outcome != "refused" and not is_of_fp32:  # in fp64, it may be refused for the precision
@@ -235,8 +225,8 @@ class Checks:
     def resumed(self, row: CheckRow, loader: str, strategy: Callable[[], Any], ranks: int) -> CheckRow:
         """Resume from the checkpoint of an equal row under another strategy; return the row with what came of it."""
         in_float64 = row.precision == "64-true"
-        self._progress(f"{row.strategy}, resumed under {loader}")
-        runs = self._run(strategy, ranks, in_float64, resume_from=self._task.folder / f"{row.strategy}.ckpt")
+        self.progress(f"{row.strategy}, resumed under {loader}")
+        runs = self._run(strategy, ranks, in_float64, resume_from=self.task.folder / f"{row.strategy}.ckpt")
         if not isinstance(runs, Raised) and _start(runs) == (0, 0):
             runs = Raised("no resume: it trained from the beginning")
         found = self._judged(row.strategy, self._reference(in_float64), runs)
@@ -253,8 +243,8 @@ class Checks:
 
     def _reference(self, in_float64: bool) -> Reference | Raised:
         if in_float64 not in self._references:
-            self._progress("one process")
-            replace(self._task, in_float64=in_float64).reference.mkdir()
+            self.progress("one process")
+            replace(self.task, in_float64=in_float64).reference.mkdir()
             self._references[in_float64] = self._made_reference(in_float64)
         return self._references[in_float64]
 
@@ -264,8 +254,8 @@ class Checks:
             return record
         if not record.num_steps:
             return Raised("no step: no optimizer step was taken")
-        if record.num_steps < self._task.steps and not self.notes:
-            self.notes.append(f"One process ended after {record.num_steps} of {self._task.steps} optimizer steps.")
+        if record.num_steps < self.task.steps and not self.notes:
+            self.notes.append(f"One process ended after {record.num_steps} of {self.task.steps} optimizer steps.")
         made = Reference(record)
         first = next((each for each in self._references.values() if isinstance(each, Reference)), None)
         if first is not None:
@@ -277,15 +267,15 @@ class Checks:
         return made
 
     def _run_alone(self, in_float64: bool, **how: Any) -> Ran | Raised:
-        runs = self._run(self._task.strategy, 1, in_float64, **how)
+        runs = self._run(self.task.strategy, 1, in_float64, **how)
         return runs if isinstance(runs, Raised) else runs[0]
 
     def _run(self, strategy: Callable[[], Any], ranks: int, in_float64: bool, **how: Any) -> list[Ran] | Raised:
-        task = replace(self._task, strategy=strategy, devices=ranks, in_float64=in_float64, **how)
-        self._pool.end_crowded_workers()
+        task = replace(self.task, strategy=strategy, devices=ranks, in_float64=in_float64, **how)
+        self.pool.end_crowded_workers()
         try:
             processes = 1 if _is_in_one_process(strategy) else ranks
-            found = self._pool.run(processes, run, self._make, task, timeout=self._timeout)
+            found = self.pool.run(processes, run, self.make, task, timeout=self.timeout)
         except RankError as error:
             # An error of a rank's own, before the pool ended the others, says more than that they were ended.
             found = [each for _, (succeeded, each) in sorted(error.outcomes.items()) if succeeded]
@@ -293,7 +283,7 @@ class Checks:
         raised = [each for each in found if isinstance(each, Raised)]
         if not raised:
             return found
-        self._pool.renew_world()
+        self.pool.renew_world()
         return next((each for each in raised if not each.sentence.startswith("RankFailedError")), raised[0])
 
 

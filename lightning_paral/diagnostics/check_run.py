@@ -8,7 +8,7 @@ import random
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,11 +32,10 @@ from torch.utils.data import IterableDataset
 from lightning_paral.callbacks.auto_resume import AutoResume
 from lightning_paral.callbacks.monitor import ParalMonitor
 from lightning_paral.callbacks.preemption import Preemption
-from lightning_paral.checkpoint.optimizer_state import EndedOptimizers
-from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.compat.torch.modules import BatchNorm
 from lightning_paral.distributed.hangs import library_of
 from lightning_paral.errors import CheckpointError, ConfigurationError, ParalError, ProcessGroupError, RankFailedError
+from lightning_paral.model.gradients import gradient_norm
 from lightning_paral.strategies.base import ParalStrategy
 from lightning_paral.strategies.checkpoint_mixin import CheckpointMixin
 
@@ -52,10 +51,6 @@ _FAILURES = (RankFailedError, ProcessGroupError, CheckpointError)
 _WIDE = (None, 32, "32", "32-true", 64, "64", "64-true")
 """The precisions instead of which a run can be in fp64."""
 _DROPOUT = re.compile("drop", re.IGNORECASE)
-_STATE = "optimizer state"
-
-Tensors = dict[tuple[str, str], Tensor]
-"""Tensors by their kinds and names."""
 
 
 def _auto() -> str:
@@ -129,21 +124,22 @@ class Recorder(Callback):
         """Record numbers, in the order of their names."""
         self.items += [Item(self._at, self._step, kind, name, float(values[name])) for name in sorted(values)]
 
-    def _tensors(self, what: str, read: Callable[[Iterable[str]], Tensors]) -> None:
-        """Write tensors to the record, or measure how far they are from it. `read` gets the names in the record."""
-        path = self.task.reference / f"{what} {self._at}.pt"
-        if self.task.is_reference:
-            found = expected = {key: value.detach().cpu() for key, value in read(()).items()}
-            torch.save(expected, path)
-        elif path.exists():
-            expected = torch.load(path, mmap=True, weights_only=True)
-            found = read([name for _, name in expected])
-        else:
+    def _weights(self, trainer: Trainer, module: LightningModule) -> None:
+        """Write parameters and buffers to the record, or measure how far they are from it."""
+        path = self.task.reference / f"weights {self._at}.pt"
+        if not self.task.is_reference and not path.exists():
             return  # the record has ended
-        for key, value in expected.items():
+        strategy = trainer.strategy
+        values = strategy.full_state_dict() if isinstance(strategy, CheckpointMixin) else module.state_dict()
+        trained = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        tensors = {name: value.detach().cpu() for name, value in values.items() if isinstance(value, Tensor)}
+        if self.task.is_reference:
+            torch.save(tensors, path)
+        for name, value in torch.load(path, mmap=True, weights_only=True).items():
+            kind = "parameter" if name in trained else "buffer"
             sizes = (value if value.is_complex() else value.double()).abs().nan_to_num(0.0, 0.0)
             largest = float(sizes.max()) if value.numel() else 0.0
-            self.items.append(Item(self._at, self._step, *key, largest, _distance(found.get(key), value)))
+            self.items.append(Item(self._at, self._step, kind, name, largest, _distance(tensors.get(name), value)))
 
     # Hooks, in the order of the step
 
@@ -170,7 +166,11 @@ class Recorder(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Record the norm of the gradient before clipping. Code of the user may have clipped it already."""
         if pl_module.automatic_optimization:  # else the parameters after the step show it
-            norm = _reader(trainer, pl_module).gradient_norm(optimizer)
+            strategy, groups = trainer.strategy, optimizer.param_groups
+            if isinstance(strategy, CheckpointMixin):
+                norm = strategy.gradient_norm(optimizer)
+            else:
+                norm = gradient_norm(parameter for group in groups for parameter in group["params"])
             self.numbers("gradient norm", {f"of optimizer {self._num_norms}": norm})
             self._num_norms += 1
 
@@ -188,18 +188,10 @@ class Recorder(Callback):
 
     def end_batch(self, trainer: Trainer, module: LightningModule) -> None:
         """Record what the batch leaves, after all hooks; save, and stop."""
-
-        def read(_: Iterable[str]) -> Tensors:
-            strategy = trainer.strategy
-            values = strategy.full_state_dict() if isinstance(strategy, CheckpointMixin) else module.state_dict()
-            trained = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-            kinds = {name: "parameter" if name in trained else "buffer" for name in values}
-            return {(kinds[name], name): value for name, value in values.items() if isinstance(value, Tensor)}
-
         if trainer.global_step >= self._step or not module.automatic_optimization:
             groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
             self.numbers("learning rate", {f"of group {index}": group["lr"] for index, group in enumerate(groups)})
-            self._tensors("weights", read)
+            self._weights(trainer, module)
         self.numbers("log", trainer.callback_metrics)
         # Lightning does not count steps of optimizers that it does not wrap.
         num_windows = (trainer.fit_loop.total_batch_idx + 1) // trainer.accumulate_grad_batches
@@ -215,7 +207,7 @@ class Recorder(Callback):
             self.numbers("validation", trainer.callback_metrics)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record what the epoch has logged and the states of the optimizers, and see whether the dataset draws."""
+        """Record what the epoch has logged, and see whether the dataset draws."""
         self.numbers("epoch log", trainer.callback_metrics)
         dataset: Any = getattr(trainer.train_dataloader, "dataset", None)
         if self.task.strategy is _auto and not isinstance(dataset, IterableDataset):
@@ -224,21 +216,6 @@ class Recorder(Callback):
                 dataset[0]
                 if before != _random_state():
                     self.causes.add("random numbers are drawn by the dataset")
-        parameters, reader = dict(pl_module.named_parameters()), _reader(trainer, pl_module)
-
-        def read(wanted: Iterable[str]) -> Tensors:
-            if self.task.is_reference:
-                # Under ZeRO, only states with the shape of the parameter are read in full. The number of steps is none.
-                states = [(n, p, o.state.get(p, {})) for o in trainer.optimizers for n, p in parameters.items()]
-                wanted = [f"{key} of {n}" for n, p, state in states for key, v in state.items() if _has_shape(v, p)]
-            found = {}
-            for each in wanted:
-                key, _, name = each.partition(" of ")
-                with suppress(ValueError):  # the optimizer lacks it
-                    found[_STATE, each] = reader.full_optimizer_state(parameters[name], key)
-            return found
-
-        self._tensors(_STATE, read)
 
 
 class _AfterBatch(PassThroughProfiler):
@@ -258,19 +235,8 @@ class _AfterBatch(PassThroughProfiler):
             self._recorder.end_batch(self.trainer, module)
 
 
-def _reader(trainer: Trainer, module: LightningModule) -> Any:
-    strategy = trainer.strategy
-    if isinstance(strategy, CheckpointMixin):
-        return strategy
-    return ShardedState(module, trainer.optimizers, strategy.root_device, EndedOptimizers())
-
-
 def _random_state() -> bytes:
     return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy()))
-
-
-def _has_shape(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
 
 
 def _distance(found: Tensor | None, expected: Tensor) -> float:
@@ -278,7 +244,7 @@ def _distance(found: Tensor | None, expected: Tensor) -> float:
         return float("inf")
     if expected.is_complex():
         found, expected = torch.view_as_real(found), torch.view_as_real(expected)
-    found, expected = found.detach().cpu().double(), expected.double()
+    found, expected = found.double(), expected.double()
     same = (found == expected) | (found.isnan() & expected.isnan())
     off = torch.where(same, 0.0, (found - expected).abs().nan_to_num(nan=float("inf"), posinf=float("inf")))
     return off.max().item() if off.numel() else 0.0

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from lightning_paral._version import __version__
 from lightning_paral.diagnostics.rank_pool import RankError, RankPool
-from lightning_paral.engines.zero.offload import check_compiler, check_folder, operator_folder
+from lightning_paral.engines.zero.offload import check_compiler, check_folder
 from lightning_paral.engines.zero.options import PATH_VARIABLE
 from lightning_paral.engines.zero.process import choose_accelerator, quiet_deepspeed
 from lightning_paral.errors import ConfigurationError
@@ -97,7 +97,6 @@ def examine(num_ranks: int, nvme_path: str | None) -> Iterator[Fact]:
     parts: dict[str, tuple[Callable[[], Fact], str]] = {
         **{name: (partial(version_fact, name), ZERO if name == "deepspeed" else ALL) for name in TESTED_VERSIONS},
         "CUDA": (cuda_fact, ""),
-        "async_io": (operator_fact, NVME),
         "NVMe": (lambda: nvme_fact(nvme_path), NVME),
         "all-reduce": (lambda: all_reduce_fact(num_ranks), RANKS),
     }
@@ -134,12 +133,13 @@ def version_fact(name: str) -> Fact:
 
 
 def nvme_fact(path: str | None) -> Fact:
-    """Return whether a folder can be used for offload to NVMe, and how much is free."""
+    """Return whether a folder can be used for offload to NVMe, by an operator that a compiler makes."""
     if path is None:
         advice = f"export {PATH_VARIABLE}=/a/folder/on/a/local/disk"
         return Fact(name="NVMe", found=f"{PATH_VARIABLE} is not set", state="note", advice=advice, stops=NVME)
     try:
         check_folder(path)
+        check_compiler("Offload")
     except ConfigurationError as error:
         return Fact(name="NVMe", found=f"{path} cannot be used", state="broken", advice=str(error), stops=NVME)
     return Fact(name="NVMe", found=f"{path}: direct I/O, {format_bytes(shutil.disk_usage(path).free)} free")
@@ -156,17 +156,6 @@ def cuda_fact() -> Fact:
     found = f"there is nvidia-smi, but torch, built for CUDA {torch.version.cuda}, finds no device"
     advice = "Install a build of torch for the CUDA that `nvidia-smi` prints. Look at CUDA_VISIBLE_DEVICES."
     return Fact(name="CUDA", found=found, state="warning", advice=advice)
-
-
-def operator_fact() -> Fact:
-    """Return whether DeepSpeed's operator for NVMe is compiled, or what compiling it lacks."""
-    operator = "async_io"
-    try:
-        check_compiler("Offload")  # before each run, also if it is compiled
-    except ConfigurationError as error:
-        return Fact(name=operator, found="cannot be compiled", state="warning", advice=str(error), stops=NVME)
-    is_compiled = (operator_folder() / f"{operator}.so").is_file()
-    return Fact(name=operator, found="compiled" if is_compiled else "compiled at first use, which takes minutes")
 
 
 def all_reduce_fact(num_ranks: int, seconds: float | None = None) -> Fact:

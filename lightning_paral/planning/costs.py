@@ -78,11 +78,10 @@ class Case:
 
     layout: Layout
     step: Step
-    """With the batch of one rank; for DP, with that of the loader. For a layout that recomputes, with recomputation."""
+    """With the batch of one rank. For a layout that recomputes, with recomputation."""
     states: ModelStates
     """Unsharded."""
     num_ranks: int
-    """For DP, the number of devices."""
     settings: StepSettings
     on_cpu: bool
     """Whether the device is the CPU, so that offloading to host memory saves nothing, and gloo communicates."""
@@ -108,15 +107,13 @@ class _Costs:
 
 def estimate(case: Case) -> Estimate:
     """Return the costs of a layout."""
-    rows = {"dp": _replicas, "ddp": _replicas, "fsdp": _fsdp, "pipeline": _pipeline, "zero": _zero3}
+    rows = {"ddp": _replicas, "fsdp": _fsdp, "pipeline": _pipeline, "zero": _zero3}
     costs = (_zero12 if case.layout.stage in (1, 2) else rows[case.layout.engine])(case)
     kept = {"activations": float(case.states.buffer_bytes + case.step.batch_bytes)}
-    away: dict[Place, float] = {"host": 0.0, "nvme": 0.0}
+    away = {"host": 0.0, "nvme": 0.0}
     for state, place, num_bytes in costs.shares:
-        if case.is_on_device(place):
-            kept[state] = kept.get(state, 0.0) + num_bytes
-        else:
-            away[place] += num_bytes
+        held, name = (kept, state) if case.is_on_device(place) else (away, place)
+        held[name] = held.get(name, 0.0) + num_bytes
     added = (*map(costs.during, case.step.points), *costs.afterwards)
     moments = [Memory(*map(sum, zip(Memory(**kept), each, strict=True))) for each in added]
     if case.on_cpu:  # the module is built in full first
@@ -131,29 +128,17 @@ def estimate(case: Case) -> Estimate:
 
 
 def _replicas(case: Case) -> _Costs:
-    """Each rank, or each device of DP, has a full replica.
-
-    DDP keeps buckets as large as all gradients. Under DP, the first device has the parameters and the others get copies
-    of them; the gradients of all are kept until they are complete, and the devices divide the batch.
-    """
-    states, ranks, is_dp = case.states, case.num_ranks, case.layout.engine == "dp"
-    copies, devices, gradients = states.gradient_bytes * (not is_dp or ranks > 1), 1, 1
-    if is_dp and case.on_cpu:  # all of them are in the same memory
-        copies = (ranks - 1) * (states.parameter_bytes + states.buffer_bytes) + case.step.batch_bytes * (ranks > 1)
-        gradients = ranks
-    elif is_dp:
-        devices = ranks
+    """Each rank has a full replica. DDP keeps buckets as large as all gradients."""
+    states, ranks = case.states, case.num_ranks
     return _Costs(
         shares=[
             ("parameters", "device", states.parameter_bytes),
             ("optimizer", "device", states.optimizer_bytes),
-            ("communication", "device", copies),
+            ("communication", "device", states.gradient_bytes),
         ],
-        during=lambda point: Memory(
-            gradients=point.gradients * (gradients if point.in_backward else 1), activations=point.used / devices
-        ),
+        during=lambda point: Memory(gradients=point.gradients, activations=point.used),
         afterwards=[Memory(gradients=states.gradient_bytes, activations=case.step.temporary_bytes)],
-        wire_bytes=0.0 if is_dp else 2 * states.gradient_bytes * (ranks - 1) / ranks / case.layout.period,
+        wire_bytes=2 * states.gradient_bytes * (ranks - 1) / ranks / case.layout.period,
     )
 
 
@@ -181,6 +166,7 @@ def _fsdp(case: Case) -> _Costs:
     # The buffer of the last all-gather is kept until the next one.
     kept = root + (0 if layout.reshards else sum(sizes)) + max(sizes, default=0) * (shards > 1)
     gradients = sum(shard(each) * each.dtype.itemsize for each in states.parameters if each.is_trained)
+    optimizer = sum(shard(each) / max(1, each.numel) * each.optimizer_bytes for each in states.parameters)
 
     def during(point: Point) -> Memory:
         size, unit_gradients, reduced = inner[point.unit] if point.unit != ROOT else (0.0, 0.0, 0.0)
@@ -206,11 +192,7 @@ def _fsdp(case: Case) -> _Costs:
     return _Costs(
         shares=[
             ("parameters", place, sum(shard(each) * each.dtype.itemsize for each in states.parameters)),
-            (
-                "optimizer",
-                place,
-                sum(shard(each) / max(1, each.numel) * each.optimizer_bytes for each in states.parameters),
-            ),
+            ("optimizer", place, optimizer),
             ("gradients", place, 0.0 if case.is_on_device(place) else gradients),
         ],
         during=during,

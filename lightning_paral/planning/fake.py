@@ -58,15 +58,11 @@ class PlanningTrainer(Trainer):
 
     def __init__(self, settings: StepSettings) -> None:
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-        super().__init__(
-            accelerator="cpu",
-            devices=1,
-            precision=settings.precision,  # type: ignore[arg-type]  # any text; Lightning checks it
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+        options: dict[str, Any] = {"precision": settings.precision}  # Lightning checks it
+        options |= dict.fromkeys(
+            ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
         )
+        super().__init__(accelerator="cpu", devices=1, **options)
 
 
 class FakeModule:
@@ -85,12 +81,7 @@ class FakeModule:
     """
 
     def __init__(
-        self,
-        module: LightningModule,
-        settings: StepSettings,
-        datamodule: LightningDataModule | None = None,
-        *,
-        is_set_up: bool = False,
+        self, module: LightningModule, settings: StepSettings, datamodule: Any = None, *, is_set_up: bool = False
     ) -> None:
         self.module, self.settings = module, settings
         self.trainer = PlanningTrainer(settings)
@@ -112,11 +103,8 @@ class FakeModule:
         set_device_everywhere(module, torch.device("cpu"))  # `self.device` of a module that was built on meta
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[LRScheduler] = []
-
-    def configure_optimizers(self) -> None:
-        """Create the optimizers of the module."""
         with self.mode:
-            configured = self.module.configure_optimizers()
+            configured = module.configure_optimizers()
         # In a list that holds a list, tuple or dict of them.
         apply_to_collection(configured, Optimizer, self.optimizers.append)
         apply_to_collection(configured, LRScheduler, self.schedulers.append)
@@ -144,8 +132,6 @@ class FakeModule:
 def fake_of(tensor: Tensor, mode: Any, dtype: torch.dtype | None = None) -> Tensor:
     """Return a fake tensor on the CPU with the same shape and strides, and for floating-point values with `dtype`."""
     with mode:
-        if tensor.layout is not torch.strided:
-            return mode.from_tensor(tensor)  # type: ignore[no-any-return]
         kind = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
 
@@ -159,8 +145,7 @@ def _attach(module: LightningModule, trainer: Trainer, datamodule: LightningData
     """Give `module` the trainer, and replace its methods that need a running fit."""
     module.trainer = trainer
     trainer.strategy.connect(module)
-    if datamodule is not None:
-        vars(trainer)["datamodule"] = datamodule
+    vars(trainer)["datamodule"] = datamodule
     trainer.loggers = [DummyLogger()]  # accepts any call, also of its `experiment`
     for name in ("log", "log_dict", "print", "clip_gradients", "toggle_optimizer", "untoggle_optimizer"):
         object.__setattr__(module, name, lambda *_, **__: None)

@@ -4,7 +4,7 @@ import multiprocessing
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -12,26 +12,15 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
 
 from lightning_paral.compat.lightning.strategies import training_loaders
 from lightning_paral.compat.torch.tensors import hide_accelerators
+from lightning_paral.data.parts import first_samples
 from lightning_paral.distributed.hangs import place_of
 from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.options import ActivationCheckpointing
 from lightning_paral.planning.fake import FakeModule, StepSettings
-from lightning_paral.planning.layout import Layout
-from lightning_paral.planning.trace import (
-    ROOT,
-    ModelStates,
-    Point,
-    Step,
-    count_states,
-    follow_step,
-    planned_units,
-    tensors_in,
-)
+from lightning_paral.planning.trace import ModelStates, Step, count_states, follow_step, step_of_states, tensors_in
 
 Result = TypeVar("Result")
 
@@ -40,20 +29,20 @@ class IsolatedError(ParalError, RuntimeError):
     """The function failed, crashed its process, or did not return in time."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FollowedSteps:
     """What was learned about a module: its states, and its step with and without recomputation."""
 
+    module_name: str
+    settings: StepSettings
+    on_cpu: bool
+    """Whether the device is the CPU."""
     states: ModelStates
     plain: Step
     recomputed: Step | None = None
     """`None` if the module has no repeated blocks."""
     batch_size: int | None = None
     """Samples per batch and rank; `None` if it is unknown."""
-
-    def step(self, layout: Layout) -> Step:
-        """Return the step of a rank under a layout."""
-        return self.recomputed if layout.recomputes and self.recomputed is not None else self.plain
 
 
 def follow_steps(
@@ -89,15 +78,22 @@ def follow_steps(
     def follow() -> FollowedSteps:
         built = module if isinstance(module, LightningModule) else _build(module)
         fake = FakeModule(built, settings, datamodule, is_set_up=is_set_up)
-        fake.configure_optimizers()
         given = batch() if callable(batch) else batch
-        if given is None:
-            return _states_alone(fake, "No batch was given, so activations are not counted.")
+        recomputed = None
         try:
-            return _follow(fake, given, on_cpu, checkpointing)
+            if given is None:
+                raise ConfigurationError("No batch was given")
+            plain = follow_step(fake, given, checkpointing, on_cpu=on_cpu)
+            states = count_states(fake)
+            if checkpointing is None and len(plain.units) > 1:
+                with suppress(Exception):  # a block cannot be computed twice
+                    recomputed = follow_step(fake, given, ActivationCheckpointing(), on_cpu=on_cpu)
         except Exception as error:
-            reason = f"The step cannot be followed ({_described(error)}), so activations are not counted."
-            return replace(_states_alone(fake, reason), batch_size=batch_size_of(given))
+            reason = str(error) if given is None else f"The step cannot be followed ({_described(error)})"
+            states = count_states(fake, assume_adam=True)
+            plain = step_of_states(fake, states, f"{reason}, so activations are not counted.")
+        size = batch_size_of(given)
+        return FollowedSteps(type(built).__name__, settings, on_cpu, states, plain, recomputed, size)
 
     try:
         return run_isolated(follow, timeout)
@@ -111,25 +107,6 @@ def _build(make: Callable[[], LightningModule]) -> LightningModule:
             return make()
     except Exception:  # it needs values
         return make()
-
-
-def _follow(fake: FakeModule, batch: Any, on_cpu: bool, checkpointing: ActivationCheckpointing | None) -> FollowedSteps:
-    plain = follow_step(fake, batch, checkpointing, on_cpu=on_cpu)
-    states = count_states(fake.module, fake.optimizers, early_bytes=fake.early_bytes)
-    recomputed = None
-    if checkpointing is None and len(plain.units) > 1:
-        with suppress(Exception):  # a block cannot be computed twice
-            recomputed = follow_step(fake, batch, ActivationCheckpointing(), on_cpu=on_cpu)
-    return FollowedSteps(states=states, plain=plain, recomputed=recomputed, batch_size=batch_size_of(batch))
-
-
-def _states_alone(fake: FakeModule, reason: str) -> FollowedSteps:
-    """Return a step without activations, in which each unit computes its gradients while all others exist."""
-    states = count_states(fake.module, fake.optimizers, early_bytes=fake.early_bytes, assume_adam=True)
-    units = planned_units(fake.module)
-    points = tuple(Point(unit, True, 0, 0, states.gradient_bytes) for unit in (*range(len(units) - 1), ROOT))
-    step = Step(points=points, units=units, temporary_bytes=2 * states.largest_gradient_bytes, notes=(reason,))
-    return FollowedSteps(states=states, plain=step)
 
 
 def _described(error: BaseException) -> str:
@@ -192,10 +169,8 @@ def batch_of_shape(text: str) -> Any:
             zero = torch.zeros((), dtype=getattr(torch, dtype or "float32"))
             tensors.append(zero.expand([int(size) for size in sizes.split("x")]))  # takes no memory
         except (AttributeError, TypeError, ValueError, RuntimeError):
-            raise ConfigurationError(
-                f"--batch-shape {text!r}: {part.strip()!r} is not a shape. Write sizes and a dtype, as in "
-                "8x128:int64,8x128:int64; without a dtype, it is float32."
-            ) from None
+            what = f"--batch-shape {text!r}: {part.strip()!r} is no shape, such as 8x128:int64, or 8x3x32x32 of float32"
+            raise ConfigurationError(f"{what}.") from None
     return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
@@ -205,26 +180,7 @@ def batch_size_of(batch: Any) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def resized(batch: Any, size: int, batch_size: int) -> Any:
-    """Return a batch of `size` samples in place of `batch_size`, without memory of its own."""
-
-    def resize(tensor: Tensor) -> Tensor:
-        if not tensor.dim() or tensor.shape[0] != batch_size:
-            return tensor
-        return torch.zeros((), dtype=tensor.dtype).expand(size, *tensor.shape[1:])
-
-    return apply_to_collection(batch, Tensor, resize)
-
-
 # A fit that has begun
-
-
-def settings_of(trainer: Trainer) -> StepSettings:
-    """Return the settings of a Trainer on which a plan depends."""
-    return StepSettings(
-        precision=str(trainer.precision),
-        accumulate=trainer.accumulate_grad_batches,
-    )
 
 
 def follow_fit(trainer: Trainer, module: LightningModule) -> FollowedSteps:
@@ -243,23 +199,18 @@ def follow_fit(trainer: Trainer, module: LightningModule) -> FollowedSteps:
     def first() -> Any:
         batch = batch_of_loaders(training_loaders(trainer))
         size = batch_size_of(batch)
-        return batch if parts == 1 or size is None else resized(batch, -(-size // parts), size)
+        return batch if parts == 1 or size is None else first_samples(batch, 0, -(-size // parts))
 
     return follow_steps(
         module,
         first,
-        settings_of(trainer),
+        StepSettings(precision=str(trainer.precision), accumulate=trainer.accumulate_grad_batches),
         vars(trainer).get("datamodule"),
         is_set_up=True,
         on_cpu=strategy.root_device.type == "cpu",
         checkpointing=strategy.activation_checkpointing,
-        timeout=_patience(strategy),
+        timeout=min(300.0, strategy.timeout.total_seconds() / 2),
     )
-
-
-def _patience(strategy: Any) -> float:
-    """Return for how many seconds one rank may work while the others wait in a collective."""
-    return min(300.0, float(strategy.timeout.total_seconds()) / 2)
 
 
 # A fork
@@ -302,13 +253,5 @@ def _answer(function: Callable[[], Any], writer: Connection) -> None:
     hide_accelerators()
     try:
         writer.send((False, function()))
-    except ParalError as error:
-        writer.send((True, error))
     except BaseException as error:
-        text = _described(error)
-        if "Autograd-and-Fork" in str(error):  # https://github.com/pytorch/pytorch/wiki/Autograd-and-Fork
-            text = (
-                "this process has trained before, and with this build of torch, a fork of it cannot compute gradients, "
-                "so it has to be done in a new process"
-            )
-        writer.send((True, IsolatedError(text)))
+        writer.send((True, error if isinstance(error, ParalError) else IsolatedError(_described(error))))

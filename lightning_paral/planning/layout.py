@@ -7,7 +7,7 @@ from typing import Any, Literal
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.text import did_you_mean, nearest_names
 
-Engine = Literal["dp", "ddp", "fsdp", "zero", "pipeline"]
+Engine = Literal["ddp", "fsdp", "zero", "pipeline"]
 Place = Literal["device", "host", "nvme"]
 RANKS_PER_NODE = 8
 """The tensor ranks that `paral_tp` has at most, when it is planned for more ranks than these."""
@@ -77,13 +77,11 @@ class Layout:
         stages = self.num_stages(num_ranks)
         parts = stages * self.parts_per_stage if stages > 1 else 1
         if self.engine == "pipeline" and num_units < parts:
-            what = "stages" if self.parts_per_stage == 1 else "parts of stages"
-            return f"{parts} {what} need at least as many repeated blocks, but the module has {num_units}"
+            return f"{parts} parts of stages need at least as many repeated blocks, but the module has {num_units}"
         return None
 
 
 LAYOUTS = (
-    Layout(strategy="paral_dp", engine="dp"),
     Layout(strategy="paral_ddp", engine="ddp"),
     Layout(strategy="paral_ddp_ring", engine="ddp"),
     Layout(strategy="paral_fsdp", engine="fsdp"),
@@ -102,7 +100,8 @@ LAYOUTS = (
     Layout(strategy="paral_local_sgd", engine="ddp"),
     Layout(strategy="paral_diloco", engine="ddp"),
 )
-"""One for each registered strategy but `paral_auto`, which becomes one of them. Local SGD is planned for period 1."""
+"""One for each registered strategy but `paral_auto`, which becomes one of them, and `paral_dp`, which needs what DDP
+needs. Local SGD is planned for period 1."""
 
 
 def layouts_of(strategies: Iterable[Any] | None) -> tuple[Layout, ...]:
@@ -121,8 +120,7 @@ def layouts_of(strategies: Iterable[Any] | None) -> tuple[Layout, ...]:
     for strategy in strategies:
         if isinstance(strategy, str):
             if strategy not in known:
-                hint = did_you_mean(nearest_names(strategy, known), quoted=True)
-                hint = hint or f"The names are {', '.join(known)}."
+                hint = did_you_mean(nearest_names(strategy, known), quoted=True) or f"Plan for {', '.join(known)}."
                 raise ConfigurationError(f"There is no strategy named {strategy!r} to plan for. {hint}")
             chosen.append(known[strategy])
             continue
@@ -130,10 +128,8 @@ def layouts_of(strategies: Iterable[Any] | None) -> tuple[Layout, ...]:
         if layout is None:
             raise ConfigurationError(
                 f"{type(strategy).__name__} cannot be planned. Give the name of a strategy, such as 'paral_fsdp', or "
-                "an object of one of lightning_paral's strategies other than ParalAutoStrategy."
+                "an object of one of lightning_paral's strategies other than ParalAutoStrategy and ParalDPStrategy."
             )
         number = 1 + sum(bool(each.label) for each in chosen)
         chosen.append(replace(layout, label="configured" if number == 1 else f"configured {number}"))
-    if not chosen:
-        raise ConfigurationError("No strategies were given to plan for. Leave the option out to plan for all.")
     return tuple(chosen)

@@ -13,19 +13,18 @@ from rich.text import Text
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.planning.costs import Case, Estimate, estimate
 from lightning_paral.planning.fake import StepSettings
-from lightning_paral.planning.follow import FollowedSteps, follow_fit, follow_steps, settings_of
+from lightning_paral.planning.follow import FollowedSteps, follow_fit, follow_steps
 from lightning_paral.planning.layout import LAYOUTS, Layout, layouts_of
 from lightning_paral.text import format_bytes, make_console, make_table, parse_bytes
 
 DeviceType = Literal["cpu", "cuda"]
 MARGIN = 0.1
 """The fraction of the device's memory that stays free, for what is not planned: libraries, and fragmentation."""
-_NOT_RECOMMENDED = ("paral_dp", "paral_ddp_ring", "paral_local_sgd", "paral_diloco")
+_NOT_RECOMMENDED = ("paral_ddp_ring", "paral_local_sgd", "paral_diloco")
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 _LEGEND = (
-    "per rank at the peak of a step. params, grads, optim: of parameters, gradients and optimizer. acts: activations, "
-    "buffers, batch. comm: unsharded units and buckets. offl: in host memory or on NVMe. wire: sent per step of the "
-    "optimizer."
+    "per rank at the peak of a step. acts: activations, buffers, batch. comm: unsharded units and buckets. offl: in "
+    "host memory or on NVMe. wire: sent per step of the optimizer."
 )
 
 
@@ -37,33 +36,19 @@ class Plan:
 
     Args:
         followed: the states of the module, and its step.
-        name: of the module.
         layouts: what to plan for.
-        world_size: the number of ranks; for DP, of devices.
+        world_size: the number of ranks.
         device_memory: bytes; `None` if unknown.
-        settings: the Trainer's settings.
-        on_cpu: whether the device is the CPU.
 
     Raises:
         ConfigurationError: no layout is left.
     """
 
     def __init__(
-        self,
-        followed: FollowedSteps,
-        *,
-        name: str,
-        layouts: Sequence[Layout],
-        world_size: int,
-        device_memory: int | None,
-        settings: StepSettings,
-        on_cpu: bool,
+        self, followed: FollowedSteps, layouts: Sequence[Layout], world_size: int, device_memory: int | None
     ) -> None:
-        self.module_name, self.states, self.world_size = name, followed.states, world_size
-        self.device_type: DeviceType = "cpu" if on_cpu else "cuda"
-        self.device_memory, self.settings = device_memory, settings
-        self.batch_size = followed.batch_size
-        """Samples per batch and rank; `None` if it is unknown, or if no batch was given."""
+        self._followed, self.states, self.world_size = followed, followed.states, world_size
+        self.device_memory, self.batch_size, self.settings = device_memory, followed.batch_size, followed.settings
         rows, notes, left_out = list[Layout](), list[str](), list[str]()
         for layout in layouts:
             if objection := layout.objection(world_size, len(followed.plain.units) - 1):
@@ -72,17 +57,18 @@ class Plan:
             rows.append(layout)
             if layout.label:
                 notes.append(f"The row {layout.label} is {layout.strategy} with the options that change the figures.")
-            elif followed.recomputed is not None and layout.engine != "dp":
+            elif followed.recomputed is not None:
                 rows.append(replace(layout, recomputes=True))
         if not rows:
-            raise ConfigurationError(" ".join(left_out))
+            raise ConfigurationError(" ".join(left_out) or "No strategies were given to plan for.")
         self.notes = (*notes, *left_out, *followed.plain.notes)
         """What was assumed, and what is not in the figures."""
-        case = partial(Case, states=self.states, num_ranks=world_size, settings=settings, on_cpu=on_cpu)
-        self.estimates = tuple(estimate(case(layout=row, step=followed.step(row))) for row in rows)
+        case = partial(Case, states=self.states, num_ranks=world_size, settings=self.settings, on_cpu=followed.on_cpu)
+        steps = {False: followed.plain, True: followed.recomputed or followed.plain}
+        self.estimates = tuple(estimate(case(layout=row, step=steps[row.recomputes])) for row in rows)
         """In the order of the table."""
         several = self.states.num_optimizers > 1
-        rated = [each for each in self.estimates if is_candidate(each.layout, on_cpu, several)]
+        rated = [each for each in self.estimates if is_candidate(each.layout, followed.on_cpu, several)]
         self.chosen, self.advice = advise(rated or self.estimates, device_memory)
         """The recommended layout and its costs, `None` if nothing fits or if the memory is unknown; and a sentence."""
 
@@ -100,9 +86,9 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values; sizes are in bytes."""
         return {
-            "module": self.module_name,
+            "module": self._followed.module_name,
             "world_size": self.world_size,
-            "device_type": self.device_type,
+            "device_type": "cpu" if self._followed.on_cpu else "cuda",
             "device_memory": self.device_memory,
             "margin": MARGIN,
             **asdict(self.settings),
@@ -151,7 +137,7 @@ class Plan:
         states, dtypes = self.states, {str(state.dtype).removeprefix("torch.") for state in self.states.parameters}
         return Group(
             Text(
-                f"{self.module_name}: {states.num_params:,} parameters ({states.num_trained:,} trained), "
+                f"{self._followed.module_name}: {states.num_params:,} parameters ({states.num_trained:,} trained), "
                 f"{', '.join(sorted(dtypes))}, {self.world_size} ranks, {self.settings.precision}, "
                 f"batch of {self.batch_size or '?'} per rank, {self.settings.accumulate} accumulated"
             ),
@@ -203,15 +189,8 @@ def plan(
     elif torch.cuda.is_available() and device_type != "cpu":
         device_memory = torch.cuda.get_device_properties(0).total_memory
     layouts = layouts_of(strategies)
-    return Plan(
-        follow_steps(module, batch, settings, datamodule, on_cpu=device_type == "cpu"),
-        name=type(module).__name__ if isinstance(module, LightningModule) else "the module",
-        layouts=layouts,
-        world_size=world_size,
-        device_memory=device_memory,
-        settings=settings,
-        on_cpu=device_type == "cpu",
-    )
+    followed = follow_steps(module, batch, settings, datamodule, on_cpu=device_type == "cpu")
+    return Plan(followed, layouts, world_size, device_memory)
 
 
 def plan_fit(trainer: Trainer, module: LightningModule, layouts: Sequence[Layout], device_memory: int) -> Plan:
@@ -226,21 +205,13 @@ def plan_fit(trainer: Trainer, module: LightningModule, layouts: Sequence[Layout
     Raises:
         ConfigurationError: the module cannot be planned.
     """
-    return Plan(
-        follow_fit(trainer, module),
-        name=type(module).__name__,
-        layouts=layouts,
-        world_size=trainer.world_size,
-        device_memory=device_memory,
-        settings=settings_of(trainer),
-        on_cpu=trainer.strategy.root_device.type == "cpu",
-    )
+    return Plan(follow_fit(trainer, module), layouts, trainer.world_size, device_memory)
 
 
 def is_candidate(layout: Layout, on_cpu: bool, several_optimizers: bool = False) -> bool:
     """Return whether a layout may be recommended.
 
-    DP and the ring cost as much memory as DDP. Local SGD learns something else. On CPU, offloading to host memory saves
+    The ring costs as much memory as DDP. Local SGD learns something else. On CPU, offloading to host memory saves
     nothing. Several optimizers cannot be on NVMe nor under a pipeline.
     """
     if layout.strategy in _NOT_RECOMMENDED or (on_cpu and layout.distance == 1):

@@ -13,16 +13,8 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import Optimizer
 
-from lightning_paral.compat.torch.tensors import (
-    TorchDispatchMode,
-    identity_of,
-    is_value_missing,
-    packet_of,
-    tree_leaves,
-)
-from lightning_paral.errors import ConfigurationError
+from lightning_paral.compat.torch.tensors import TorchDispatchMode, identity_of, is_value_missing, tree_leaves
 from lightning_paral.model.activation_checkpointing import checkpoint_units
 from lightning_paral.model.units import choose_units
 from lightning_paral.options import ActivationCheckpointing
@@ -32,12 +24,12 @@ Kind = Literal["activation", "cast", "gradient", "temporary", "given"]
 """What memory is for. `cast`: a copy of a parameter that autocast keeps; `temporary`: memory of `optimizer.step`;
 `given`: it existed before the step."""
 _MISSING_VALUE = "The module reads values of tensors, for example with .item(). They were taken as 1."
-_CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
+_CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 ROOT = -1
 """The unit of what runs outside of all others."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ParameterState:
     """The states of one parameter, unsharded."""
 
@@ -87,35 +79,27 @@ class ModelStates:
         self.largest_gradient_bytes = max((each.gradient_bytes for each in parameters), default=0)
 
 
-def count_states(
-    module: Module, optimizers: Sequence[Optimizer], *, early_bytes: int = 0, assume_adam: bool = False
-) -> ModelStates:
-    """Count the states of `module`; its tensors may be on the meta device, or fake.
+def count_states(fake: FakeModule, *, assume_adam: bool = False) -> ModelStates:
+    """Count the states of a module.
 
     Args:
-        module: the module.
-        optimizers: its optimizers after a step, so that their states exist. States are counted as they are.
-        early_bytes: bytes of the parameters that are built before `configure_model`.
+        fake: the module. If its optimizers have taken a step, their states exist, and are counted as they are.
         assume_adam: count two optimizer states per element of each trained parameter instead.
     """
+    module = fake.module
     sizes = {
         parameter: sum(tensor.nbytes for tensor in tensors_in(state))
-        for optimizer in optimizers
+        for optimizer in fake.optimizers
         for parameter, state in optimizer.state.items()
     }
     if assume_adam:
         sizes = {parameter: 2 * parameter.nbytes for parameter in module.parameters() if parameter.requires_grad}
     parameters = [
-        ParameterState(
-            shape=tuple(parameter.shape),
-            dtype=parameter.dtype,
-            is_trained=parameter.requires_grad,
-            optimizer_bytes=sizes.get(parameter, 0),
-        )
-        for parameter in module.parameters()
+        ParameterState(tuple(each.shape), each.dtype, each.requires_grad, sizes.get(each, 0))
+        for each in module.parameters()
     ]
     buffer_bytes = sum(buffer.nbytes for buffer in module.buffers())
-    return ModelStates(parameters, buffer_bytes, max(1, len(optimizers)), early_bytes)
+    return ModelStates(parameters, buffer_bytes, max(1, len(fake.optimizers)), fake.early_bytes)
 
 
 def tensors_in(data: object) -> list[Tensor]:
@@ -178,18 +162,25 @@ def planned_units(module: LightningModule) -> tuple[PlannedUnit, ...]:
     """Return the units that FSDP chooses by default, the root last."""
     units = choose_units(module, children=not module.automatic_optimization)
     numbers = {parameter: number for number, parameter in enumerate(module.parameters())}
-    return tuple(
-        PlannedUnit(name=unit.name, parameters=tuple(numbers[parameter] for parameter in unit.parameters))
-        for unit in (*units.inner, units.root)
-    )
+    named = [(unit.name, tuple(numbers[each] for each in unit.parameters)) for unit in (*units.inner, units.root)]
+    return tuple(PlannedUnit(name=name, parameters=parameters) for name, parameters in named)
+
+
+def step_of_states(fake: FakeModule, states: ModelStates, reason: str) -> Step:
+    """Return a step without activations, in which each unit computes its gradients while all others exist.
+
+    Args:
+        fake: the module.
+        states: its states.
+        reason: a note why its step is not followed.
+    """
+    units = planned_units(fake.module)
+    points = tuple(Point(unit, True, 0, 0, states.gradient_bytes) for unit in (*range(len(units) - 1), ROOT))
+    return Step(points=points, units=units, temporary_bytes=2 * states.largest_gradient_bytes, notes=(reason,))
 
 
 def follow_step(
-    fake: FakeModule,
-    batch: Any,
-    checkpointing: ActivationCheckpointing | None = None,
-    *,
-    on_cpu: bool = False,
+    fake: FakeModule, batch: Any, checkpointing: ActivationCheckpointing | None = None, *, on_cpu: bool = False
 ) -> Step:
     """Return what a step on a batch of the shapes of `batch` allocates.
 
@@ -245,13 +236,11 @@ def _take_step(fake: FakeModule, batch: Any, trace: "_Trace") -> None:
         trace.enter(ROOT, in_backward=False)
         with fake.trainer.precision_plugin.forward_context():
             output: Any = call_step(module.training_step, batch)
-        loss = output.get("loss") if isinstance(output, dict) else output
+        loss: Any = output.get("loss") if isinstance(output, dict) else output
         del output
         if module.automatic_optimization:
             for optimizer in fake.optimizers if number == 0 else ():
                 optimizer.zero_grad()
-            if loss is None:
-                raise ConfigurationError(f"{type(module).__name__}.training_step returned None, not a loss.")
             backward(loss / accumulate if accumulate > 1 else loss)
         del loss
     for optimizer in fake.optimizers if module.automatic_optimization else ():
@@ -332,11 +321,10 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.notes.add(_MISSING_VALUE)
             dtype = args[0].dtype
             return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
-        packet = packet_of(func)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.device.type != "meta":
                 self._see(leaf, self._kind)
-        if self._on_cpu and packet in _CONVOLUTIONS:
+        if self._on_cpu and func in _CONVOLUTIONS:
             sizes = sorted(leaf.nbytes for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor))
             self._add(self._kind, sum(sizes[-2:]))
             self._now[self._kind] -= sum(sizes[-2:])

@@ -16,7 +16,6 @@ from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.checks import check_embeddings
 from lightning_paral.option_types import takes
 from lightning_paral.options import StrategyOptions
-from lightning_paral.planning.layout import Layout
 from lightning_paral.strategies.checkpoint_mixin import CheckpointMixin
 from lightning_paral.strategies.start_line import print_start_line
 
@@ -69,11 +68,6 @@ class ParalDPStrategy(CheckpointMixin, ParallelStrategy):
         self._checkpoint_options = options.checkpoint_options
         self.num_nodes = 1
         self._dp: DPRun | None = None  # set during a run
-
-    @property
-    def layout(self) -> Layout:
-        """How a plan counts the strategy."""
-        return Layout(strategy=self.strategy_name, engine="dp")
 
     # Process group: none. The process is rank 0 of 1, whatever environment variables say.
 

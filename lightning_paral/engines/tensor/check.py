@@ -1,7 +1,7 @@
 """Check before the first step of each kind that splitting layers changes neither its results nor its gradients."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.rng_state import global_states
 from lightning_paral.engines.tensor.layers import TensorSplit
 from lightning_paral.errors import ConfigurationError, ParalError
-from lightning_paral.model.gradients import full_copy
+from lightning_paral.model.gradients import full_copy, local_part
 
 _TOLERANCE = 1e-4
 _TOLERANCE_OF_16_BITS = 5e-2
@@ -62,10 +62,7 @@ def check_split(
         draws = any_rank(_split_step(module, two, step, what)[2])
     except Exception as error:
         if not isinstance(error, ParalError):
-            error.add_note(
-                f"It failed when the plan of tensor parallelism was checked, by running {what} on two samples of the "
-                "first batch. If the step needs more samples, set check_plan=False."
-            )
+            error.add_note(f"To check the plan, {what} ran on two samples. If it needs more, set check_plan=False.")
         raise
     if split.may_draw or draws:
         module.eval()
@@ -106,18 +103,17 @@ def _difference(
         return ""
     with rollback_side_effects(module), _unsplit(module, split) as full:
         expected = _numbers_of(step(batch))
+    _taken_gradients(module, what)
     tolerance = _TOLERANCE_OF_16_BITS if "16" in str(module.trainer.precision) else _TOLERANCE
-    different = ""
-    if gradients:
-        _taken_gradients(module, what)
-        different = _different_gradient(gradients, full, dims, tolerance)  # collective, so before ranks return
-    what_differs = "the loss" if gradients else "what it returns or logs"
+    # Collective, so before ranks return. An evaluation leaves no gradients.
+    different = _different_gradient(gradients, full, dims, tolerance) if what == "training_step" else ""
+    named = "the loss" if what == "training_step" else "what it returns or logs"
     if [each.shape for each in results] != [each.shape for each in expected]:
-        return f"{what_differs} has another shape"
+        return f"{named} has another shape"
     for found, other in zip(results, expected, strict=True):
         difference = _largest((found - other).masked_fill(found.isnan() & other.isnan(), 0.0))
         if not difference <= tolerance * max(1.0, _largest(other.nan_to_num())):
-            return f"{what_differs} differs by {difference:.2g}"
+            return f"{named} differs by {difference:.2g}"
     return different
 
 
@@ -125,32 +121,26 @@ def _different_gradient(
     gradients: dict[str, Tensor | None], full: dict[str, Tensor], dims: ParallelDims, tolerance: float
 ) -> str:
     """Return the name of the gradient with the largest difference, with this difference; empty if none differs."""
-    worst, text = tolerance, ""
     # Some modules, such as LSTMs, keep references to their own parameters, and do not compute with the gathered ones.
     has_gradient = gather_int_lists([int(parameter.grad is not None) for parameter in full.values()])
-    used = [
-        name
-        for name, *ranks in zip(full, *has_gradient, strict=True)
-        if any(ranks) and not isinstance(full[name], FlatShard)  # of another stage of a pipeline
-    ]
-    for name in used:
-        parameter = full[name]
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        if dims.data_size > 1:
-            dist.all_reduce(parameter.grad, group=dims.data_group())
-            parameter.grad /= dims.data_size
-    sizes = {name: _largest(full[name].grad) for name in used}
+    expected = {}
+    for (name, parameter), *ranks in zip(full.items(), *has_gradient, strict=True):
+        if any(ranks) and not isinstance(parameter, FlatShard):  # of another stage of a pipeline
+            expected[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            if dims.data_size > 1:
+                dist.all_reduce(expected[name], group=dims.data_group())
+                expected[name] /= dims.data_size
+    sizes = {name: _largest(each) for name, each in expected.items()}
     smallest_scale = max(1e-6, _CANCELLED * max(sizes.values(), default=0.0))
-    for name in used:
-        expected, gradient = full[name].grad, gradients.get(name)
-        assert expected is not None
+    worst, text = tolerance, ""
+    for name, whole in expected.items():
+        gradient = gradients.get(name)
         if isinstance(gradient, DTensor):
             chunk = chunk_of_dtensor(gradient)
             assert chunk is not None
-            expected, gradient = expected[chunk.index], gradient.to_local()
-        different = expected if gradient is None else gradient.to(expected) - expected
-        difference = _largest(different) / max(sizes[name], smallest_scale)
+            whole, gradient = whole[chunk.index], gradient.to_local()
+        difference = _largest(whole if gradient is None else gradient.to(whole) - whole)
+        difference /= max(sizes[name], smallest_scale)
         if difference > worst or difference != difference:
             worst, text = difference, f"the gradient of {name} differs by {difference:.2g} of its largest element"
     return text
@@ -173,7 +163,7 @@ def _unsplit(module: Module, split: TensorSplit) -> Iterator[dict[str, Tensor]]:
                 shown = {name: each if each is None else full[each] for name, each in own.items()}
                 stack.enter_context(show_parameters(part, shown))
                 stack.enter_context(without_fsdp_loading(part))
-            yield {names[parameter]: value for parameter, value in full.items()}
+            yield {name: full[each] for each, name in names.items()}
     finally:
         split.is_paused = False
 
@@ -184,8 +174,7 @@ def _weights_kept(module: Module) -> Iterator[None]:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()  # with reshard_after_forward=False, an evaluation leaves parameters unsharded
-    own = [each.detach() for each in module.parameters() if not isinstance(each, FlatShard)]
-    local = [each.to_local() if isinstance(each, DTensor) else each for each in own]
+    local = [local_part(each.detach()) for each in module.parameters() if not isinstance(each, FlatShard)]
     before = [each.clone() for each in local]
     try:
         yield
@@ -196,11 +185,9 @@ def _weights_kept(module: Module) -> Iterator[None]:
 
 
 def _two_samples(batch: Any) -> Any:
-    try:
-        two = first_samples(batch, 0, 2)
-    except ConfigurationError:  # it cannot be divided
-        return batch
-    return batch if two is None else two
+    with suppress(ConfigurationError):  # it cannot be divided
+        return first_samples(batch, 0, 2)
+    return batch
 
 
 def _numbers_of(output: Any) -> list[Tensor]:
@@ -208,8 +195,8 @@ def _numbers_of(output: Any) -> list[Tensor]:
     return [each.detach() for each in leaves if each.is_floating_point()]
 
 
-def _largest(gradient: Tensor | None) -> float:
-    return 0.0 if gradient is None or gradient.numel() == 0 else gradient.abs().max().item()
+def _largest(tensor: Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
 def _taken_gradients(module: Module, what: str) -> dict[str, Tensor | None]:

@@ -35,24 +35,24 @@ class Layout:
         """The full size of the dimension."""
         return sum(self.segments)
 
-    def moved(self, dim: int) -> "Layout":
-        """Return the same segments in another dimension."""
-        return Layout(dim, self.segments)
-
     def is_even(self, num_ranks: int) -> bool:
         """Return whether all ranks have the same number of elements of each segment, which is at least one."""
         return all(size and size % num_ranks == 0 for size in self.segments)
 
+    def is_one_run(self, num_ranks: int) -> bool:
+        """Return whether each rank has the same number of consecutive elements."""
+        return len(self.segments) == 1 and self.is_even(num_ranks)
+
 
 def gather_parts(local: Tensor, layout: Layout, group: dist.ProcessGroup) -> Tensor:
     """Return the full tensor of which each rank has the part `local`. *Collective* in the forward pass."""
-    full = _gather_last(*_rows(local.movedim(layout.dim, -1), layout.segments), group).flatten(local.ndim - 1)
+    full = _apply(_Gather, *_rows(local.movedim(layout.dim, -1), layout.segments), group).flatten(local.ndim - 1)
     return full.movedim(-1, layout.dim).contiguous()  # code may call `view`
 
 
 def own_parts(full: Tensor, layout: Layout, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's part of `full`, which is equal on all ranks. *Collective* in the backward pass."""
-    own = _split_last(*_rows(full.movedim(layout.dim, -1), layout.segments), group).flatten(full.ndim - 1)
+    own = _apply(_Split, *_rows(full.movedim(layout.dim, -1), layout.segments), group).flatten(full.ndim - 1)
     return own.movedim(-1, layout.dim).contiguous()
 
 
@@ -61,14 +61,12 @@ def copy_to_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     *Collective* in the backward pass.
     """
-    copied: Tensor = _Copy.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return copied
+    return _apply(_Copy, tensor, group)
 
 
 def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of the ranks' tensors. *Collective* in the forward pass."""
-    summed: Tensor = _Sum.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return summed
+    return _apply(_Sum, tensor, group)
 
 
 def exchange_rows(rows: Tensor, segments: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
@@ -83,9 +81,7 @@ def exchange_rows(rows: Tensor, segments: tuple[int, ...], group: dist.ProcessGr
         group: the ranks.
     """
     order, sends, receives = _plan(segments, dist.get_rank(group), dist.get_world_size(group), rows.device)
-    own = rows.index_select(0, order)
-    exchanged: Tensor = _Exchange.apply(own, sends, receives, group)  # type: ignore[no-untyped-call]
-    return exchanged
+    return _apply(_Exchange, rows.index_select(0, order), sends, receives, group)
 
 
 def own_range(size: int, group: dist.ProcessGroup) -> slice:
@@ -97,6 +93,11 @@ def range_of(rank: int, size: int, num_ranks: int) -> slice:
     """Return the indices, among `size`, that belong to `rank` of `num_ranks`. The last ranks may have fewer or none."""
     length = -(-size // num_ranks)
     return slice(min(rank * length, size), min((rank + 1) * length, size))
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Copy(torch.autograd.Function):
@@ -135,16 +136,6 @@ def _rows(tensor: Tensor, segments: _Segments) -> tuple[Tensor, _Segments]:
     return tensor.reshape(*tensor.shape[:-1], len(segments), tensor.shape[-1] // len(segments)), segments[:1]
 
 
-def _gather_last(tensor: Tensor, segments: _Segments, group: dist.ProcessGroup) -> Tensor:
-    gathered: Tensor = _Gather.apply(tensor, segments, group)  # type: ignore[no-untyped-call]
-    return gathered
-
-
-def _split_last(tensor: Tensor, segments: _Segments, group: dist.ProcessGroup) -> Tensor:
-    split: Tensor = _Split.apply(tensor, segments, group)  # type: ignore[no-untyped-call]
-    return split
-
-
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, segments: _Segments, group: dist.ProcessGroup) -> Tensor:
@@ -161,7 +152,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _split_last(gradient, ctx.segments, ctx.group), None, None
+        return _apply(_Split, gradient, ctx.segments, ctx.group), None, None
 
 
 class _Split(torch.autograd.Function):
@@ -174,7 +165,7 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _gather_last(gradient, ctx.segments, ctx.group), None, None
+        return _apply(_Gather, gradient, ctx.segments, ctx.group), None, None
 
 
 @lru_cache
@@ -203,8 +194,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        returned: Tensor = _Exchange.apply(gradient, *ctx.sizes, ctx.group)  # type: ignore[no-untyped-call]
-        return returned, None, None, None
+        return _apply(_Exchange, gradient, *ctx.sizes, ctx.group), None, None, None
 
 
 @lru_cache

@@ -25,15 +25,12 @@ from lightning_paral.engines.tensor.split_tensor import SplitTensor
 from lightning_paral.engines.tensor.vocabulary import local_padding_idx, own_rows_of_ids, rows_of_ids
 from lightning_paral.errors import ConfigurationError
 
-_ABSENT = object()
-"""Stands for an attribute that an instance does not have."""
-
 
 class SharedCopies:
     """Gives layers that have the same input one copy of it, so that one collective sums their gradients."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._group, self._num_ranks = group, dist.get_world_size(group)
         self._last: tuple[ref[Tensor], float, Tensor] | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -42,27 +39,23 @@ class SharedCopies:
         The gradients of the result are summed over the ranks.
         """
         needs_graph = torch.is_grad_enabled() and tensor.requires_grad
-        if not isinstance(tensor, SplitTensor) and not needs_graph:
+        split = tensor if isinstance(tensor, SplitTensor) else None
+        if split is None and not needs_graph:
             return tensor
-        version = tensor.local_version() if isinstance(tensor, SplitTensor) else version_of(tensor)
+        version = version_of(tensor) if split is None else split.local_version()
         if self._last is not None:
             source, known, copy = self._last
             if source() is tensor and known == version:
                 return copy
-        if isinstance(tensor, SplitTensor) and self._has_rows(tensor.parts, tensor.ndim):
-            local = tensor.local.movedim(tensor.parts.dim, 0)
-            copied = gather_rows(local, self._group).movedim(0, tensor.parts.dim).contiguous()
+        if split is not None and split.parts.dim < split.ndim - 1 and split.parts.is_one_run(self._num_ranks):
+            local = split.local.movedim(split.parts.dim, 0)
+            copied = gather_rows(local, self._group).movedim(0, split.parts.dim).contiguous()
         else:
-            full = tensor.full() if isinstance(tensor, SplitTensor) else tensor
+            full = tensor if split is None else split.full()
             copied = copy_to_ranks(full, self._group) if needs_graph else full
         if torch.is_grad_enabled():
             self._last = ref(tensor, self._forget), version, copied
         return copied
-
-    def _has_rows(self, parts: Layout, num_dims: int) -> bool:
-        """Return whether each rank has as many rows, such as positions, as every other one."""
-        is_one_run = len(parts.segments) == 1 and parts.is_even(dist.get_world_size(self._group))
-        return is_one_run and parts.dim < num_dims - 1
 
     def _forget(self, source: Any) -> None:
         if self._last is not None and self._last[0] is source:
@@ -91,6 +84,7 @@ class SplitLayer(ABC):
         self.size = weight.shape[self._dims["weight"]]
         """The full number of the output features, input features or rows that are split."""
         self._hidden: dict[str, Any] = {}
+        """The values of attributes that are hidden; `self` for those that the instance does not have."""
         layer.register_forward_pre_hook(self._before, with_kwargs=True)
         # First, so that the user's own hooks see the output of the whole layer.
         layer.register_forward_hook(self._after, prepend=True, always_call=True)
@@ -115,7 +109,7 @@ class SplitLayer(ABC):
         if self.run.is_paused:
             return output
         for name, value in self._hidden.items():
-            if value is _ABSENT:
+            if value is self:
                 vars(layer).pop(name, None)
             else:
                 vars(layer)[name] = value
@@ -124,7 +118,7 @@ class SplitLayer(ABC):
 
     def hide(self, name: str, value: Any) -> None:
         """Give the layer's attribute `name` another value until `forward` ends."""
-        self._hidden.setdefault(name, vars(self.layer).get(name, _ABSENT))
+        self._hidden.setdefault(name, vars(self.layer).get(name, self))
         vars(self.layer)[name] = value
 
     @abstractmethod
@@ -253,9 +247,8 @@ class TensorSplit:
         self._mesh = mesh
         self.group = mesh.get_group()
         self._split_by_parameter: dict[Parameter, Parameter] = {}
-        layers = dict(module.named_modules())
-        self._layers = {layers[name]: style for name, style in plan.splits.items()}
-        self._installed: list[SplitLayer] = []
+        self._layers = {module.get_submodule(name): style for name, style in plan.splits.items()}
+        self._learning: list[ColwiseLayer] = []
         self.may_draw = any(_may_drop(part) for part in module.modules())
         """Whether steps may draw random numbers for activations."""
         self.copies = SharedCopies(self.group)
@@ -266,22 +259,23 @@ class TensorSplit:
         Raises:
             ConfigurationError: the activations of a layer are to be recomputed, which would happen without its hooks.
         """
-        names = dict(zip(self._layers, self.plan.splits, strict=True))
-        for layer, style in self._layers.items():
+        for name, (layer, style) in zip(self.plan.splits, self._layers.items(), strict=True):
             if "forward" in vars(layer):
                 raise ConfigurationError(
-                    f"activation_checkpointing chooses {names[layer]}, a layer that is split over the tensor ranks. "
+                    f"activation_checkpointing chooses {name}, a layer that is split over the tensor ranks. "
                     "Choose modules that contain such layers: ActivationCheckpointing(units=['Block'])."
                 )
-            linear = RowwiseLayer if style == "rowwise" else ColwiseLayer
-            made = EmbeddingLayer if isinstance(layer, Embedding) else linear
-            self._installed.append(made(layer, style, self))
+            if isinstance(layer, Embedding):
+                EmbeddingLayer(layer, style, self)
+            elif style == "rowwise":
+                RowwiseLayer(layer, style, self)
+            else:
+                self._learning.append(ColwiseLayer(layer, style, self))
 
     def begin_step(self) -> None:
         """Prepare the layers for a step."""
-        for layer in self._installed:
-            if isinstance(layer, ColwiseLayer):
-                layer.begin_step()
+        for layer in self._learning:
+            layer.begin_step()
 
     @contextmanager
     def own_draws(self) -> Iterator[None]:
@@ -305,21 +299,15 @@ class TensorSplit:
             parts: modules whose parameters have values, which are equal on all tensor ranks.
             whole: parameters that stay ordinary tensors.
         """
-        kept, dims = set(whole), self._dims(parts)
+        kept, dims = set(whole), dict[Any, int]()
+        for layer in self._layers.keys() & set(parts):
+            own = own_parameters(layer)
+            dims |= {own[name]: dim for name, dim in split_dims(layer, self._layers[layer]).items()}
         for part in parts:
             own = own_parameters(part)
             for name, parameter in own.items():
                 if parameter is not None and parameter not in kept and not isinstance(parameter, DTensor):
                     own[name] = self._distributed(parameter, dims.get(parameter))
-
-    def _dims(self, parts: Sequence[Module]) -> dict[Any, int]:
-        """Return the dimension in which each parameter of `parts` is split. A tied parameter belongs to several."""
-        found: dict[Any, int] = {}
-        for layer in parts:
-            if layer in self._layers:
-                own = own_parameters(layer)
-                found.update({own[name]: dim for name, dim in split_dims(layer, self._layers[layer]).items()})
-        return found
 
     def _distributed(self, parameter: Parameter, dim: int | None) -> Parameter:
         if parameter not in self._split_by_parameter:
@@ -329,14 +317,8 @@ class TensorSplit:
                 own = own_range(parameter.shape[dim], self.group)
                 local = local.narrow(dim, own.start, own.stop - own.start).clone(memory_format=torch.contiguous_format)
                 placement = Shard(dim)
-            full = DTensor.from_local(
-                local,
-                self._mesh,
-                [placement],
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
+            shape, stride = parameter.shape, parameter.stride()
+            full = DTensor.from_local(local, self._mesh, [placement], run_check=False, shape=shape, stride=stride)
             self._split_by_parameter[parameter] = Parameter(full, parameter.requires_grad)
         return self._split_by_parameter[parameter]
 

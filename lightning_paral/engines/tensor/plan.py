@@ -1,9 +1,9 @@
 """Which layers are split over the tensor ranks, and how; plans that users write; and what a plan means in bytes."""
 
 import fnmatch
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from torch.nn import Embedding, Module
@@ -11,7 +11,7 @@ from torch.nn import Embedding, Module
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.engines.tensor.shapes import Layer, is_conv1d, layers_of, plain_chains, refusals, shared_parameters
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.text import did_you_mean, format_bytes, make_console, make_table, nearest_names
+from lightning_paral.text import did_you_mean, make_console, make_table, nearest_names
 
 STYLES: dict[str, str] = {
     "colwise": "split the output features of a linear layer",
@@ -59,20 +59,14 @@ def styles_of(module: Module, plan: Mapping[str, str], layers: Mapping[str, Laye
         ConfigurationError: a pattern names no layer, or something else than layers that can be split; or two patterns
             give a layer different styles.
     """
-    # A module with several names has the first of them in the plan.
-    first = {part: name for name, part in reversed([*module.named_modules(remove_duplicate=False)]) if name}
     found: dict[str, tuple[str, str]] = {}
     for pattern, style in plan.items():
-        named = {
-            first[part]: part
-            for name, part in module.named_modules(remove_duplicate=False)
-            if name and fnmatch.fnmatchcase(name, pattern)
-        }
-        named = {name: part for name, part in named.items() if name in layers or own_parameters(part)}
+        matching = (each for each in module.named_modules() if each[0] and fnmatch.fnmatchcase(each[0], pattern))
+        named = {name: part for name, part in matching if name in layers or own_parameters(part)}
         if not named:
             names = dict.fromkeys(map(folded, layers))
-            close = did_you_mean(nearest_names(pattern, [*layers, *names]), quoted=True)
-            hint = close or f"The layers are {', '.join(names)}."
+            known_names = nearest_names(pattern, [*layers, *names])
+            hint = did_you_mean(known_names, quoted=True) or f"The layers are {', '.join(names)}."
             raise ConfigurationError(f"plan {pattern!r} names no layer of {type(module).__name__}. {hint}")
         for name, part in named.items():
             if name not in layers:
@@ -138,19 +132,13 @@ class _Planner:
             is_head = layer.num_outputs in rows and not layer.is_transposed and not is_small
             if layer.is_embedding or is_head:
                 vocabulary.append(name)
-        sharing = {name: owners for owners in self.shared for name in owners if name in vocabulary}
-        for name in vocabulary:
-            if name in sharing or self.layers[name].is_embedding:
-                group = [each for each in sharing.get(name, (name,)) if each in self.layers]
-                self._split_all_or_none(dict.fromkeys(group, "vocab"))
-        for chain in plain_chains(self.module, self.layers):
-            if self.splits.keys().isdisjoint(chain.layers):
-                self._split_all_or_none(
-                    dict.fromkeys(chain.opening, "colwise") | dict.fromkeys(chain.closing, "rowwise")
-                )
-        for name in vocabulary:
-            if name not in self.splits and name not in self.whole:
-                self._split_all_or_none({name: "vocab"})
+        sharing = {name: [each for each in owners if each in self.layers] for owners in self.shared for name in owners}
+        embeddings = [name for name in vocabulary if name in sharing or self.layers[name].is_embedding]
+        together = [dict.fromkeys(sharing.get(name, [name]), "vocab") for name in embeddings]
+        together += [*plain_chains(self.module, self.layers), *({name: "vocab"} for name in vocabulary)]
+        for styles in together:
+            if self.splits.keys().isdisjoint(styles):
+                self._split_all_or_none(styles)
         return self._plan("it is in no feed-forward network or attention of a plain shape")
 
     def _split_all_or_none(self, styles: Mapping[str, str]) -> None:
@@ -200,12 +188,9 @@ class _Planner:
     def _plan(self, reason: str) -> TensorPlan:
         """Return the plan; `reason` is that of layers that nothing else keeps whole."""
         splits = {name: self.splits[name] for name in self.layers if name in self.splits}
-        whole = {
-            name: self.whole.get(name) or self._objection(name, {}) or reason
-            for name in self.layers
-            if name not in splits
-        }
-        return TensorPlan(splits=MappingProxyType(splits), whole=MappingProxyType(whole))
+        rest = [name for name in self.layers if name not in splits]
+        whole = {name: self.whole.get(name) or self._objection(name, {}) or reason for name in rest}
+        return TensorPlan(splits=splits, whole=whole)
 
 
 def split_dims(layer: Module, style: str) -> dict[str, int]:
@@ -225,67 +210,28 @@ def split_dims(layer: Module, style: str) -> dict[str, int]:
 
 
 def report_of(module: Module, num_ranks: int, plan: TensorPlan) -> dict[str, Any]:
-    """Return what a plan means for a module, as JSON. Shared parameters count once, for the first of their layers.
+    """Return what a plan means for a module, as JSON.
 
     Returns:
-        `module`, the name of its class, and `tensor_parallel`, the number of ranks; `parameter_bytes`, and
-        `rank_bytes` of them, the most that a rank holds; `other_bytes`, those of modules that cannot be split, such as
-        norms; and `layers`, a dict for all layers that are treated alike: their `name`, with stars in place of numbers
-        if there are several, their `count`, `style`, `bytes`, `rank_bytes`, and the `reason` why they are `"whole"`.
+        `module`, the name of its class; `tensor_parallel`, the number of ranks; and `layers`, a dict for all layers
+        that are treated alike: their `name`, with stars in place of the numbers of blocks, their `count`, `style`, and
+        the `reason` why they are `"whole"`.
     """
-    seen: set[int] = set()
-    groups: dict[tuple[str, str, str], list[tuple[str, int, int]]] = {}
-    for name, part in module.named_modules():
-        style = plan.splits.get(name, "whole")
-        if style != "whole" or name in plan.whole:
-            group = groups.setdefault((_kind_of(name), style, plan.whole.get(name, "")), [])
-            group.append((name, *_sizes(part, style, num_ranks, seen)))
-    rows: list[dict[str, Any]] = []
-    for (kind, style, reason), members in groups.items():
-        names, before, after = zip(*members, strict=True)
-        name, sizes = kind if len(names) > 1 else names[0], {"bytes": sum(before), "rank_bytes": sum(after)}
-        rows.append({"name": name, "count": len(names), "style": style, **sizes, "reason": reason})
-    other = sum(each.numel() * each.element_size() for each in module.parameters() if id(each) not in seen)
-    return {
-        "module": type(module).__name__,
-        "tensor_parallel": num_ranks,
-        "parameter_bytes": other + sum(row["bytes"] for row in rows),
-        "rank_bytes": other + sum(row["rank_bytes"] for row in rows),
-        "other_bytes": other,
-        "layers": rows,
-    }
-
-
-def _kind_of(name: str) -> str:
-    """Return the name that layers of repeated blocks share. A number that ends a name is a position in a block."""
-    block, _, last = name.rpartition(".")
-    return f"{folded(block)}.{last}" if any(part.isdigit() for part in block.split(".")) else folded(name)
-
-
-def _sizes(part: Module, style: str, num_ranks: int, seen: set[int]) -> tuple[int, int]:
-    before = after = 0
-    dims = split_dims(part, style)
-    for name, parameter in part.named_parameters(recurse=False):
-        if id(parameter) not in seen:
-            seen.add(id(parameter))
-            size = parameter.numel() * parameter.element_size()
-            before += size
-            length = parameter.shape[dims[name]] if name in dims else 0
-            after += size // length * -(-length // num_ranks) if length else size
-    return before, after
+    kinds = Counter[tuple[str, str, str]]()
+    for name, _ in module.named_modules():
+        if name in plan.splits or name in plan.whole:
+            block, _, last = name.rpartition(".")  # a number that ends a name is a position in a block
+            kind = f"{folded(block)}.{last}" if folded(block) != block else folded(name)
+            kinds[kind, plan.splits.get(name, "whole"), plan.whole.get(name, "")] += 1
+    layers = [dict(zip(("name", "style", "reason"), kind, strict=True), count=kinds[kind]) for kind in kinds]
+    return {"module": type(module).__name__, "tensor_parallel": num_ranks, "layers": layers}
 
 
 def print_report(report: Mapping[str, Any]) -> None:
     """Print a row for each kind of layers, with why some stay whole. `report` is that of `report_of`."""
     from rich.markup import escape
 
-    size, rank_size, other = (format_bytes(report[name]) for name in ("parameter_bytes", "rank_bytes", "other_bytes"))
-    rows = []
-    for row in report["layers"]:
-        name = row["name"] + (f" ({row['count']})" if row["count"] > 1 else "")
-        sizes = format_bytes(row["bytes"]), format_bytes(row["rank_bytes"])
-        rows.append((escape(name), row["style"], *sizes, escape(row["reason"])))
-    console, ranks = make_console(), report["tensor_parallel"]
-    console.print(f"{report['module']}, {ranks} tensor ranks: parameters of {size}, {rank_size} per rank")
-    console.print(make_table(["layers", "style", "bytes", "per rank", "because"], rows, left=(0, 1, 4)))
-    console.print(f"Other parameters, such as those of norms, stay whole: {other}.")
+    rows = [(escape(row["name"]), str(row["count"]), row["style"], escape(row["reason"])) for row in report["layers"]]
+    console = make_console()
+    console.print(f"How {report['tensor_parallel']} tensor ranks divide {report['module']}:")
+    console.print(make_table(["layers", "number", "style", "because"], rows, left=(0, 2, 3)))

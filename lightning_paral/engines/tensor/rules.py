@@ -8,8 +8,8 @@ For all other functions, the tensors are gathered.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, product
 from typing import Any
 
@@ -49,40 +49,31 @@ def named(names: str, *owners: Any) -> frozenset[Any]:
     return frozenset(getattr(each, name) for each in spaces for name in names.split() if hasattr(each, name))
 
 
-_UNARY = (
-    "relu relu6 gelu silu sigmoid tanh elu selu celu leaky_relu softplus mish hardswish hardsigmoid hardtanh "
-    "logsigmoid softsign tanhshrink softshrink hardshrink threshold exp expm1 log log1p neg negative abs sqrt "
-    "rsqrt square sin cos erf reciprocal sign positive clamp clamp_min clamp_max clip nan_to_num floor ceil round "
-    "trunc isnan isinf isfinite logical_not bitwise_not dropout"
-)
-_BINARY = (
-    "add sub subtract mul multiply div divide true_divide pow float_power maximum minimum eq ne gt ge lt le "
-    "masked_fill addcmul addcdiv lerp logical_and logical_or bitwise_and bitwise_or remainder fmod atan2"
+_POINTWISE = (
+    "relu gelu silu sigmoid tanh elu leaky_relu softplus mish exp log log1p neg abs sqrt rsqrt square sin cos erf "
+    "reciprocal sign clamp clamp_min clamp_max clip nan_to_num floor round isnan isinf isfinite logical_not dropout "
+    "add sub mul multiply div true_divide pow maximum minimum eq ne gt ge lt le masked_fill addcmul lerp logical_and"
 )
 _OPERATORS = (
     "add radd sub rsub mul rmul truediv rtruediv rdiv pow rpow iadd isub imul itruediv idiv ipow neg pos abs eq "
     "ne lt le gt ge and or xor invert mod matmul rmatmul"
 )
-_IN_PLACE = " ".join(f"{name}_" for name in (_UNARY + " " + _BINARY).split())
 _OTHERS = (
-    "rsub where logaddexp polar matmul bmm einsum linear layer_norm rms_norm sum "
-    "mean amax amin var std logsumexp prod norm transpose swapaxes swapdims movedim moveaxis permute unbind "
-    "select stack t view_as_complex view_as_real repeat_interleave repeat"
+    "rsub where polar matmul bmm einsum linear layer_norm rms_norm sum mean amax amin var std logsumexp prod norm "
+    "transpose swapaxes movedim permute unbind select stack t view_as_complex view_as_real repeat_interleave repeat"
 )
 _ATTENTION = functional.scaled_dot_product_attention
 _ALONG = {
-    **dict.fromkeys(named("softmax log_softmax cumsum"), (1, None)),
+    **dict.fromkeys(named("softmax log_softmax"), (1, None)),
     functional.normalize: (2, 1),
     **dict.fromkeys(named("cat concat concatenate"), (1, 0)),
 }
 """Functions that mix the places of a dimension: the position and the default of the argument `dim`."""
-_OF_LAST = named("tril triu") | {_ATTENTION}
-"""Functions that mix the places of the last two dimensions."""
 CONVERSIONS = named("to type type_as float half bfloat16 double contiguous clone")
 _ALIKE = (
-    named(f"{_UNARY} {_BINARY} {_IN_PLACE} {_OTHERS}")
+    named(" ".join([_POINTWISE, *(f"{name}_" for name in _POINTWISE.split()), _OTHERS]))
     | named(" ".join(f"__{name}__" for name in _OPERATORS.split()), Tensor)
-    | {*_ALONG, *_OF_LAST, *CONVERSIONS}
+    | {*_ALONG, _ATTENTION, *CONVERSIONS}
 )
 """The functions that treat all other dimensions alike in all places, or whose result does not have them."""
 _SIZES_DIFFER = {_ATTENTION, *CONVERSIONS}
@@ -112,8 +103,7 @@ def find(
         ranks: the number of ranks.
     """
     layouts = [layout_of(each) for each in tensors]
-    first = args[0] if args and isinstance(args[0], Tensor) else None
-    if first is not None and layouts[0] is not None:
+    if args and isinstance(args[0], Tensor) and layouts[0] is not None:
         if function in _RESHAPES:
             return _reshaped(function, args, kwargs, layouts[0], ranks)
         if function in _PIECES and len(tensors) == 1:
@@ -131,7 +121,7 @@ def find(
 
 def _mixed_dims(function: Any, args: Any, kwargs: Any) -> tuple[int, ...] | None:
     """Return the dimensions of which a function mixes the places; `None` if it is not known."""
-    if function in _OF_LAST:
+    if function is _ATTENTION:
         return -1, -2
     if function not in _ALONG:
         return ()
@@ -150,9 +140,9 @@ def _alike(
         return None
     split = [each for each in layouts if each is not None]
     given = split[0]
-    are_even = all(len(each.segments) == 1 and each.is_even(ranks) for each in split)
     # An attention may have fewer heads of keys than of queries. Each rank has those that belong together.
-    if any(each.segments != given.segments for each in split) and not (function is _ATTENTION and are_even):
+    may_differ = function is _ATTENTION and all(each.is_one_run(ranks) for each in split)
+    if any(each.segments != given.segments for each in split) and not may_differ:
         return None
     if len(layouts) - len(split) > _MAX_WHOLE:
         return None
@@ -213,15 +203,14 @@ def _carried(before: Sequence[int], after: Sequence[int], layout: Layout) -> Lay
 
 
 def _reshaped(function: Any, args: Any, kwargs: Any, layout: Layout, ranks: int) -> Found | Cuts | None:
-    if any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
-        return None  # a view of the same bytes
     result = _result(function, args, kwargs)
-    if not isinstance(result, Tensor):
+    is_of_bytes = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
+    if is_of_bytes or not isinstance(result, Tensor):
         return None
     before, shape = args[0].shape, list(result.shape)
     if function is Tensor.expand:
         dim = layout.dim + len(shape) - len(before)
-        found = layout.moved(dim) if shape[dim] == layout.size else None
+        found = replace(layout, dim=dim) if shape[dim] == layout.size else None
     else:
         found = reshaped(before, shape, layout, ranks)
         function = Tensor.view if function is Tensor.view else Tensor.reshape
@@ -251,7 +240,7 @@ def reshaped(before: Sequence[int], after: Sequence[int], layout: Layout, ranks:
     rows, behind = math.prod(before[: layout.dim]), math.prod(before[layout.dim + 1 :])
     for dim, size in enumerate(after):
         if size == layout.size and math.prod(after[:dim]) == rows:
-            return layout.moved(dim)
+            return replace(layout, dim=dim)
     if not layout.is_even(ranks):
         return None
     # Both divide the same elements in turn. Of each run of them, every rank has its part.
@@ -286,9 +275,9 @@ def _in_pieces(function: Any, args: Any, kwargs: Any, layout: Layout, ranks: int
     if cuts or not layout.is_even(ranks):
         return cuts or None
     layouts = [Layout(dim, layout.segments[ends.index(start) : ends.index(stop)]) for start, stop in places]
-    if isinstance(result, Tensor):
-        return Found(layouts[0], function=_pieces, rest=(dim, [places[0]], ranks, next))
-    return Found(tuple(layouts), function=_pieces, rest=(dim, places, ranks, tuple))
+    is_one = isinstance(result, Tensor)
+    rest = dim, places, ranks, next if is_one else tuple
+    return Found(layouts[0] if is_one else tuple(layouts), function=_pieces, rest=rest)
 
 
 def _pieces(local: Tensor, dim: int, places: Sequence[tuple[int, int]], ranks: int, collect: Callable[..., Any]) -> Any:
@@ -322,26 +311,20 @@ def _shapes_of(result: Any) -> list[torch.Size]:
     return [each.shape for each in result] if isinstance(result, tuple | list) else []
 
 
-def tensors_in(args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors among the arguments, and in tuples, lists and dicts of them, in order.
+def tensors_in(*values: Any) -> list[Tensor]:
+    """Return the tensors among values, and in tuples, lists and dicts of them, in order.
 
     Not in those of other classes, such as named tuples.
     """
     found: list[Tensor] = []
-    _collect(args, found)
-    if kwargs:
-        _collect(kwargs.values(), found)
-    return found
-
-
-def _collect(values: Any, found: list[Tensor]) -> None:
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
         elif type(value) in (tuple, list):
-            _collect(value, found)
+            found += tensors_in(*value)
         elif type(value) is dict:
-            _collect(value.values(), found)
+            found += tensors_in(*value.values())
+    return found
 
 
 def with_tensors(value: Any, replace: Callable[[Tensor], Any]) -> Any:
@@ -368,7 +351,9 @@ def signature(value: Any, layout_of: LayoutOf) -> Any:
     return type(value), value
 
 
-_NAME = re.compile(r"__i(add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift)__|.*[^_]_")
+_NAME = re.compile(
+    r"__(setitem|set|delete)__|__i(add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift)__|.*[^_]_"
+)
 
 
 def is_in_place(function: Any) -> bool:

@@ -5,25 +5,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import Embedding, Linear, Module, Parameter
-from torch.nn.parameter import is_lazy
-from torch.nn.utils import parametrize
 
 from lightning_paral.compat.torch.modules import ALL, FORWARD, hooks_in, own_parameters
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Layer:
     """A linear layer or an embedding."""
 
-    name: str
     num_inputs: int
     """Input features; of an embedding, the features of a row."""
     num_outputs: int
     """Output features; of an embedding, the rows."""
-    is_embedding: bool = False
-    is_transposed: bool = False
+    is_embedding: bool
+    is_transposed: bool
     """Whether the weight has the shape `[in, out]`, as in transformers' `Conv1D`."""
 
 
@@ -40,13 +36,7 @@ def layers_of(module: Module) -> dict[str, Layer]:
                 inputs, outputs = part.weight.shape
             case _:
                 continue
-        layers[name] = Layer(
-            name=name,
-            num_inputs=inputs,
-            num_outputs=outputs,
-            is_embedding=isinstance(part, Embedding),
-            is_transposed=is_conv1d(part),
-        )
+        layers[name] = Layer(inputs, outputs, isinstance(part, Embedding), is_conv1d(part))
     return layers
 
 
@@ -72,10 +62,6 @@ def refusals(module: Module, layers: Mapping[str, Layer]) -> dict[str, str]:
 
 
 def _refusal(part: Module, layer: Layer, parent: Module) -> str | None:
-    if any(is_lazy(parameter) for parameter in part.parameters(recurse=False)):
-        return "its shape is not known before the first forward pass"
-    if parametrize.is_parametrized(part):
-        return "it has parametrizations"
     base: Any = next(each for each in type(part).__mro__ if each in (Linear, Embedding) or _is_conv1d_class(each))
     if "forward" in vars(part) or type(part).forward is not base.forward:
         return f"its class, {type(part).__name__}, has its own forward"
@@ -83,8 +69,6 @@ def _refusal(part: Module, layer: Layer, parent: Module) -> str | None:
     if not {"weight"} <= set(own) <= {"weight", "bias"}:
         return "its weight is computed from other parameters"
     for name, parameter in own.items():
-        if isinstance(parameter, DTensor):
-            return f"its {name} is a DTensor already"
         if type(parameter) is not Parameter:
             return f"its {name} is a {type(parameter).__name__}"
     shape = [layer.num_inputs, layer.num_outputs] if layer.is_transposed else [layer.num_outputs, layer.num_inputs]
@@ -95,10 +79,8 @@ def _refusal(part: Module, layer: Layer, parent: Module) -> str | None:
             return f"it is an embedding with {option}={getattr(part, option)}"
     if any(hooks_in(part, table) for table in ALL if table not in FORWARD):
         return "a hook sees the gradients of its inputs"
-    if isinstance(parent, nn.MultiheadAttention):
-        return "nn.MultiheadAttention uses its weight directly"
-    if isinstance(parent, nn.TransformerEncoderLayer):
-        return "nn.TransformerEncoderLayer uses its weight directly when it evaluates"
+    if isinstance(parent, nn.MultiheadAttention | nn.TransformerEncoderLayer):
+        return f"{type(parent).__name__} may use its weight directly"
     return None
 
 
@@ -119,22 +101,7 @@ def shared_parameters(module: Module, layers: Mapping[str, Layer]) -> list[dict[
 # The plain shapes, between whose layers activations stay split: feed-forward networks and attentions
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chain:
-    """Layers between which activations can stay split."""
-
-    opening: tuple[str, ...]
-    """Linear layers that split their output features."""
-    closing: tuple[str, ...]
-    """Linear layers that split their input features, which are made from the outputs of the opening ones."""
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """All layers that are split."""
-        return self.opening + self.closing
-
-
-def plain_chains(module: Module, layers: Mapping[str, Layer]) -> list[Chain]:
+def plain_chains(module: Module, layers: Mapping[str, Layer]) -> list[dict[str, str]]:
     """Return the layers that have the shapes of a feed-forward network or an attention, by their sizes and order.
 
     One to three linear layers lead from the width of the block to an inner width, and the next one leads back. They are
@@ -144,9 +111,12 @@ def plain_chains(module: Module, layers: Mapping[str, Layer]) -> list[Chain]:
     Args:
         module: the module.
         layers: of `layers_of(module)`.
+
+    Returns:
+        The styles of the layers of each: the last one is split by its inputs, and the others by their outputs.
     """
     names = {part: name for name, part in reversed(list(module.named_modules()))}
-    found: list[Chain] = []
+    found: list[dict[str, str]] = []
     rest: dict[Module, list[str]] = {}
     for part in names:  # modules after those that they contain
         pool: list[str] = []
@@ -158,13 +128,14 @@ def plain_chains(module: Module, layers: Mapping[str, Layer]) -> list[Chain]:
                 pool += rest.get(child, [])  # none of one that another module before has as well
         rest[part] = pool
         for chain in _matches(pool, layers, calls_in_order=isinstance(part, nn.Sequential)):
-            found.append(chain)
-            rest[part] = [name for name in rest[part] if name not in chain.layers]
+            *opening, closing = chain
+            found.append({**dict.fromkeys(opening, "colwise"), closing: "rowwise"})
+            rest[part] = [name for name in rest[part] if name not in chain]
     return found
 
 
-def _matches(pool: Sequence[str], layers: Mapping[str, Layer], *, calls_in_order: bool) -> Iterator[Chain]:
-    """Yield the chains among the linear layers of a module, in their order."""
+def _matches(pool: Sequence[str], layers: Mapping[str, Layer], *, calls_in_order: bool) -> Iterator[tuple[str, ...]]:
+    """Yield the chains among the linear layers of a module, in their order, and the closing layer last."""
     start = 0
     while start < len(pool):
         for size in (4, 3, 2):
@@ -178,7 +149,7 @@ def _matches(pool: Sequence[str], layers: Mapping[str, Layer], *, calls_in_order
                 orders.append((names[0], names[2], names[1]))  # Llama's w1, w2 and w3, of which w3 is the gate
             found = next((each for each in orders if _is_plain([layers[name] for name in each], is_all)), None)
             if found is not None:
-                yield Chain(opening=found[:-1], closing=found[-1:])
+                yield found
                 start += size
                 break
         else:
@@ -193,26 +164,14 @@ def _is_plain(layers: Sequence[Layer], is_all: bool) -> bool:
         is_all: whether their module has no others. Two square layers may be queries and keys otherwise.
     """
     *opening, closing = layers
-    width, inner = closing.num_outputs, closing.num_inputs
-    inputs = {layer.num_inputs for layer in opening}
-    sizes = sorted(layer.num_outputs for layer in opening)
-    is_square = inner == width
+    width, inner, is_square = closing.num_outputs, closing.num_inputs, closing.num_inputs == closing.num_outputs
+    inputs, sizes = {layer.num_inputs for layer in opening}, [layer.num_outputs for layer in opening]
     if inputs != {width} and not (width in inputs and is_square and len(inputs) == 2):
         return False  # of an attention, keys and values may have another input
-    match sizes:
-        case [size] if size == inner:
-            return is_all or not is_square
-        case [size]:  # a gate as well, or queries, keys and values
-            return _are_heads(size - inner, inner)
-        case [first, second] if first == second:  # with a gate
-            return first == inner and not is_square
-        case [_, _]:  # queries; keys and values
-            return inner in sizes and _are_heads(sum(sizes) - inner, inner)
-        case [keys, values, queries]:
-            return keys == values and queries == inner and _are_heads(2 * keys, inner)
-    return False
-
-
-def _are_heads(size: int, inner: int) -> bool:
-    """Return whether `size` features may be keys and values for `inner` features of queries."""
-    return size > 0 and size % 2 == 0 and inner % (size // 2) == 0
+    if sizes == [inner]:
+        return is_all or not is_square
+    if len(sizes) > 1 and (inner not in sizes or len({*sizes}) > 2 or sizes == [width, width]):
+        return False
+    # A gate is as large as the inner features. Keys and values may have fewer heads than queries have.
+    rest = sum(sizes) - inner
+    return rest > 0 and rest % 2 == 0 and inner % (rest // 2) == 0

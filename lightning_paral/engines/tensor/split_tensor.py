@@ -43,23 +43,21 @@ class SplitTensor(Tensor):
     """Which part each rank has."""
     group: dist.ProcessGroup
     """The ranks. All of them must have the same gradient of each full tensor."""
-    draws: Draws | None
-    """Inside of this context, each rank draws numbers of its own. Without, functions that draw gather the tensor."""
+    draws: Draws
+    """Inside of this context, each rank draws numbers of its own."""
     learn: Callable[[Iterable[int]], None] | None
     """Tells the layer that computes these features where code cuts them into several tensors."""
 
     _local: Tensor
     _node: Any
     """The node of `_Wrap` in the graph; `None` without a graph."""
-    _first_version: float
-    """The version of this rank's part that autograd has recorded for code outside of Python."""
     _full: tuple[Tensor, float] | None
     """The full tensor, and the version of this rank's part from which it was gathered."""
     _copies: list[tuple[Tensor, int]]
     """The gathered copies of which code has views, and their versions; also of tensors that share memory with this."""
 
     @classmethod
-    def of(cls, local: Tensor, parts: Layout, group: dist.ProcessGroup, draws: Draws | None = None) -> Self:
+    def of(cls, local: Tensor, parts: Layout, group: dist.ProcessGroup, draws: Draws = nullcontext) -> Self:
         """Return the tensor of all ranks, of which this rank has `local`. Autograd records operations on `local`."""
         if local.requires_grad and torch.is_grad_enabled():
             split: Self = _Wrap.apply(cls, local, parts, group)  # type: ignore[no-untyped-call]
@@ -71,7 +69,6 @@ class SplitTensor(Tensor):
             split._node = None
         split._local, split.parts, split.group, split.draws = local, parts, group, draws
         split._full, split._copies, split.learn = None, [], None
-        split._first_version = split.local_version()
         return split
 
     @classmethod
@@ -150,14 +147,6 @@ class SplitTensor(Tensor):
         if any(version_of(copied) != version for copied, version in self._copies):
             raise _in_place_error("changed by an operation with inplace=True, or through a view such as x[..., 0]")
 
-    def check_graph(self, func: Any) -> None:
-        """Raise a `ConfigurationError` if `func`, which code outside of Python calls, would get an outdated graph."""
-        if self._node is not None and self._first_version != self.local_version():
-            raise ConfigurationError(
-                f"{_WHAT} were changed in place, and then given to {func}, called by code that Python does not show. "
-                "The gradient is not known. Use an operation that returns a new tensor."
-            )
-
     # Functions
 
     @classmethod
@@ -171,11 +160,10 @@ class SplitTensor(Tensor):
             is_of_first = args and args[0] is first and len(split) == 1
             return split_cross_entropy(*args, **kwargs) if is_of_first else NotImplemented
         if func in rules.CONVERSIONS and args[0] is not first:  # to the dtype of a tensor that is split
-            own_args, own_kwargs = rules.with_tensors((args, kwargs), _local)
+            own_args, own_kwargs = tree_map_only(SplitTensor, lambda each: each.local, (args, kwargs))
             return func(*own_args, **own_kwargs)
-        is_random = rules.draws(func, args, kwargs)
-        found = None if is_random and first.draws is None else first._find(func, args, kwargs, tensors)
-        return NotImplemented if found is None else first._compute(found, func, args, kwargs, is_random)
+        found = first._find(func, args, kwargs, tensors)
+        return NotImplemented if found is None else first._compute(found, func, args, kwargs)
 
     def _find(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> rules.Found | None:
         """Return what `rules.find` finds, now or for arguments of the same shapes."""
@@ -196,7 +184,7 @@ class SplitTensor(Tensor):
             return None
         return found
 
-    def _compute(self, found: rules.Found, func: Any, args: Any, kwargs: Any, is_random: bool) -> Any:
+    def _compute(self, found: rules.Found, func: Any, args: Any, kwargs: Any) -> Any:
         version = self.local_version()
         if found.function is not None:
             result = found.function(args[0].local, *found.rest)
@@ -212,7 +200,7 @@ class SplitTensor(Tensor):
                 return copy_to_ranks(value, self.group) if torch.is_grad_enabled() and value.requires_grad else value
 
             own_args, own_kwargs = rules.with_tensors((args, kwargs), local)
-            with self.draws() if is_random and self.draws is not None else nullcontext():
+            with self.draws() if rules.draws(func, args, kwargs) else nullcontext():
                 result = func(*own_args, **own_kwargs)
         if self._copies and self.local_version() > version:
             raise _in_place_error("gathered for a view such as x[..., 0], which would not change")
@@ -228,8 +216,7 @@ class SplitTensor(Tensor):
             changed = hook(wrap(gradient))
             return None if changed is None else SplitTensor.own_part(changed, layout, group)
 
-        handle: RemovableHandle = self.local.register_hook(call)  # type: ignore[no-untyped-call]
-        return handle
+        return self.local.register_hook(call)  # type: ignore[no-untyped-call, no-any-return]
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         # Not collective: often one rank prints alone.
@@ -244,23 +231,21 @@ class SplitTensor(Tensor):
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], SplitTensor) else None
-        if first is not None:
-            if func is Tensor.view_as and args[1] is first:
-                # Also where an `autograd.Function` returns its input, as FSDP2's does at each unit.
-                first.check_graph(func)
-                return first.with_local(first.local.view_as(first.local))
-            if func in _OF_ALL:
-                return _OF_ALL[func](func, *args, **kwargs)
+        if first is not None and func in _OF_ALL:
+            return _OF_ALL[func](func, *args, **kwargs)
         tensors = rules.tensors_in(args, kwargs)
         used = [each for each in tensors if isinstance(each, SplitTensor)]
-        if func in _OF_GRADIENTS or "out" in kwargs:
-            _check_arguments(func, args, kwargs)
         if used:
             result = cls._computed(func, args, kwargs, tensors)
             if result is not NotImplemented:
                 return result
-        if first is not None:
-            _check_not_written(func)
+        name = str(getattr(func, "__name__", func))
+        if used and func in _OF_GRADIENTS:
+            raise ConfigurationError(
+                f"{_WHAT} have no gradient for {name}. Read it in x.register_hook(...), {_LEAVE_OUT}"
+            )
+        if isinstance(kwargs.get("out"), SplitTensor) or (first is not None and rules.is_in_place(func)):
+            raise _in_place_error(f"given to {name}")
         args, kwargs = tree_map_only(SplitTensor, SplitTensor.full, (args, kwargs))
         copies = [each._full[0] for each in used if each._full is not None]
         versions = [version_of(each) for each in copies]
@@ -277,14 +262,11 @@ class SplitTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Operations in C++ arrive here, below autograd, whose graph has `_Wrap`.
-        kwargs = kwargs or {}
-        for each in rules.tensors_in(args, kwargs):
-            if isinstance(each, SplitTensor):
-                each.check_graph(func)
-        if schema_of(func).is_mutable and any(_split_in(args[:1], kwargs.get("out"))):
+        written = rules.tensors_in(args[:1]) if schema_of(func).is_mutable else []
+        if any(isinstance(each, SplitTensor) for each in written):
             raise _in_place_error(f"given to {func}")
         with torch.no_grad():
-            args, kwargs = tree_map_only(SplitTensor, SplitTensor.full, (args, kwargs))
+            args, kwargs = tree_map_only(SplitTensor, SplitTensor.full, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -319,10 +301,6 @@ def _memory_of(tensor: Tensor) -> int | None:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.local if isinstance(tensor, SplitTensor) else tensor
-
-
 def _layout_of(tensor: Tensor) -> Layout | None:
     return tensor.parts if isinstance(tensor, SplitTensor) else None
 
@@ -336,28 +314,6 @@ def _in_place_error(what: str) -> ConfigurationError:
         f"{_WHAT} cannot be changed in place here. They were {what}. Use an operation that returns a new tensor, such "
         f"as x.masked_fill(mask, value) or torch.where(mask, values, x), {_LEAVE_OUT}"
     )
-
-
-def _split_in(*values: Any) -> list[SplitTensor]:
-    return [each for each in rules.tensors_in(values, {}) if isinstance(each, SplitTensor)]
-
-
-def _check_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise a `ConfigurationError` if a function keeps or returns gradients of split tensors, or writes to `out`."""
-    if _split_in(kwargs.get("out")):
-        raise _in_place_error("given as `out`")
-    of_gradients = {Tensor.retain_grad: args[:1], torch.autograd.grad: args[1:2]}
-    if _split_in(*of_gradients.get(function, ())):
-        raise ConfigurationError(
-            f"{_WHAT} have no gradient for {function.__name__}. Read it in x.register_hook(...), {_LEAVE_OUT}"
-        )
-
-
-def _check_not_written(function: Any) -> None:
-    """Raise a `ConfigurationError` if `function` would change its first argument, a gathered copy."""
-    name = str(getattr(function, "__name__", function))
-    if name in ("__setitem__", "__set__", "__delete__") or rules.is_in_place(function):
-        raise _in_place_error(f"given to {name}")
 
 
 def _detach(func: Any, split: SplitTensor, *args: Any) -> SplitTensor:

@@ -79,16 +79,15 @@ def split_cross_entropy(
         ignore_index: as in torch.
         reduce: has to be `None`.
         reduction: as in torch.
-        label_smoothing: as in torch.
+        label_smoothing: has to be 0.
 
     Raises:
         IndexError: a target is not a class. On CUDA, the kernel's assertion fails instead.
     """
     classes = min(1, logits.ndim - 1)
     is_split = (
-        (weight, size_average, reduce) == (None, None, None)
+        (weight, size_average, reduce, label_smoothing) == (None, None, None, 0.0)
         and reduction in ("mean", "sum", "none")
-        and 0.0 <= label_smoothing <= 1.0
         and logits.parts == Layout(classes, (logits.shape[classes],))
         and type(target) is Tensor
         and (target.dtype, target.device) == (torch.int64, logits.device)
@@ -106,14 +105,9 @@ def split_cross_entropy(
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
     # Less the highest logit, as torch computes: the loss is often much smaller than the logits.
     at_target = (wide.gather(1, positions[:, None])[:, 0] - highest).masked_fill(~is_own, 0.0)
-    shifted = wide - highest[:, None]
-    totals = [shifted.sum(1)] if label_smoothing > 0 else []
-    sums = [shifted.exp_().sum(1), at_target, *totals]
-    exponentials, logit, *all_logits = sum_over_ranks(torch.stack(sums), group).unbind()
-    log_sum = exponentials.log()
-    losses = log_sum - logit
-    if label_smoothing > 0:
-        losses = (1 - label_smoothing) * losses + label_smoothing * (log_sum - all_logits[0] / size)
+    sums = torch.stack([(wide - highest[:, None]).exp_().sum(1), at_target])
+    exponentials, logit = sum_over_ranks(sums, group).unbind()
+    losses = exponentials.log() - logit
     losses = losses.masked_fill(~counted, 0.0)  # not a product: a loss that does not count may be infinite
     if reduction == "none":
         loss = losses.reshape(target.shape)

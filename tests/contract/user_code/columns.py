@@ -15,7 +15,7 @@ from lightning_paral import (
     ParalPipelineStrategy,
 )
 from lightning_paral.engines.tensor import plan
-from lightning_paral.engines.tensor.shapes import Chain, Layer, plain_chains
+from lightning_paral.engines.tensor.shapes import Layer, plain_chains
 from tests.contract.case import StrategyCase
 from tests.contract.cases import CASES, OWN_CASES
 
@@ -75,10 +75,10 @@ class SplitsEveryLayer(ParalFSDPStrategy):
             plan.MIN_ROWS, plan.plain_chains = least, shapes
 
 
-def plain_and_single(module: Module, layers: Mapping[str, Layer]) -> list[Chain]:
+def plain_and_single(module: Module, layers: Mapping[str, Layer]) -> list[dict[str, str]]:
     """Return the plain chains, and each linear layer as one that splits its output features."""
     linear = [name for name, layer in layers.items() if not layer.is_embedding]
-    return [*plain_chains(module, layers), *(Chain(opening=(name,), closing=()) for name in linear)]
+    return [*plain_chains(module, layers), *({name: "colwise"} for name in linear)]
 
 
 _columns = [column_of(case) for case in CASES if case.themes_of_user_code and case.sizes_among(2)]

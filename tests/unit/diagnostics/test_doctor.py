@@ -8,7 +8,7 @@ import pytest
 
 from lightning_paral import STRATEGIES
 from lightning_paral.diagnostics import doctor
-from lightning_paral.diagnostics.doctor import Fact, as_json, conclusion, nvme_fact, operator_fact, version_fact
+from lightning_paral.diagnostics.doctor import Fact, as_json, conclusion, nvme_fact, version_fact
 from lightning_paral.tested_versions import TESTED_VERSIONS
 from tests.command import run_paral
 
@@ -35,9 +35,9 @@ def test_lacking_compiler_is_named_with_the_command_that_installs_it(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
 
-    fact = operator_fact()
+    fact = nvme_fact(str(tmp_path))
 
-    assert (fact.state, fact.found) == ("warning", "cannot be compiled")
+    assert (fact.state, fact.found) == ("broken", f"{tmp_path} cannot be used")
     assert "apt-get install g++" in fact.advice
 
 

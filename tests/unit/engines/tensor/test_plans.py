@@ -97,8 +97,8 @@ def test_plain_shapes(sizes: list[tuple[int, int]], chains: list[str]) -> None:
 
     found = plain_chains(module, layers_of(module))
 
-    assert ["".join(chain.layers) for chain in found] == chains
-    assert all(len(chain.closing) == 1 for chain in found)
+    assert ["".join(chain) for chain in found] == chains
+    assert all([*chain.values()].index("rowwise") == len(chain) - 1 for chain in found)
 
 
 def test_shapes_of_nested_modules() -> None:
@@ -108,7 +108,7 @@ def test_shapes_of_nested_modules() -> None:
 
     (chain,) = plain_chains(module, layers_of(module))
 
-    assert chain.layers == ("0.0.0", "0.0.1", "0.0.2", "0.1.0")
+    assert [*chain] == ["0.0.0", "0.0.1", "0.0.2", "0.1.0"]
 
 
 def test_the_gate_of_llama_is_behind_the_layer_that_leads_back() -> None:
@@ -117,7 +117,7 @@ def test_the_gate_of_llama_is_behind_the_layer_that_leads_back() -> None:
 
     (chain,) = plain_chains(module, layers_of(module))
 
-    assert (chain.opening, chain.closing) == (("w1", "w3"), ("w2",))
+    assert chain == {"w1": "colwise", "w3": "colwise", "w2": "rowwise"}
 
 
 def test_only_the_vocabulary_is_uneven() -> None:
@@ -131,7 +131,7 @@ def test_only_the_vocabulary_is_uneven() -> None:
     ("change", "reason"),
     [
         (lambda m: setattr(m.embedding, "max_norm", 1.0), "max_norm=1.0"),
-        (lambda m: parametrizations.weight_norm(m.blocks[0].up), "parametrizations"),
+        (lambda m: parametrizations.weight_norm(m.blocks[0].up), "computed from other parameters"),
         (lambda m: m.blocks[0].up.register_full_backward_hook(lambda *_: None), "a hook sees the gradients"),
         (lambda m: spectral_norm(m.blocks[0].up), "computed from other parameters"),
         (lambda m: setattr(m.blocks[0].up, "forward", m.blocks[0].up.forward), "has its own forward"),
