@@ -1,6 +1,8 @@
-"""Treat many tensors together: group those that can be concatenated or fused, and broadcast them in few messages."""
+"""Treat many tensors together: group, broadcast or average them, in few messages or operations."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, groupby
+from operator import itemgetter
 
 import torch
 import torch.distributed as dist
@@ -8,6 +10,8 @@ from torch import Tensor
 
 LARGE_BYTES = 1024 * 1024
 """Tensors of at least this size are broadcast one by one; smaller ones are coalesced."""
+_REDUCED_BYTES = 25 * 1024 * 1024
+"""About the size of what is reduced at once, which needs as much memory."""
 
 
 @torch.no_grad()
@@ -61,6 +65,27 @@ def _write(tensor: Tensor, received: Tensor) -> None:
         tensor.data.copy_(received.clone().view(tensor.dtype).view(tensor.shape))
     elif received.data_ptr() != tensor.data_ptr():
         _as_bytes(tensor).copy_(received)
+
+
+@torch.no_grad()
+def all_reduce_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Replace `tensors` with their means over the ranks of `group`, in place. *Collective* over `group`.
+
+    Args:
+        tensors: tensors with the same shapes, dtypes and device types, in the same order, on all ranks.
+        group: the ranks that take part; `None` for all ranks.
+    """
+    num_ranks = dist.get_world_size(group)
+    for similar in group_by_dtype_and_device(tensor for tensor in tensors if tensor.numel()):
+        ends = accumulate(tensor.numel() * tensor.element_size() for tensor in similar)
+        numbered = zip((end // _REDUCED_BYTES for end in ends), similar, strict=True)
+        for _, pairs in groupby(numbered, key=itemgetter(0)):
+            bucket = [tensor for _, tensor in pairs]
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            dist.all_reduce(flat, group=group)
+            means = torch.split(flat.div_(num_ranks), [tensor.numel() for tensor in bucket])
+            for tensor, mean in zip(bucket, means, strict=True):
+                tensor.copy_(mean.view_as(tensor))
 
 
 def group_by_dtype_and_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

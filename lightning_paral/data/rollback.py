@@ -70,9 +70,9 @@ def _set_attributes(module: Module, attributes: dict[str, Any]) -> None:
 
 def _restorer(value: Any) -> Callable[[], None]:
     """Return a function that restores a tensor in place, or a container and its items at any depth."""
-    if isinstance(value, Parameter | WithoutMemory):
-        return _do_nothing  # engines keep lists of parameters, which they unshard and free
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor):  # asked first: whether something is a `Parameter` takes longer
+        if isinstance(value, Parameter | WithoutMemory):
+            return _do_nothing  # engines keep lists of parameters, which they unshard and free
         return partial(_copy_changed, value, value.detach().clone())
     if not isinstance(value, dict | list | deque | tuple | set):
         return _do_nothing

@@ -17,13 +17,12 @@ from lightning_paral.engines.fsdp.refusals import check_user_hooks
 from lightning_paral.engines.fsdp.shard import check_module
 from lightning_paral.engines.fsdp.step_shards import StepShards
 from lightning_paral.engines.pipeline.checks import check_before_fit
-from lightning_paral.engines.pipeline.gradients import StageClipping, StageGradients, stage_precision
 from lightning_paral.engines.pipeline.options import PipelineOptions
 from lightning_paral.engines.pipeline.parameters import StageOptimizerState, without_elsewhere
-from lightning_paral.engines.pipeline.run import EndedPipelineState, PipelineRun, PipelineState
+from lightning_paral.engines.pipeline.run import PipelineRun, PipelineState
 from lightning_paral.model.deferred.construction import DeferredConstruction, has_mapped_weights, recording
 from lightning_paral.option_types import takes
-from lightning_paral.strategies.base import ParalStrategy, precision_made_by
+from lightning_paral.strategies.base import ParalStrategy
 from lightning_paral.strategies.tensor_parallel import TensorParallel, gather_split
 
 
@@ -46,8 +45,6 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
     forward_has_collectives = True
     _default_form = "sharded"
 
-    precision_plugin = precision_made_by(stage_precision)
-
     _options: PipelineOptions
 
     @takes(PipelineOptions)
@@ -66,7 +63,6 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
 
     def _check_configured(self) -> None:
         super()._check_configured()
-        self.precision_plugin = self.precision_plugin  # the setter replaces Lightning's default plugin
         self._options.check_world_size(self.num_nodes * self.num_processes)
 
     def setup_environment(self) -> None:
@@ -111,7 +107,6 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
         self._divide(module)
         if is_fit:
             self._engine.start_fit()
-            self._set_clipped(self._engine.gradients)
             self.setup_optimizers(trainer)
             if self._shards is not None:
                 shards = self._shards
@@ -161,15 +156,15 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
             for optimizer in self.optimizers:
                 optimizer.state = StageOptimizerState(dict, optimizer.state)
 
-    def _set_clipped(self, gradients: StageGradients | None) -> None:
-        assert isinstance(self.precision_plugin, StageClipping)
-        self.precision_plugin.gradients = gradients
-
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Accumulate gradients on each rank in backward passes inside this context."""
-        with self._engine.accumulating(), self._accumulating_buffers():
-            yield
+        self._engine.gradients.accumulates = True
+        try:
+            with self._accumulating_buffers():
+                yield
+        finally:
+            self._engine.gradients.accumulates = False
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Give the tensor ranks of a stage the same random states. *Collective* over these when an epoch begins."""
@@ -212,10 +207,7 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
 
     @property
     def _sharded_state(self) -> ShardedState:
-        if self._pipeline is not None:
-            return self._state_of(self._pipeline)
-        assert self.lightning_module is not None
-        return EndedPipelineState(self.lightning_module, self.optimizers, self.root_device, self._ended)
+        return super()._sharded_state if self._pipeline is None else self._state_of(self._pipeline)
 
     def _state_of(self, run: PipelineRun) -> PipelineState:
         return PipelineState(run, self.optimizers, self._ended, self.num_processes)
@@ -228,7 +220,7 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state by name, with empty shards for the parameters of other stages. *Collective*."""
         if self._pipeline is not None and not self._watch.is_failing:
-            self._pipeline.share_buffers()
+            self._pipeline.parameters.share_buffers()
         return super().lightning_module_state_dict()
 
     def _without_others(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -252,7 +244,6 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
         It stays divided if ranks failed, or if a node lacks the memory for it.
         """
         run, self._pipeline, self._deferred, self._shards, self._tensor = self._pipeline, None, None, None, None
-        self._set_clipped(None)
         try:
             if run is not None:
                 self._state_of(run).restore(self._ended, failed=self._watch.is_failing and self.world_size > 1)

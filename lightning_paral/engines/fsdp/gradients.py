@@ -13,7 +13,7 @@ from torch.nn import Bilinear, GroupNorm, LayerNorm, Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.layout import dtensor_like
-from lightning_paral.comm.coalescing import group_by_dtype_and_device
+from lightning_paral.comm.coalescing import all_reduce_mean, group_by_dtype_and_device
 from lightning_paral.comm.reduce_scatter import sum_of_own_chunk
 from lightning_paral.compat.torch.autograd import call_at_end_of_backward
 from lightning_paral.compat.torch.dtensor import local_of
@@ -144,8 +144,8 @@ def match_inputs(module: Module) -> None:
 class AveragedGradients:
     """Averages the gradients of replicated parameters over the data ranks at the end of each backward pass.
 
-    It uses one all-reduce per dtype and device. Backward passes that only accumulate are averaged as well: averaging
-    equal values again, in a later pass, changes nothing.
+    Backward passes that only accumulate are averaged as well: averaging equal values again, in a later pass, changes
+    nothing.
 
     Args:
         parameters: the parameters that are replicated on the data ranks.
@@ -175,13 +175,7 @@ class AveragedGradients:
 
     def _average(self) -> None:
         self._queued = False
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        for similar in group_by_dtype_and_device(gradients):
-            flat = torch.cat([gradient.view(-1) for gradient in similar])
-            dist.all_reduce(flat, group=self._group)
-            flat.div_(self._num_ranks)
-            for gradient, averaged in zip(similar, torch.split(flat, [g.numel() for g in similar]), strict=True):
-                gradient.copy_(averaged.view_as(gradient))
+        all_reduce_mean([each.grad for each in self._parameters if each.grad is not None], self._group)
 
 
 def _register_gradient_hook(parameter: Parameter, hook: object) -> torch.utils.hooks.RemovableHandle:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,22 +14,15 @@ from torch.nn import Module
 from lightning_paral.comm.channel import Channel, TensorSpec, with_tensors
 from lightning_paral.compat.torch.autograd import is_in_transform
 from lightning_paral.compat.torch.modules import subclass_of
-from lightning_paral.compat.torch.tensors import tree_flatten, tree_leaves, tree_map_only
+from lightning_paral.compat.torch.tensors import tree_leaves, tree_map_only
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.pipeline.division import End
+from lightning_paral.engines.pipeline.schedule import generator_states
 from lightning_paral.errors import ConfigurationError, ParalError
 from lightning_paral.model.units import Unit
 
 Call = Callable[..., Any]
 _PLAIN = bool | int | float | str | None
-
-THROUGH_STAGES = (
-    "The code of a step computes gradients itself, such as by torch.autograd.grad or backward(), which may have to "
-    "pass through units of an earlier stage. In a pipeline, each stage has the graph of its own units only, and the "
-    "backward passes run after the step. A step can compute gradients by what the last unit returns, and by weights "
-    "that are used after it only. For others, train with paral_ddp, or with paral_fsdp if they are not differentiated "
-    "again."
-)
 
 
 class Pipeline:
@@ -83,7 +76,6 @@ class Boundaries:
             peer, way = dims.pipeline_ranks[other % dims.pipeline], int(into % dims.pipeline == 0)
             self._activations[into] = Channel(pipeline.activations[way], peer, device, tag=into)
             self._gradients[into] = Channel(pipeline.gradients[way], peer, device, tag=into)
-        self._unanswered: Received | None = None
         self.is_in_backward = False
         """Set it during the backward passes of a step, in which alone gradients are sent."""
         self.anchor = torch.zeros((), device=device, requires_grad=True)
@@ -99,9 +91,7 @@ class Boundaries:
 
     def receive(self, part: int) -> "Received":
         """Return the output of the last unit before `part`, a part of this stage."""
-        values, tensors = self._activations[part].receive()
-        self._unanswered = Received(self, self._gradients[part], values, tensors)
-        return self._unanswered
+        return Received(self, self._gradients[part], *self._activations[part].receive())
 
     def send(self, output: Any, part: int, unit: str) -> Tensor:
         """Send `output`, and return a zero whose backward pass waits for the gradients of what was sent.
@@ -114,27 +104,21 @@ class Boundaries:
         Raises:
             ConfigurationError: `output` has values that cannot be sent.
         """
-        leaves = tree_flatten(output)[0]
-        unknown = next((leaf for leaf in leaves if not isinstance(leaf, Tensor | _PLAIN)), None)
-        if unknown is not None:
-            raise ConfigurationError(
-                f"{unit} returns a {type(unknown).__name__}, which cannot be sent to the next stage of the pipeline. "
-                "Return tensors, or tuples, lists or dicts of tensors and plain numbers."
-            )
         if not torch.is_grad_enabled():
             output = tree_map_only(Tensor, Tensor.detach, output)
-            leaves = tree_flatten(output)[0]
+        leaves = tree_leaves(output)
+        unknown = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor | _PLAIN)]
+        if unknown:
+            raise ConfigurationError(
+                f"{unit} returns a {unknown[0]}, which cannot be sent to the next stage of the pipeline. Return "
+                "tensors, or tuples, lists or dicts of tensors and plain numbers."
+            )
         self._activations[part + 1].send(output)
-        trained = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        trained = [leaf for leaf in leaves if _requires_grad(leaf)]
         if not trained:
             return torch.zeros((), device=self.anchor.device)
         zero: Tensor = _Send.apply(self._gradients[part + 1], *trained)  # type: ignore[no-untyped-call]
         return zero
-
-    def take_received(self) -> "Received | None":
-        """Return what the last forward pass has received, whose gradients the stage before awaits."""
-        received, self._unanswered = self._unanswered, None
-        return received
 
     def finish(self) -> None:
         """Wait until everything is sent."""
@@ -151,56 +135,51 @@ class Received:
         self._channel = channel
         self._values = values
         self._tensors = tensors
-        specs = [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, TensorSpec)]
-        self._trained = {number: spec for number, spec in enumerate(specs) if spec.requires_grad}
-        self._is_answered = not self._trained
+        specs = [leaf for leaf in tree_leaves(values) if isinstance(leaf, TensorSpec)]
+        self.awaited = {number: spec for number, spec in enumerate(specs) if spec.requires_grad}
+        """The tensors whose gradients the stage before awaits."""
 
     def as_nan(self) -> Any:
         """Return NaN in place of the values, which code between units may write to."""
         nan = self._boundaries.anchor * float("nan")
-        tensors = [
-            _nan_of(each, nan if number in self._trained else nan.detach()) for number, each in enumerate(self._tensors)
-        ]
-        return with_tensors(self._values, tensors)
+        return with_tensors(self._values, [_nan_of(each, nan) for each in self._tensors])
 
     def in_graph(self, given: Sequence[Tensor]) -> Any:
         """Return the values. Gradients by `given`, which would pass through units of an earlier stage, are refused."""
         tensors, self._tensors = self._tensors, []
-        if self._trained:  # also if the code around this unit computes no gradients
-            with torch.enable_grad():
-                in_graph = _Receive.apply(  # type: ignore[no-untyped-call]
-                    self._boundaries.anchor, self, [tensors[number] for number in self._trained], *given
-                )
-            for number, tensor in zip(self._trained, in_graph, strict=True):
-                tensors[number] = tensor
+        if self.awaited:
+            with torch.enable_grad():  # also if the code around this unit computes no gradients
+                tensors = _Receive.apply(self._boundaries.anchor, self, tensors, *given)  # type: ignore[no-untyped-call]
         return with_tensors(self._values, tensors)
 
-    def answer(self, gradients: Any) -> None:
-        """Send the gradients to the stage before.
+    def answer(self, gradients: Sequence[Tensor] = ()) -> None:
+        """Send `gradients` to the stage before, or zeros after a backward pass that did not reach the tensors.
 
         Raises:
             ConfigurationError: the code of the user computes them, inside a step.
         """
         if not self._boundaries.is_in_backward:
-            raise ConfigurationError(THROUGH_STAGES)
-        self._is_answered = True
-        self._channel.send_tensors(gradients)
-
-    def answer_if_unused(self, device: torch.device) -> None:
-        """Send zeros if the backward pass did not reach the tensors. Call this after the backward pass."""
-        if not self._is_answered:
-            self.answer([spec.empty(device).zero_() for spec in self._trained.values()])
+            raise ConfigurationError(
+                "The code of a step computes gradients itself, such as by torch.autograd.grad or backward(), which may "
+                "have to pass through units of an earlier stage. In a pipeline, a step can compute gradients by what "
+                "the last unit returns, and by weights that are used after it only. For others, train with paral_ddp, "
+                "or with paral_fsdp if they are not differentiated again."
+            )
+        device = self._boundaries.anchor.device
+        self._channel.send_tensors(gradients or [spec.empty(device).zero_() for spec in self.awaited.values()])
+        self.awaited = {}
 
 
 class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, received: Received, tensors: list[Tensor], *given: Tensor) -> Any:
         ctx.received, ctx.num_given = received, len(given)
+        ctx.mark_non_differentiable(*(each for number, each in enumerate(tensors) if number not in received.awaited))
         return tuple(tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.received.answer(gradients)
+        ctx.received.answer([gradients[number] for number in ctx.received.awaited])
         return (None,) * (3 + ctx.num_given)
 
 
@@ -215,7 +194,7 @@ class _Send(torch.autograd.Function):
         return None, *ctx.gradients()
 
 
-# Calls of units
+# Calls of modules
 
 
 class StageDone(BaseException):
@@ -230,12 +209,15 @@ class StageDone(BaseException):
 
 
 class UnitCalls:
-    """Replaces the calls of all units of the chain during a run.
+    """Replaces the calls of all units of the chain, and of modules at its ends, during a run.
 
     Units must be called once each, in order. On a stage, the call of the last unit of the stage before returns what was
     received, and those of earlier units NaN of the same shape. So the loss is NaN if a step uses them. The call of the
     last unit of a stage sends its output and raises `StageDone`, except on the last stage. If a stage has several parts
     of the chain, a pass runs the units of one of them, and the stage before is what comes before this part.
+
+    The code before the chain runs on all stages, but only the first unit may use what modules of `first_stage` return.
+    On later stages, these return NaN as well: they run with NaN parameters that take no memory.
 
     Args:
         units: the units of the chain, in the order in which they are called.
@@ -255,61 +237,62 @@ class UnitCalls:
     ) -> None:
         self._units = units
         self._parts = parts
-        self._part, self._own = next(iter(parts.items()))
+        self._part, self._own = 0, range(0)
         self._boundaries = boundaries
         self._on_first = on_first
         self._in_full = in_full
-        self._received: Received | None = None
+        self.received: Received | None = None
+        """What the last pass has received, whose gradients the stage before awaits."""
         self._stand_in: Any = None
         self._given: list[Tensor] = []
         """What earlier units of a pass that is checked were called with."""
-        self._has_grad = self._is_checked = self._is_on_nan = False
+        self._has_grad = self._is_on_nan = False
+        self.is_checked = False
+        """Whether passes note what units return and draw, and refuse gradients through earlier stages."""
+        self.has_drawn = False
+        """Whether units have drawn random numbers in the passes that were checked."""
         self.hides_insides = False
         """Whether passes run all units with NaN as well, so that what they keep, or give to hooks, is NaN."""
-        self.next_unit: int | None = None
+        self._next_unit: int | None = None
         """The position of the unit that is called next; `None` outside of a forward pass."""
-        self.first_nan: int | None = None
-        """The first unit of this stage that has returned NaN in the passes that were checked, until it is set."""
+        self.first_nan: tuple[int, str] | None = None
+        """The first unit that has returned NaN in passes that were checked: its position and name."""
 
-    def install(self, undo: ExitStack) -> None:
-        """Replace the calls until `undo` is closed."""
+    def install(self, lacking: Sequence[End], undo: ExitStack) -> None:
+        """Replace the calls of the units, and of the ends that this stage is `lacking`, until `undo` is closed."""
         for number, unit in enumerate(self._units):
             _replace_call(unit.module, partial(self._call, number), undo)
+        for end in lacking:
+            _replace_call(end.module, partial(self._call_end, end), undo)
 
     @contextmanager
-    def forward_pass(self, part: int, *, is_checked: bool = False) -> Iterator[None]:
-        """Allow one call of each unit inside the block.
+    def forward_pass(self, step: str, part: int) -> Iterator[None]:
+        """Allow one call of each unit inside the block, which runs the units of `part`.
 
-        Args:
-            part: the number of the part whose units run.
-            is_checked: whether to note units that return NaN, and to refuse gradients through earlier stages.
+        Raises:
+            ConfigurationError: the block ended without calling all of them, or failed where it has NaN.
         """
-        self.next_unit, self._is_checked = 0, is_checked
+        self._next_unit, self.received = 0, None
         self._part, self._own = part, self._parts[part]
         self._has_grad = torch.is_grad_enabled()
         try:
             yield
+            if self._next_unit < len(self._units):
+                raise ConfigurationError(
+                    f"{step} ended without calling {self._name(self._next_unit)}. {self._in_order()}"
+                )
         except Exception as error:
-            if isinstance(error, ParalError) or not 0 < self.next_unit < self._own.start:
+            if isinstance(error, ParalError) or not 0 < self._next_unit < self._own.start:
                 raise
             raise ConfigurationError(
-                f"The step failed between {self._name(self.next_unit - 1)} and {self._name(self.next_unit)}, which are "
-                f"on an earlier stage: {type(error).__name__}: {error}. The code between them got NaN, in the shape of "
-                f"what {self._name(self._own.start - 1)} returns. Move this code into a unit, choose units of which "
-                "each is called with what the one before returns, units=[...], or train with paral_fsdp."
+                f"The step failed between {self._name(self._next_unit - 1)} and {self._name(self._next_unit)}, which "
+                f"are on an earlier stage, with NaN in the shape of what {self._name(self._own.start - 1)} returns: "
+                f"{type(error).__name__}: {error}. Move the code between them into a unit, choose units=[...] of which "
+                "each is called with what the one before returns, or train with paral_fsdp."
             ) from error
         finally:
-            self.next_unit = self._received = self._stand_in = None
+            self._next_unit = self._stand_in = None
             self._given.clear()
-
-    def check_complete(self, step: str) -> None:
-        """Check inside `forward_pass`, after the step has returned, that all units of this stage were called.
-
-        Raises:
-            ConfigurationError: the step did not call all of them.
-        """
-        if self.next_unit is not None and self.next_unit < len(self._units):
-            raise ConfigurationError(f"{step} ended without calling {self._name(self.next_unit)}. {self._in_order()}")
 
     def _call(self, number: int, run: Call, args: Any, kwargs: Any) -> Any:
         """Do what calling unit `number` does on this stage; `run` runs the unit."""
@@ -319,76 +302,80 @@ class UnitCalls:
         if number == 0:
             self._on_first()
             if self._own.start > 0:
-                self._received = self._boundaries.receive(self._part)
-                self._stand_in = self._received.as_nan() if self._own.start > 1 else None
-        self.next_unit = number + 1
+                self.received = self._boundaries.receive(self._part)
+                self._stand_in = self.received.as_nan() if self._own.start > 1 else None
+        self._next_unit = number + 1
         is_own = number in self._own
         if is_own:
+            before = generator_states() if self.is_checked else None
             output = self._in_full(run(*args, **kwargs))
-            if self._is_checked and self.first_nan is None and _has_nan(output):
-                self.first_nan = number
+            if self.is_checked:
+                self.has_drawn |= before != generator_states()
+                tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+                if self.first_nan is None and any(bool(tensor.isnan().any()) for tensor in tensors):
+                    self.first_nan = number, self._name(number)
         else:
-            if self._is_checked:
+            assert self.received is not None
+            if self.is_checked:
                 self._given += filter(_requires_grad, tree_leaves((args, kwargs)))
-            assert self._received is not None
-            is_last = number == self._own.start - 1
-            output = self._received.in_graph(self._given) if is_last else self._stand_in
+            output = self.received.in_graph(self._given) if number == self._own.start - 1 else self._stand_in
         if self.hides_insides:
-            self._run_on_nan(self._units[number].module, run if is_own else None, args, kwargs)
+            with suppress(Exception), self._on_nan():  # it may fail on NaN
+                if is_own:
+                    nan = self._boundaries.anchor * float("nan")
+                    args, kwargs = tree_map_only(Tensor, partial(_nan_of, nan=nan), (args, kwargs))
+                    run(*args, **kwargs)
+                else:
+                    _with_nan_parameters(self._units[number].module, args, kwargs)
         if number == self._own.stop - 1 and number < len(self._units) - 1:
             raise StageDone(self._boundaries.send(output, self._part, self._name(number)))
         return output
 
-    def _run_on_nan(self, unit: Module, run: Call | None, args: Any, kwargs: Any) -> None:
-        """Run a unit with NaN as its arguments, also one of another stage, with NaN as its parameters."""
-        nan = self._boundaries.anchor.detach() * float("nan")
-        given: dict[int, tuple[Tensor, Tensor]] = {}
+    def _call_end(self, end: End, run: Call, args: Any, kwargs: Any) -> Any:
+        if self._is_on_nan:
+            return run(*args, **kwargs)
+        if self._next_unit != 0 or end.stage != 0:
+            raise ConfigurationError(
+                f"{end.name} was called on a stage that does not have it: {end.option} keeps it on one stage only. "
+                "Modules of first_stage can be called before the first unit, modules of last_stage after the last "
+                f"one, both in steps only. Leave {end.name!r} out of {end.option}, so that all stages have it."
+            )
+        with self._on_nan():
+            return _with_nan_parameters(end.module, args, kwargs)
 
-        def hide(tensor: Tensor) -> Tensor:
-            hidden = _nan_of(tensor.detach(), nan)
-            given[id(hidden)] = hidden, tensor
-            return hidden
-
+    @contextmanager
+    def _on_nan(self) -> Iterator[None]:
+        """Run the modules that are called inside the block as they are, without gradients."""
         self._is_on_nan = True
         try:
-            with torch.no_grad(), suppress(Exception):  # it may fail on NaN
-                if run is not None:
-                    args, kwargs = tree_map_only(Tensor, hide, (args, kwargs))
-                    run(*args, **kwargs)
-                else:
-                    args, kwargs = _exchanged((args, kwargs), hide)
-                    functional_call(unit, _nan_parameters(unit), args, kwargs)
+            with torch.no_grad():
+                yield
         finally:
             self._is_on_nan = False
-            if run is None:
-                _exchanged((args, kwargs), lambda each: given.get(id(each), (each, each))[1])
 
     def _check_call(self, number: int) -> None:
-        if self.next_unit is None:
-            raise ConfigurationError(
-                f"{self._name(number)} was called outside of a training, validation, test or predict step. Under "
-                "paral_pp it is on one stage only, and stages run their units in steps only. Move the call into a "
-                "step, or train with paral_fsdp."
+        problem, parameters = "", self._units[number].module.parameters()
+        if self._next_unit is None:
+            problem = (
+                "was called outside of a training, validation, test or predict step. Under paral_pp it is on one stage "
+                "only, and stages run their units in steps only. Move the call into a step, or train with paral_fsdp."
             )
-        if number != self.next_unit:
-            before = f"after {self._name(self.next_unit - 1)}" if self.next_unit else "first"
-            raise ConfigurationError(
-                f"{self._name(number)} was called {before}. {self._in_order()} Choose units that are called so with "
-                "units=[...], or train with paral_fsdp."
+        elif number != self._next_unit:
+            before = f"after {self._name(self._next_unit - 1)}" if self._next_unit else "first"
+            problem = f"was called {before}. {self._in_order()} Choose other units=[...], or train with paral_fsdp."
+        elif self._has_grad and not torch.is_grad_enabled() and any(map(_requires_grad, parameters)):
+            problem = (
+                "has trained parameters, but was called without gradients, so none could be sent between stages. Under "
+                "torch.no_grad(), freeze the parameters: requires_grad_(False). Instead of a reentrant "
+                "torch.utils.checkpoint, use ParalPipelineStrategy(activation_checkpointing=...)."
             )
-        parameters = self._units[number].module.parameters()
-        if self._has_grad and not torch.is_grad_enabled() and any(map(_requires_grad, parameters)):
-            raise ConfigurationError(
-                f"{self._name(number)} has trained parameters, but was called without gradients, so none could be sent "
-                "between stages. Under torch.no_grad(), freeze the parameters: requires_grad_(False). For "
-                "torch.utils.checkpoint.checkpoint, set use_reentrant=False, or give "
-                "ParalPipelineStrategy(activation_checkpointing=...)."
+        elif is_in_transform():
+            problem = (
+                "was called inside a transform of torch.func, or with forward-mode AD, which cannot pass through the "
+                "stages of a pipeline. Train with paral_ddp."
             )
-        if is_in_transform():
-            raise ConfigurationError(
-                f"{self._name(number)} was called inside a transform of torch.func, or with forward-mode AD, which "
-                "cannot pass through the stages of a pipeline. Train with paral_ddp."
-            )
+        if problem:
+            raise ConfigurationError(f"{self._name(number)} {problem}")
 
     def _in_order(self) -> str:
         first, last = self._name(0), self._name(len(self._units) - 1)
@@ -398,81 +385,20 @@ class UnitCalls:
         return self._units[number].name
 
 
-def replace_end_calls(ends: Sequence[End], calls: UnitCalls, undo: ExitStack) -> None:
-    """Replace the calls of modules that other stages hold at an end of the chain, until `undo` is closed.
-
-    The code before the chain runs on all stages, but only the first unit may use what modules of `first_stage` return.
-    On later stages, these modules therefore return NaN of the right shape: they run with NaN parameters that take no
-    memory.
-
-    Args:
-        ends: those that this stage does not hold.
-        calls: knows the unit that is called next.
-        undo: a stack to which functions that undo the changes are pushed.
-    """
-    running: set[str] = set()
-
-    def call(end: End, run: Call, args: Any, kwargs: Any) -> Any:
-        if end.name in running:
-            return run(*args, **kwargs)
-        if calls.next_unit != 0 or end.stage != 0:
-            raise ConfigurationError(
-                f"{end.name} was called on a stage that does not have it: {end.option} keeps it on one stage only. "
-                "Modules of first_stage can be called before the first unit, modules of last_stage after the last "
-                f"one, both in steps only. Leave {end.name!r} out of {end.option}, so that all stages have it."
-            )
-        buffers = {name: each.clone() for name, each in end.module.named_buffers()}
-        running.add(end.name)
-        try:
-            with torch.no_grad():
-                return functional_call(end.module, _nan_parameters(end.module) | buffers, args, kwargs)
-        finally:
-            running.clear()
-
-    for end in ends:
-        _replace_call(end.module, partial(call, end), undo)
-
-
 def _replace_call(module: Module, call: Callable[[Call, Any, Any], Any], undo: ExitStack) -> None:
     """Make `module(*args, **kwargs)` return `call(run, args, kwargs)` until `undo` is closed; `run` runs the module."""
 
     class OfStage:
-        """A module of a stage, which is not copied during a run."""
-
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return call(super().__call__, args, kwargs)  # type: ignore[misc]
-
-        def __deepcopy__(self, memo: Any) -> NoReturn:
-            raise ConfigurationError(
-                "A module cannot be copied while it is divided among the stages of a pipeline, because this rank has "
-                "only some of its parameters. Copy it before or after the run."
-            )
 
     original = type(module)
     module.__class__ = subclass_of(original, OfStage, {})
     undo.callback(setattr, module, "__class__", original)
 
 
-def _exchanged(value: Any, exchange: Callable[[Tensor], Tensor]) -> Any:
-    """Return `value` with other tensors. Lists and dicts are changed in place: a unit may add to those it is given."""
-    if isinstance(value, list):
-        value[:] = [_exchanged(each, exchange) for each in value]
-        return value
-    if isinstance(value, dict):
-        for key, each in list(value.items()):
-            value[key] = _exchanged(each, exchange)  # outputs of transformers have no `update`
-        return value
-    if type(value) is tuple:
-        return tuple(_exchanged(each, exchange) for each in value)
-    return tree_map_only(Tensor, exchange, value)
-
-
 def _requires_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
-
-
-def _has_nan(values: Any) -> bool:
-    return any(bool(leaf.isnan().any()) for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
 def _nan_of(tensor: Tensor, nan: Tensor) -> Tensor:
@@ -481,9 +407,10 @@ def _nan_of(tensor: Tensor, nan: Tensor) -> Tensor:
     return tensor.clone() if is_integer else tensor + nan.to(tensor.dtype)
 
 
-def _nan_parameters(module: Module) -> dict[str, Tensor]:
-    """Return NaN in the shapes of the parameters of `module`, without memory for them."""
-    return {
+def _with_nan_parameters(module: Module, args: Any, kwargs: Any) -> Any:
+    """Return what `module` returns with NaN in place of its parameters, which take no memory."""
+    nan = {
         name: torch.full((), float("nan"), dtype=each.dtype, device=each.device).expand(each.shape)
         for name, each in module.named_parameters()
     }
+    return functional_call(module, nan, args, kwargs)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +11,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
-from torchmetrics import Metric
 
-from lightning_paral.compat.torch.autograd import gradient_hooks, post_accumulate_grad_hooks, version_of
+from lightning_paral.compat.torch.autograd import gradient_hooks, post_accumulate_grad_hooks
 from lightning_paral.compat.torch.modules import BatchNorm
 from lightning_paral.data.parts import first_samples, num_samples_of, weighted_mean
 from lightning_paral.data.rollback import rollback_side_effects
@@ -22,33 +20,36 @@ from lightning_paral.distributed.exchange import gather_objects
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.pipeline.calls import Pipeline, UnitCalls
 from lightning_paral.engines.pipeline.parameters import is_elsewhere
-from lightning_paral.engines.pipeline.schedule import MicroBatchWeights, RandomStreams, generator_states
-from lightning_paral.errors import ConfigurationError, ParalError
+from lightning_paral.engines.pipeline.schedule import MicroBatchWeights, generator_states
+from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.checks import check_embeddings
 from lightning_paral.model.gradients import local_part
-from lightning_paral.model.units import Unit
+
+PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-true")
 
 # The module
 
 
 def check_before_fit(module: LightningModule, dims: ParallelDims, *, has_sync_batchnorm: bool) -> None:
     """Raise a `ConfigurationError` if training `module` in a pipeline would not equal training in one process."""
-    name = type(module).__name__
-    if not module.automatic_optimization:
-        raise ConfigurationError(
+    name, precision = type(module).__name__, module.trainer.precision
+    problem = ""
+    if precision not in PRECISIONS:
+        problem = f"precision={precision!r} is none of those of a pipeline: {', '.join(PRECISIONS)}. Set one of them"
+    elif not module.automatic_optimization:
+        problem = (
             f"{name} uses manual optimization. In a pipeline, the backward passes of the micro-batches run inside "
-            "training_step, so it cannot call them itself. Use automatic optimization, or train with paral_fsdp."
+            "training_step, so it cannot call them itself. Use automatic optimization"
         )
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise ConfigurationError(
-            f"{name}.training_step takes a `dataloader_iter`, so there is no batch to divide into micro-batches. Take "
-            "`batch`, or train with paral_fsdp."
-        )
-    if has_sync_batchnorm:
-        raise ConfigurationError(
+    elif is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        problem = f"{name}.training_step takes a `dataloader_iter`, but a pipeline divides batches. Take `batch`"
+    elif has_sync_batchnorm:
+        problem = (
             "Trainer(sync_batchnorm=True) cannot be used in a pipeline, whose stages run different layers at the same "
-            "time. Leave it out, or train with paral_fsdp."
+            "time. Leave it out"
         )
+    if problem:
+        raise ConfigurationError(f"{problem}, or train with paral_fsdp.")
     check_parameter_hooks(module)
     check_embeddings(module, dims.data_size, "a pipeline")
 
@@ -88,22 +89,10 @@ _TOLERANCE = 1e-4
 _TOLERANCE_OF_16_BITS = 1e-2
 _ROUNDING = 1e-7
 """What a loss that is zero may differ by."""
+_BUFFER = "the buffer "
 
-Forward = Callable[[Any, bool], Tensor]
-"""Runs the step on a batch, and checks the pass if told to. Returns the loss, on other stages what `send` does."""
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What a stage has found in the passes."""
-
-    losses: Sequence[float]
-    """On the last stage, the loss of all samples, those of each, and that of all if what is inside of units is NaN."""
-    weights: Sequence[float]
-    """How much the loss of each sample counts."""
-    first_nan: int | None
-    has_drawn: bool
-    fault: str | None
+Forward = Callable[[Any], Tensor]
+"""Runs the step on a batch. Returns the loss, on other stages what `send` does."""
 
 
 class StepCheck:
@@ -111,25 +100,14 @@ class StepCheck:
 
     Args:
         module: the divided LightningModule.
-        units: the units of the chain.
-        calls: notes units that return NaN.
-        streams: notes whether passes draw random numbers.
+        calls: notes units that return NaN, or draw random numbers.
         pipeline: the pipeline of this rank.
     """
 
-    def __init__(
-        self,
-        module: LightningModule,
-        units: Sequence[Unit],
-        calls: UnitCalls,
-        streams: RandomStreams,
-        pipeline: Pipeline,
-    ) -> None:
+    def __init__(self, module: LightningModule, calls: UnitCalls, pipeline: Pipeline) -> None:
         self._module = module
         self._step = f"{type(module).__name__}.training_step"
-        self._units = units
         self._calls = calls
-        self._streams = streams
         self._pipeline = pipeline
 
     def run(self, batch: Any, forward: Forward, num_samples: int, *, is_first: bool) -> None:
@@ -147,158 +125,117 @@ class StepCheck:
                 has a loss that is not the mean of those of the samples. Raised on all stages.
         """
         total = num_samples_of(batch) or 1
-        num_samples = min(num_samples, total)
-        whole, singles = batch, []
-        if num_samples > 1:
-            chosen = range(0, total // num_samples * num_samples, total // num_samples)
-            whole = first_samples(batch, chosen.start, chosen.stop, chosen.step)
-            singles = [first_samples(batch, at, at + 1) for at in chosen]
+        count = min(num_samples, total) if num_samples > 1 else total
+        chosen = range(0, total // count * count, total // count)
+        whole = first_samples(batch, chosen.start, chosen.stop, chosen.step)
+        singles = [first_samples(batch, at, at + 1) for at in chosen] if min(num_samples, total) > 1 else []
         trained = [part for part in self._module.modules() if part.training]
+        self._calls.is_checked = True
         try:
             if self._check(whole, singles, forward, is_first=is_first):  # dropout: compare without it
                 self._module.eval()
                 self._check(whole, singles, forward, is_first=is_first)
-        except Exception as error:
-            if num_samples > 1 and not isinstance(error, ParalError):
-                error.add_note(
-                    "It failed when paral_pp, which divides batches, ran training_step on samples of one. If the step "
-                    "keeps state of a batch, such as a hidden state, set micro_batches=1, or use paral_fsdp."
-                )
-            raise
         finally:
+            self._calls.is_checked = self._calls.hides_insides = False
             for part in trained:
                 part.training = True
 
     def _check(self, whole: Any, singles: Sequence[Any], forward: Forward, *, is_first: bool) -> bool:
         """Check the step, and return whether its losses could not be compared, because it draws random numbers."""
-        with rollback_side_effects(self._module):
+        with rollback_side_effects(self._module), _gradients_of_ones(self._module):
             found = self._passes(whole, singles, forward, is_first=is_first)
         stages = gather_objects(found, self._pipeline.values)
-        fault = next((each.fault for each in stages if each.fault is not None), None)
-        if fault is not None:
-            raise ConfigurationError(f"{self._step} {fault}")
-        losses, weights = next((each.losses, each.weights) for each in stages if each.losses)
-        loss, *of_samples, on_nan = losses
-        nan_units = [each.first_nan for each in stages if each.first_nan is not None]
-        has_targets = not weights or any(weights)
-        if is_first and len(stages) > 1 and math.isnan(loss) and (nan_units or has_targets):
-            self._refuse_nan(nan_units)
+        all_losses, all_weights, nan_units, draws, changes = zip(*stages, strict=True)
+        if any(changes):
+            raise ConfigurationError(
+                f"{self._step} changes {next(filter(None, changes))}. In a pipeline, stages run different parts of it, "
+                "each once per micro-batch. Change parameters in on_train_batch_end, leave gradients to Lightning, set "
+                "micro_batches=1, or train with paral_fsdp. If the difference is intended, set check_steps=False."
+            )
+        loss, *of_samples, on_nan = next(filter(None, all_losses))
+        weights: Sequence[float] = next(filter(None, all_weights), [])
+        if is_first and len(stages) > 1 and math.isnan(loss) and (any(nan_units) or not weights or any(weights)):
+            _, user = min(filter(None, nan_units), default=(0, "the code after the last unit"))
+            raise ConfigurationError(
+                f"The loss of {self._step} is NaN on the first samples, and {user} is the first to return NaN. In a "
+                "pipeline, only what the unit before returns is there, and what earlier units and modules of "
+                "first_stage return is NaN. If the loss is no NaN in one process, choose other units with units=[...], "
+                "leave modules out of first_stage, or train with paral_fsdp."
+            )
         if math.isnan(on_nan) and not math.isnan(loss):
             raise ConfigurationError(
-                f"The loss of {self._step} uses a value from inside of a unit, such as what a unit keeps in an "
-                "attribute, or a hook collects. In a pipeline, other stages do not have it. Let units return what "
-                "other code needs, or train with paral_fsdp."
+                f"The loss of {self._step} uses a value from inside of a unit, such as what it keeps in an attribute, "
+                "or a hook collects, which other stages do not have. Let units return it, or train with paral_fsdp."
             )
-        if not singles:
-            return False
-        if any(each.has_drawn for each in stages):
-            return True
+        if not singles or any(draws):
+            return bool(singles)
         precision = self._module.trainer.precision
         tolerance = _TOLERANCE if "32" in precision or "64" in precision else _TOLERANCE_OF_16_BITS
         mean = weighted_mean(of_samples, weights, torch.device("cpu"))
-        if abs(loss - mean) > max(_ROUNDING, tolerance * max(map(abs, losses))):  # not if it is NaN
+        if abs(loss - mean) > max(_ROUNDING, tolerance * max(map(abs, (loss, *of_samples)))):  # not if it is NaN
             raise ConfigurationError(
                 f"The loss of {self._step} is not a mean over samples, nor over the targets of a cross entropy, or it "
                 "depends on the batch before, such as by a hidden state or a counter in an attribute: it is "
-                f"{loss:.6g} for {len(of_samples)} samples of a batch, but the mean of their losses, computed one "
-                f"after the other, is {mean:.6g}. A pipeline divides batches into micro-batches and averages their "
-                "losses, so it would train differently than one process. Set micro_batches=1, or train with "
+                f"{loss:.6g} for {len(of_samples)} samples, but the mean of their losses, one after the other, is "
+                f"{mean:.6g}. A pipeline averages the losses of micro-batches. Set micro_batches=1, or train with "
                 "paral_fsdp. If the difference is intended, set check_steps=False."
             )
         return False
 
-    def _passes(self, whole: Any, singles: Sequence[Any], forward: Forward, *, is_first: bool) -> _Found:
-        streams, weights = self._streams, MicroBatchWeights([1] * len(singles))
-        before = _sums(self._module.named_parameters())
-        generators = generator_states()
-        streams.is_watching, streams.has_drawn = True, False
-        try:
-            with _watched_gradients(self._module) as have_changed:
-                self._calls.first_nan = None
-                losses = [forward(whole, True).detach()]
-                first_nan = self._calls.first_nan
-                buffers = _sums(self._buffers())
-                for number, single in enumerate(singles):
-                    result = forward(single, False)
-                    if self._pipeline.is_last:
-                        weights.weighted(number, result)
-                    losses.append(result.detach())
-                    del result  # the graph, which takes memory
-                has_changed_gradients = have_changed()
-        finally:
-            streams.is_watching = False
-        has_drawn = streams.has_drawn or generators != generator_states()
-        fault = None
-        changed = _changed(before, _sums(self._module.named_parameters()))
-        if changed is not None:
-            fault = (
-                f"changes the parameter {changed}. In a pipeline, the stages run different parts of training_step, "
-                "each once per micro-batch. Change parameters in on_train_batch_end, or train with paral_fsdp."
-            )
-        elif has_changed_gradients:
-            fault = (
-                "changes gradients of parameters, as zero_grad and backward() do. In a pipeline, it runs once per "
-                "micro-batch, whose gradients are added up. Leave it out: Lightning calls both."
-            )
-        elif singles and (changed := _changed(buffers, _sums(self._buffers()))) is not None:
-            fault = (
-                f"changes the buffer {changed}: after the samples of a batch, one after the other, it has another "
-                "value than after the whole batch. A pipeline computes micro-batches, so it would train differently "
-                "than one process. Set micro_batches=1, or train with paral_fsdp. If the difference is intended, set "
-                "check_steps=False."
-            )
-        self._calls.hides_insides = is_first
-        try:
-            losses.append(forward(whole, False).detach() if is_first else losses[0])
-        finally:
-            self._calls.hides_insides = False
-        known = [float(each) for each in losses] if self._pipeline.is_last else []
-        return _Found(known, weights.known()[0], first_nan, has_drawn, fault)
+    def _passes(self, whole: Any, singles: Sequence[Any], forward: Forward, *, is_first: bool) -> tuple[Any, ...]:
+        """Run the passes, and return what this stage has found.
 
-    def _refuse_nan(self, units: Sequence[int]) -> None:
-        user = self._units[min(units)].name if units else "the code after the last unit"
-        raise ConfigurationError(
-            f"The loss of {self._step} is NaN on the first samples, and {user} is the first to return NaN. A unit may "
-            "use only what the unit before it returns, and the code after the last unit only what that one returns: in "
-            "a pipeline, what earlier units and modules of first_stage return is NaN there. If the loss is no NaN in "
-            "one process, choose other units with units=[...], leave modules out of first_stage, or train with "
-            "paral_fsdp."
-        )
+        Returns:
+            On the last stage, the losses of all samples, of each, and of all if what is inside of units is NaN, and how
+            much each sample counts. The name of the first unit that has returned NaN. Whether the passes have drawn
+            random numbers. What they have changed.
+        """
+        calls, weights = self._calls, MicroBatchWeights([1] * len(singles))
+        before, generators = self._sums(), generator_states()
+        calls.has_drawn, calls.hides_insides, calls.first_nan = False, False, None
+        losses = [forward(whole).detach()]
+        first_nan = calls.first_nan
+        # Buffers may change, to what micro-batches set them to as well.
+        before |= {name: sums for name, sums in self._sums().items() if name.startswith(_BUFFER)}
+        for number, single in enumerate(singles):
+            result = forward(single)
+            if self._pipeline.is_last:
+                weights.weighted(number, result)
+            losses.append(result.detach())
+            del result  # the graph, which takes memory
+        has_drawn = calls.has_drawn or generators != generator_states()
+        after = self._sums()  # the representation of NaN is equal to itself
+        changed = next((name for name, sums in before.items() if repr(after.get(name)) != repr(sums)), None)
+        calls.hides_insides = is_first
+        losses.append(forward(whole).detach() if is_first else losses[0])
+        known = ([float(each) for each in losses], weights.known()[0]) if self._pipeline.is_last else ([], [])
+        return *known, first_nan, has_drawn, changed
 
-    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        metrics = tuple(f"{name}." for name, part in self._module.named_modules() if isinstance(part, Metric))
-        return (pair for pair in self._module.named_buffers() if not pair[0].startswith(metrics))
-
-
-def _sums(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, list[float]]:
-    """Return two sums over each tensor that this stage has, by which changes are found."""
-    sums: dict[str, list[float]] = {}
-    for name, tensor in tensors:
-        if not (is_elsewhere(tensor) or tensor.is_meta):
-            values = local_part(tensor.detach())
-            values = torch.view_as_real(values) if values.is_complex() else values
-            sums[name] = [float(each.sum(dtype=torch.float64)) for each in (values, values * values)]
-    return sums
-
-
-def _changed(before: dict[str, list[float]], after: dict[str, list[float]]) -> str | None:
-    """Return the name of a tensor whose sums differ; NaN counts as equal to NaN."""
-    return next((name for name, sums in before.items() if repr(after.get(name, sums)) != repr(sums)), None)
+    def _sums(self) -> dict[str, list[float]]:
+        """Return two sums over each parameter, gradient and buffer that this stage has, by which changes are found."""
+        named = [(f"{_BUFFER}{name}", buffer) for name, buffer in self._module.named_buffers()]
+        for name, parameter in self._module.named_parameters():
+            named.append((f"the parameter {name}", parameter))
+            if parameter.grad is not None:
+                named.append((f"the gradient of {name}", parameter.grad))
+        sums: dict[str, list[float]] = {}
+        for name, tensor in named:
+            if not (is_elsewhere(tensor) or tensor.is_meta):
+                values = local_part(tensor.detach())
+                values = torch.view_as_real(values) if values.is_complex() else values
+                sums[name] = [float(each.sum(dtype=torch.float64)) for each in (values, values * values)]
+        return sums
 
 
 @contextmanager
-def _watched_gradients(module: Module) -> Iterator[Callable[[], bool]]:
-    """Give parameters zero gradients inside the block; yield what tells whether they have changed."""
-    own = (each for each in module.parameters() if each.requires_grad and not is_elsewhere(each))
+def _gradients_of_ones(module: Module) -> Iterator[None]:
+    """Give parameters other gradients inside the block, so that a change of them shows."""
+    own = [each for each in module.parameters() if each.requires_grad and not is_elsewhere(each)]
     kept = [(each, each.grad) for each in own if not isinstance(each, DTensor)]  # split ones get no plain tensor
-    shown = [torch.zeros_like(each) for each, _ in kept]
-    for (parameter, _), zeros in zip(kept, shown, strict=True):
-        parameter.grad = zeros
+    for parameter, _ in kept:
+        parameter.grad = torch.ones_like(parameter)
     try:
-        yield lambda: any(
-            parameter.grad is not zeros or version_of(zeros) > 0
-            for (parameter, _), zeros in zip(kept, shown, strict=True)
-        )
+        yield
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient

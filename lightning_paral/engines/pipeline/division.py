@@ -8,7 +8,6 @@ from itertools import accumulate, pairwise
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.engines.pipeline.options import PipelineOptions
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.units import Units, as_tree, choose_units
@@ -23,29 +22,19 @@ def chain_of(root: Module, options: PipelineOptions) -> Units:
     distributed = next((name for name, each in root.named_parameters() if isinstance(each, DTensor)), None)
     if distributed is not None:
         raise ConfigurationError(
-            f"{distributed} is a DTensor already, but a pipeline divides the module itself. Leave out what distributes "
-            "parameters, such as parallelize_module or fully_shard in configure_model, or use Lightning's "
-            "ModelParallelStrategy, which leaves all of it to the module."
+            f"{distributed} is a DTensor already, but a pipeline divides the module itself. Leave out "
+            "parallelize_module or fully_shard in configure_model, or use Lightning's ModelParallelStrategy."
         )
-    units = _innermost(choose_units(root, options.units, options.min_params))
-    if not units.inner:
+    chosen = choose_units(root, options.units, options.min_params)
+    names = [unit.name for unit in chosen.inner]
+    inner = tuple(unit for unit in chosen.inner if not any(name.startswith(f"{unit.name}.") for name in names))
+    if not inner:
         raise ConfigurationError(
-            f"No repeated blocks were found in {type(root).__name__}, which could be divided among the stages of a "
-            "pipeline. Name the classes of its layers: units=['Block']."
+            f"No repeated blocks were found in {type(root).__name__}. Name the classes of its layers: units=['Block']."
         )
-    return units
-
-
-def _innermost(units: Units) -> Units:
-    """Return `units` without those that contain others, such as one that holds a tied embedding besides the blocks."""
-    inner = [
-        unit
-        for unit in units.inner
-        if not any(other is not unit and other.name.startswith(f"{unit.name}.") for other in units.inner)
-    ]
     inside = {parameter for unit in inner for parameter in unit.parameters}
-    outside = tuple(parameter for parameter in units.root.module.parameters() if parameter not in inside)
-    return Units(inner=tuple(inner), root=replace(units.root, parameters=outside))
+    outside = tuple(parameter for parameter in root.parameters() if parameter not in inside)
+    return Units(inner=inner, root=replace(chosen.root, parameters=outside))
 
 
 @dataclass(frozen=True)
@@ -77,35 +66,27 @@ def ends_of(units: Units, options: PipelineOptions, num_stages: int) -> list[End
     modules = dict(root.named_modules())
     named = [("first_stage", 0, name) for name in options.first_stage]
     named += [("last_stage", num_stages - 1, name) for name in options.last_stage]
+    taken = {unit.name: f"the unit {unit.name!r}" for unit in units.inner}
     for option, _, name in named:
         if not name or name not in modules:
             raise ConfigurationError(
                 f"{option} names {name!r}, but {type(root).__name__} has no such submodule. Give dotted names, as in "
                 "named_modules()."
             )
-    ends = [End(name, modules[name], option, stage) for option, stage, name in named]
-    taken = {unit.name: f"the unit {unit.name!r}" for unit in units.inner}
-    for end in ends:
-        for name, what in taken.items():
-            if f"{end.name}.".startswith(f"{name}.") or f"{name}.".startswith(f"{end.name}."):
+        for other, what in taken.items():
+            if f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}."):
                 raise ConfigurationError(
-                    f"{end.option} names {end.name!r}, which overlaps with {what}. Name modules that are outside of "
-                    "the units, each once."
+                    f"{option} names {name!r}, which overlaps with {what}. Name modules outside of units, each once."
                 )
-        taken[end.name] = f"{end.name!r} of {end.option}"
-        _check_not_shared(end, root)
-    return ends
-
-
-def _check_not_shared(end: End, root: Module) -> None:
-    inside = set(end.module.modules())
-    elsewhere = {each for part in root.modules() if part not in inside for each in own_parameters(part).values()}
-    shared = next((name for name, each in end.module.named_parameters() if each in elsewhere), None)
-    if shared is not None:
-        raise ConfigurationError(
-            f"{end.option} names {end.name!r}, but its parameter {shared!r} is also that of a module outside of it, "
-            f"which other stages may use. Leave {end.name!r} out of {end.option}, so that all stages have it."
-        )
+        taken[name] = f"{name!r} of {option}"
+        inside = set(modules[name].parameters())
+        for path, parameter in root.named_parameters(remove_duplicate=False):
+            if parameter in inside and not path.startswith(f"{name}."):
+                raise ConfigurationError(
+                    f"{option} names {name!r}, of which a parameter is also {path!r}, outside of it, which other "
+                    f"stages may use. Leave {name!r} out of {option}, so that all stages have it."
+                )
+    return [End(name, modules[name], option, stage) for option, stage, name in named]
 
 
 @dataclass(frozen=True)
@@ -139,8 +120,6 @@ class Division:
 
     def __str__(self) -> str:
         line = f"Pipeline: {' + '.join(str(len(part)) for part in self.parts)} units on {self.num_stages} stages"
-        if len(self.parts) > self.num_stages:
-            line += ", which take turns"
         for end in self.ends:
             line += f", {end.name} on the {end.option.removesuffix('_stage')}"
         return f"{line}\n{as_tree(self.units)}"
@@ -161,10 +140,9 @@ def divide(root: Module, options: PipelineOptions, num_stages: int) -> Division:
     num_units, num_parts = len(units.inner), num_stages * options.parts_per_stage if num_stages > 1 else 1
     if num_units < num_parts:
         names = ", ".join(unit.name for unit in units.inner)
-        what = f"{num_stages} stages" + (f" of {options.parts_per_stage} parts each" if num_parts > num_stages else "")
         raise ConfigurationError(
-            f"{what} need at least as many units, but {type(root).__name__} has {num_units}: {names}. Choose fewer "
-            "stages, or smaller units with units=[...]."
+            f"{num_stages} stages need at least {num_parts} units, but {type(root).__name__} has {num_units}: {names}. "
+            "Choose fewer stages, or smaller units with units=[...]."
         )
     ends = ends_of(units, options, num_stages)
     if isinstance(options.balance, str) or num_parts == 1:

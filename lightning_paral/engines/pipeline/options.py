@@ -26,12 +26,11 @@ class PipelineOptions(RankOptions):
         micro_batches: the number of parts into which each training batch is divided; fewer if it has fewer samples. A
             stage is idle for (stages - 1) / (micro_batches + stages - 1) of a step. `None`: four for each stage.
         schedule: `"1f1b"` keeps the activations of at most as many micro-batches as there are stages, `"gpipe"` those
-            of all. Both take the same time. `"interleaved"` is 1F1B with several parts of the chain per stage: a stage
-            is idle for less time, keeps more activations, and sends and receives them `virtual_stages` times.
-        virtual_stages: with `schedule="interleaved"`, the number of parts of the chain that each stage has: with two of
-            them, the first of 2 stages has the first and the third quarter of the units. `None`: 2.
+            of all. Both take the same time. `"interleaved"` is 1F1B with two parts of the chain per stage: with 2
+            stages, the first one has the first and the third quarter of the units. A stage waits for about half the
+            time, keeps more activations, and sends and receives them twice.
         balance: how the units are divided: `"params"` gives the stages similar numbers of parameters; a list has the
-            number of units of each stage, with `schedule="interleaved"` those of each virtual stage, in their order.
+            number of units of each stage, with `schedule="interleaved"` those of each part, in their order.
         units: the submodules that form the chain: `"auto"`, which finds repeated blocks; classes or their names; or a
             function that takes a submodule's dotted name and the submodule, and returns whether to choose it. All other
             parameters are on every rank, except those of `first_stage` and `last_stage`.
@@ -60,7 +59,6 @@ class PipelineOptions(RankOptions):
     stages: Positive | None = None
     micro_batches: Positive | None = None
     schedule: Schedule = "1f1b"
-    virtual_stages: Positive | None = None
     balance: Balance = "params"
     units: UnitChoice = "auto"
     min_params: Positive | None = None
@@ -81,27 +79,19 @@ class PipelineOptions(RankOptions):
                 "plan=... says which layers are split over tensor ranks, but tensor_parallel=1. Set tensor_parallel to "
                 "the number of ranks that compute each layer together, such as 2."
             )
-        if self.virtual_stages is not None and self.schedule != "interleaved":
-            raise ConfigurationError(
-                f"virtual_stages={self.virtual_stages} is for schedule='interleaved', but schedule={self.schedule!r}. "
-                "Set this schedule, or leave virtual_stages out."
-            )
         if isinstance(self.balance, str):
             return
-        if not self.balance:
-            raise ConfigurationError("balance=[] has no stages. Give the number of units of each, such as [3, 5].")
         per_stage, num_parts = self.parts_per_stage, len(self.balance)
-        if num_parts % per_stage or self.stages not in (None, num_parts // per_stage):
-            what = "stage" if per_stage == 1 else "virtual stage"
+        if num_parts == 0 or num_parts % per_stage or self.stages not in (None, num_parts // per_stage):
             raise ConfigurationError(
-                f"balance={list(self.balance)!r} divides the units among {num_parts} {what}s, but stages={self.stages}"
-                f"{'' if per_stage == 1 else f' of {per_stage} virtual stages each'}. Give one number for each {what}."
+                f"balance={list(self.balance)!r} divides the units among {num_parts} parts, but stages={self.stages}, "
+                f"of {per_stage} part(s) each. Give one number for each part."
             )
 
     @property
     def parts_per_stage(self) -> int:
         """The number of parts of the chain that each of several stages has."""
-        return (self.virtual_stages or 2) if self.schedule == "interleaved" else 1
+        return 2 if self.schedule == "interleaved" else 1
 
     @property
     def strategy_name(self) -> str:
@@ -150,17 +140,9 @@ class PipelineOptions(RankOptions):
         tensor = self.tensor_parallel
         check_divides(f"tensor_parallel={tensor}", tensor, world_size, "ranks", "1 splits no layers")
         stages = self.num_stages(world_size)
-        given = (
-            f"stages={stages}" if isinstance(self.balance, str) else f"balance={list(self.balance)}, {stages} stages,"
-        )
         groups = "ranks" if tensor == 1 else f"groups of tensor_parallel={tensor} ranks"
-        check_divides(given, stages, world_size // tensor, groups, "the ranks of a stage draw different samples")
-        per_stage = world_size // (stages * tensor)
-        if self.shard is True and per_stage == 1 and world_size > 1:
-            raise ConfigurationError(
-                f"shard=True shards each stage over its ranks, but with {stages} stages on {world_size} ranks, each "
-                "stage has one rank. Set stages to a smaller number, or leave shard out."
-            )
+        hint = "the ranks of a stage draw different samples"
+        check_divides(f"stages={stages}", stages, world_size // tensor, groups, hint)
         if not isinstance(self.shard, bool):
             of, hint = f"rank(s) of each of the {stages} stage(s)", "True means all of them, False not at all"
-            check_divides(f"shard={self.shard}", self.shard, per_stage, of, hint)
+            check_divides(f"shard={self.shard}", self.shard, world_size // (stages * tensor), of, hint)

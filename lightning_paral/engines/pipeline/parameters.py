@@ -6,7 +6,6 @@ from collections.abc import Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from functools import partial
-from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -27,13 +26,8 @@ from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.gradients import full_copy
 
 _DATA: Any = Tensor.data
-_LIBRARIES = (
-    *("lightning.", "pytorch_lightning.", "lightning_paral."),
-    *("torch.nn.modules.", "torch.nn.parameter.", "torch.optim.", "torch.amp."),
-)
+_LIBRARIES = ("lightning_paral.", "torch.nn.modules.", "torch.nn.parameter.", "torch.optim.", "torch.amp.")
 """What may read gradients: it skips parameters without one, and computes nothing over all of them."""
-_OF_USERS = "lightning.pytorch.utilities.grads"
-"""A module of Lightning for user code, whose results are about all parameters that it gets."""
 
 
 # What stands for a parameter of another stage
@@ -60,10 +54,17 @@ class ElsewhereParameter(FlatShard):
             return args[0]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        refuse(f"{self.description} was copied, with a module, but it is on that stage only. Copy it before the run.")
+
     @property
     def grad(self) -> Tensor | None:
         """`None` for libraries and optimizers; for other code an error."""
-        if _is_of_user(sys._getframe(1)):
+        frame = sys._getframe(1)
+        while frame.f_code.co_name.startswith("<") and frame.f_back is not None:  # a comprehension
+            frame = frame.f_back
+        module = str(frame.f_globals.get("__name__", ""))
+        if not f"{module}.".startswith(_LIBRARIES) and not isinstance(frame.f_locals.get("self"), Optimizer):
             refuse(f"The gradient of {self.description} was read, but it is on that stage only.")
         return None
 
@@ -74,11 +75,8 @@ class ElsewhereParameter(FlatShard):
 
     @property
     def data(self) -> Tensor:
-        """A tensor of the same shape without values, for libraries; for other code an error."""
-        if _is_of_user(sys._getframe(1)):
-            refuse(f"The values of {self.description} were read, but they are on that stage only.")
-        values: Tensor = _DATA.__get__(self)
-        return values
+        """An error: torch ends the process if an ordinary tensor gets these data."""
+        refuse(f"The values of {self.description} were read, but they are on that stage only.")
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -99,9 +97,7 @@ def elsewhere(parameter: Parameter, device: torch.device, description: str) -> P
     shard = FlatShard(parameter.shape, parameter.dtype, 0, 0, nothing, device=device)
     standing = Parameter(shard, requires_grad=parameter.requires_grad)
     standing.__class__ = ElsewhereParameter  # type: ignore[assignment]
-    for name, value in vars(parameter).items():
-        vars(standing).setdefault(name, value)
-    vars(standing)["description"] = description
+    vars(standing).update(vars(parameter) | vars(standing), description=description)
     return standing
 
 
@@ -115,30 +111,18 @@ class StageOptimizerState(defaultdict[Any, Any]):
 
     def __missing__(self, parameter: Any) -> Any:
         """Return a new state, unless `parameter` is of another stage."""
-        if isinstance(parameter, Tensor) and is_elsewhere(parameter):
-            refuse(
-                f"optimizer.state of {vars(parameter)['description']} was used, but the state is on that stage only."
-            )
+        if isinstance(parameter, FlatShard):
+            refuse(f"optimizer.state of {parameter.description} was used, but it is on that stage only.")
         return super().__missing__(parameter)
 
 
 def refuse(message: str) -> NoReturn:
     """Raise a `ConfigurationError` for code that needs what another stage has."""
     raise ConfigurationError(
-        f"{message} On all ranks, full_parameter(parameter), full_gradient(parameter) and full_optimizer_state("
-        "parameter, key) of trainer.strategy return whole tensors, and gradient_norm() the norm of all gradients. Clip "
-        "with Trainer(gradient_clip_val=...). To change parameters, gradients or states in hooks, train with "
-        "paral_fsdp."
+        f"{message} On all ranks, full_parameter, full_gradient, full_optimizer_state and gradient_norm of "
+        "trainer.strategy read it. Clip with Trainer(gradient_clip_val=...). To change parameters, gradients or states "
+        "in hooks, train with paral_fsdp."
     )
-
-
-def _is_of_user(frame: FrameType) -> bool:
-    """Return whether the code of `frame` is neither of a library nor in a method of an optimizer."""
-    while frame.f_code.co_name.startswith("<") and frame.f_back is not None:  # a comprehension
-        frame = frame.f_back
-    name = str(frame.f_globals.get("__name__", ""))
-    is_of_library = f"{name}.".startswith(_LIBRARIES) and name != _OF_USERS
-    return not is_of_library and not isinstance(frame.f_locals.get("self"), Optimizer)
 
 
 # The parameters of a stage
@@ -194,34 +178,19 @@ class StageParameters:
     """
 
     def __init__(
-        self,
-        division: Division,
-        pipeline: Pipeline,
-        deferred: DeferredConstruction | None,
-        shards: Shards | None,
+        self, division: Division, pipeline: Pipeline, deferred: DeferredConstruction | None, shards: Shards | None
     ) -> None:
-        self._root = division.units.root.module
+        self.root = division.units.root.module
         self._pipeline = pipeline
         self._dims, self._device = pipeline.dims, pipeline.device
         self._deferred = deferred
         self._shards = shards
         self._placed = division.placed
-        self._names = {parameter: name for name, parameter in self._root.named_parameters()}
+        self._names = {parameter: name for name, parameter in self.root.named_parameters()}
         self.owner: dict[Parameter, int] = {}
         """The stage of each parameter that is not on all stages, by the object that is in the module."""
-        self._originals: dict[Parameter, Parameter] = {}
         self._standing: dict[Parameter, Parameter] = {}
-        """What stands for each parameter of another stage: the inverse of `_originals`, until values are gathered."""
-
-    @property
-    def inside(self) -> list[Parameter]:
-        """This stage's parameters that are not on other stages."""
-        return [parameter for parameter, stage in self.owner.items() if stage == self._dims.stage]
-
-    @property
-    def outside(self) -> list[Parameter]:
-        """The parameters that are on all stages."""
-        return [parameter for parameter in self._root.parameters() if parameter not in self.owner]
+        """What stands for each parameter of another stage."""
 
     def divide(self) -> None:
         """Move this stage's parameters to its device, and free the others. All ranks then have the values of the first.
@@ -229,39 +198,32 @@ class StageParameters:
         Parameters that were built in `configure_model` are computed on their own stage only. *Collective*.
         """
         for module, stage in self._placed:
-            self._divide_unit(module, stage)
+            parts = list(module.modules())
+            self._divide(module, parts, stage)
+            if stage == self._dims.stage:
+                self.owner.update(dict.fromkeys(module.parameters(), stage))
+            else:
+                self._free(parts, stage)
         inside = {part for module, _ in self._placed for part in module.modules()}
-        parts = [part for part in self._root.modules() if part not in inside]
-        if self._deferred is not None:
-            self._deferred.fill(parts)
-        self._place(parts)
-        self._share(_tensors_of(parts), None)
+        self._divide(self.root, [part for part in self.root.modules() if part not in inside], None)
         if self._shards is not None:
-            self._shards.shard(self._root, parts)
             self._shards.finish()
 
-    def _divide_unit(self, module: Module, stage: int) -> None:
-        parts, is_own = list(module.modules()), stage == self._dims.stage
-        tensors = _tensors_of(parts)
-        has_values = not any(tensor.is_meta for tensor in tensors)
-        if self._deferred is not None and not has_values and is_own:
-            self._deferred.fill(parts)
+    def _divide(self, module: Module, parts: Sequence[Module], stage: int | None) -> None:
+        """Give `parts` of `module` values, on the device, and shard them, if they are on this stage or on all."""
+        is_own = stage is None or stage == self._dims.stage
+        has_values = not any(tensor.is_meta for tensor in _tensors_of(parts))
         if is_own:
-            self._place(parts)
-        if has_values:  # on all ranks, of which only the first may have loaded them
+            if self._deferred is not None:
+                self._deferred.fill(parts)
+            for tensor in _tensors_of(parts):
+                tensor.data = tensor.data.to(self._device)
+        if has_values or stage is None:  # on all ranks, of which only the first may have loaded them
             self._share(_tensors_of(parts), None)
         elif is_own:
             self._share(_tensors_of(parts), self._dims.stage_group())
         if is_own and self._shards is not None:
             self._shards.shard(module, parts)
-        if is_own:
-            self.owner.update(dict.fromkeys(module.parameters(), stage))
-        else:
-            self._free(parts, stage)
-
-    def _place(self, parts: Iterable[Module]) -> None:
-        for tensor in _tensors_of(parts):
-            tensor.data = tensor.data.to(self._device)
 
     def _share(self, tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
         """Give `tensors`, of which some are on the host, the values of the first rank of `group`. *Collective*."""
@@ -281,7 +243,7 @@ class StageParameters:
                 if standing is None:
                     description = f"{self._names[parameter]} of stage {stage}"
                     standing = elsewhere(parameter, self._device, description)
-                    self._originals[standing], self._standing[parameter] = parameter, standing
+                    self._standing[parameter] = standing
                     self.owner[standing] = stage
                     if not parameter.is_meta:
                         parameter.data = parameter.data.new_empty(0)
@@ -300,9 +262,10 @@ class StageParameters:
         if stage is None:
             return None if value is None else full_copy(value)
         value = value.full_tensor() if isinstance(value, DTensor) else value
-        source, group = self._dims.pipeline_ranks[stage], self._pipeline.values
-        about: list[Any] = [None if value is None else (tuple(value.shape), value.dtype)]
-        dist.broadcast_object_list(about, source, group=group)
+        group = self._pipeline.values
+        source = dist.get_group_rank(group, self._dims.pipeline_ranks[stage])
+        about: list[Any] = [None if value is None else (value.shape, value.dtype)]
+        dist.broadcast_object_list(about, group=group, group_src=source)
         if about[0] is None:
             return None
         shape, dtype = about[0]
@@ -310,10 +273,7 @@ class StageParameters:
             full = torch.empty(shape, dtype=dtype, device=self._device)
         else:
             full = value.detach().to(self._device, copy=True)
-        if full.numel():
-            flat = full.contiguous().view(-1)
-            dist.broadcast(flat.view(torch.uint8), source, group=group)
-            full = flat.view(shape)
+        broadcast([full], group, source)
         return full
 
     def restore(self, obstacle: str | None) -> dict[Parameter, Parameter]:
@@ -326,59 +286,51 @@ class StageParameters:
         Returns:
             dict[Parameter, Parameter]: the module's own parameters by the objects that stood for them.
         """
-        unsharded: dict[Parameter, Parameter] = {}
-        if self._shards is not None:
-            unsharded = self._shards.restore(obstacle)
+        unsharded = {} if self._shards is None else self._shards.restore(obstacle)
         if obstacle is not None:
             return {}
         self.owner = {unsharded.get(parameter, parameter): stage for parameter, stage in self.owner.items()}
+        originals = {standing: original for original, standing in self._standing.items()}
         for parameter in self.owner:
             full = self.full(parameter, None if is_elsewhere(parameter) else parameter)
-            if is_elsewhere(parameter):
+            if parameter in originals:
                 assert full is not None
-                original = self._originals[parameter]
+                original = originals[parameter]
                 if original.is_meta:
-                    original = Parameter(full.cpu(), requires_grad=parameter.requires_grad)
-                    vars(original).update(vars(self._originals[parameter]))
-                    self._originals[parameter] = original
+                    originals[parameter] = Parameter(full.cpu(), requires_grad=False)
+                    vars(originals[parameter]).update(vars(original))
                 else:
                     original.data = full.cpu()
-                original.requires_grad_(parameter.requires_grad)
-        for module in self._root.modules():
+                originals[parameter].requires_grad_(parameter.requires_grad)
+        for module in self.root.modules():
             own = own_parameters(module)
-            for name, current in own.items():
-                if current is not None and current in self._originals:
-                    own[name] = self._originals[current]
-        return unsharded | self._originals
+            own.update({name: originals[each] for name, each in own.items() if each in originals})
+        return unsharded | originals
 
+    def share_buffers(self) -> None:
+        """Give all stages the buffers of the stage that computes them; the last one computes those on all stages.
 
-def share_buffers(division: Division, pipeline: Pipeline) -> None:
-    """Give all stages the buffers of the stage that computes them; those that are on all stages are the last stage's.
-
-    Units may register buffers in a step, which only one stage runs, so the stage names those that it has. *Collective*
-    over the pipeline.
-    """
-    root, dims, rank = division.units.root.module, pipeline.dims, dist.get_rank(pipeline.values)
-    stage_of = {part: stage for module, stage in division.placed for part in module.modules()}
-    own = {
-        (name, attribute): (buffer.cpu(), attribute not in not_persistent(part))
-        for name, part in root.named_modules()
-        if stage_of.get(part, dims.stage) == dims.stage
-        for attribute, buffer in own_buffers(part).items()
-        if buffer is not None and not is_elsewhere(buffer)
-    }
-    done: set[tuple[str, str]] = set()
-    for number, of_rank in enumerate(gather_objects(own, pipeline.values)):  # the last stage comes first
-        for (name, attribute), (value, is_persistent) in of_rank.items() if number != rank else ():
-            buffers = own_buffers(root.get_submodule(name))
+        Units may register buffers in a step, which only one stage runs, so the stage names those that it has.
+        *Collective* over the pipeline.
+        """
+        stage_of = {part: stage for module, stage in self._placed for part in module.modules()}
+        own = {
+            (name, attribute): (buffer.cpu(), attribute not in not_persistent(part))
+            for name, part in self.root.named_modules()
+            if stage_of.get(part, self._dims.stage) == self._dims.stage
+            for attribute, buffer in own_buffers(part).items()
+            if buffer is not None and not is_elsewhere(buffer)
+        }
+        values: dict[tuple[str, str], tuple[Tensor, bool]] = {}
+        for of_rank in gather_objects(own, self._pipeline.values):
+            values = of_rank | values  # the last stage comes first
+        for (name, attribute), (value, is_persistent) in values.items():
+            buffers = own_buffers(self.root.get_submodule(name))
             current = buffers.get(attribute)
-            if (name, attribute) in done:
-                continue
             if current is not None and current.shape == value.shape and not is_elsewhere(current):
                 current.data.copy_(value)
             elif is_persistent:  # the stage has registered it, or replaced it with one of another shape, in a step
-                buffers[attribute] = value.to(pipeline.device)
-        done.update(of_rank)
+                buffers[attribute] = value.to(self._device)
 
 
 def _tensors_of(parts: Iterable[Module]) -> list[Tensor]:

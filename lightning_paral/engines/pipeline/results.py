@@ -113,8 +113,7 @@ class StepResults:
     def _unpacked(self, leaf: Any) -> Any:
         if not isinstance(leaf, _Metric):
             return leaf
-        metric = self._module.get_submodule(leaf.name)
-        assert isinstance(metric, Metric)
+        metric: Any = self._module.get_submodule(leaf.name)
         if leaf.value_of_step is not None:
             set_value_of_step(metric, leaf.value_of_step)
         return metric
@@ -156,26 +155,20 @@ class SharedAttributes:
         evaluations = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
         for evaluation in evaluations:
             call_at_end_of_loader(evaluation, trainer, self.share, undo)
-        for loop in (*evaluations, trainer.predict_loop):
-            self._share_before(loop, "on_run_start", undo)
-            self._share_before(loop, "on_run_end", undo)
-        self._share_before(trainer.fit_loop, "on_advance_start", undo)
-        self._share_before(trainer.fit_loop, "on_advance_end", undo)
-        self._note()
+        for edge in ("start", "end"):
+            self._share_before(trainer.fit_loop, f"on_advance_{edge}", undo)
+            for loop in (*evaluations, trainer.predict_loop):
+                self._share_before(loop, f"on_run_{edge}", undo)
+        self._known = self._fingerprints()
 
     def share(self) -> None:
         """Give all stages the attributes that have changed on the last stage. *Collective* over the pipeline."""
-        now = self._fingerprints()
-        changed = [
-            (key, value) for key, value in self._attributes() if now.get(key) not in (None, self._known.get(key))
-        ]
+        now, before = self._fingerprints(), self._known
+        changed = [(key, value) for key, value in self._attributes() if now.get(key) not in (None, before.get(key))]
         shared = self._results.share_value(changed)
         if not self._results.is_last:
             for (name, attribute), value in shared:
                 vars(self._module.get_submodule(name))[attribute] = value
-
-    def _note(self) -> None:
-        self._known = self._fingerprints()
 
     def _fingerprints(self) -> dict[Any, Any]:
         if not self._results.is_last:
@@ -188,7 +181,7 @@ class SharedAttributes:
         def share_first(*args: Any, **kwargs: Any) -> Any:
             self.share()
             result = method(*args, **kwargs)
-            self._note()
+            self._known = self._fingerprints()
             return result
 
         shadow_method(loop, name, share_first, undo)
@@ -211,9 +204,8 @@ class _Data(pickle.Pickler):
             raise pickle.PicklingError
         if not isinstance(each, Tensor):
             return None
-        if each not in self.numbers:
-            self.numbers[each] = next(_numbers)
-        return self.numbers[each], identity_of(each)[1]
+        number = self.numbers.setdefault(each, next(_numbers))  # type: ignore[no-untyped-call]
+        return number, identity_of(each)[1]
 
 
 def _fingerprint(value: Any) -> Any:

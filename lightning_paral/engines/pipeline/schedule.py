@@ -135,9 +135,6 @@ class RandomStreams:
         """If there are several parts, the states with which the passes of each micro-batch begin."""
         self._place = 0, 0
         self._of_numpy = np.random.MT19937()
-        self.is_watching = False
-        """Set it to note in `has_drawn` whether units draw numbers."""
-        self.has_drawn = False
 
     @contextmanager
     def of_pass(self, micro_batch: int, part: int) -> Iterator[None]:
@@ -158,11 +155,6 @@ class RandomStreams:
         part, micro_batch = self._place
         seed = derive_seed(drawn, part, self._module.trainer.fit_loop.total_batch_idx, micro_batch)
         self._until_end.callback(draw_from(seed, self._of_numpy))
-        if self.is_watching:
-            self._until_end.callback(self._note_draws, generator_states())
-
-    def _note_draws(self, before: bytes) -> None:
-        self.has_drawn |= generator_states() != before
 
 
 def states() -> States:

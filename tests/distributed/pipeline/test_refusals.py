@@ -216,9 +216,9 @@ def refusal(make: Callable[[], Any], options: dict[str, Any], world_size: int, t
         (RegistersHook, {}, "shift has a hook"),
         (Derives, {}, "The code of a step computes gradients itself"),
         (SumsSmall, {}, "is not a mean over samples"),
-        (partial(ChangesGradients, "zero"), {}, "changes gradients of parameters"),
-        (partial(ChangesGradients, "add"), {}, "changes gradients of parameters"),
-        (partial(ChangesGradients, "multiply"), {}, "changes gradients of parameters"),
+        (partial(ChangesGradients, "zero"), {}, "changes the gradient of"),
+        (partial(ChangesGradients, "add"), {}, "changes the gradient of"),
+        (partial(ChangesGradients, "multiply"), {}, "changes the gradient of"),
         (UsesFirst, {}, "is NaN on the first samples, and blocks.2 is the first to return NaN"),
         (
             UsesFirst,
@@ -245,7 +245,7 @@ def are_first_two_blocks(name: str, _: nn.Module) -> bool:
 def test_more_stages_than_units_are_refused(on_ranks, options: dict[str, Any]) -> None:
     messages = on_ranks(4, refusal, Chain, {"units": are_first_two_blocks, **options}, 4, {})
 
-    named = "4 stages need at least as many units, but Chain has 2: blocks.0, blocks.1. Choose fewer stages"
+    named = "4 stages need at least 4 units, but Chain has 2: blocks.0, blocks.1. Choose fewer stages"
     assert all(named in each for each in messages)
 
 
@@ -266,9 +266,8 @@ def test_what_shows_later_is_refused_then(on_ranks) -> None:
     [
         ({"balance": [0, 4]}, "each an integer of at least 1"),
         ({"balance": []}, "balance="),
-        ({"stages": 2, "balance": [1, 2, 1]}, "3 stages, but stages=2"),
-        ({"schedule": "interleaved", "stages": 2, "balance": [1, 2, 1]}, "Give one number for each virtual stage"),
-        ({"virtual_stages": 2}, "virtual_stages=2 is for schedule='interleaved'"),
+        ({"stages": 2, "balance": [1, 2, 1]}, "3 parts, but stages=2"),
+        ({"schedule": "interleaved", "stages": 2, "balance": [1, 2, 1]}, "Give one number for each part"),
         ({"units": []}, "units is empty"),
     ],
     ids=str,

@@ -63,7 +63,7 @@ def test_pipeline_equals_one_process(on_ranks, world_size: int, options: dict[st
         *((2, {"micro_batches": micro_batches}) for micro_batches in (1, 2, 5)),
         (4, {}),
         (4, {"micro_batches": 5}),
-        (2, {"virtual_stages": 4, "last_stage": ["back", "out"]}),
+        (2, {"last_stage": ["back", "out"]}),
         (2, {"balance": [1, 2, 2, 3], "activation_checkpointing": ActivationCheckpointing()}),
         (1, {}),
         (4, {"stages": 2}),

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from lightning_paral import ConfigurationError, ParalDDPStrategy, ParalPipelineStrategy
 from lightning_paral.checkpoint.shards import FlatShard
 from tests.distributed.pipeline.test_shards import TWO_BY_TWO, Sharded, assert_close, weights_of
-from tests.models.chain import FEATURES, NUM_BLOCKS, WIDTH, Chain, loader
+from tests.models.chain import NUM_BLOCKS, WIDTH, Chain, Regression, loader
 from tests.running import quiet_trainer
 
 # What a rank holds
@@ -26,18 +26,17 @@ SIZE = 256
 """The parameters of `Wide` are then most of the memory of a rank."""
 
 
-class Wide(Chain):
-    """Has wide blocks, and more parameters outside of them."""
+class Wide(Regression):
+    """Has an embedding and a head that are each as large as the blocks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(FEATURES, SIZE)
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(SIZE, SIZE, bias=False)) for _ in range(NUM_BLOCKS)))  # type: ignore[assignment]
-        self.table = nn.Embedding(2 * SIZE, SIZE)
-        self.out = nn.Linear(SIZE, 3)
+        self.first = nn.Embedding(NUM_BLOCKS * SIZE, SIZE)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(SIZE, SIZE, bias=False)) for _ in range(NUM_BLOCKS)))
+        self.head = nn.Linear(SIZE, NUM_BLOCKS * SIZE)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.blocks(self.first(x) + self.table((x[:, 0].abs() * 10).long())))  # type: ignore[operator]
+        return self.head(self.blocks(self.first((x[:, 0].abs() * 10).long())))[:, :3]
 
 
 def live_bytes() -> int:
@@ -75,9 +74,15 @@ def held_by_a_rank(num_ranks: int, options: dict[str, Any]) -> list[int]:
     return held.after
 
 
-@pytest.mark.parametrize(("num_ranks", "options"), [(2, {}), (4, TWO_BY_TWO)])
-def test_a_rank_holds_its_stage_or_its_shard_of_it(on_ranks, num_ranks: int, options: dict[str, Any]) -> None:
-    of_stage = (NUM_BLOCKS // 2 + 2) * SIZE * SIZE  # two blocks and the table
+@pytest.mark.parametrize(
+    ("num_ranks", "options", "num_ends"),
+    [(2, {}, 2), (4, TWO_BY_TWO, 2), (2, {"first_stage": ["first"], "last_stage": ["head"]}, 1)],
+    ids=str,
+)
+def test_a_rank_holds_its_stage_or_its_shard_of_it(
+    on_ranks, num_ranks: int, options: dict[str, Any], num_ends: int
+) -> None:
+    of_stage = (NUM_BLOCKS // 2 + num_ends * NUM_BLOCKS) * SIZE * SIZE
     expected = 4 * of_stage // (num_ranks // 2) * 4  # bytes: weights, their gradients and two moments
 
     for after in on_ranks(num_ranks, held_by_a_rank, num_ranks, options):
@@ -228,7 +233,6 @@ def refusals() -> list[str]:
     messages = []
     for make, options in (
         (Chain, {"stages": 2, "shard": 4}),
-        (Chain, {"stages": 4, "shard": True}),
         (HasTwoDtypes, {**TWO_BY_TWO, "units": ["Block"]}),
         (UsesLBFGS, TWO_BY_TWO),
     ):
@@ -241,7 +245,6 @@ def refusals() -> list[str]:
 def test_impossible_shards_are_refused_on_all_ranks(on_ranks) -> None:
     expected = (
         "shard=4 does not divide the 2 rank(s) of each of the 2 stage(s). Choose one of 1, 2",
-        "shard=True shards each stage over its ranks, but with 4 stages on 4 ranks, each stage has one rank",
         "Trained parameters of one unit must have the same dtype, but in blocks.3 there are",
         "LBFGS cannot update sharded parameters",
     )
