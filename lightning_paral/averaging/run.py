@@ -374,7 +374,8 @@ class RunAverages:
                 theirs(callback, trainer, pl_module, stage)
             elif stage == "fit":
                 # Like Lightning's copy, the averages of SWA move to the callback's device at the first update.
-                options = options_of(callback) if isinstance(callback, WeightAveraging) else {"prefix": ""}
+                is_copy = not isinstance(callback, WeightAveraging)
+                options = {"prefix": ""} if is_copy else options_of(callback, trainer, theirs)
                 averages = ShardedAverages(pl_module, self._save_frozen, **options)
                 self._made.append((callback, averages))
                 set_averages(callback, averages)

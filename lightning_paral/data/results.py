@@ -318,8 +318,9 @@ class SharedResults(ResultCollection):
         Raises:
             ConfigurationError: in training, the keys differ. The message names keys and ranks.
         """
-        dims = self.history.dims
-        entries = [self._entry(key, metric) for key, metric in self.valid_items() if metric.meta.on_epoch]
+        dims, of_loader = self.history.dims, self.dataloader_idx
+        current = {key: each for key, each in self.items() if each.meta.dataloader_idx == of_loader}
+        entries = [self._entry(*item) for item in current.items() if item[1].meta.on_epoch and not item[1].has_reset]
         self._batch_sizes.clear()
         gathered = dims.data_rank_group().gather(entries)
         if self.training:

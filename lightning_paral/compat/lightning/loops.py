@@ -9,14 +9,9 @@ from lightning.pytorch import Trainer
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.private_name import Names, replace
 
-_INFERENCE = {".inference_mode": "evaluate without inference mode, whose tensors can never be trained"}
-
 NAMES: Names = {
-    "lightning.pytorch.loops._EvaluationLoop": _INFERENCE,
-    "lightning.pytorch.loops._PredictionLoop": _INFERENCE,
     "lightning.pytorch.loops._FitLoop": {
-        "_should_accumulate": "know whether a backward pass is the last one before an optimizer step",
-        "._combined_loader; ._data_fetcher": "restart the training data at the position of a checkpoint",
+        "._data_fetcher": "restart the training data at the position of a checkpoint",
         "advance": "leave an epoch that is not finished without its end hooks",
         "on_run_end": "leave a fit that is not finished without on_train_end",
     },
@@ -37,21 +32,23 @@ NAMES: Names = {
 
 def is_accumulating(trainer: Trainer) -> bool:
     """Return whether the current training batch ends without an optimizer step."""
-    return trainer.fit_loop._should_accumulate()
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    is_last = progress.is_last_batch or progress.current.ready == trainer.num_training_batches
+    steps_at_end = is_last and not trainer.strategy.handles_gradient_accumulation
+    return progress.current.ready % trainer.accumulate_grad_batches != 0 and not steps_at_end
 
 
 def training_data_has_started(trainer: Trainer) -> bool:
     """Return whether the fit has created its loaders and an iterator over them."""
-    return trainer.fit_loop._data_fetcher is not None and trainer.fit_loop._combined_loader is not None
+    return trainer.fit_loop._data_fetcher is not None
 
 
 def restart_training_data(trainer: Trainer) -> None:
     """Replace the iterator over the training loaders with a new one."""
-    loop = trainer.fit_loop
-    assert loop._combined_loader is not None
-    assert loop._data_fetcher is not None
-    loop._combined_loader.reset()
-    iter(loop._data_fetcher)
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    fetcher.combined_loader.reset()
+    iter(fetcher)
 
 
 def evaluate_without_inference_mode(trainer: Trainer) -> None:

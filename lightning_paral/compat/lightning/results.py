@@ -22,7 +22,6 @@ NAMES: Names = {
         "log(fx, name, value, sync_dist_fn, add_dataloader_idx)": "reduce a value with a checksum of its key",
         "update_metrics(key, value, batch_size)": "reduce values separately in uneven steps",
         "metrics(on_step)": "report keys that only some ranks have logged",
-        "valid_items": "exchange the values that ranks have logged in an epoch",
         ".dataloader_idx": "know to which loader results belong",
         ".batch": "know when a training batch begins and ends",
     },
