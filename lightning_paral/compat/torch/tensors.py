@@ -40,13 +40,8 @@ NAMES: Names = {
     "torch._ops.OpOverload": {
         "._schema": "know the arguments of an operation, and which of them it writes to",
     },
-    "torch._C._functions.NllLossBackward0": {
-        "_saved_total_weight": "weigh the losses of micro-batches by the targets that they do not ignore",
-        "_saved_reduction": "weigh the losses of micro-batches by the targets that they do not ignore",
-    },
-    "torch._C._functions.NllLoss2DBackward0": {
-        "_saved_total_weight": "weigh the losses of micro-batches by the targets that they do not ignore",
-        "_saved_reduction": "weigh the losses of micro-batches by the targets that they do not ignore",
+    "torch._C._functions.NllLossBackward0": {  # and NllLoss2DBackward0, made of the same formula
+        "_saved_total_weight; _saved_reduction": "weigh losses of micro-batches by the targets that they do not ignore",
     },
 }
 
