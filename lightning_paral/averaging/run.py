@@ -27,7 +27,7 @@ from lightning_paral.compat.lightning.callbacks import (
     options_of,
     set_averages,
 )
-from lightning_paral.compat.lightning.methods import replace_methods
+from lightning_paral.compat.torch.patches import replace_attributes
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.buffers import RankZeroBuffers
 
@@ -364,7 +364,7 @@ class RunAverages:
         }
         for base, ours in replaced.items():
             methods = {name: _if_sharded(method, vars(base)[name]) for name, method in ours.items()}
-            self._undo.callback(replace_methods(base, {"setup": self._setup(base.setup), **methods}))
+            self._undo.callback(replace_attributes(base, {"setup": self._setup(base.setup), **methods}))
 
     def _setup(self, theirs: Callable[..., None]) -> Callable[..., None]:
         """Return a `setup` that makes sharded averages in place of a copy of the module."""
@@ -424,4 +424,4 @@ def broadcast_when_swapped(buffers: RankZeroBuffers) -> Callable[[], None]:
         buffers.broadcast_averages(averages_of(callback).module)
         swap(callback, pl_module)
 
-    return replace_methods(WeightAveraging, {SWAP: swap_models})
+    return replace_attributes(WeightAveraging, {SWAP: swap_models})

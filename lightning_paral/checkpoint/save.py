@@ -48,7 +48,6 @@ from lightning_paral.checkpoint.tree import (
     tensors_in,
     tensors_to_save,
 )
-from lightning_paral.compat.torch.modules import set_versions, versions_in
 from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.errors import CheckpointError
 from lightning_paral.options import Form
@@ -332,17 +331,19 @@ def _merge_stages(
 
     def merge() -> dict[str, Any]:
         merged: dict[str, Any] = replace_at(tree, {})
+        about = merged.get(PACKAGE_STATE_KEY, {})
         for found in described[1:]:
             if found is not None:
                 absent, frozen, state = found
-                _add_frozen(merged, frozen)
+                about["frozen"] = list(dict.fromkeys((*about.get("frozen", ()), *frozen)))
                 present = {path for path, _ in tensors_in(merged)}
                 for path in sorted(absent.keys() - present, key=str):
                     if not is_state_key(str(path[0])):  # a shard in the state of a callback
                         _check_names(path)
                         insert(merged, path, absent[path], [0])
                 for key, value in state.items():
-                    _merge(key, merged.setdefault(key, value), value)
+                    merge_entry = _add_weights if key in WEIGHT_KEYS else _add_missing
+                    merge_entry(merged.setdefault(key, value), value)
         return merged
 
     tree = ranks.run_on_all(what, lambda: merge() if ranks.is_rank_0 else tree)
@@ -357,35 +358,22 @@ def _check_names(path: TreePath) -> None:
         )
 
 
-def _add_frozen(merged: dict[str, Any], names: list[str]) -> None:
-    about = merged.get(PACKAGE_STATE_KEY)
-    if about is not None:
-        about["frozen"] = list(dict.fromkeys((*about.get("frozen", ()), *names)))
+def _add_weights(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Add to `first` the entries that only `second` has, and the versions of their modules, which are an attribute."""
+    first.update({name: value for name, value in second.items() if name not in first})
+    attributes = getattr(first, "__dict__", {})
+    for name, versions in getattr(second, "__dict__", {}).items():
+        attributes[name] = {**versions, **attributes.get(name, {})}
 
 
-def _merge(key: str, first: Any, second: Any) -> None:
-    """Add to `first`, an entry of a checkpoint, what only `second` has."""
-    if key in WEIGHT_KEYS:
-        versions = {**(versions_in(second) or {}), **(versions_in(first) or {})}
-        _add_missing(first, second)
-        if versions:
-            set_versions(first, versions)
-    elif key == OTHER_ENTRIES_KEY:
-        _add_by_index(first, second)
-    else:
-        _add_missing(first["state"], second["state"])
-        groups = second["param_groups"]
-        for group, other in zip(first["param_groups"], groups, strict=False):
-            group["params"] = list(dict.fromkeys((*group["params"], *other["params"])))
-        _add_by_index(first["param_groups"], groups)
-
-
-def _add_missing(first: dict[str, Any], second: Mapping[str, Any]) -> None:
-    for key, value in second.items():
-        first.setdefault(key, value)
-
-
-def _add_by_index(first: list[Any], second: Sequence[Mapping[str, Any]]) -> None:
-    first.extend({} for _ in range(len(second) - len(first)))
-    for one, other in zip(first, second, strict=False):
-        _add_missing(one, other)
+def _add_missing(first: Any, second: Any) -> None:
+    """Add to `first` what only `second` has: to dicts by key, to lists of names by name, to other lists by index."""
+    if isinstance(first, dict):
+        for key, value in second.items():
+            _add_missing(first.setdefault(key, value), value)
+    elif isinstance(first, list) and all(isinstance(each, str) for each in (*first, *second)):
+        first[:] = dict.fromkeys((*first, *second))
+    elif isinstance(first, list):
+        for one, other in zip(first, second, strict=False):
+            _add_missing(one, other)
+        first += second[len(first) :]

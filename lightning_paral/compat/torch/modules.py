@@ -1,6 +1,5 @@
 """The dictionaries of modules, their hooks and state dicts, and classes for single modules."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -25,7 +24,6 @@ NAMES: Names = {
         "._load_state_dict_post_hooks": "call a hook before others after a state dict is loaded",
         "_compiled_call_impl": "recognize modules compiled by module.compile()",
         "_save_to_state_dict(destination, prefix, keep_vars)": "save shards in place of parameters",
-        "._metadata": "keep the versions of modules with a state dict",
     },
 }
 
@@ -219,16 +217,6 @@ class _OnlyExtraState(Module):
 
 EXTRA_STATE: str = next(iter(_OnlyExtraState().state_dict()))
 """The suffix of state-dict keys whose values `Module.get_extra_state` returned."""
-
-
-def versions_in(state_dict: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
-    """Return the metadata that torch keeps with a state dict, by module name, or `None` if there is none."""
-    return getattr(state_dict, "_metadata", None)
-
-
-def set_versions(state_dict: "OrderedDict[str, Any]", versions: Any) -> None:
-    """Attach `versions`, from `versions_in`, to `state_dict`."""
-    state_dict._metadata = versions  # type: ignore[attr-defined]
 
 
 def not_persistent(part: Module) -> set[str]:
