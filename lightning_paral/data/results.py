@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Module, SyncBatchNorm
 from torchmetrics import Metric
 
-from lightning_paral.compat.lightning.evaluation import set_results_of_fit
+from lightning_paral.compat.lightning.evaluation import set_results
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.lightning.results import (
     Metadata,
@@ -435,7 +435,7 @@ class TrainingResults(SharedResults):
         self._step = ExitStack()
         self._metrics: list[Any] | None = None  # found in this epoch
         super().__init__(history, training=True)
-        set_results_of_fit(trainer, self)
+        set_results(trainer.fit_loop.epoch_loop, self)
         end_epoch = trainer.fit_loop.on_advance_end
 
         def join_and_end_epoch() -> None:

@@ -47,14 +47,9 @@ Step = Callable[[Any, int, int, Any], None]
 """Takes a batch, its index, the loader's index, and the iterator if the step draws batches itself."""
 
 
-def set_results(loop: EvaluationLoop, results: ResultCollection) -> None:
-    """Make hooks log to `results` during `loop`."""
+def set_results(loop: object, results: ResultCollection) -> None:
+    """Make hooks log to `results` during `loop`, an evaluation loop or the loop of an epoch of training."""
     replace(loop, "_results", results)
-
-
-def set_results_of_fit(trainer: Trainer, results: ResultCollection) -> None:
-    """Make hooks log to `results` during training."""
-    replace(trainer.fit_loop.epoch_loop, "_results", results)
 
 
 def replace_step(loop: EvaluationLoop | PredictionLoop, run: Callable[..., None], undo: ExitStack) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -94,8 +95,8 @@ def choose_checkpoint(trainer: Trainer, choose: Callable[[Callable[[str], None]]
     Args:
         trainer: the Trainer.
         choose: called once, with a function that loads the checkpoint at a path. If this function raises, nothing has
-            been restored, and it may be called again with another path. If it is not called, or raises each time, the
-            fit does not resume.
+            been restored, and it may be called again with another path; the last call must succeed. If it is not
+            called, the fit does not resume.
 
     Returns:
         A function that undoes this. Calling it again, or after the checkpoint was chosen, has no effect.
@@ -109,19 +110,8 @@ def choose_checkpoint(trainer: Trainer, choose: Callable[[Callable[[str], None]]
     def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         undo()
         load(checkpoint_path, weights_only=weights_only)
-        if checkpoint_path:
-            return
-        loaded = False
-
-        def load_at(path: str) -> None:
-            nonlocal loaded
-            loaded = False
-            load(path, weights_only=weights_only)
-            loaded = True
-
-        choose(load_at)
-        if not loaded:
-            load(None)  # forgets the path that could not be loaded
+        if not checkpoint_path:
+            choose(partial(load, weights_only=weights_only))
 
     shadow_method(connector, "resume_start", resume_start)
     return undo

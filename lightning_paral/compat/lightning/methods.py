@@ -1,10 +1,9 @@
 """Replace methods of Lightning's objects during a run."""
 
 from contextlib import ExitStack
-from importlib.metadata import version
 from typing import Any
 
-from lightning_paral.errors import PrivateNameError
+from lightning_paral.compat.private_name import no_attribute
 
 
 def shadow_method(instance: object, name: str, value: Any, undo: ExitStack | None = None) -> None:
@@ -14,11 +13,7 @@ def shadow_method(instance: object, name: str, value: Any, undo: ExitStack | Non
         PrivateNameError: `instance` has no such method, so nothing would call the new one.
     """
     if not callable(getattr(type(instance), name, None)):
-        cls = type(instance)
-        raise PrivateNameError(
-            f"lightning_paral replaces {cls.__module__}.{cls.__qualname__}.{name} during a run, but lightning "
-            f"{version('lightning')} has no such method. Install a version that lightning_paral was tested with."
-        )
+        raise no_attribute(instance, name)
     if undo is not None:
         if name in vars(instance):  # such as the hooks of a `LambdaCallback`
             undo.callback(vars(instance).update, {name: vars(instance)[name]})

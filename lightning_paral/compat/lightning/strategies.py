@@ -8,7 +8,7 @@ from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixi
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.layer_sync import LayerSync
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.strategy import _ForwardRedirection as ForwardRedirection
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
@@ -35,7 +35,6 @@ NAMES: Names = {
         "._layer_sync": "know whether Trainer(sync_batchnorm=True) was set",
     },
     "lightning.pytorch.strategies.DDPStrategy": {"._ddp_kwargs": "create DDP's reducer again with other options"},
-    "lightning.pytorch.strategies.ModelParallelStrategy": {"._device_mesh": "give the strategy our own mesh"},
     "lightning.pytorch.LightningModule": {"._device_mesh": "make self.device_mesh return the strategy's mesh"},
     "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector": {
         "_lazy_init_strategy": "give a strategy that is chosen late its devices and plugins",
@@ -83,11 +82,9 @@ def set_forward_redirection(strategy: Strategy, redirection: Any) -> None:
     replace(strategy, "_forward_redirection", redirection)
 
 
-def set_device_mesh(strategy: ModelParallelStrategy, module: LightningModule | None, mesh: DeviceMesh | None) -> None:
-    """Set the mesh of the strategy, and of the module if there is one, to `mesh`."""
-    replace(strategy, "_device_mesh", mesh)
-    if module is not None:
-        replace(module, "_device_mesh", mesh)
+def set_device_mesh(module: LightningModule, mesh: DeviceMesh | None) -> None:
+    """Make the property `device_mesh` of `module` return `mesh`."""
+    replace(module, "_device_mesh", mesh)
 
 
 def ddp_options(strategy: DDPStrategy) -> dict[str, Any]:

@@ -17,12 +17,12 @@ from torch.distributed.distributed_c10d import (
 )
 
 from lightning_paral.compat.private_name import Names
+from lightning_paral.compat.torch.patches import replace_attributes
 
 NAMES: Names = {
     "torch.distributed.distributed_c10d": {
         "_get_default_store": "let ranks exchange messages outside of collectives",
         "_process_group_name(ranks, use_hashed_name)": "name a process group that only its own ranks create",
-        "_get_default_timeout(backend)": "give the run's timeout to groups that are created without one",
         "_abort_process_group(group)": "abort all process groups of a rank that failed alone (pytorch#119797)",
         "_world": "find all process groups of this process",
     },
@@ -85,17 +85,12 @@ def new_named_group(
 
 def use_default_timeout(timeout: timedelta) -> Callable[[], None]:
     """Create groups with `timeout`, unless the caller passes another one. Return a function that undoes this."""
-    before = distributed_c10d._get_default_timeout
+    create, of_run = dist.new_group, timeout
 
-    def run_timeout(backend: object) -> timedelta:
-        return timeout
+    def new_group(ranks: Any = None, timeout: timedelta | None = None, *args: Any, **options: Any) -> Any:
+        return create(ranks, of_run if timeout is None else timeout, *args, **options)
 
-    def undo() -> None:
-        if distributed_c10d._get_default_timeout is run_timeout:
-            distributed_c10d._get_default_timeout = before
-
-    distributed_c10d._get_default_timeout = run_timeout
-    return undo
+    return replace_attributes(dist, {"new_group": new_group})
 
 
 # Single-tensor collectives under their current names. In torch 2.13 and later, the old names warn at every call
