@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.optim import Optimizer
 
-from lightning_paral.compat.torch.process_groups import abort_nccl
+from lightning_paral.compat.torch.process_groups import abort_nccl, close_connections, own_endpoints, store_port
 from lightning_paral.distributed.watcher import POLL_SECONDS, RankWatcher, SignalHandler, handler_of, wait_until
 from lightning_paral.errors import RankFailedError
 
@@ -262,6 +262,7 @@ class FailureWatch:
         self.rank = watcher.rank
         self.first = FirstFailure(watcher.store, watcher.rank, watcher.world_size)
         self._watcher = watcher
+        self._store_port = store_port()
         self._parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._learned_at = self._lost_at = 0.0
         self._left_at: float | None = None
@@ -296,6 +297,7 @@ class FailureWatch:
         if is_interruption(error) or is_told(error):
             self._wait_for_cause()
         first = self.first.report(failure_of(error, self.rank, where))
+        self._publish_endpoints()
         raised = as_consequence(error, self.first.why_interrupted())
         if raised is error and first.rank == self.rank:
             tell_torchrun(raised)
@@ -410,9 +412,24 @@ class FailureWatch:
             self._num_reactions += 1
             if self._num_reactions == 1:  # in a thread, because NCCL may wait for kernels that never end
                 threading.Thread(target=abort_nccl, name="lightning_paral_abort", daemon=True).start()
+            self._publish_endpoints()
+            close_connections(self._endpoints_of_others(), self._store_port)
             if self._num_reactions > 1 and self._interrupter is not None and not self._interrupter.is_restored:
                 with suppress(OSError):
                     signal.pthread_kill(self._watcher.main_thread, _SIGNUM)
+
+    def _publish_endpoints(self) -> None:
+        """Tell the other ranks which connections are those of this rank, so that they close no others; once."""
+        with suppress(*_UNREACHABLE):
+            self.first.store.compare_set(f"endpoints/{self.rank}", "", json.dumps(own_endpoints(self._store_port)))
+
+    def _endpoints_of_others(self) -> set[str]:
+        keys = [f"endpoints/{rank}" for rank in range(self.first.world_size) if rank != self.rank]
+        with suppress(*_UNREACHABLE):
+            return {
+                each for key in keys if self.first.store.check([key]) for each in json.loads(self.first.store.get(key))
+            }
+        return set()
 
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
         """Raise an error in the main thread, unless it has left the run or is in the middle of an optimizer's step."""

@@ -157,6 +157,7 @@ class SGD(torch.optim.SGD):
 def test_main_thread_is_interrupted_but_not_while_weights_change_nor_after_it_has_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(failure, "store_port", lambda: None)
     watcher: Any = SimpleNamespace(rank=0, world_size=2, store=dist.HashStore())
     watch = FailureWatch(watcher)
     optimizer = SGD([torch.zeros(1, requires_grad=True)], 0.1)
