@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lightning_paral.checkpoint.shards import FlatShard
-from lightning_paral.compat.lightning.loops import call_once_after_setup_of_data
+from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.data.sampler import RankBatchSampler
 from lightning_paral.text import format_bytes
 
@@ -52,12 +52,16 @@ def print_start_line(trainer: Trainer, strategy: Any) -> None:
 
     Call this when a fit begins.
     """
+    loop: Any = trainer.fit_loop
 
-    def print_line() -> None:
+    def setup_data() -> None:
+        vars(loop).pop("setup_data", None)
+        loop.setup_data()
         if trainer.train_dataloader is not None:
             rank_zero_info(start_line(trainer, strategy, CombinedLoader(trainer.train_dataloader).flattened))
 
-    call_once_after_setup_of_data(trainer, print_line)
+    vars(loop).pop("setup_data", None)  # left by a run that failed before it created loaders
+    shadow_method(loop, "setup_data", setup_data)
 
 
 def start_line(trainer: Trainer, strategy: Any, loaders: list[Any]) -> str:

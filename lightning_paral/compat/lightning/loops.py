@@ -62,19 +62,6 @@ def evaluate_without_inference_mode(trainer: Trainer) -> None:
         replace(loop, "inference_mode", False)
 
 
-def call_once_after_setup_of_data(trainer: Trainer, then: Callable[[], None]) -> None:
-    """Call `then` once, as soon as the fit that is starting has created its training loaders."""
-    loop: Any = trainer.fit_loop
-
-    def setup_data() -> None:
-        vars(loop).pop("setup_data", None)
-        loop.setup_data()
-        then()
-
-    vars(loop).pop("setup_data", None)  # left by a run that failed before it created loaders
-    shadow_method(loop, "setup_data", setup_data)
-
-
 # The step with which Lightning's training loop logs values
 
 

@@ -1,8 +1,6 @@
 """Process groups of torch: registry, names, timeouts, collectives, and how to abort them."""
 
-import os
-import socket
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -153,36 +151,3 @@ def abort_nccl() -> None:
 def abort_all() -> None:
     """Abort the default process group and all others, without waiting for other ranks."""
     _abort_process_group()
-
-
-def own_endpoints(store_port: int | None) -> list[str]:
-    """Return this process's ends of its TCP connections, except those from or to `store_port`; without /proc, none."""
-    return [own for own, _, _ in _connections(store_port)]
-
-
-def close_connections(others: Collection[str], store_port: int | None) -> None:
-    """Shut down the connections of which `others` are the other ends, so that collectives over gloo end with an error.
-
-    `ProcessGroupGloo.abort` does nothing, and destroying the group closes no connection as long as anything refers to
-    it (torch 2.13).
-    """
-    for _, other, connection in _connections(store_port):
-        if other in others:
-            with suppress(OSError):  # it was closed in the meantime
-                connection.shutdown(socket.SHUT_RDWR)
-
-
-def _connections(store_port: int | None) -> Iterator[tuple[str, str, socket.socket]]:
-    for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with suppress(OSError):  # it was closed in the meantime, or is not connected
-            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(number))) as found:
-                if found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6):
-                    own, other = found.getsockname(), found.getpeername()
-                    if store_port not in (own[1], other[1]):
-                        yield _text(own), _text(other), found
-
-
-def _text(address: Any) -> str:
-    return f"{str(address[0]).removeprefix('::ffff:')}:{address[1]}"  # of a socket of IPv6 that uses IPv4
