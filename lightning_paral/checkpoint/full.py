@@ -128,17 +128,20 @@ def _gathered(
 ) -> Iterator[list[Tensor]]:
     """Yield each tensor on rank 0, in contiguous pieces in row-major order; none if it cannot be read.
 
-    What the other ranks have of a tensor is received while the tensor before it is written.
+    What the other ranks have of a tensor is received while the tensor before it is written, in two buffers by turns.
     """
+    remote = list(zip(*by_rank[1:], strict=True))
+    sizes = [[sum(chunk.numel for chunk in chunks) * kind[1].itemsize for kind, chunks in parts] for parts in remote]
+    buffers = [torch.empty(max(map(sum, sizes), default=0), dtype=torch.uint8) for _ in range(2)]
 
     def receive(number: int) -> list[tuple[Chunk, Tensor]]:
         found: list[tuple[Chunk, Tensor]] = []
-        for rank, parts in enumerate(by_rank[1:], 1) if number < len(tensors) else ():
-            (_, dtype), chunks = parts[number]
+        left = buffers[number % 2]
+        for rank, ((_, dtype), chunks) in enumerate(remote[number] if number < len(remote) else (), 1):
+            data, left = left.tensor_split((sizes[number][rank - 1],))
             if chunks:
-                values = torch.empty(sum(chunk.numel for chunk in chunks), dtype=dtype)
-                dist.recv(values.view(torch.uint8), group=ranks.group, group_src=rank)
-                found += _by_chunk(chunks, values)
+                dist.recv(data, group=ranks.group, group_src=rank)
+                found += _by_chunk(chunks, data.view(dtype))
         return found
 
     with ThreadPoolExecutor(1) as thread:
