@@ -21,7 +21,7 @@ from lightning_paral.checkpoint.shards import is_sharded
 from lightning_paral.checkpoint.tree import CURRENT_KEY
 from lightning_paral.checkpoint.weights import sharded_state_dict
 from lightning_paral.compat.lightning.callbacks import COPY, SWAP, averages_of, options_of, set_averages
-from lightning_paral.compat.lightning.methods import replace_methods
+from lightning_paral.compat.torch.patches import replace_attributes
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.buffers import RankZeroBuffers
 
@@ -342,7 +342,7 @@ class RunAverages:
         }
         for base, ours in replaced.items():
             methods = {name: _if_sharded(method, vars(base)[name]) for name, method in ours.items()}
-            self._undo.callback(replace_methods(base, {"setup": self._setup(base.setup), **methods}))
+            self._undo.callback(replace_attributes(base, {"setup": self._setup(base.setup), **methods}))
 
     def _setup(self, theirs: Callable[..., None]) -> Callable[..., None]:
         """Return a `setup` that makes sharded averages in place of a copy of the module."""
@@ -352,7 +352,8 @@ class RunAverages:
                 theirs(callback, trainer, pl_module, stage)
             elif stage == "fit":
                 # Like Lightning's copy, the averages of SWA move to the callback's device at the first update.
-                options = options_of(callback) if isinstance(callback, WeightAveraging) else {"prefix": ""}
+                is_copy = not isinstance(callback, WeightAveraging)
+                options = {"prefix": ""} if is_copy else options_of(callback, trainer, theirs)
                 averages = ShardedAverages(pl_module, self._save_frozen, **options)
                 self._made.append((callback, averages))
                 set_averages(callback, averages)
@@ -399,4 +400,4 @@ def broadcast_when_swapped(buffers: RankZeroBuffers) -> Callable[[], None]:
         buffers.broadcast_averages(averages_of(callback).module)
         swap(callback, pl_module)
 
-    return replace_methods(WeightAveraging, {SWAP: swap_models})
+    return replace_attributes(WeightAveraging, {SWAP: swap_models})

@@ -49,7 +49,6 @@ def convert(
     strip_prefix: str | None = None,
     only_prefix: bool = False,
     hugging_face: bool = False,
-    config: str | None = None,
     trust: bool = False,
 ) -> list[Path]:
     """Convert a checkpoint, atomically, and show the progress. The name of `out` chooses the format.
@@ -67,7 +66,6 @@ def convert(
         strip_prefix: the prefix to remove from the names of weights in safetensors.
         only_prefix: whether to leave out weights whose names lack the prefix.
         hugging_face: whether to write a `PreTrainedModel` as a folder that `from_pretrained` loads.
-        config: the config of that model, or its folder; `None` takes it from the checkpoint.
         trust: whether to create objects of any type, which may run code in the checkpoint.
 
     Returns:
@@ -78,7 +76,7 @@ def convert(
         CheckpointError: the checkpoint cannot be read, or the output cannot be written.
     """
     target = Path(out)
-    _check_options(out, target, strip_prefix, only_prefix, hugging_face, config, max_shard_bytes)
+    _check_options(out, target, strip_prefix, only_prefix, hugging_face, max_shard_bytes)
 
     def read(path: str | Path) -> tuple[dict[str, Any], Manifest | None]:
         is_same = target.exists() and Path(path).exists() and target.samefile(path)
@@ -100,7 +98,7 @@ def convert(
     model = None
     if hugging_face:
         described = found.get(PACKAGE_STATE_KEY, {}).get(MODELS_KEY, [])
-        prefix, model = _build_model(described, None if config is None else Path(config), prefix)
+        prefix, model = _build_model(described, prefix)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.suffix == ".ckpt" and model is None:
@@ -125,7 +123,6 @@ def _check_options(
     strip_prefix: str | None,
     only_prefix: bool,
     hugging_face: bool,
-    config: str | None,
     max_shard_bytes: int | None,
 ) -> None:
     """Raise a `ConfigurationError` if options contradict each other or the output."""
@@ -138,7 +135,6 @@ def _check_options(
         f"{out} is a folder. Write to a file: {out}/NAME{out.suffix}, or remove the folder first.": (
             is_file and os.path.isdir(out)  # Path.is_dir raises PermissionError where this returns False
         ),
-        "--config needs --hugging-face.": config is not None and not hugging_face,
         "--max-shard-size needs --hugging-face: other outputs are one file.": (
             max_shard_bytes is not None and not hugging_face
         ),
@@ -221,12 +217,11 @@ def _without_wrappers(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def _build_model(described: list[dict[str, str]], config: Path | None, prefix: str | None) -> tuple[str, Any]:
+def _build_model(described: list[dict[str, str]], prefix: str | None) -> tuple[str, Any]:
     """Return the prefix of the names of a model's weights, and the `PreTrainedModel` itself, on the meta device.
 
     Args:
         described: what `describe_models` returned when the checkpoint was saved.
-        config: the path of `config.json`, or of the folder that contains it; `None` takes it from `described`.
         prefix: the prefix. Required if the checkpoint does not describe exactly one model.
 
     Raises:
@@ -238,14 +233,14 @@ def _build_model(described: list[dict[str, str]], config: Path | None, prefix: s
     except ImportError as error:
         raise ConfigurationError("--hugging-face needs a library: pip install transformers.") from error
     chosen = [model for model in described if prefix in (None, model["prefix"])]
-    if len(chosen) != 1 and (config is None or prefix is None):
+    if len(chosen) != 1:
         choices = ", ".join(f"--strip-prefix {model['prefix']}" for model in described)
         raise ConfigurationError(
             f"The checkpoint describes {len(described)} Hugging Face models, and one must be chosen: "
-            f"{choices or 'none'}. For a model that it does not describe, pass the folder of its config and the prefix "
-            "of its weights: --config FOLDER --strip-prefix PREFIX."
+            f"{choices or 'none'}. For one that it does not describe, write FOLDER/model.safetensors --strip-prefix "
+            "PREFIX, and save the model's config in the same folder."
         )
-    texts = chosen[0] if config is None else _read_config(config)
+    texts = chosen[0]
     content = json.loads(texts["config"])
     name = " ".join(map(str, content.get("architectures") or ["no class"]))
     cls: Any = getattr(transformers, name, None)
@@ -261,22 +256,7 @@ def _build_model(described: list[dict[str, str]], config: Path | None, prefix: s
             model.generation_config = transformers.GenerationConfig.from_dict(json.loads(texts["generation_config"]))
     except Exception as error:
         raise CheckpointError(f"{name} could not be built from its config: {error}") from error
-    return chosen[0]["prefix"] if prefix is None else prefix, model
-
-
-def _read_config(path: Path) -> dict[str, str]:
-    """Return the texts of `config.json` and, if there is one, `generation_config.json`."""
-    folder = path if path.is_dir() else path.parent
-    files = {"config": path / "config.json" if path.is_dir() else path}
-    if (folder / "generation_config.json").is_file():
-        files["generation_config"] = folder / "generation_config.json"
-    try:
-        texts = {key: file.read_text() for key, file in files.items()}
-        if not all(isinstance(json.loads(text), dict) for text in texts.values()):
-            raise ValueError("it is not a JSON object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{path} is not the config of a model: {error}.") from error
-    return texts
+    return texts["prefix"], model
 
 
 def _fill(model: Any, weights: Mapping[str, Tensor]) -> None:
@@ -299,8 +279,8 @@ def _fill(model: Any, weights: Mapping[str, Tensor]) -> None:
     if fault:
         raise CheckpointError(
             f"The weights do not match {type(model).__name__} with this config, so `from_pretrained` would not load "
-            f"them. {fault}Save frozen parameters as well, merge adapters before saving (merge_and_unload), pass "
-            "another --config, or write only the weights: OUT.safetensors --strip-prefix PREFIX."
+            f"them. {fault}Save frozen parameters as well, merge adapters before saving (merge_and_unload), or write "
+            "only the weights: OUT.safetensors --strip-prefix PREFIX."
         )
 
 

@@ -4,8 +4,9 @@ import io
 import os
 import pickle
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,8 @@ from lightning_paral.checkpoint.manifest import (
     reader_of,
 )
 from lightning_paral.checkpoint.optimizer_state import by_int
-from lightning_paral.checkpoint.shards import bytes_of, flat
-from lightning_paral.checkpoint.tree import Kind, SavedTensor, TreePath, check_shards, replace_at
+from lightning_paral.checkpoint.shards import NO_SHARD, bytes_of, flat
+from lightning_paral.checkpoint.tree import SavedTensor, TreePath, check_shards, replace_at
 from lightning_paral.compat.torch.tensors import fake_tensors, identity_of, untyped
 from lightning_paral.distributed.exchange import RankGroup
 
@@ -40,7 +41,7 @@ def write_full(
 ) -> int:
     """Write the file `path`: what `torch.save` would write, and a manifest. *Collective* over `ranks`.
 
-    Only rank 0 accesses the file. It receives them into two buffers, of the size of the largest part of other ranks.
+    Only rank 0 accesses the file. Of the tensors, it has at most two in memory.
 
     Args:
         tree: the checkpoint. Only rank 0's is used, and not for `tensors`.
@@ -73,130 +74,96 @@ def write_full(
         return [at[key] for key in storages if key in at]
 
     order = ranks.run_on_rank_0(what, lay_out)
-    shards = {path: tensor for tensor in tensors for path in tensor.paths}
-    local = [shards.get(path) for path in order]
-    parts = ranks.gather([_Part(tensor.kind, tensor.shard.chunks) if tensor else None for tensor in local])
-    values = ranks.run_on_all(what, lambda: _Gathered(local, parts, ranks))
-    error: Exception | None = None
+    by_path = {path: tensor for tensor in tensors for path in tensor.paths}
+    own = [by_path.get(path, _ABSENT) for path in order]
+    by_rank = ranks.gather([(tensor.kind, tensor.shard.chunks) for tensor in own])
+    parts = [[part for part in of_tensor if part[1]] for of_tensor in zip(*by_rank, strict=True)]
+
+    def check() -> None:
+        for tensor, found in zip(own, parts, strict=True):
+            kinds = [tensor.kind, *(kind for kind, _ in found)]
+            check_shards(tensor.name, kinds, [chunk for _, chunks in found for chunk in chunks])
+
+    ranks.run_on_rank_0(what, check)
+    faults: list[Exception] = []
+    values = _gathered(own, by_rank, ranks, faults) if ranks.is_rank_0 else iter(())
     nbytes = 0
     try:
         if ranks.is_rank_0:
-            data = (values.next() if key in at else [_tensor_over(storage)] for key, storage in storages.items())
+            data = (next(values) if key in at else [_tensor_over(storage)] for key, storage in storages.items())
             nbytes = _write(path, skeleton, data, about)
-    except Exception as raised:
-        error = raised
-    try:
-        while values.left:
-            values.exchange()
-    except Exception as raised:  # of the process group
-        error = error or raised
-    ranks.run_on_all(what, lambda: _raise(values.error))
-    ranks.run_on_all(what, lambda: _raise(error))
+        else:
+            _send(own, ranks, faults)
+    except Exception as error:
+        faults.append(error)
+    for _ in values:  # what other ranks still send
+        pass
+
+    def succeed() -> None:
+        if faults:
+            raise faults[0]
+
+    ranks.run_on_all(what, succeed)
     return nbytes
 
 
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error
+_ABSENT = SavedTensor((), (), torch.uint8, NO_SHARD)
+"""Stands for a tensor that a rank does not have."""
 
 
-class _Part(NamedTuple):
-    """What one rank writes of a tensor."""
+def _send(tensors: Sequence[SavedTensor], ranks: RankGroup, faults: list[Exception]) -> None:
+    """Send this rank's part of each tensor to rank 0: zeros if it cannot be read, with the error in `faults`."""
+    for tensor in tensors:
+        if tensor.shard.chunks:
+            try:
+                values = _local(tensor)
+            except Exception as error:
+                faults.append(error)
+                values = torch.zeros(sum(chunk.numel for chunk in tensor.shard.chunks), dtype=tensor.dtype)
+            dist.send(values.view(torch.uint8), group=ranks.group, group_dst=0)
 
-    kind: Kind
-    chunks: Sequence[Chunk]
 
-    @property
-    def numel(self) -> int:
-        return sum(chunk.numel for chunk in self.chunks)
+def _gathered(
+    tensors: Sequence[SavedTensor], by_rank: Sequence[Any], ranks: RankGroup, faults: list[Exception]
+) -> Iterator[list[Tensor]]:
+    """Yield each tensor on rank 0, in contiguous pieces in row-major order; none if it cannot be read.
 
-
-class _Gathered:
-    """Sends tensors to rank 0 one by one. All ranks call `exchange` or `next` equally often.
-
-    Rank 0 receives a tensor while it writes the one before, so it has two buffers. A rank that cannot read its values
-    sends zeros and keeps the error, so that the others do not wait for it.
-
-    Args:
-        local: the tensors, each with what this rank writes of it; `None` for a tensor that it does not have.
-        parts: for each rank, what it writes of each tensor.
-        ranks: the ranks.
-
-    Raises:
-        CheckpointError: on rank 0, the parts of the ranks do not fit together.
+    What the other ranks have of a tensor is received while the tensor before it is written, in two buffers by turns.
     """
+    remote = list(zip(*by_rank[1:], strict=True))
+    sizes = [[sum(chunk.numel for chunk in chunks) * kind[1].itemsize for kind, chunks in parts] for parts in remote]
+    buffers = [torch.empty(max(map(sum, sizes), default=0), dtype=torch.uint8) for _ in range(2)]
 
-    def __init__(
-        self, local: Sequence[SavedTensor | None], parts: Sequence[Sequence[_Part | None]], ranks: RankGroup
-    ) -> None:
-        self._local, self._parts, self._ranks = local, list(zip(*parts, strict=True)), ranks
-        self._number = 0
-        self._received: dict[int, tuple[Any, Tensor]] | None = None
-        self.error: Exception | None = None
-        if not ranks.is_rank_0:
-            return
-        for tensor, of_ranks in zip(local, self._parts, strict=True):
-            assert tensor is not None, "rank 0 lists all tensors"
-            found = [part for part in of_ranks if part is not None and part.chunks]
-            kinds = [tensor.kind, *(part.kind for part in found)]
-            check_shards(tensor.name, kinds, [chunk for part in found for chunk in part.chunks])
-        remote = [sum(part.numel * part.kind[1].itemsize for part in of[1:] if part) for of in self._parts]
-        self._buffers = [torch.empty(max(remote, default=0), dtype=torch.uint8) for _ in range(2)]
-
-    @property
-    def left(self) -> int:
-        """How many tensors have not been sent."""
-        return len(self._local) - self._number
-
-    def next(self) -> list[Tensor]:
-        """Return the next tensor, on rank 0, in contiguous pieces that are valid until the next call."""
-        tensor = self._local[self._number]
-        assert tensor is not None, "rank 0 lists all tensors"
-        return _in_order(tensor, self.exchange())
-
-    def exchange(self) -> list[tuple[Chunk, Tensor]]:
-        """Return the chunks of the next tensor on rank 0; send this rank's part of it on other ranks."""
-        number = self._number
-        own = self._read(self._local[number])
-        received = self._receive(number) if self._received is None else self._received
-        self._number += 1
-        if not self._ranks.is_rank_0:
-            if own.numel():
-                dist.send(own.view(torch.uint8), group=self._ranks.group, group_dst=0)
-            return []
-        self._received = self._receive(number + 1)
+    def receive(number: int) -> list[tuple[Chunk, Tensor]]:
         found: list[tuple[Chunk, Tensor]] = []
-        for rank, part in enumerate(self._parts[number]):
-            work, values = received.get(rank, (None, own))
-            if work is not None:
-                work.wait()
-            for chunk in part.chunks if part is not None else ():
-                found.append((chunk, values[: chunk.numel]))
-                values = values[chunk.numel :]
+        left = buffers[number % 2]
+        for rank, ((_, dtype), chunks) in enumerate(remote[number] if number < len(remote) else (), 1):
+            data, left = left.tensor_split((sizes[number][rank - 1],))
+            if chunks:
+                dist.recv(data, group=ranks.group, group_src=rank)
+                found += _by_chunk(chunks, data.view(dtype))
         return found
 
-    def _receive(self, number: int) -> dict[int, tuple[Any, Tensor]]:
-        """Start to receive the parts of other ranks. Return, by rank, what to wait for and the values."""
-        received: dict[int, tuple[Any, Tensor]] = {}
-        if not self._ranks.is_rank_0 or number >= len(self._local):
-            return received
-        start = 0
-        for rank, part in enumerate(self._parts[number]):
-            if rank and part is not None and part.chunks:
-                dtype = part.kind[1]
-                data = self._buffers[number % 2][start : start + part.numel * dtype.itemsize]
-                start += len(data)
-                received[rank] = dist.irecv(data, group=self._ranks.group, group_src=rank), data.view(dtype)
-        return received
+    with ThreadPoolExecutor(1) as thread:
+        ahead = thread.submit(receive, 0)
+        for number, tensor in enumerate(tensors):
+            received, ahead = ahead.result(), thread.submit(receive, number + 1)
+            try:
+                own = _by_chunk(tensor.shard.chunks, _local(tensor)) if tensor.shard.chunks else []
+                pieces = _in_order(tensor, own + received)
+            except Exception as error:
+                faults.append(error)
+                pieces = []
+            yield pieces
 
-    def _read(self, tensor: SavedTensor | None) -> Tensor:
-        if tensor is None or not tensor.shard.chunks:
-            return torch.empty(0)
-        try:
-            return flat(tensor.shard.values().to("cpu", tensor.dtype))
-        except Exception as error:
-            self.error = self.error or error
-            return torch.zeros(sum(chunk.numel for chunk in tensor.shard.chunks), dtype=tensor.dtype)
+
+def _local(tensor: SavedTensor) -> Tensor:
+    return flat(tensor.shard.values().to("cpu", tensor.dtype))
+
+
+def _by_chunk(chunks: Sequence[Chunk], values: Tensor) -> list[tuple[Chunk, Tensor]]:
+    parts: Any = torch.split(values, [chunk.numel for chunk in chunks])
+    return list(zip(chunks, parts, strict=True))
 
 
 def _in_order(tensor: SavedTensor, found: list[tuple[Chunk, Tensor]]) -> list[Tensor]:

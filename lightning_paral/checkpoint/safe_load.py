@@ -27,8 +27,13 @@ from torch.serialization import StorageType, get_safe_globals
 
 from lightning_paral.checkpoint.archive import open_regular, read_archive
 from lightning_paral.checkpoint.pickles import Made, Named, PickleError, PickleReader, RefusedError, check_expansion
-from lightning_paral.compat.torch.files import IMPORT_MAPPING, NAME_MAPPING
 from lightning_paral.errors import CheckpointError
+
+# Protocol 2, which `torch.save` writes, has the names of Python 2 of what torch.load accepts.
+_IMPORT_MAPPING = {"__builtin__": "builtins", "copy_reg": "copyreg", "exceptions": "builtins"}
+"""Modules by their names in Python 2."""
+_NAME_MAPPING = {("__builtin__", "xrange"): ("builtins", "range")}
+"""Module and name by those in Python 2."""
 
 _MAX_EXPANDED = 2**28
 _MAX_DIMENSIONS = 64
@@ -66,7 +71,7 @@ class TorchPickle(PickleReader):
 
     def find_class(self, module: str, name: str) -> Named:
         """Return a stand-in for a global. Raise a `RefusedError` if it is not allowed."""
-        module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))  # Python 2 names
+        module, name = _NAME_MAPPING.get((module, name), (_IMPORT_MAPPING.get(module, module), name))  # Python 2 names
         full = f"{module}.{name}"
         if full not in _CALLS and full not in _CONSTANTS and full not in self._trusted and _item_bytes(full) is None:
             raise RefusedError(full)

@@ -4,7 +4,7 @@ The steps of a save, with the files to read:
 
 1. `sharded_state.py`, `weights.py`: Lightning collects this rank's shards before it calls the strategy.
 2. `tree.py`, `shards.py`: list the tensors, and the elements of them that this rank writes.
-3. `sharded.py` or `full.py`: write them, into a new folder or file next to the target.
+3. Here or in `full.py`: write them, into a new folder or file next to the target.
 4. `manifest.py`: rank 0 writes the manifest after all ranks have succeeded.
 5. `commit.py`: rename the new folder or file to the target.
 
@@ -13,33 +13,47 @@ After each step, the ranks agree in `distributed/exchange.py` whether all of the
 
 import io
 import logging
+import pickle
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 from uuid import uuid4
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.utils.serialization import config
 
 from lightning_paral.checkpoint.background import Staging
 from lightning_paral.checkpoint.commit import AtomicPath, check_replaceable, check_replaceable_at
-from lightning_paral.checkpoint.dcp_metadata import META, METADATA
 from lightning_paral.checkpoint.full import write_full
-from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest, record_bytes
+from lightning_paral.checkpoint.layout import Chunk
+from lightning_paral.checkpoint.manifest import FILE_NAME, FileRecord, Manifest, record_bytes
 from lightning_paral.checkpoint.optimizer_state import OTHER_ENTRIES_KEY, by_fqn
+from lightning_paral.checkpoint.reader import META, METADATA
 from lightning_paral.checkpoint.safe_load import warn_about_refused_types
-from lightning_paral.checkpoint.sharded import leaves, make_metadata, serialize_values, write_rank_file
-from lightning_paral.checkpoint.shards import is_sharded
+from lightning_paral.checkpoint.shards import alone, flat, is_sharded
 from lightning_paral.checkpoint.storage import Folder, FsspecStorage, LocalStorage, file_system, is_remote, put_file
 from lightning_paral.checkpoint.tree import (
     PACKAGE_STATE_KEY,
     WEIGHT_KEYS,
+    Kind,
     SavedTensor,
     TreePath,
+    check_shards,
     host_copy,
     insert,
     is_state_key,
@@ -48,10 +62,12 @@ from lightning_paral.checkpoint.tree import (
     tensors_in,
     tensors_to_save,
 )
-from lightning_paral.compat.torch.modules import set_versions, versions_in
+from lightning_paral.compat.torch.distributed_checkpoint import StorageInfo
 from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.errors import CheckpointError
 from lightning_paral.options import Form
+
+_ALIGNMENT = 64
 
 _log = logging.getLogger(__name__)
 
@@ -289,6 +305,135 @@ def _write(folder: Folder, name: str, data: bytes) -> None:
         file.write(data)
 
 
+# The sharded format: a folder that is an ordinary Distributed Checkpoint, with one file per rank and `meta.pt`
+#
+# Keys and file names are those of Lightning's `ModelParallelStrategy`. That strategy, torch.distributed.checkpoint and
+# `dcp_to_torch_save` can read the folder. Tensors have their full shapes and are stored in chunks.
+# `torch.distributed.checkpoint.save` would write the same. It takes up to 1.6 times as long, because it computes a CRC
+# of each record and flushes a file only at its end, and in torch 2.13 it keeps all tensors that it copies for a file.
+
+
+@dataclass(frozen=True)
+class WrittenTensor:
+    """The chunks of a tensor that one rank has written."""
+
+    paths: tuple[TreePath, ...]
+    kind: Kind
+    chunks: list[tuple[Chunk, int, int]]
+    """Each chunk with its offset and length in the file, in bytes."""
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """The file that one rank has written."""
+
+    name: str
+    record: FileRecord
+    tensors: list[WrittenTensor]
+    objects: dict[TreePath, tuple[int, int]]
+    """Offset and length in bytes of each value that is not a tensor."""
+
+
+def write_rank_file(
+    folder: Folder,
+    name: str,
+    tensors: Sequence[SavedTensor],
+    objects: Mapping[TreePath, bytes],
+    *,
+    lists_all: bool,
+) -> WrittenFile:
+    """Write a file with this rank's shards of `tensors`, and with `objects`: serialized values that are not tensors.
+
+    With `lists_all`, the result has also the tensors of which this rank writes nothing, so that none is forgotten.
+    """
+    written, locations = [], {}
+    with folder.create(name) as file:
+        for tensor in tensors:
+            chunks = []
+            for chunk, values in _values(tensor):
+                file.pad(_ALIGNMENT)
+                offset = file.position
+                with config.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]
+                    torch.save(values, cast("IO[bytes]", file))
+                chunks.append((chunk, offset, file.position - offset))
+            if chunks or lists_all:
+                written.append(WrittenTensor(tensor.paths, tensor.kind, chunks))
+        for path, data in objects.items():
+            locations[path] = (file.position, len(data))
+            file.write(data)
+    return WrittenFile(name, file.record(), written, locations)
+
+
+def _values(tensor: SavedTensor) -> Iterator[tuple[Chunk, Tensor]]:
+    """Yield the chunks that this rank writes, each with its values on the host, in a storage that has nothing else."""
+    if not tensor.shard.chunks:
+        return
+    local, start = flat(tensor.shard.values().to("cpu", tensor.dtype)), 0
+    for chunk in tensor.shard.chunks:
+        yield chunk, alone(local[start : start + chunk.numel]).view(chunk.sizes)
+        start += chunk.numel
+
+
+def serialize_values(values: Mapping[TreePath, Any]) -> dict[TreePath, bytes]:
+    """Return each value as the bytes that `torch.save` writes for it."""
+    data = {}
+    for path, value in values.items():
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        data[path] = buffer.getvalue()
+    return data
+
+
+def leaves(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Any]]:
+    """Yield the leaves of nested dicts and lists, each with its path. They are those of Distributed Checkpoint."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from leaves(value, (*path, key))
+    elif isinstance(tree, list) and any(isinstance(value, Mapping | list | Tensor) for value in tree):
+        for number, value in enumerate(tree):
+            yield from leaves(value, (*path, number))
+    else:
+        yield path, tree
+
+
+def make_metadata(written: Sequence[WrittenFile]) -> bytes:
+    """Return the content of `.metadata`, given the file of each rank.
+
+    Raises:
+        CheckpointError: the chunks of the ranks leave gaps or overlap, because the ranks saved different values.
+    """
+    state: dict[str, Any] = {}
+    kinds: dict[str, list[Kind]] = {}
+    storage: dict[MetadataIndex, Any] = {}
+    paths: dict[str, TreePath] = {}
+    for file in written:
+        for path, (offset, length) in file.objects.items():
+            key = name_of(path)
+            paths[key], state[key] = path, BytesStorageMetadata()
+            storage[MetadataIndex(key)] = StorageInfo(file.name, offset, length)
+        for tensor in file.tensors:
+            shape, dtype = tensor.kind
+            for path in tensor.paths:
+                key = name_of(path)
+                paths[key] = path
+                kinds.setdefault(key, []).append(tensor.kind)
+                about = state.setdefault(key, TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), []))
+                for chunk, offset, length in tensor.chunks:
+                    offsets = torch.Size(chunk.offsets)
+                    storage[MetadataIndex(key, offsets, len(about.chunks))] = StorageInfo(file.name, offset, length)
+                    about.chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
+    for key, found in kinds.items():
+        check_shards(key, found, [Chunk(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in state[key].chunks])
+    metadata = Metadata(
+        state_dict_metadata=state,
+        planner_data=paths,
+        storage_data=storage,
+        storage_meta=StorageMeta(save_id=str(uuid4())),
+        version=filesystem.CURRENT_DCP_VERSION,
+    )
+    return pickle.dumps(metadata)
+
+
 # Stages of a pipeline
 
 
@@ -332,17 +477,19 @@ def _merge_stages(
 
     def merge() -> dict[str, Any]:
         merged: dict[str, Any] = replace_at(tree, {})
+        about = merged.get(PACKAGE_STATE_KEY, {})
         for found in described[1:]:
             if found is not None:
                 absent, frozen, state = found
-                _add_frozen(merged, frozen)
+                about["frozen"] = list(dict.fromkeys((*about.get("frozen", ()), *frozen)))
                 present = {path for path, _ in tensors_in(merged)}
                 for path in sorted(absent.keys() - present, key=str):
                     if not is_state_key(str(path[0])):  # a shard in the state of a callback
                         _check_names(path)
                         insert(merged, path, absent[path], [0])
                 for key, value in state.items():
-                    _merge(key, merged.setdefault(key, value), value)
+                    merge_entry = _add_weights if key in WEIGHT_KEYS else _add_missing
+                    merge_entry(merged.setdefault(key, value), value)
         return merged
 
     tree = ranks.run_on_all(what, lambda: merge() if ranks.is_rank_0 else tree)
@@ -357,35 +504,22 @@ def _check_names(path: TreePath) -> None:
         )
 
 
-def _add_frozen(merged: dict[str, Any], names: list[str]) -> None:
-    about = merged.get(PACKAGE_STATE_KEY)
-    if about is not None:
-        about["frozen"] = list(dict.fromkeys((*about.get("frozen", ()), *names)))
+def _add_weights(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Add to `first` the entries that only `second` has, and the versions of their modules, which are an attribute."""
+    first.update({name: value for name, value in second.items() if name not in first})
+    attributes = getattr(first, "__dict__", {})
+    for name, versions in getattr(second, "__dict__", {}).items():
+        attributes[name] = {**versions, **attributes.get(name, {})}
 
 
-def _merge(key: str, first: Any, second: Any) -> None:
-    """Add to `first`, an entry of a checkpoint, what only `second` has."""
-    if key in WEIGHT_KEYS:
-        versions = {**(versions_in(second) or {}), **(versions_in(first) or {})}
-        _add_missing(first, second)
-        if versions:
-            set_versions(first, versions)
-    elif key == OTHER_ENTRIES_KEY:
-        _add_by_index(first, second)
-    else:
-        _add_missing(first["state"], second["state"])
-        groups = second["param_groups"]
-        for group, other in zip(first["param_groups"], groups, strict=False):
-            group["params"] = list(dict.fromkeys((*group["params"], *other["params"])))
-        _add_by_index(first["param_groups"], groups)
-
-
-def _add_missing(first: dict[str, Any], second: Mapping[str, Any]) -> None:
-    for key, value in second.items():
-        first.setdefault(key, value)
-
-
-def _add_by_index(first: list[Any], second: Sequence[Mapping[str, Any]]) -> None:
-    first.extend({} for _ in range(len(second) - len(first)))
-    for one, other in zip(first, second, strict=False):
-        _add_missing(one, other)
+def _add_missing(first: Any, second: Any) -> None:
+    """Add to `first` what only `second` has: to dicts by key, to lists of names by name, to other lists by index."""
+    if isinstance(first, dict):
+        for key, value in second.items():
+            _add_missing(first.setdefault(key, value), value)
+    elif isinstance(first, list) and all(isinstance(each, str) for each in (*first, *second)):
+        first[:] = dict.fromkeys((*first, *second))
+    elif isinstance(first, list):
+        for one, other in zip(first, second, strict=False):
+            _add_missing(one, other)
+        first += second[len(first) :]

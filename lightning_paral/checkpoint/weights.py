@@ -21,7 +21,6 @@ from lightning_paral.compat.torch.modules import (
     own_parameters,
     save_own,
     save_submodules_by,
-    versions_in,
 )
 from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.distributed.exchange import RankGroup
@@ -72,7 +71,7 @@ def sharded_state_dict(module: Module, shard: Callable[[Parameter], Tensor], sav
     frozen = {id(shards[id(parameter)]) for parameter in left_out}
     for name in [name for name, value in state.items() if id(value) in frozen]:
         del state[name]
-    return dict(state) if versions_in(state) is None else state
+    return state if getattr(state, "__dict__", None) else dict(state)  # the versions of modules are an attribute
 
 
 def package_state(module: Module, save_frozen: bool, ranks: RankGroup, random_states: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,6 @@ def consolidate(arguments: list[str]) -> None:
     add("--strip-prefix", metavar="PREFIX", help="remove it from names in safetensors: `model.` for `self.model`")
     add("--only-prefix", action="store_true", help="leave out weights whose names lack the prefix")
     add("--hugging-face", action="store_true", help="write the PreTrainedModel in a folder for from_pretrained")
-    add("--config", metavar="PATH", help="config of the PreTrainedModel, if this package did not save the checkpoint")
     add("--trust", action="store_true", help="create objects of any type; may run code in the checkpoint")
     given = vars(parser.parse_args(arguments))
     given["dtype"] = _DTYPES.get(given["dtype"])

@@ -19,6 +19,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from lightning_paral.errors import PrivateNameError
+from lightning_paral.tested_versions import TESTED_VERSIONS
 
 Names = Mapping[str, Mapping[str, str]]
 """Private names by the path of their owner, each with what it is used for, as an infinitive without "to".
@@ -28,14 +29,6 @@ only instances of the owner have it: a class sets it on its instances, or a func
 `<2.12` after it means that it is used with these versions of the library only. `; ` separates names that serve the same
 purpose.
 """
-
-TESTED = {
-    "torch": "torch 2.11 to 2.13",
-    "lightning": "lightning 2.6.1 to 2.6.6",
-    "torchmetrics": "torchmetrics 1.7 to 1.9",
-    "deepspeed": "deepspeed 0.19.8",
-}
-"""The versions in which tests have found the names."""
 
 _ENTRY = re.compile(r"(?P<dot>\.?)(?P<last>\w+)(?:\((?P<parameters>.*)\))?(?: (?P<versions>\S+))?")
 # Slow to import, and not needed by every run. It imports its private names directly, so that a missing one raises an
@@ -90,7 +83,7 @@ class PrivateName:
         library = self.name.partition(".")[0]
         return PrivateNameError(
             f"lightning_paral uses the private name {self.name} to {self.purpose}, but in {library} {version(library)} "
-            f"{difference}. It was tested with {TESTED[library]}: install one of these versions."
+            f"{difference}. Install a version with which it was tested: {library}{TESTED_VERSIONS.get(library, '')}."
         )
 
 
@@ -137,12 +130,17 @@ def replace(instance: object, name: str, value: Any) -> None:
         PrivateNameError: `instance` has no such attribute, so nothing would read the value.
     """
     if not hasattr(instance, name):
-        library = type(instance).__module__.partition(".")[0]
-        raise PrivateNameError(
-            f"lightning_paral sets the private attribute {name} of {type(instance).__name__}, which has none in this "
-            f"version. It was tested with {TESTED.get(library, TESTED['lightning'])}: install one of these versions."
-        )
+        raise no_attribute(instance, name)
     setattr(instance, name, value)
+
+
+def no_attribute(instance: object, name: str) -> PrivateNameError:
+    """Return the error for an attribute or method that is to be replaced and that `instance` does not have."""
+    cls = type(instance)
+    return PrivateNameError(
+        f"lightning_paral replaces {cls.__module__}.{cls.__qualname__}.{name} during a run, but there is no such "
+        f"attribute. Install versions with which it was tested: {', '.join(map(''.join, TESTED_VERSIONS.items()))}."
+    )
 
 
 def _parameters_of(function: Any) -> tuple[str, ...] | None:

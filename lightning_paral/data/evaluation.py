@@ -4,23 +4,21 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_paral.compat.lightning.evaluation import (
     EvaluationLoop,
     PredictionLoop,
     Step,
-    batch_of,
     call_at_end_of_loader,
-    call_step_without_hooks,
-    combined_loader_of,
-    items_of,
-    mode_of,
     replace_step,
     set_results,
 )
+from lightning_paral.compat.lightning.methods import shadow_method
+from lightning_paral.compat.torch.tensors import tree_leaves
 from lightning_paral.data.loaders import Marked
 from lightning_paral.data.metrics import change_updates, keep_steps_local, metrics_of_run
 from lightning_paral.data.results import LoggedHistory, SharedResults
@@ -56,8 +54,8 @@ class ExactEvaluationLoops:
 
     def _step(self, loop: _Loop, results: SharedResults | None, step: Step, batch: Any, *place: Any) -> None:
         """Run `step`, the loop's own step, unless the batch is padding. `place` is what else Lightning passes to it."""
-        combined, (batch_idx, dataloader_idx, _) = combined_loader_of(loop), place
-        batch, mark = take_off_marks(batch, combined)
+        batch_idx, dataloader_idx, _ = place
+        batch, mark = take_off_mark(batch)
         weight = 1.0 if mark.is_padding or results is None else mark.weight
         if results is not None:
             results.rank_local, results.mark = mark.some_have_none, EVEN if mark.is_padding else mark
@@ -68,12 +66,12 @@ class ExactEvaluationLoops:
             if not mark.is_padding:
                 step(batch, *place)
                 return
-            index = dataloader_idx if mode_of(combined) == "sequential" and loop.num_dataloaders > 1 else None
+            index = dataloader_idx if loop.num_dataloaders > 1 else None
             if results is not None:
                 # At the end of the loader Lightning reads what this rank logged in earlier steps, under this index.
                 results.dataloader_idx = index
             if self._run_padding:
-                self._run_padding_step(loop, results, batch, batch_idx, index)
+                self._run_padding_step("predict" if results is None else self._stage, batch, batch_idx, index)
 
     @property
     def _stage(self) -> str:
@@ -93,54 +91,51 @@ class ExactEvaluationLoops:
         if weight != 1.0:
             change_updates(self._metrics or (), weight, undo)
 
-    def _run_padding_step(
-        self, loop: _Loop, results: SharedResults | None, batch: Any, batch_idx: int, dataloader_idx: int | None
-    ) -> None:
-        """Run the step for a padding batch, and discard what it logs and changes. *Collective* if the step is."""
-        trainer, hook_name = self._trainer, "predict_step" if results is None else f"{self._stage}_step"
+    def _run_padding_step(self, stage: str, batch: Any, batch_idx: int, dataloader_idx: int | None) -> None:
+        """Run the step for a padding batch, and discard what it logs and changes. *Collective* if the step is.
+
+        No batch-start or batch-end hooks are called, and the batch is not counted.
+        """
+        strategy, module, name = self._trainer.strategy, self._trainer.lightning_module, f"{stage}_step"
         if batch is None:
             raise ConfigurationError(
-                f"This rank got no batch from a dataset that shards itself, and cannot join the {hook_name} of others. "
+                f"This rank got no batch from a dataset that shards itself, and cannot join the {name} of others. "
                 "Give every rank some data, or let the strategy shard the dataset: shard_iterable=True."
             )
         with ExitStack() as undo:
-            if results is not None and not isinstance(loop, PredictionLoop):
-                discarded = SharedResults(LoggedHistory(self._history.dims), training=False)
-                discarded.rank_local, discarded.dataloader_idx = True, dataloader_idx
-                set_results(loop, discarded)
-                undo.callback(set_results, loop, results)
-            undo.enter_context(rollback_side_effects(trainer.lightning_module))
-            call_step_without_hooks(trainer, loop, hook_name, batch, batch_idx, dataloader_idx)
+            shadow_method(module, "log", _discard, undo)
+            undo.enter_context(rollback_side_effects(module))
+            batch = self._trainer.precision_plugin.convert_input(batch)
+            hook = "on_before_batch_transfer"
+            data: Any = getattr(self._trainer, "datamodule", None)
+            owner = data if data is not None and is_overridden(hook, data) else module
+            batch = strategy.batch_to_device(
+                getattr(owner, hook)(batch, dataloader_idx or 0), None, dataloader_idx or 0
+            )
+            takes_index = is_param_in_hook_signature(getattr(module, name), "batch_idx", min_args=2)
+            indices = ([batch_idx] if takes_index else []) + ([] if dataloader_idx is None else [dataloader_idx])
+            getattr(strategy, name)(batch, *indices)
 
 
-def take_off_marks(batch: Any, combined: CombinedLoader) -> tuple[Any, Mark]:
+def _discard(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def take_off_mark(batch: Any) -> tuple[Any, Mark]:
     """Return the user's batch, and how the step is divided.
 
-    If several loaders are combined so that each step has a batch of each (`"min_size"`, `"max_size"`,
-    `"max_size_cycle"`), evaluation ends as in one process: with the shortest loader for `"min_size"`, otherwise with
-    the longest. Later steps are padding.
+    Raises:
+        ConfigurationError: the batch combines those of several loaders.
     """
-    mode = mode_of(combined)
-    if mode == "sequential":
-        return (batch.batch, batch.mark) if isinstance(batch, Marked) else (batch, EVEN)
-    items = items_of(combined, batch)
-    marks = [item.mark if isinstance(item, Marked) else EVEN for item in items]
-    padded, lengths = [mark.is_padding for mark in marks], [sized_len(loader) or 0 for loader in combined.flattened]
-    in_longest = [each for each, length in zip(padded, lengths, strict=True) if length == max(lengths)]
-    ends = any(padded) if mode == "min_size" else all(in_longest)
-    # Only weights that all loaders share say how the step is divided.
-    shared = marks[0] if len({mark.weight for mark in marks}) == 1 else EVEN
-    combined_mark = Mark(
-        weight=0.0 if ends else shared.weight or 1.0,
-        some_have_none=any(mark.some_have_none for mark in marks),  # equal on all ranks
-        exceeds_ranks=shared.exceeds_ranks,
-    )
-    drops = mode == "max_size" and not ends
-    users = [
-        None if drops and mark.is_padding else item.batch if isinstance(item, Marked) else item
-        for item, mark in zip(items, marks, strict=True)
-    ]
-    return batch_of(combined, users), combined_mark
+    if isinstance(batch, Marked):
+        return batch.batch, batch.mark
+    if any(isinstance(each, Marked) for each in tree_leaves(batch)):
+        raise ConfigurationError(
+            "An evaluation step got the batches of several loaders at once, from a CombinedLoader, of which the ranks "
+            "have different numbers. Return a list of loaders, which are evaluated one after the other, or combine the "
+            "datasets in one loader."
+        )
+    return batch, EVEN
 
 
 # Predictions

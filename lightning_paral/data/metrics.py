@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn import Module
 from torchmetrics import MeanMetric, Metric, MetricCollection
 
-from lightning_paral.compat.lightning.methods import replace_methods, shadow_method
+from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.lightning.results import replace_gathering, set_computed, set_value_of_step
+from lightning_paral.compat.torch.patches import replace_attributes
 from lightning_paral.data.rollback import rollback_side_effects, user_attributes
 from lightning_paral.distributed.exchange import gather_objects
 from lightning_paral.distributed.mesh import ParallelDims
@@ -90,7 +91,7 @@ def keep_steps_local(metrics: Iterable[_Metric], undo: ExitStack) -> None:
 
     Call this in a step in which other ranks may have no batch, so that they would not join the synchronization.
     """
-    undo.callback(replace_methods(Metric, dict.fromkeys(("sync", "unsync"), _do_nothing)))
+    undo.callback(replace_attributes(Metric, dict.fromkeys(("sync", "unsync"), _do_nothing)))
     for metric in metrics:
         if isinstance(metric, Metric):
             undo.callback(set_computed, metric, None)

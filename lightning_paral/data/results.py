@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Module, SyncBatchNorm
 from torchmetrics import Metric
 
-from lightning_paral.compat.lightning.evaluation import set_results_of_fit
+from lightning_paral.compat.lightning.evaluation import set_results
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.lightning.results import (
     Metadata,
@@ -318,8 +318,9 @@ class SharedResults(ResultCollection):
         Raises:
             ConfigurationError: in training, the keys differ. The message names keys and ranks.
         """
-        dims = self.history.dims
-        entries = [self._entry(key, metric) for key, metric in self.valid_items() if metric.meta.on_epoch]
+        dims, of_loader = self.history.dims, self.dataloader_idx
+        current = {key: each for key, each in self.items() if each.meta.dataloader_idx == of_loader}
+        entries = [self._entry(*item) for item in current.items() if item[1].meta.on_epoch and not item[1].has_reset]
         self._batch_sizes.clear()
         gathered = dims.data_rank_group().gather(entries)
         if self.training:
@@ -434,7 +435,7 @@ class TrainingResults(SharedResults):
         self._step = ExitStack()
         self._metrics: list[Any] | None = None  # found in this epoch
         super().__init__(history, training=True)
-        set_results_of_fit(trainer, self)
+        set_results(trainer.fit_loop.epoch_loop, self)
         end_epoch = trainer.fit_loop.on_advance_end
 
         def join_and_end_epoch() -> None:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.optim import Optimizer
 
-from lightning_paral.compat.torch.process_groups import abort_nccl, close_connections, own_endpoints, store_port
+from lightning_paral.compat.torch.process_groups import abort_nccl, store_port
 from lightning_paral.distributed.watcher import POLL_SECONDS, RankWatcher, SignalHandler, handler_of, wait_until
 from lightning_paral.errors import RankFailedError
 
@@ -457,6 +457,45 @@ def _changes_weights(frame: FrameType | None) -> bool:
         if isinstance(each.f_locals.get("self"), Optimizer):
             return True
     return False
+
+
+# The connections between ranks, over which gloo's collectives run
+
+
+def own_endpoints(store_port: int | None) -> list[str]:
+    """Return this process's ends of its TCP connections, except those from or to `store_port`; without /proc, none."""
+    return [own for own, _, _ in _connections(store_port)]
+
+
+def close_connections(others: Collection[str], store_port: int | None) -> None:
+    """Shut down the connections of which `others` are the other ends, so that collectives over gloo end with an error.
+
+    `ProcessGroupGloo.abort` does nothing, and destroying the group closes no connection as long as anything refers to
+    it (torch 2.13).
+    """
+    for _, other, connection in _connections(store_port):
+        if other in others:
+            with suppress(OSError):  # it was closed in the meantime
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _connections(store_port: int | None) -> Iterator[tuple[str, str, socket.socket]]:
+    for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with suppress(OSError):  # it was closed in the meantime, or is not connected
+            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(number))) as found:
+                if found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6):
+                    own, other = found.getsockname(), found.getpeername()
+                    if store_port not in (own[1], other[1]):
+                        yield _text(own), _text(other), found
+
+
+def _text(address: Any) -> str:
+    return f"{str(address[0]).removeprefix('::ffff:')}:{address[1]}"  # of a socket of IPv6 that uses IPv4
+
+
+# torchrun
 
 
 def tell_torchrun(error: BaseException) -> None:

@@ -4,19 +4,24 @@ from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_paral.compat.lightning.strategies import layer_sync_of
-from lightning_paral.compat.torch.ddp import broadcast_any_dtype
+from lightning_paral.compat.torch.ddp import ignored_by_ddp
 from lightning_paral.engines.ddp.options import DDPOptions
 from lightning_paral.engines.ddp.run import DDPRun, averaged_closure
+from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.buffers import RankZeroBuffers
 from lightning_paral.model.checks import check_embeddings, check_optimizer_parameters, check_sync_batchnorm
 from lightning_paral.option_types import takes
 from lightning_paral.strategies.base import ParalStrategy
+
+_INTEGERS_OF_GLOO = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
 
 
 class ParalDDPStrategy(ParalStrategy, DDPStrategy):
@@ -65,7 +70,8 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         assert self.lightning_module is not None
         if self._is_fit:
             check_sync_batchnorm(self.lightning_module, layer_sync_of(self), self.root_device)
-        self._at_end.callback(broadcast_any_dtype(self.lightning_module))
+        if self.root_device.type == "cpu":
+            _check_dtypes(self.lightning_module)
         super().setup(trainer)  # calls `configure_ddp`, then `setup_optimizers`
 
     def configure_ddp(self) -> None:
@@ -157,3 +163,16 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         """Unwrap the module, and release the threads and streams that reduced its gradients."""
         self._ddp = None
         super().teardown()
+
+
+def _check_dtypes(module: Module) -> None:
+    """Raise a `ConfigurationError` for a dtype that gloo cannot broadcast: float8, int16 and most unsigned ones."""
+    ignored = ignored_by_ddp(module)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        is_number = tensor.is_complex() or (tensor.is_floating_point() and tensor.dtype.itemsize > 1)
+        if not is_number and tensor.dtype not in _INTEGERS_OF_GLOO and name not in ignored:
+            raise ConfigurationError(
+                f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}, which gloo cannot broadcast, and so "
+                "DistributedDataParallel on CPU. Convert it, register it as bytes, tensor.view(torch.uint8), or train "
+                "with paral_fsdp."
+            )

@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.compat.lightning.loops import evaluate_without_inference_mode
@@ -72,7 +73,15 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         assert self.lightning_module is not None
         ParallelStrategy.setup_environment(self)
         self.setup_distributed()
-        set_device_mesh(self, self.lightning_module, make_mesh(self.root_device, self.dims))
+        set_device_mesh(self.lightning_module, make_mesh(self.root_device, self.dims))
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh of the run, which is that of the module."""
+        mesh = None if self.lightning_module is None else self.lightning_module.device_mesh
+        if mesh is None:
+            raise RuntimeError("Only a run has a device mesh.")
+        return mesh
 
     @property
     def dims(self) -> ParallelDims:
@@ -246,7 +255,8 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
             if run is not None:
                 self._state_of(run).restore(self._ended, failed=self._watch.is_failing and self.world_size > 1)
         finally:
-            set_device_mesh(self, None if run is None else self.lightning_module, None)
+            if run is not None and self.lightning_module is not None:
+                set_device_mesh(self.lightning_module, None)
             super().teardown()
             if self.lightning_module is not None and run is not None and layer_sync is not None:
                 layer_sync.revert(self.lightning_module)

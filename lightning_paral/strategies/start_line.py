@@ -7,7 +7,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
-from lightning_paral.compat.lightning.loops import call_once_after_setup_of_data
+from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.data.sampler import RankBatchSampler
 
 
@@ -16,12 +16,16 @@ def print_start_line(trainer: Trainer, strategy: Any) -> None:
 
     Call this when a fit begins.
     """
+    loop: Any = trainer.fit_loop
 
-    def print_line() -> None:
+    def setup_data() -> None:
+        vars(loop).pop("setup_data", None)
+        loop.setup_data()
         if trainer.train_dataloader is not None:
             rank_zero_info(start_line(trainer, strategy, CombinedLoader(trainer.train_dataloader).flattened))
 
-    call_once_after_setup_of_data(trainer, print_line)
+    vars(loop).pop("setup_data", None)  # left by a run that failed before it created loaders
+    shadow_method(loop, "setup_data", setup_data)
 
 
 def start_line(trainer: Trainer, strategy: Any, loaders: list[Any]) -> str:

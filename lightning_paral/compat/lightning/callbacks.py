@@ -4,16 +4,18 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_paral.compat.lightning.methods import shadow_method
+from lightning_paral.compat.lightning.strategies import set_device
 from lightning_paral.compat.private_name import Names, replace
 
 NAMES: Names = {
     "lightning.pytorch.callbacks.WeightAveraging": {
         "._average_model": "average shards instead of a full copy of the module",
         "_swap_models(pl_module); _copy_average_to_current(pl_module)": "exchange averages and weights shard by shard",
-        "._device; ._use_buffers; ._kwargs": "average shards with the options given to the callback",
     },
     "lightning.pytorch.callbacks.StochasticWeightAveraging": {
         "._average_model": "average shards instead of a full copy of the module",
@@ -40,9 +42,14 @@ def set_averages(callback: Any, averages: Any) -> None:
     replace(callback, "_average_model", averages)
 
 
-def options_of(callback: WeightAveraging) -> dict[str, Any]:
-    """Return the options that `callback` passes to `AveragedModel`: `device`, `use_buffers`, and the user's."""
-    return {"device": callback._device, "use_buffers": callback._use_buffers} | callback._kwargs
+def options_of(callback: Any, trainer: Trainer, setup: Callable[..., None]) -> dict[str, Any]:
+    """Return the options with which `setup`, the method of `WeightAveraging`, creates an `AveragedModel`."""
+    probe = LightningModule()
+    set_device(probe, torch.device("meta"))  # on which the averages are unless the user chose a device
+    setup(callback, trainer, probe, "fit")
+    made = averages_of(callback)
+    options = {name: getattr(made, name) for name in ("use_buffers", "avg_fn", "multi_avg_fn")}
+    return options | {"device": None if made.n_averaged.is_meta else made.n_averaged.device}
 
 
 # The values by which `ModelCheckpoint` chooses the best checkpoints and names files

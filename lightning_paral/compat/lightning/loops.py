@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -9,14 +10,9 @@ from lightning.pytorch import Trainer
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.private_name import Names, replace
 
-_INFERENCE = {".inference_mode": "evaluate without inference mode, whose tensors can never be trained"}
-
 NAMES: Names = {
-    "lightning.pytorch.loops._EvaluationLoop": _INFERENCE,
-    "lightning.pytorch.loops._PredictionLoop": _INFERENCE,
     "lightning.pytorch.loops._FitLoop": {
-        "_should_accumulate": "know whether a backward pass is the last one before an optimizer step",
-        "._combined_loader; ._data_fetcher": "restart the training data at the position of a checkpoint",
+        "._data_fetcher": "restart the training data at the position of a checkpoint",
         "advance": "leave an epoch that is not finished without its end hooks",
         "on_run_end": "leave a fit that is not finished without on_train_end",
     },
@@ -37,21 +33,23 @@ NAMES: Names = {
 
 def is_accumulating(trainer: Trainer) -> bool:
     """Return whether the current training batch ends without an optimizer step."""
-    return trainer.fit_loop._should_accumulate()
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    is_last = progress.is_last_batch or progress.current.ready == trainer.num_training_batches
+    steps_at_end = is_last and not trainer.strategy.handles_gradient_accumulation
+    return progress.current.ready % trainer.accumulate_grad_batches != 0 and not steps_at_end
 
 
 def training_data_has_started(trainer: Trainer) -> bool:
     """Return whether the fit has created its loaders and an iterator over them."""
-    return trainer.fit_loop._data_fetcher is not None and trainer.fit_loop._combined_loader is not None
+    return trainer.fit_loop._data_fetcher is not None
 
 
 def restart_training_data(trainer: Trainer) -> None:
     """Replace the iterator over the training loaders with a new one."""
-    loop = trainer.fit_loop
-    assert loop._combined_loader is not None
-    assert loop._data_fetcher is not None
-    loop._combined_loader.reset()
-    iter(loop._data_fetcher)
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    fetcher.combined_loader.reset()
+    iter(fetcher)
 
 
 def evaluate_without_inference_mode(trainer: Trainer) -> None:
@@ -62,19 +60,6 @@ def evaluate_without_inference_mode(trainer: Trainer) -> None:
     evaluation = trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop
     for loop in (*evaluation, trainer.predict_loop):
         replace(loop, "inference_mode", False)
-
-
-def call_once_after_setup_of_data(trainer: Trainer, then: Callable[[], None]) -> None:
-    """Call `then` once, as soon as the fit that is starting has created its training loaders."""
-    loop: Any = trainer.fit_loop
-
-    def setup_data() -> None:
-        vars(loop).pop("setup_data", None)
-        loop.setup_data()
-        then()
-
-    vars(loop).pop("setup_data", None)  # left by a run that failed before it created loaders
-    shadow_method(loop, "setup_data", setup_data)
 
 
 # The step with which Lightning's training loop logs values
@@ -97,8 +82,8 @@ def choose_checkpoint(trainer: Trainer, choose: Callable[[Callable[[str], None]]
     Args:
         trainer: the Trainer.
         choose: called once, with a function that loads the checkpoint at a path. If this function raises, nothing has
-            been restored, and it may be called again with another path. If it is not called, or raises each time, the
-            fit does not resume.
+            been restored, and it may be called again with another path; the last call must succeed. If it is not
+            called, the fit does not resume.
 
     Returns:
         A function that undoes this. Calling it again, or after the checkpoint was chosen, has no effect.
@@ -112,19 +97,8 @@ def choose_checkpoint(trainer: Trainer, choose: Callable[[Callable[[str], None]]
     def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         undo()
         load(checkpoint_path, weights_only=weights_only)
-        if checkpoint_path:
-            return
-        loaded = False
-
-        def load_at(path: str) -> None:
-            nonlocal loaded
-            loaded = False
-            load(path, weights_only=weights_only)
-            loaded = True
-
-        choose(load_at)
-        if not loaded:
-            load(None)  # forgets the path that could not be loaded
+        if not checkpoint_path:
+            choose(partial(load, weights_only=weights_only))
 
     shadow_method(connector, "resume_start", resume_start)
     return undo

@@ -12,8 +12,9 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync a
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_paral.compat.lightning.methods import replace_methods, shadow_method
+from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.private_name import Names, replace
+from lightning_paral.compat.torch.patches import replace_attributes
 
 __all__ = ["Metadata", "ResultCollection", "ResultMetric"]
 
@@ -22,7 +23,6 @@ NAMES: Names = {
         "log(fx, name, value, sync_dist_fn, add_dataloader_idx)": "reduce a value with a checksum of its key",
         "update_metrics(key, value, batch_size)": "reduce values separately in uneven steps",
         "metrics(on_step)": "report keys that only some ranks have logged",
-        "valid_items": "exchange the values that ranks have logged in an epoch",
         ".dataloader_idx": "know to which loader results belong",
         ".batch": "know when a training batch begins and ends",
     },
@@ -66,7 +66,7 @@ def replace_gathering(gather: Callable[..., None]) -> Callable[[], None]:
             shadow_method(self, "_sync_dist", partial(gather, self, self._sync_dist), undo)
             sync(self, *args, **kwargs)
 
-    return replace_methods(Metric, {"sync": sync_with_gather})
+    return replace_attributes(Metric, {"sync": sync_with_gather})
 
 
 def value_of_step(metric: Metric) -> Any:

@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.layer_sync import LayerSync
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.strategy import _ForwardRedirection as ForwardRedirection
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from lightning_paral.compat.private_name import Names, replace
 
@@ -34,11 +34,7 @@ NAMES: Names = {
     "lightning.pytorch.strategies.ParallelStrategy": {
         "._layer_sync": "know whether Trainer(sync_batchnorm=True) was set",
     },
-    "lightning.pytorch.strategies.DDPStrategy": {
-        "._ddp_kwargs": "create DDP's reducer again with other options",
-        "._pl_static_graph_delay_done": "delay the first all-reduce of a static graph again",
-    },
-    "lightning.pytorch.strategies.ModelParallelStrategy": {"._device_mesh": "give the strategy our own mesh"},
+    "lightning.pytorch.strategies.DDPStrategy": {"._ddp_kwargs": "create DDP's reducer again with other options"},
     "lightning.pytorch.LightningModule": {"._device_mesh": "make self.device_mesh return the strategy's mesh"},
     "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector": {
         "_lazy_init_strategy": "give a strategy that is chosen late its devices and plugins",
@@ -67,9 +63,6 @@ NAMES: Names = {
     "lightning.pytorch.plugins.Precision": {
         "_after_closure(model, optimizer)": "run hooks and clipping before the step of a sharded optimizer",
     },
-    "lightning.pytorch.core.optimizer": {
-        "_MockOptimizer": "run ZeRO without an optimizer if configure_optimizers returns None",
-    },
     "lightning.fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin": {
         "._device": "make self.device return the device that computes",
     },
@@ -89,11 +82,9 @@ def set_forward_redirection(strategy: Strategy, redirection: Any) -> None:
     replace(strategy, "_forward_redirection", redirection)
 
 
-def set_device_mesh(strategy: ModelParallelStrategy, module: LightningModule | None, mesh: DeviceMesh | None) -> None:
-    """Set the mesh of the strategy, and of the module if there is one, to `mesh`."""
-    replace(strategy, "_device_mesh", mesh)
-    if module is not None:
-        replace(module, "_device_mesh", mesh)
+def set_device_mesh(module: LightningModule, mesh: DeviceMesh | None) -> None:
+    """Make the property `device_mesh` of `module` return `mesh`."""
+    replace(module, "_device_mesh", mesh)
 
 
 def ddp_options(strategy: DDPStrategy) -> dict[str, Any]:
@@ -105,11 +96,6 @@ def ddp_options(strategy: DDPStrategy) -> dict[str, Any]:
 def set_ddp_options(strategy: DDPStrategy, options: dict[str, Any]) -> None:
     """Set the options that `strategy` passes to its next `DistributedDataParallel`."""
     replace(strategy, "_ddp_kwargs", options)
-
-
-def forget_static_graph(strategy: DDPStrategy) -> None:
-    """Make `strategy` delay the first all-reduce of a static graph again, for a new reducer."""
-    replace(strategy, "_pl_static_graph_delay_done", False)
 
 
 # Replace the strategy of a Trainer while a run begins
@@ -166,7 +152,7 @@ def after_closure(plugin: Precision, module: LightningModule, optimizer: Any) ->
 
 def is_mock_optimizer(optimizer: object) -> bool:
     """Return whether `optimizer` is Lightning's placeholder for a `configure_optimizers` that returns `None`."""
-    return isinstance(optimizer, _MockOptimizer)
+    return isinstance(optimizer, Optimizer) and not optimizer.param_groups  # torch refuses to create another such one
 
 
 # The property `device` of LightningModules and other modules of Lightning

@@ -1,4 +1,4 @@
-"""The machine that reads the pickles of `torch.save`, and the names of Python 2 in them."""
+"""The machine that reads the pickles of `torch.save`."""
 
 import pickle
 from typing import Any
@@ -11,9 +11,3 @@ PythonUnpickler: Any = pickle._Unpickler
 NAMES: Names = {
     "pickle": {"_Unpickler": "read pickles with few opcodes, and limits for time and memory"},
 }
-
-# Protocol 2, which `torch.save` writes, has the names of Python 2 of what torch.load accepts.
-IMPORT_MAPPING = {"__builtin__": "builtins", "copy_reg": "copyreg", "exceptions": "builtins"}
-"""Modules by their names in Python 2."""
-NAME_MAPPING = {("__builtin__", "xrange"): ("builtins", "range")}
-"""Module and name by those in Python 2."""

@@ -1,7 +1,5 @@
 """The dictionaries of modules, their hooks and state dicts, and classes for single modules."""
 
-import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -18,22 +16,15 @@ BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 InstanceNorm = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
 """Layers whose weights must have the dtype of their statistics, as those of `BatchNorm`."""
 
-FORWARD = ("_forward_pre_hooks", "_forward_hooks")
-"""Dictionaries of the hooks that run around forward."""
-ALL = (*FORWARD, "_backward_pre_hooks", "_backward_hooks")
-"""Dictionaries of all hooks that run in a step."""
 
 NAMES: Names = {
     "torch.nn.Module": {
         "._parameters; ._buffers; ._modules": "replace what a module has without calling its methods",
-        "; ".join(f".{name}" for name in ALL): "remove or replace hooks on the user's modules",
+        "._forward_hooks": "replace a hook of DeepSpeed's",
         "._load_state_dict_post_hooks": "call a hook before others after a state dict is loaded",
-        "._non_persistent_buffers_set": "leave caches out where a state dict leaves them out",
         "_compiled_call_impl": "recognize modules compiled by module.compile()",
         "_save_to_state_dict(destination, prefix, keep_vars)": "save shards in place of parameters",
-        "._metadata": "keep the versions of modules with a state dict",
     },
-    "torch._dynamo": {"OptimizedModule": "recognize modules that torch.compile(module) returned"},
 }
 
 
@@ -44,9 +35,6 @@ own_parameters: Callable[[Module], dict[str, Parameter | None]] = attrgetter("_p
 
 own_buffers: Callable[[Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 """Return a module's own dictionary of its direct buffers."""
-
-not_persistent: Callable[[Module], set[str]] = attrgetter("_non_persistent_buffers_set")
-"""Return the names of the direct buffers that a state dict leaves out."""
 
 own_children: Callable[[Module], dict[str, Module | None]] = attrgetter("_modules")
 """Return a module's own dictionary of its direct submodules."""
@@ -110,11 +98,13 @@ def without_fsdp_loading(module: Module) -> Iterator[None]:
 
 def hook_tables(module: Module) -> dict[str, dict[int, Any]]:
     """Return all dictionaries of hooks and flags of `module`, by attribute name."""
-    return {name: value for name, value in vars(module).items() if _is_table(name, value)}
+    return {name: value for name, value in vars(module).items() if "_hooks" in name and isinstance(value, dict)}
 
 
-def _is_table(name: str, value: Any) -> bool:
-    return name.startswith("_") and "_hooks" in name and isinstance(value, dict)
+ALL = tuple(name for name in hook_tables(Module()) if "_forward" in name or "_backward" in name)
+"""Names of the dictionaries of hooks that run in a step, and of their flags."""
+FORWARD = tuple(name for name in ALL if "_forward" in name)
+"""Those of the hooks that run around forward."""
 
 
 # Classes for single modules: subclasses with the name of the user's class, created for every kind of class
@@ -212,8 +202,8 @@ def copy_without_values(module: Module) -> Module:
 
 def is_compiled(module: Module) -> bool:
     """Return whether `module` itself was compiled, by `torch.compile(module)` or `module.compile()`."""
-    compiler = sys.modules.get("torch._dynamo")  # slow to import, and already imported if anything was compiled
-    is_result = compiler is not None and isinstance(module, compiler.OptimizedModule)
+    cls = type(module)
+    is_result = cls.__name__ == "OptimizedModule" and cls.__module__.startswith("torch.")  # which is slow to import
     return is_result or module._compiled_call_impl is not None
 
 
@@ -229,14 +219,11 @@ EXTRA_STATE: str = next(iter(_OnlyExtraState().state_dict()))
 """The suffix of state-dict keys whose values `Module.get_extra_state` returned."""
 
 
-def versions_in(state_dict: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
-    """Return the metadata that torch keeps with a state dict, by module name, or `None` if there is none."""
-    return getattr(state_dict, "_metadata", None)
-
-
-def set_versions(state_dict: "OrderedDict[str, Any]", versions: Any) -> None:
-    """Attach `versions`, from `versions_in`, to `state_dict`."""
-    state_dict._metadata = versions  # type: ignore[attr-defined]
+def not_persistent(part: Module) -> set[str]:
+    """Return the names of the direct buffers that a state dict leaves out."""
+    saved: dict[str, Any] = {}
+    save_own(part, saved, "")
+    return own_buffers(part).keys() - saved.keys()
 
 
 def save_own(part: Module, destination: dict[str, Any], prefix: str) -> None:

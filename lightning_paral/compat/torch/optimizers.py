@@ -48,16 +48,6 @@ check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 # The step hooks of an optimizer, and the mark that schedulers check
 
-_PRE, _POST = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
-
-
-def no_hooks() -> dict[str, Any]:
-    """Return the attributes of an optimizer that has no step hooks."""
-    return {name: OrderedDict() for name in (_PRE, _POST)}
-
-
-_GLOBAL_PRE, _GLOBAL_POST = "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"
-
 
 def step_with_hooks(optimizer: Optimizer, step: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     """Return `step(optimizer, *args, **kwargs)`, with the hooks of `optimizer` and of all optimizers around it.
@@ -71,15 +61,18 @@ def step_with_hooks(optimizer: Optimizer, step: Callable[..., Any], args: tuple[
 @contextmanager
 def without_hooks(optimizer: Optimizer) -> Iterator[None]:
     """Run no step hooks of `optimizer`, nor those of all optimizers, inside the block."""
-    own = {name: getattr(optimizer, name) for name in no_hooks()}
-    of_all = {name: getattr(hooks_of_all, name) for name in (_GLOBAL_PRE, _GLOBAL_POST)}
-    vars(optimizer).update(no_hooks())
-    vars(hooks_of_all).update({name: OrderedDict() for name in of_all})
+    owners = {
+        optimizer: ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+        hooks_of_all: ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),
+    }
+    before = {owner: {name: getattr(owner, name) for name in names} for owner, names in owners.items()}
+    for owner, tables in before.items():
+        vars(owner).update({name: OrderedDict() for name in tables})
     try:
         yield
     finally:
-        vars(optimizer).update(own)
-        vars(hooks_of_all).update(of_all)
+        for owner, tables in before.items():
+            vars(owner).update(tables)
 
 
 def mark_stepped(optimizer: Optimizer) -> None:

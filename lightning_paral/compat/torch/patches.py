@@ -1,4 +1,4 @@
-"""Replace public attributes of torch's classes and modules temporarily."""
+"""Replace attributes of classes and modules of the libraries temporarily."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,8 +1,6 @@
 """Process groups of torch: registry, names, timeouts, collectives, and how to abort them."""
 
-import os
-import socket
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -20,12 +18,12 @@ from torch.distributed.distributed_c10d import (
 )
 
 from lightning_paral.compat.private_name import Names
+from lightning_paral.compat.torch.patches import replace_attributes
 
 NAMES: Names = {
     "torch.distributed.distributed_c10d": {
         "_get_default_store": "let ranks exchange messages outside of collectives",
         "_process_group_name(ranks, use_hashed_name)": "name a process group that only its own ranks create",
-        "_get_default_timeout(backend)": "give the run's timeout to groups that are created without one",
         "_abort_process_group(group)": "abort all process groups of a rank that failed alone (pytorch#119797)",
         "_world": "find all process groups of this process",
     },
@@ -96,17 +94,12 @@ def new_named_group(
 
 def use_default_timeout(timeout: timedelta) -> Callable[[], None]:
     """Create groups with `timeout`, unless the caller passes another one. Return a function that undoes this."""
-    before = distributed_c10d._get_default_timeout
+    create, of_run = dist.new_group, timeout
 
-    def run_timeout(backend: object) -> timedelta:
-        return timeout
+    def new_group(ranks: Any = None, timeout: timedelta | None = None, *args: Any, **options: Any) -> Any:
+        return create(ranks, of_run if timeout is None else timeout, *args, **options)
 
-    def undo() -> None:
-        if distributed_c10d._get_default_timeout is run_timeout:
-            distributed_c10d._get_default_timeout = before
-
-    distributed_c10d._get_default_timeout = run_timeout
-    return undo
+    return replace_attributes(dist, {"new_group": new_group})
 
 
 # Single-tensor collectives under their current names. In torch 2.13 and later, the old names warn at every call
@@ -158,36 +151,3 @@ def abort_nccl() -> None:
 def abort_all() -> None:
     """Abort the default process group and all others, without waiting for other ranks."""
     _abort_process_group()
-
-
-def own_endpoints(store_port: int | None) -> list[str]:
-    """Return this process's ends of its TCP connections, except those from or to `store_port`; without /proc, none."""
-    return [own for own, _, _ in _connections(store_port)]
-
-
-def close_connections(others: Collection[str], store_port: int | None) -> None:
-    """Shut down the connections of which `others` are the other ends, so that collectives over gloo end with an error.
-
-    `ProcessGroupGloo.abort` does nothing, and destroying the group closes no connection as long as anything refers to
-    it (torch 2.13).
-    """
-    for _, other, connection in _connections(store_port):
-        if other in others:
-            with suppress(OSError):  # it was closed in the meantime
-                connection.shutdown(socket.SHUT_RDWR)
-
-
-def _connections(store_port: int | None) -> Iterator[tuple[str, str, socket.socket]]:
-    for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with suppress(OSError):  # it was closed in the meantime, or is not connected
-            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(number))) as found:
-                if found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6):
-                    own, other = found.getsockname(), found.getpeername()
-                    if store_port not in (own[1], other[1]):
-                        yield _text(own), _text(other), found
-
-
-def _text(address: Any) -> str:
-    return f"{str(address[0]).removeprefix('::ffff:')}:{address[1]}"  # of a socket of IPv6 that uses IPv4

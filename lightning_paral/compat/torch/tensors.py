@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_paral.compat.private_name import Names
 
@@ -23,35 +23,26 @@ __all__ = [
 ]
 
 NAMES: Names = {
-    "torch.utils._pytree": {
-        "tree_flatten(tree)": "find the tensors among the arguments of an operation",
-        "tree_leaves(tree)": "find the tensors in a state",
-        "tree_unflatten(leaves, treespec)": "replace the tensors among the arguments of an operation",
-    },
+    "torch.utils": {"_pytree": "find and replace the tensors among the arguments of an operation, and in a state"},
     "torch.UntypedStorage": {"_cdata": "distinguish storages without memory"},
     "torch._C": {"_storage_Use_Count": "know whether other tensors share the memory of a tensor"},
     "torch.Tensor": {"_make_wrapper_subclass": "make tensors that represent data in files or on other ranks"},
     "torch._subclasses.fake_tensor": {
         "FakeTensorMode": "reserve space in a file for tensors that no rank holds in full",
     },
-    "torch.utils._python_dispatch": {
-        "TorchDispatchMode": "intercept every operation",
-    },
+    "torch.utils._python_dispatch": {"TorchDispatchMode": "intercept every operation"},
     "torch._ops.OpOverload": {
         "._schema": "know the arguments of an operation, and which of them it writes to",
     },
-    "torch._C._functions.NllLossBackward0": {
-        "_saved_total_weight": "weigh the losses of micro-batches by the targets that they do not ignore",
-        "_saved_reduction": "weigh the losses of micro-batches by the targets that they do not ignore",
-    },
-    "torch._C._functions.NllLoss2DBackward0": {
-        "_saved_total_weight": "weigh the losses of micro-batches by the targets that they do not ignore",
-        "_saved_reduction": "weigh the losses of micro-batches by the targets that they do not ignore",
+    "torch._C._functions.NllLossBackward0": {  # and NllLoss2DBackward0, made of the same formula
+        "_saved_total_weight; _saved_reduction": "weigh losses of micro-batches by the targets that they do not ignore",
     },
 }
 
 
 # Nested containers
+
+tree_flatten, tree_leaves, tree_unflatten = _pytree.tree_flatten, _pytree.tree_leaves, _pytree.tree_unflatten
 
 
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:

@@ -20,7 +20,7 @@ from lightning_paral.comm.coalescing import broadcast
 from lightning_paral.comm.ddp_hook import BucketReducer
 from lightning_paral.comm.reduction import WIRE_DTYPES
 from lightning_paral.comm.ring import all_reduce_by_size
-from lightning_paral.compat.lightning.strategies import ddp_options, forget_static_graph, set_ddp_options
+from lightning_paral.compat.lightning.strategies import ddp_options, set_ddp_options
 from lightning_paral.compat.torch.autograd import call_at_end_of_backward
 from lightning_paral.compat.torch.ddp import remove_reducer
 from lightning_paral.distributed.mesh import ParallelDims
@@ -156,6 +156,11 @@ class DDPRun:
     def _replace_reducer(self) -> None:
         """Replace the reducer by one that has the needed parameters. *Collective* over the world."""
         old, options = self.model, ddp_options(self._strategy)
+        if options.get("static_graph") and not self._module.automatic_optimization:
+            raise ConfigurationError(
+                "Parameters were frozen or unfrozen in manual optimization, but static_graph=True promises that all "
+                "steps use the same ones. Leave out static_graph=True."
+            )
         try:
             remove_reducer(old)
         except RuntimeError as error:
@@ -180,7 +185,6 @@ class DDPRun:
         if self._guard is not None:
             self._guard.watch(p for p in self._reduced.values() if p.requires_grad)
         self.model.require_forward_param_sync = old.require_forward_param_sync
-        forget_static_graph(self._strategy)
 
     # A step
 

@@ -74,6 +74,8 @@ LOADERS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "sanity steps": (stream, {"num_sanity_val_steps": 2}),
     "own sampler": (lambda: DataLoader(samples(), BATCH_SIZE, sampler=[3, 1, 5]), {}),  # type: ignore[arg-type]
 }
+COMBINED = ("the longest", "the shortest", "streams at once")
+"""Several loaders at once, which several ranks evaluate only if they have batches for all of them in each step."""
 PLAIN: dict[str, Callable[[], Any]] = {
     "list of tensors": lambda: list(samples().split(BATCH_SIZE)),
     "own iterable": Generated,
@@ -134,12 +136,18 @@ def test_dp_evaluates_the_same_samples_as_one_device() -> None:
 
 @pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp"])
 def test_ranks_evaluate_each_sample_once(on_ranks, strategy: str) -> None:
-    names = [name for name in LOADERS if "limited" not in name]
+    names = [name for name in LOADERS if "limited" not in name and name not in COMBINED]
     for found in on_ranks(3, values_on_rank, strategy, 3, names, timeout=60.0):
         for name in names:
             assert found[name] == pytest.approx(values_of("auto", 1, name)), name
     expected = quiet_trainer().validate(Sums(), stream(), verbose=False)[0]
     assert on_ranks(3, values_of_divided) == [pytest.approx(expected)] * 3
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_loaders_evaluated_at_once_are_refused_if_ranks_have_different_numbers_of_batches(on_ranks, name: str) -> None:
+    with pytest.raises(Exception, match="Return a list of loaders"):
+        on_ranks(3, values_of, "paral_ddp", 3, name)
 
 
 def test_plain_iterables_are_not_divided_and_a_warning_says_so(on_ranks) -> None:

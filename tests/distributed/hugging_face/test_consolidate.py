@@ -140,45 +140,19 @@ def test_one_of_several_models_must_be_chosen(fitted, consolidate, tmp_path: Pat
     assert_outputs(tmp_path / "second", expected, "LlamaForCausalLM")
 
 
-@pytest.fixture
-def foreign(fitted, tmp_path: Path) -> tuple[Path, Any]:
-    """A checkpoint without the config of its model."""
+def test_checkpoints_without_a_config_become_safetensors_beside_one(fitted, consolidate, tmp_path: Path) -> None:
     path, logits = fitted("paral_ddp", 1, "T5ForConditionalGeneration")
-    torch.save({"state_dict": torch.load(path)["state_dict"]}, tmp_path / "foreign.ckpt")
-    return tmp_path / "foreign.ckpt", logits
-
-
-def test_checkpoints_without_a_config_need_one(foreign: Any, consolidate, tmp_path: Path) -> None:
-    path, logits = foreign
-    assert "0 Hugging Face models, and one must be chosen: none" in consolidate(
-        path, tmp_path / "out", "--hugging-face"
-    )
-    made("T5ForConditionalGeneration").save_pretrained(tmp_path / "given")
-    options = ["--hugging-face", "--config", tmp_path / "given"]
-    assert "--config FOLDER --strip-prefix PREFIX" in consolidate(path, tmp_path / "out", *options)
-    consolidate(path, tmp_path / "out", *options, "--strip-prefix", "model.")
-    model = reload(tmp_path / "out", "T5ForConditionalGeneration")
+    foreign, out = tmp_path / "foreign.ckpt", tmp_path / "out"
+    torch.save({"state_dict": torch.load(path)["state_dict"]}, foreign)
+    said = consolidate(foreign, out, "--hugging-face")
+    assert "0 Hugging Face models, and one must be chosen: none" in said
+    assert "write FOLDER/model.safetensors --strip-prefix PREFIX, and save the model's config" in said
+    assert not out.exists()
+    made("T5ForConditionalGeneration").config.save_pretrained(out)
+    consolidate(foreign, out / "model.safetensors", "--strip-prefix", "model.")
+    model = reload(out, "T5ForConditionalGeneration")
     torch.testing.assert_close(outputs(model), logits, rtol=0.0, atol=0.0)
-    assert len(load_file(tmp_path / "out" / "model.safetensors")) == len(model.state_dict()) - 3, "tied"
-
-
-def test_config_of_another_model_is_refused(foreign: Any, consolidate, tmp_path: Path) -> None:
-    config = config_of("GPT2LMHeadModel")
-    config.architectures = ["GPT2LMHeadModel"]
-    config.save_pretrained(tmp_path / "given")
-    options = ["--hugging-face", "--strip-prefix", "model.", "--config"]
-    said = consolidate(foreign[0], tmp_path / "out", *options, tmp_path / "given" / "config.json")
-    assert "do not match GPT2LMHeadModel" in said
-    assert "Missing in the checkpoint: " in said
-    (tmp_path / "list.json").write_text("[]")
-    said = consolidate(foreign[0], tmp_path / "out", *options, tmp_path / "list.json")
-    assert "is not the config of a model" in said
-    config.architectures = ["Unheard"]
-    config.save_pretrained(tmp_path / "given")
-    assert "names Unheard, which `transformers` does not have" in consolidate(
-        foreign[0], tmp_path / "out", *options, tmp_path / "given"
-    )
-    assert not (tmp_path / "out").exists()
+    assert len(load_file(out / "model.safetensors")) == len(model.state_dict()) - 3, "tied"
 
 
 def test_existing_folder_is_left_alone(fitted, consolidate, tmp_path: Path) -> None:
@@ -222,7 +196,6 @@ def test_prefix_is_stripped(fitted, consolidate, tmp_path: Path, extra: str) -> 
         (["--strip-prefix", "mod"], "No weight's name begins with 'mod.'"),
         (["--strip-prefix", "model"], "2 of 31 names do not begin with 'model.', and would be lost. They are: head.w"),
         (["--only-prefix"], "--only-prefix needs --strip-prefix"),
-        (["--config", "x"], "--config needs --hugging-face"),
     ],
 )
 def test_invalid_prefixes_are_named(fitted, consolidate, tmp_path: Path, options: Any, reason: str) -> None:

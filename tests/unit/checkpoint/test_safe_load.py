@@ -24,9 +24,9 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from lightning_paral import CheckpointError
-from lightning_paral.checkpoint.dcp_metadata import Entry, Location, load_metadata
 from lightning_paral.checkpoint.layout import Chunk
 from lightning_paral.checkpoint.load import load, verify
+from lightning_paral.checkpoint.reader import Entry, Location, load_metadata
 from lightning_paral.checkpoint.safe_load import load_safely, warn_about_refused_types
 from lightning_paral.checkpoint.save import SaveJob
 from lightning_paral.distributed.exchange import RankGroup

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_paral.compat.lightning.methods import replace_methods, shadow_method
+from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.private_name import replace as set_private
 from lightning_paral.errors import PrivateNameError
 from tests.running import quiet_trainer
@@ -19,10 +19,9 @@ from tests.running import quiet_trainer
     "replace",
     [
         lambda: shadow_method(BoringModel(), "_gone", print),
-        lambda: replace_methods(WeightAveraging, {"_gone": print}),
         lambda: set_private(BoringModel(), "_gone", None),
     ],
-    ids=["method of an instance", "method of a class", "attribute"],
+    ids=["method of an instance", "attribute"],
 )
 def test_replacing_a_missing_attribute_raises(replace: Callable[[], Any]) -> None:
     with pytest.raises(PrivateNameError, match=r"_gone.*[Ii]nstall"):

@@ -14,11 +14,11 @@ from lightning.pytorch import Trainer
 
 import lightning_paral.compat
 from lightning_paral.compat import private_name
-from lightning_paral.compat.private_name import TESTED, PrivateName, entries
+from lightning_paral.compat.private_name import PrivateName, entries
 from lightning_paral.engines.zero.process import choose_accelerator, quiet_deepspeed
 from lightning_paral.errors import PrivateNameError
 from tests.source import PACKAGE, trees
-from tests.unit.compat.test_private_names import OF_PYTHON, OWN, is_private
+from tests.unit.compat.test_private_names import LIBRARIES, OF_PYTHON, OWN, is_private
 
 MODULES = [
     importlib.import_module(info.name)
@@ -36,7 +36,7 @@ def import_deepspeed() -> None:
 
 def wrong_with(entry: PrivateName) -> str:
     """Return what is wrong with an entry, or an empty text."""
-    explained = entry.purpose and entry.name.partition(".")[0] in (*TESTED, *sys.stdlib_module_names)
+    explained = entry.purpose and entry.name.partition(".")[0] in (*LIBRARIES, *sys.stdlib_module_names)
     try:
         if entry.is_used:
             entry.resolve()

@@ -3,7 +3,7 @@
 import select
 import socket
 
-from lightning_paral.compat.torch.process_groups import close_connections, own_endpoints
+from lightning_paral.distributed.failure import close_connections, own_endpoints
 
 
 def connected() -> tuple[socket.socket, socket.socket, int]:
