@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.compat.lightning.strategies import layer_sync_of, set_forward_redirection
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.engines.zero.offload import RunFolders, check_size, load_operators
-from lightning_paral.engines.zero.options import ZeROOptions, averaging_obstacle
+from lightning_paral.engines.zero.offload import check_size, load_operators, make_folders
+from lightning_paral.engines.zero.options import ZeROOptions, averaging_obstacle, for_evaluation
 from lightning_paral.engines.zero.partition import (
     check_not_partitioned,
     full_shape,
@@ -22,7 +22,7 @@ from lightning_paral.engines.zero.partition import (
 )
 from lightning_paral.engines.zero.precision import ZeROPrecision, as_zero_precision, check_clipping
 from lightning_paral.engines.zero.process import check_installed, deepspeed_process_group
-from lightning_paral.engines.zero.run import RunSettings, ZeroRun, check_run
+from lightning_paral.engines.zero.run import RunSettings, StepsThroughEngine, ZeroRun, check_run
 from lightning_paral.engines.zero.state import ZeroState
 from lightning_paral.engines.zero.user_access import explanation
 from lightning_paral.model.checks import (
@@ -76,7 +76,6 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         self._run_state: ZeroRun | None = None
         """Set from `setup` to `teardown`."""
         self._deferred: DeferredConstruction | None = None
-        self._folders = RunFolders()
 
     @property
     def _zero_precision(self) -> ZeROPrecision:
@@ -114,7 +113,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         ranks = (self.global_rank, self.world_size, self.local_rank)
         level = self._options.logging_level
         self._at_end.enter_context(deepspeed_process_group(self.cluster_environment, ranks, level, self.root_device))
-        folders = self._folders.make(self._options, self._watch.name, self.global_rank)
+        folders = make_folders(self._options, self._watch.name, self.global_rank, self._at_end)
         self.config = self._options.engine_config(self._zero_precision.precision, self.root_device, folders)
 
     # Model wrapping
@@ -157,13 +156,14 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         if is_fit:
             sync_batchnorm(module, layer_sync_of(self), self.root_device)
         precision, per_node = self._zero_precision, self.num_processes
+        config = self.config if is_fit else for_evaluation(self.config)
         settings = RunSettings(
-            options=self._options, config=self.config, precision=precision, dims=self.dims, ranks_per_node=per_node
+            options=self._options, config=config, precision=precision, dims=self.dims, ranks_per_node=per_node
         )
         if is_fit:
             self._check_fit(module)
-        if self._options.on_nvme:
-            load_operators(next(iter(self._options.on_nvme)))
+            if self._options.on_nvme:
+                load_operators(next(iter(self._options.on_nvme)))
         self.model = self.precision_plugin.convert_module(module)
         deferred, self._deferred = self._deferred, None
         run = ZeroRun(module, self.optimizers, self.root_device, self._ended, settings, deferred)
@@ -172,7 +172,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
             self._setup_training(run, module)
         else:
             self.model = run.evaluate()
-        set_forward_redirection(self, run.redirection())
+        set_forward_redirection(self, StepsThroughEngine(precision))
         self.barrier()
 
     full_shape: Any = staticmethod(full_shape)
@@ -215,7 +215,7 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
             ConfigurationError: parameters were unfrozen after training began, or used while partitioned.
         """
         self._engine.begin_step()
-        with explain_errors(partial(explanation, stage=self.stage)), self._engine.saving_views():
+        with explain_errors(partial(explanation, stage=self.stage)):
             return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -262,4 +262,3 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         finally:
             self._run_state = None
             super().teardown()
-            self._folders.leave(self.lightning_module)

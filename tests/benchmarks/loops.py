@@ -354,7 +354,8 @@ def _deepspeed(
         section = settings.add_device_defaults(
             section, stage, num_elements, device_type="cpu", num_ranks=dist.get_world_size()
         )
-    mixed = settings.precision_section(task.precision) if task.precision == "bf16-mixed" else {}
+    autocast = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+    mixed = {"torch_autocast": autocast} if task.precision == "bf16-mixed" else {}
     config = settings.complete({"zero_optimization": section, "gradient_clipping": task.clip or 0.0, **mixed}, {})
     engine, *_ = deepspeed.initialize(model=step, optimizer=optimizer, config=config, dist_init_required=False)
 

@@ -69,9 +69,9 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (ParalFSDPStrategy, {"units": ["Block"], "min_params": 100}, "Give one of them."),
     (ParalZeROStrategy, {"stage": 2, "offload_parameters": "cpu"}, "offload_parameters needs stage=3, but stage=2"),
     # DeepSpeed's configuration
-    (ParalZeROStrategy, {"deepspeed_config": "ds.json"}, "'ds.json' is not a file. Give a JSON file or a dict."),
+    (ParalZeROStrategy, {"deepspeed_config": "ds.json"}, "'ds.json' is not a JSON file: "),
     (ParalZeROStrategy, {"deepspeed_config": {"gradient_clip": 1.0}}, "Did you mean 'gradient_clipping'?"),
-    (ParalZeROStrategy, {"deepspeed_config": {"zero_optimization": 2}}, "give a dict of its options"),
+    (ParalZeROStrategy, {"deepspeed_config": {"zero_optimization": 2}}, "and so must its section zero_optimization"),
     (ParalZeROStrategy, {"deepspeed_config": {"stage": 2}}, "belong to the section zero_optimization."),
     (ParalZeROStrategy, {"deepspeed_config": {"train_batch_size": 8}}, "train_batch_size=8, which Lightning controls"),
 ]
@@ -130,17 +130,17 @@ TRAINERS: list[tuple[Any, dict[str, Any], str]] = [
     (
         lambda: ParalZeROStrategy(deepspeed_config={"fp16": {"enabled": True}}),
         {},
-        "fp16.enabled=True, which contradicts Trainer(precision='32-true'). Set Trainer(precision='16-true')",
+        "fp16.enabled=True, but the strategy's arguments and the Trainer, such as its precision, say False",
     ),
     (
         lambda: ParalZeROStrategy(deepspeed_config={"bf16": {"enabled": True}}),
         {"precision": "bf16-mixed"},
-        "bf16.enabled=True, which contradicts Trainer(precision='bf16-mixed')",
+        "bf16.enabled=True, but the strategy's arguments and the Trainer, such as its precision, say False",
     ),
     (
         lambda: ParalZeROStrategy(deepspeed_config={"bf16": {"enabled": False}}),
         {"precision": "bf16-true"},
-        "Let the Trainer set the precision, and remove 'bf16'",
+        "say True. Make them agree, or remove bf16.enabled",
     ),
 ]
 

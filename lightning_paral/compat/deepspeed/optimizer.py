@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_paral.compat.private_name import Names, replace
+from lightning_paral.compat.private_name import Names
 
 NAMES: Names = {
     "deepspeed.runtime.base_optimizer.ZeROOptimizer": {
@@ -17,11 +17,7 @@ NAMES: Names = {
         "finalize_gradient_accumulation_boundary": "end an accumulation window after its last backward pass",
         "scaled_global_norm": "read the norm of gradients before the step that clips them",
         ".clip_grad": "clip gradients by the norm that Lightning passes for each step",
-        ".torch_autocast_gradscaler": "scale losses as torch.amp.GradScaler does",
-        ".loss_scaler": "scale losses as torch.amp.GradScaler does",
-        ".dynamic_loss_scale": "scale losses as torch.amp.GradScaler does",
         "loss_scale": "know the scale of losses and gradients",
-        "_wait_for_offload_copies": "read gradients in host memory only after they have been copied there",
         "_link_all_hp_params": "link parameters to their masters again after the optimizer's groups have changed",
         ".bit16_groups": "know which parameters share a flat master",
         ".single_partition_of_fp32_groups": "read and write this rank's flat masters without a collective",
@@ -30,7 +26,6 @@ NAMES: Names = {
     },
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": {
         ".clip_grad": "clip gradients by the norm that Lightning passes for each step",
-        ".loss_scaler": "scale losses as torch.amp.GradScaler does",
         "_get_norm_groups": "read the norm of gradients before the step that clips them",
         ".fp16_partitioned_groups_flat": "let fp32 masters share the memory of fp32 weights",
         ".fp16_groups": "read and write this rank's fp32 weights and their states",
@@ -57,11 +52,6 @@ def end_window(optimizer: Any) -> None:
     optimizer.finalize_gradient_accumulation_boundary()
 
 
-def wait_for_copies(optimizer: Any) -> None:
-    """Wait until the gradients of a stage-1 or stage-2 `optimizer` are in host memory, if it is offloaded."""
-    optimizer._wait_for_offload_copies()
-
-
 def scaled_norm(optimizer: Any, stage: int) -> Tensor:
     """Return the global 2-norm of the averaged gradients, in fp32 and multiplied by the loss scale. *Collective*."""
     if stage < 3:
@@ -72,19 +62,7 @@ def scaled_norm(optimizer: Any, stage: int) -> Tensor:
 
 def clip_next_step(optimizer: Any, max_norm: float) -> None:
     """Make the next step clip gradients to a global 2-norm of at most `max_norm`; 0.0 turns clipping off."""
-    replace(optimizer, "clip_grad", max_norm)
-
-
-def scale_by(optimizer: Any, scale: Any) -> None:
-    """Make DeepSpeed's `optimizer` scale losses with `scale` instead of its own loss scaler.
-
-    Args:
-        optimizer: DeepSpeed's optimizer.
-        scale: an object with `cur_scale`, `loss_scale`, `dynamic`, `scale_loss(loss)` and `update_scale(overflow)`.
-    """
-    optimizer.torch_autocast_gradscaler = None
-    optimizer.loss_scaler = scale
-    optimizer.dynamic_loss_scale = True
+    optimizer.clip_grad = max_norm
 
 
 # fp32 master weights, and the flat weights that parameters are views of

@@ -1,18 +1,15 @@
 """DeepSpeed in a process: its backend, operators, module-level state, and what stage 3 sets on modules."""
 
 import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 from torch.nn import Module
 
 from lightning_paral.compat.private_name import Names, named
-from lightning_paral.compat.torch.modules import forward_hooks, own_parameters
+from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.compat.torch.process_groups import is_alive
 
 NAMES: Names = {
@@ -27,9 +24,6 @@ NAMES: Names = {
         "_loaded_ops": "let DeepSpeed find operators that have been compiled once",
     },
     "deepspeed.ops": {"__compatible_ops__": "keep DeepSpeed from compiling shared-memory collectives (deepspeed#7625)"},
-    "deepspeed.runtime.torch_autocast": {
-        "TORCH_AUTOCAST_INITIALIZED": "keep DeepSpeed from treating a later fp32 run as one under autocast",
-    },
     "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator": {
         "_PartitionedParameterCoordinator__params_to_release": "empty it: it would keep modules and engines alive",
     },
@@ -41,32 +35,23 @@ NAMES: Names = {
         ".ds_shape": "know the full shape of a parameter",
         ".ds_numel": "know the full size of a parameter, and that of its shard with padding",
         ".ds_zero_partition_rank": "know where this rank's shard begins",
-        ".ds_persist": "know which parameters DeepSpeed keeps gathered between steps",
         ".convert_to_zero_parameters": "shard one parameter after the other",
         ".partition": "notice what user code has written before it is dropped",
-        ".is_external_param": "restore parameters as they were before the run",
-        ".nvme_swapper": "know whether a shard is in memory",
-        ".status": "know whether a shard is in memory",
         "param_id": "make all ranks number parameters equally after different earlier runs",
-    },
-    "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload": {
-        "_register_deepspeed_module(module, count)": "number modules equally on all ranks (`count` is mutable)",
+        ".is_external_param": "restore parameters as they were before the run",
     },
     "deepspeed.runtime.zero.partition_parameters.ZeroParamStatus": {
         "AVAILABLE": "know whether a parameter is gathered",
         "NOT_AVAILABLE": "know whether a parameter is gathered",
     },
-    "deepspeed.runtime.swap_tensor.partitioned_param_swapper.AsyncPartitionedParameterSwapper": {
-        "swap_in(params, async_op)": "read and write a shard without an fp32 master",
-        "swap_out_and_release(params)": "read and write a shard without an fp32 master",
-        "remove_partition_and_release_buffers(params)": "read and write a shard without an fp32 master",
-    },
     "deepspeed.runtime.zero.parameter_offload": {
         "FWD_MODULE_STACK": "know which module uses another's parameter; empty the list after a failure",
     },
+    "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload": {
+        "_register_deepspeed_module(module, count)": "number modules equally on all ranks (`count` is mutable)",
+    },
     "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module": {
         ".applied_pre_backward_ref_cnt": "remove it after a run: it would call or keep the destroyed engine",
-        "._post_forward_module_hook": "let modules return objects of any type (deepspeed#7442)",
     },
     "deepspeed.runtime.zero.parameter_offload._inject_parameters": {
         "._original_parameters": "remove it after a run: it would call or keep the destroyed engine",
@@ -97,18 +82,6 @@ def use_backend(backend: Any) -> None:
     import deepspeed
 
     deepspeed.comm.comm.cdb = backend
-
-
-@contextmanager
-def answering_rank() -> Iterator[None]:
-    """Let DeepSpeed ask for the rank inside this context, also after a run, when it has no backend."""
-    backend = current_backend()
-    if backend is None:
-        use_backend(SimpleNamespace(is_initialized=lambda: True, get_rank=lambda group: 1))  # rank 0 prints messages
-    try:
-        yield
-    finally:
-        use_backend(backend)
 
 
 # Process groups that DeepSpeed creates on demand, and keeps in module-level variables
@@ -159,13 +132,6 @@ def disable_shared_memory() -> None:
 # State that a run leaves in DeepSpeed's module-level variables and in a cache, which would affect the next run
 
 
-def forget_autocast() -> None:
-    """Mark `torch_autocast` as never configured."""
-    from deepspeed.runtime import torch_autocast
-
-    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
-
-
 def forget_modules() -> None:
     """Empty the cache in which stage 3 keeps the modules of all runs."""
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -194,30 +160,6 @@ def is_from_deepspeed(name: str, value: Any) -> bool:
     return is_zero_attribute(name) or str(getattr(value, "__module__", "")).startswith("deepspeed")
 
 
-# Files on NVMe that hold a rank's shards of stage-3 parameters
-
-
-def is_in_file_only(parameter: Any) -> bool:
-    """Return whether this rank's shard of `parameter` is only in its file, and not in memory."""
-    has_file = getattr(parameter, "nvme_swapper", None) is not None
-    return has_file and parameter.ds_tensor.status.name == "NOT_AVAILABLE"
-
-
-@contextmanager
-def in_memory(parameter: Any, *, write: bool) -> Iterator[None]:
-    """Keep this rank's shard of `parameter` in memory inside this context; if `write`, write changes to its file."""
-    if not is_in_file_only(parameter):
-        yield
-        return
-    with answering_rank():
-        parameter.nvme_swapper.swap_in([parameter], async_op=False)
-        yield
-        if write:
-            parameter.nvme_swapper.swap_out_and_release([parameter])
-        else:
-            parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])
-
-
 # The counters with which stage 3 numbers modules and parameters
 
 
@@ -233,9 +175,6 @@ def restart_counters() -> None:
     DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ = ([0],)  # a mutable default counts modules
 
 
-# The modules whose forward is running at stage 3, kept in a module-level list of DeepSpeed
-
-
 def innermost_forward() -> Module | None:
     """Return the module whose forward is running, or `None`."""
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
@@ -246,7 +185,7 @@ def innermost_forward() -> Module | None:
 
 
 def forget_forwards() -> None:
-    """Empty the stack, as if every forward had returned."""
+    """Empty the stack of modules whose forward is running, as if every forward had returned."""
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
     FWD_MODULE_STACK.clear()
@@ -263,41 +202,3 @@ def restore_container(module: Module, cls: type) -> None:
         plain = cls(current.items())
         del module._parameters
         module._parameters = plain
-
-
-# The hooks in which stage 3 looks for parameters among the outputs of modules
-
-
-def show_outputs_as(module: Module, view: Callable[[Any], Any]) -> None:
-    """Pass `view(output)` instead of the output to DeepSpeed's hooks on `module` and its submodules.
-
-    Args:
-        module: the module of a stage-3 engine.
-        view: called with the output of a module; returns the object to pass.
-    """
-    root_has_one, *_ = [_replace(part, view) for part in module.modules()]
-    if not root_has_one:
-        raise named(NAMES, "_post_forward_module_hook").error(
-            f"the engine has registered no hook of that name on {type(module).__name__}"
-        )
-
-
-def _replace(part: Module, view: Callable[[Any], Any]) -> bool:
-    hooks = forward_hooks(part)
-    found = [key for key, hook in hooks.items() if _looks_for_parameters(hook)]
-    for key in found:
-        hooks[key] = _with_view(hooks[key], view)
-    return bool(found)
-
-
-def _looks_for_parameters(hook: Any) -> bool:
-    # DeepSpeed wraps the hook in a function for profiling, which has a different name.
-    functions = [hook, *(cell.cell_contents for cell in getattr(hook, "__closure__", None) or ())]
-    return any(getattr(function, "__name__", "") == "_post_forward_module_hook" for function in functions)
-
-
-def _with_view(hook: Callable[..., Any], view: Callable[[Any], Any]) -> Callable[..., Any]:
-    def run(module: Module, inputs: Any, output: Any) -> None:
-        hook(module, inputs, view(output))
-
-    return run

@@ -74,11 +74,6 @@ def hooks_in(module: Module, name: str) -> dict[int, Any]:
     return hooks
 
 
-def forward_hooks(module: Module) -> dict[int, Any]:
-    """Return the forward hooks of `module`."""
-    return hooks_in(module, "_forward_hooks")
-
-
 @contextmanager
 def without_fsdp_loading(module: Module) -> Iterator[None]:
     """Make `load_state_dict` of `module` call none of FSDP2's hooks inside the block, which expect shards."""

@@ -64,21 +64,9 @@ class ZeROOptions(RankOptions):
     advice: ClassVar[dict[str, str]] = {
         **RankOptions.advice,
         "offload_params": "Use offload_parameters='cpu'.",
-        "offload_params_device": "Use offload_parameters='cpu' or 'nvme'.",
-        "offload_param": "Use offload_parameters='cpu' or 'nvme'.",
         "offload_optimizer_device": "Use offload_optimizer='cpu' or 'nvme'.",
-        "nvme_path": "Use offload_optimizer=Offload('nvme', path=...).",
-        "remote_device": "Use offload_parameters='cpu' or 'nvme'.",
         "config": "Use deepspeed_config=....",
         "zero_optimization": "Use deepspeed_config={'zero_optimization': {...}}.",
-        "zero_stage": "Use stage=....",
-        "reduce_bucket_size": "Use reduce_bucket_numel=....",
-        "allgather_bucket_size": "Use gather_bucket_numel=....",
-        "contiguous_gradients": "Use deepspeed_config={'zero_optimization': {'contiguous_gradients': ...}}.",
-        "logging_batch_size_per_gpu": "Leave it out: the loader determines the batch size.",
-        "cpu_checkpointing": "Use activation_checkpointing=ActivationCheckpointing(offload_to_cpu=True).",
-        "partition_activations": "Use activation_checkpointing=ActivationCheckpointing(...).",
-        "initial_scale_power": "Use deepspeed_config={'fp16': {...}}.",
         "find_unused_parameters": "Under ZeRO, every backward pass must reach every trained parameter. Use paral_fsdp.",
         "load_full_weights": "Leave it out: full and sharded checkpoints are recognized.",
         "stage": "1 shards the optimizer state, 2 also the gradients, 3 also the parameters.",
@@ -166,8 +154,7 @@ class ZeROOptions(RankOptions):
         """
         section: dict[str, Any] = {"stage": self.stage}
         if self.stage == 3:
-            # DeepSpeed's `linear` would replace torch's in this process for good. It rounds differently, and gives the
-            # gradients of weight and bias in another order, in which ranks without it would not reduce them later.
+            # DeepSpeed would replace torch's `linear` in this process for good; see `ZeroRun`.
             section["memory_efficient_linear"] = False
         if self.overlap_comm is not None:
             section["overlap_comm"] = self.overlap_comm
@@ -264,14 +251,6 @@ zero_optimization
 _KNOWN = frozenset(_TOP_LEVEL.split())
 """The keys at the top level, where DeepSpeed ignores unknown ones. In the section of ZeRO it refuses them itself."""
 
-_EQUIVALENT_PRECISIONS = {
-    "fp16": "16-true",
-    "bf16": "bf16-true",
-    "bfloat16": "bf16-true",
-    "torch_autocast": "bf16-mixed",
-}
-"""Maps a section of DeepSpeed's configuration to the value of `Trainer(precision=...)` with the same effect."""
-
 _CUDA_BUCKET = 50_000_000
 """Elements. Messages of 200 MB are as fast per byte as those of DeepSpeed's default, 2 GB, for which it allocates."""
 
@@ -296,16 +275,17 @@ def load_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
     if config is None:
         return {}
     if isinstance(config, str | Path):
-        path = Path(config)
-        if not path.is_file():
-            raise ConfigurationError(f"deepspeed_config={str(config)!r} is not a file. Give a JSON file or a dict.")
         try:
-            config = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
-            raise ConfigurationError(f"deepspeed_config={str(path)!r} is not JSON: {error}.") from error
-    if not isinstance(config, Mapping):
+            config = json.loads(Path(config).read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(
+                f"deepspeed_config={str(config)!r} is not a JSON file: {error}. Give the path of one, or a dict."
+            ) from error
+    zero = config.get("zero_optimization", {}) if isinstance(config, Mapping) else None
+    if not isinstance(config, Mapping) or not isinstance(zero, Mapping):
         raise ConfigurationError(
-            f"deepspeed_config must be a dict, or a JSON file that contains one, not {type(config).__name__}."
+            f"deepspeed_config must be a dict or a JSON file that contains one, and so must its section "
+            f"zero_optimization, not {config!r}."
         )
     for key in config:
         # Keys with an underscore are used for comments, which JSON lacks.
@@ -315,11 +295,6 @@ def load_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
                 f"deepspeed_config has {key!r} at the top level, where DeepSpeed does not know it. "
                 f"{near or 'Options of ZeRO belong to the section zero_optimization.'}"
             )
-    zero = config.get("zero_optimization", {})
-    if not isinstance(zero, Mapping):
-        raise ConfigurationError(
-            f"deepspeed_config has zero_optimization={zero!r}, which is a section: give a dict of its options."
-        )
     offload = zero.get("offload_optimizer")
     given = dict(zero) | ({"offload_optimizer.ratio": offload.get("ratio")} if isinstance(offload, Mapping) else {})
     for key, (allowed, reason) in _REFUSED.items():
@@ -332,46 +307,20 @@ def load_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
             raise ConfigurationError(
                 f"deepspeed_config sets {key}={config[key]!r}, which Lightning controls: {remedy}, and remove {key}."
             )
-    return {key: value for key, value in config.items() if key not in _OWNED}
+    return {"bf16" if key == "bfloat16" else key: value for key, value in config.items() if key not in _OWNED}
 
 
 def precision_section(precision: str) -> dict[str, Any]:
     """Return the sections of DeepSpeed's configuration for `Trainer(precision=...)`.
 
-    Precisions that end in "-mixed" mean autocast over fp32 weights; "bf16-true" and "16-true" mean low-precision
-    weights with fp32 master weights.
+    Precisions that end in "-mixed" mean autocast over fp32 weights, which DeepSpeed does not see; "bf16-true" and
+    "16-true" mean low-precision weights with fp32 master weights.
     """
-    if precision.endswith("-mixed"):
-        dtype = "float16" if precision.startswith("16") else "bfloat16"
-        # By default DeepSpeed gathers the parameters of linear layers, and averages and accumulates their gradients, in
-        # `dtype`, even where a tied parameter is used elsewhere. With an empty list of modules that are safe in low
-        # precision, it does so in fp32, as DDP does.
-        return {"torch_autocast": {"enabled": True, "dtype": dtype, "lower_precision_safe_modules": []}}
-    if precision == "bf16-true":
-        return {"bf16": {"enabled": True}}
-    if precision == "16-true":
-        return {"fp16": {"enabled": True}}
-    return {}
-
-
-def check_users_precision(precision: str, users: Mapping[str, Any]) -> None:
-    """Raise a `ConfigurationError` if the user's DeepSpeed configuration contradicts the precision of the Trainer.
-
-    Args:
-        precision: the value of `Trainer(precision=...)`.
-        users: the user's DeepSpeed configuration.
-    """
-    ours = precision_section(precision)
-    for section, wanted in _EQUIVALENT_PRECISIONS.items():
-        value = users.get(section)
-        enabled = value.get("enabled") if isinstance(value, Mapping) else None
-        given = ours.get("bf16" if section == "bfloat16" else section, {}).get("enabled", False)
-        if enabled not in (None, "auto", given):
-            remedy = f"Set Trainer(precision={wanted!r}) instead" if enabled else "Let the Trainer set the precision"
-            raise ConfigurationError(
-                f"deepspeed_config sets {section}.enabled={enabled!r}, which contradicts "
-                f"Trainer(precision={precision!r}). {remedy}, and remove {section!r} from deepspeed_config."
-            )
+    return {
+        "torch_autocast": {"enabled": False},
+        "bf16": {"enabled": precision == "bf16-true"},
+        "fp16": {"enabled": precision == "16-true"},
+    }
 
 
 def add_device_defaults(
@@ -440,14 +389,22 @@ def merge(ours: Mapping[str, Any], users: Mapping[str, Any], path: str = "") -> 
             merged[key] = merge(merged.get(key, {}), value, name)
         elif value == "auto":
             continue
-        elif key in merged and merged[key] != value and key != "lower_precision_safe_modules":
+        elif key in merged and merged[key] != value:
             raise ConfigurationError(
-                f"deepspeed_config sets {name}={value!r}, but the strategy's arguments and the Trainer say "
-                f"{merged[key]!r}. Make them agree, or remove {name} from deepspeed_config."
+                f"deepspeed_config sets {name}={value!r}, but the strategy's arguments and the Trainer, such as its "
+                f"precision, say {merged[key]!r}. Make them agree, or remove {name} from deepspeed_config."
             )
         else:
             merged[key] = value
     return merged
+
+
+def for_evaluation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `config` for an evaluation, with parameters in host memory if a fit has them on NVMe, and no optimizer."""
+    zero = {key: value for key, value in config["zero_optimization"].items() if key != "offload_optimizer"}
+    if zero.get("offload_param", {}).get("device") == "nvme":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": zero["offload_param"]["pin_memory"]}
+    return {**config, "zero_optimization": zero}
 
 
 def complete(ours: Mapping[str, Any], users: Mapping[str, Any]) -> dict[str, Any]:

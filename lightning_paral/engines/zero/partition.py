@@ -4,7 +4,7 @@ A partitioned parameter has this rank's shard and an empty `data`. While it is g
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_paral.checkpoint.lazy_tensor import materialize, read_flat_range
 from lightning_paral.checkpoint.shards import FlatShard
-from lightning_paral.compat.deepspeed import process as stage3
 from lightning_paral.compat.deepspeed.process import is_from_deepspeed, restore_container
 from lightning_paral.compat.torch import modules
 from lightning_paral.compat.torch.modules import own_parameters
@@ -58,8 +57,13 @@ def local_flat_range(parameter: Any) -> tuple[int, int]:
 def local_shard(parameter: Any) -> Tensor:
     """Return this rank's shard of a parameter of stage 3: 1-dimensional, without padding, not copied."""
     _, numel = local_flat_range(parameter)
-    shard: Tensor = parameter.ds_tensor.data[:numel]
-    return shard
+    padded: Tensor = parameter.ds_tensor.data
+    if padded.numel() < numel:
+        raise ConfigurationError(
+            "The weights were on NVMe, and were removed when the run ended. Save a checkpoint in the fit, such as in "
+            "on_train_end, or use offload_parameters='cpu'."
+        )
+    return padded[:numel]
 
 
 # Weights without an fp32 master copy: frozen weights, and all weights outside of a fit
@@ -71,12 +75,7 @@ def read_partition(parameter: Any) -> Tensor:
         full: Tensor = parameter.detach()
         return full
     start, numel = local_flat_range(parameter)
-
-    def read() -> Tensor:
-        with stage3.in_memory(parameter, write=False):
-            return local_shard(parameter).clone()
-
-    return FlatShard(parameter.ds_shape, parameter.dtype, start, numel, read)
+    return FlatShard(parameter.ds_shape, parameter.dtype, start, numel, lambda: local_shard(parameter).clone())
 
 
 def write_partition(parameter: Any, full: Tensor) -> bool:
@@ -88,8 +87,7 @@ def write_partition(parameter: Any, full: Tensor) -> bool:
     if not is_stage3_parameter(parameter):
         return False
     start, _ = local_flat_range(parameter)
-    with stage3.in_memory(parameter, write=True):
-        read_flat_range(full, start, local_shard(parameter))
+    read_flat_range(full, start, local_shard(parameter))
     write_gathered(parameter, full)
     return True
 
@@ -277,11 +275,12 @@ def _users_attributes(parameter: Any) -> set[str]:
 
 
 def _full_on_host(parameter: Any) -> Tensor:
-    # A buffer of NVMe is needed by the next parameter.
-    with stage3.in_memory(parameter, write=False) if is_partitioned(parameter) else nullcontext():
-        if is_partitioned(parameter):
-            parameter.all_gather()
-        full: Tensor = parameter.data.detach().to("cpu", copy=True).view(full_shape(parameter))
+    was_partitioned = is_partitioned(parameter)
+    if was_partitioned:
+        parameter.all_gather()
+    full: Tensor = parameter.data.detach().to("cpu", copy=True).view(full_shape(parameter))
+    if was_partitioned:
+        parameter.partition()  # the next parameter needs the buffer of one on NVMe
     return full
 
 

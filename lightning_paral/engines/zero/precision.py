@@ -13,83 +13,13 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_paral.compat.deepspeed.optimizer import scale_by
 from lightning_paral.compat.lightning.loops import is_accumulating
 from lightning_paral.compat.lightning.strategies import after_closure
-from lightning_paral.engines.zero.gradients import Gradients
+from lightning_paral.engines.zero.optimizer import DynamicLossScale, Gradients
 from lightning_paral.engines.zero.options import PRECISIONS
 from lightning_paral.errors import ConfigurationError
 
 _DTYPES = {"16": torch.float16, "bf": torch.bfloat16, "32": torch.float32}
-
-
-_FIRST_SCALE = 2.0**16
-
-
-class DynamicLossScale:
-    """A loss scale for DeepSpeed's optimizers that changes like the scale of `torch.amp.GradScaler`.
-
-    If gradients are not finite, the step is skipped and the scale is halved. After 2000 finite steps in a row it is
-    doubled. Follows Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740.
-
-    DeepSpeed's own loss scale is not used. Under fp16 autocast, version 0.19.8 clips gradients without unscaling them,
-    and never lowers the scale. When it raises the scale, it divides gradients by the new scale, although their loss was
-    multiplied by the old one.
-    """
-
-    dynamic = True
-
-    def __init__(self) -> None:
-        self.cur_scale = _FIRST_SCALE
-        self._growth_factor = 2.0
-        self._backoff_factor = 0.5
-        self._growth_interval = 2000
-        self._num_finite_steps = 0
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor by which losses are multiplied."""
-        return self.cur_scale
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return `loss` times the scale."""
-        return loss * self.cur_scale
-
-    def update_scale(self, overflow: bool) -> None:
-        """Halve the scale if gradients are not finite; else count a finite step.
-
-        DeepSpeed calls this after its check for overflow, and before it divides gradients by the scale. Only `grow` may
-        therefore raise the scale.
-        """
-        if overflow:
-            self.cur_scale = max(self.cur_scale * self._backoff_factor, 1.0)
-            self._num_finite_steps = 0
-        else:
-            self._num_finite_steps += 1
-
-    def grow(self) -> None:
-        """Double the scale if enough steps were finite. Call this after each step."""
-        if self._num_finite_steps >= self._growth_interval:
-            self.cur_scale *= self._growth_factor
-            self._num_finite_steps = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, which `torch.amp.GradScaler.load_state_dict` accepts as well."""
-        return {
-            "scale": self.cur_scale,
-            "growth_factor": self._growth_factor,
-            "backoff_factor": self._backoff_factor,
-            "growth_interval": self._growth_interval,
-            "_growth_tracker": self._num_finite_steps,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state of a loss scale, or of a `torch.amp.GradScaler`."""
-        self.cur_scale = float(state["scale"])
-        self._growth_factor = float(state["growth_factor"])
-        self._backoff_factor = float(state["backoff_factor"])
-        self._growth_interval = int(state["growth_interval"])
-        self._num_finite_steps = int(state["_growth_tracker"])
 
 
 class ZeROPrecision(DeepSpeedPrecision):
@@ -108,8 +38,7 @@ class ZeROPrecision(DeepSpeedPrecision):
         """Start a fit with `gradients`. Under fp16 autocast, scale losses from now on."""
         self.loss_scale = None
         if self.precision == "16-mixed":
-            self.loss_scale = DynamicLossScale()
-            scale_by(gradients.engine.optimizer, self.loss_scale)
+            self.loss_scale = gradients.loss_scale = DynamicLossScale()
         self.gradients = gradients
 
     def end_fit(self) -> None:
@@ -118,12 +47,12 @@ class ZeROPrecision(DeepSpeedPrecision):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loss scale; empty if losses are not scaled."""
-        return {} if self.loss_scale is None else self.loss_scale.state_dict()
+        return {} if self.loss_scale is None else dict(self.loss_scale.state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of the loss scale from a checkpoint."""
         if self.loss_scale is not None:
-            self.loss_scale.load_state_dict(state_dict)
+            self.loss_scale.state.update(state_dict)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -158,8 +87,12 @@ class ZeROPrecision(DeepSpeedPrecision):
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Run the backward pass, which leaves each rank with its shards of the gradients. *Collective*."""
-        if self.gradients is None:
-            self._skip_backward(model)
+        if self.gradients is None:  # there is no optimizer, and stage 3 has no memory for gradients that nothing uses
+            if not model.automatic_optimization:
+                raise ConfigurationError(
+                    "manual_backward was called, but configure_optimizers returned None. Under ZeRO gradients are "
+                    "sharded for an optimizer: return the optimizer, or train with paral_ddp."
+                )
             return
         engine = self.gradients.engine
         self.gradients.before_backward(ends_window=model.automatic_optimization and not is_accumulating(model.trainer))
@@ -174,14 +107,6 @@ class ZeROPrecision(DeepSpeedPrecision):
         else:
             engine.backward(tensor, scale_wrt_gas=False, **kwargs)
         self.gradients.after_backward()
-
-    def _skip_backward(self, model: LightningModule) -> None:
-        # There is no optimizer: nothing would use the gradients, and stage 3 has no memory for them.
-        if not model.automatic_optimization:
-            raise ConfigurationError(
-                "manual_backward was called, but configure_optimizers returned None. Under ZeRO gradients are sharded "
-                "for an optimizer, and are not in parameter.grad: return the optimizer, or train with paral_ddp."
-            )
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
@@ -210,7 +135,6 @@ class ZeROPrecision(DeepSpeedPrecision):
             return self.gradients.step(run)
         result = run()  # torch's GradScaler steps after it, with the hooks of the optimizer
         self.gradients.step(lambda: None)
-        self.loss_scale.grow()
         return result
 
     def clip_gradients(

@@ -16,16 +16,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from lightning_paral.comm.reduce_scatter import direct_reduce_scatter, start_reduce
-from lightning_paral.compat.deepspeed.process import (
-    disable_shared_memory,
-    forget_autocast,
-    forget_forwards,
-    forget_modules,
-    make_backend,
-    release_groups,
-    restart_counters,
-    use_backend,
-)
+from lightning_paral.compat.deepspeed import process as private
 from lightning_paral.compat.private_name import check_names
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.tested_versions import TESTED_VERSIONS, oldest_tested
@@ -39,14 +30,12 @@ def check_installed() -> None:
     try:
         installed = metadata.version("deepspeed")
     except metadata.PackageNotFoundError:
+        installed = ""
+    if not installed or Version(installed) < Version(oldest_tested("deepspeed")):
         raise ConfigurationError(
-            "The paral_zero strategies need DeepSpeed, which is not installed: "
+            f"The paral_zero strategies need DeepSpeed {oldest_tested('deepspeed')} or later, but "
+            f"{installed + ' is' if installed else 'it is not'} installed: "
             f"pip install 'deepspeed{TESTED_VERSIONS['deepspeed']}'"
-        ) from None
-    if Version(installed) < Version(oldest_tested("deepspeed")):
-        raise ConfigurationError(
-            f"The paral_zero strategies need DeepSpeed {oldest_tested('deepspeed')} or later, but {installed} is "
-            f"installed: pip install 'deepspeed{TESTED_VERSIONS['deepspeed']}'"
         )
 
 
@@ -56,40 +45,18 @@ def choose_accelerator(device: torch.device) -> None:
     Raises:
         ConfigurationError: DeepSpeed was imported before, and uses another device type.
     """
-    check_accelerator(device)
+    wanted = "cuda" if device.type == "cuda" else "cpu"
     with restore_variables(["DS_ACCELERATOR"]):
-        os.environ["DS_ACCELERATOR"] = _accelerator_name(device)  # DeepSpeed reads it once
+        os.environ["DS_ACCELERATOR"] = wanted  # DeepSpeed reads it once
         from deepspeed.accelerator import get_accelerator
 
-        get_accelerator()
-
-
-def _accelerator_name(device: torch.device) -> str:
-    return "cuda" if device.type == "cuda" else "cpu"
-
-
-def check_accelerator(device: torch.device) -> None:
-    """Check that DeepSpeed can use the type of `device`. Does not import DeepSpeed.
-
-    Raises:
-        ConfigurationError: DeepSpeed was imported before, and uses another device type.
-    """
-    wanted = _accelerator_name(device)
-    current = _current_accelerator()
-    if current is not None and current != wanted:
+        current = str(get_accelerator().device_name())
+    if current != wanted:
         raise ConfigurationError(
             f"The Trainer's device is {str(device)!r}, but DeepSpeed was imported before and uses {current!r} for the "
             "rest of the process. Create the Trainer before anything imports deepspeed, or set "
             f"DS_ACCELERATOR={wanted} in the environment."
         )
-
-
-def _current_accelerator() -> str | None:
-    if "deepspeed" not in sys.modules:
-        return None
-    from deepspeed.accelerator import get_accelerator
-
-    return str(get_accelerator().device_name())  # chosen once, when DeepSpeed is imported
 
 
 @contextmanager
@@ -143,24 +110,23 @@ def join_deepspeed(level: int, device: torch.device) -> None:
         from deepspeed.ops import op_builder  # noqa: F401
 
         check_names("deepspeed")
-    disable_shared_memory()
+    private.disable_shared_memory()
     leave_deepspeed()
     if dist.get_backend() == "gloo":
-        use_backend(make_backend(gloo_backend(), "gloo"))
+        private.use_backend(private.make_backend(gloo_backend(), "gloo"))
     else:
         deepspeed.comm.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)
-    restart_counters()
+    private.restart_counters()
 
 
 def leave_deepspeed() -> None:
     """Reset the global variables of DeepSpeed: process groups and modules."""
     if "deepspeed" not in sys.modules:
         return
-    use_backend(None)
-    release_groups()
-    forget_forwards()
-    forget_modules()
-    forget_autocast()
+    private.use_backend(None)
+    private.release_groups()
+    private.forget_forwards()
+    private.forget_modules()
 
 
 @contextmanager

@@ -1,39 +1,37 @@
 """One run under ZeRO, from `setup` to `teardown`: build DeepSpeed's engines around a module, and restore the module."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.nn import Module, functional
 from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.optimizer_state import EndedOptimizers, State
 from lightning_paral.checkpoint.shards import FlatShard, identity
 from lightning_paral.comm.coalescing import broadcast
+from lightning_paral.compat.deepspeed.optimizer import share_masters
+from lightning_paral.compat.lightning.strategies import ForwardRedirection
+from lightning_paral.compat.torch.patches import replace_attributes
 from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.engines.zero.build import (
-    RootHooksOnce,
-    build_inference_engine,
-    build_training_engine,
-    check_parameters,
-    destroy,
-    forward_hook_keys,
-    new_forward_hook_keys,
-    trained_parameters,
-)
-from lightning_paral.engines.zero.gradients import Gradients
 from lightning_paral.engines.zero.offload import check_offload
-from lightning_paral.engines.zero.optimizer import UsersOptimizer, check_optimizers
+from lightning_paral.engines.zero.optimizer import Gradients, UsersOptimizer, check_optimizers
 from lightning_paral.engines.zero.options import (
     ZeROOptions,
     add_device_defaults,
     check_precision,
-    check_users_precision,
+    for_evaluation,
+    merge,
+    precision_section,
 )
 from lightning_paral.engines.zero.partition import (
     ModuleSnapshot,
@@ -41,17 +39,100 @@ from lightning_paral.engines.zero.partition import (
     count_trained,
     is_partitioned,
     is_stage3_parameter,
+    make_contiguous,
     partition_parameters,
+    view_scalars_as_bytes,
 )
 from lightning_paral.engines.zero.precision import ZeROPrecision
-from lightning_paral.engines.zero.process import check_accelerator
-from lightning_paral.engines.zero.saved_weights import SavedWeights
 from lightning_paral.engines.zero.state import ZeroState
+from lightning_paral.engines.zero.user_access import Steps, return_views
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.buffers import buffers_to_broadcast
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.host_memory_check import host_memory_shortage
 from lightning_paral.model.user_hooks import generate_together
+
+
+@contextmanager
+def _staying_partitioned(module: Module) -> Iterator[None]:
+    """Gather no single parameter of stage 3 inside this context.
+
+    To register a hook on each parameter, DeepSpeed 0.19.8 gathers it and partitions it again: each rank receives the
+    whole module. torch's hooks need no values.
+    """
+    parameters: list[Any] = [parameter for parameter in module.parameters() if is_stage3_parameter(parameter)]
+    gathers = {parameter: parameter.all_gather for parameter in parameters}
+    for parameter, gather in gathers.items():
+        parameter.all_gather = partial(_gather_several, gather)
+    try:
+        yield
+    finally:
+        for parameter, gather in gathers.items():
+            parameter.all_gather = gather
+
+
+def _gather_several(gather: Any, param_list: list[Any] | None = None, **options: Any) -> Any:
+    return None if param_list is None else gather(param_list, **options)
+
+
+# What DeepSpeed can shard and train
+
+
+def check_parameters(module: Module, *, trains: bool, config: Mapping[str, Any]) -> None:
+    """Raise a `ConfigurationError` for a parameter that DeepSpeed cannot shard or train, or would convert.
+
+    Args:
+        module: the module that is sharded.
+        trains: whether an engine trains the parameters that require a gradient.
+        config: DeepSpeed's configuration.
+    """
+    if config["zero_optimization"]["stage"] == 3:
+        check_not_empty(module)
+    partitioned = config["zero_optimization"]["stage"] == 3
+    low = any(config.get(section, {}).get("enabled") for section in ("bf16", "fp16"))
+    trainable = {torch.float16, torch.bfloat16} if low else {torch.float32}
+    first = next(module.parameters(), None)
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and trains:
+            fits = parameter.dtype in trainable
+        else:  # DeepSpeed 0.19.8 assumes that all parameters have the dtype of the first one
+            matters = partitioned and (parameter.is_floating_point() or parameter is first)
+            fits = not matters or parameter.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        if not fits:
+            raise ConfigurationError(
+                f"{name} has dtype {str(parameter.dtype).removeprefix('torch.')}, which ZeRO cannot train at this "
+                f"precision, or shard at stage 3: it trains {'bfloat16 or float16' if low else 'float32'} only. Convert"
+                " the parameter, set Trainer(precision=...) to its dtype, make it a buffer, or use paral_ddp."
+            )
+
+
+class StepsThroughEngine(ForwardRedirection):
+    """Runs steps of a LightningModule through the engine around it, which turns off autocast around them.
+
+    Args:
+        precision: gives the context of steps.
+    """
+
+    def __init__(self, precision: ZeROPrecision) -> None:
+        super().__init__()
+        self._precision = precision
+
+    def __call__(
+        self, wrapper_module: Any, original_module: LightningModule, method_name: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call the method `method_name` of `original_module` inside a call of the engine `wrapper_module`."""
+        steps = wrapper_module.module
+
+        def step() -> Any:
+            with self._precision.forward_context():
+                return getattr(original_module, method_name)(*args, **kwargs)
+
+        steps.step = step
+        try:
+            tensors = iter(wrapper_module())
+            return tree_map_only(Tensor, lambda _: next(tensors), steps.outputs[0])
+        finally:
+            vars(steps).update(step=None, outputs=[])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +158,8 @@ def check_run(options: ZeROOptions, precision: str, device: torch.device) -> Non
     Raises:
         ConfigurationError: a setting contradicts `options`, or a compiler, a library or a folder is missing.
     """
-    check_accelerator(device)
     check_precision(precision, device)
-    check_users_precision(precision, options.users_config)
+    merge(precision_section(precision), options.users_config)
     check_offload(options)
 
 
@@ -109,11 +189,10 @@ class ZeroRun(ZeroState):
         self._root = module
         self._settings = settings
         if deferred is not None:
-            self._partition(deferred)
+            check_not_empty(module)
+            partition_parameters(module, deferred, dict(settings.config))
         self._snapshot = ModuleSnapshot(module)
-        self._root_hooks = forward_hook_keys(module)
         self._engine: Any = None
-        self._saved_weights: SavedWeights | None = None
         self._undo = ExitStack()
 
     # Setup
@@ -131,35 +210,63 @@ class ZeroRun(ZeroState):
         options = self._settings.options
         optimizer = check_optimizers(list(optimizers), self._root, trust=options.trust_optimizer)
         if optimizer is None:
+            if "offload_parameters" in options.on_nvme:
+                raise ConfigurationError(
+                    "configure_optimizers returned None, and offload_parameters='nvme' stores trained parameters only. "
+                    "Use offload_parameters='cpu'."
+                )
             return self.evaluate()
-        check_parameters(self.module, trained_parameters(self.module), dict(self._settings.config))
         self.optimizers = [optimizer]
         on_cpu = self.device.type == "cpu" or options.offload_optimizer is not None
         self._users = users = UsersOptimizer(optimizer, self.module, self._ended.why_lost(optimizer), on_cpu=on_cpu)
         self._undo.callback(users.restore)
-        self._begin_stage3()
+        if options.stage == 3:
+            from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+            # torch's function makes autograd save `weight.t()`, a view, which would keep all gathered weights in memory
+            # until the backward pass. DeepSpeed's saves the parameter, which the backward pass gathers again.
+            self._undo.callback(replace_attributes(functional, {"linear": zero3_linear_wrap}))
         with users.flat() as stepping:
-            self._engine = engine = build_training_engine(self.module, stepping, self._sized_config(), self.device)
+            engine = self._build(stepping, self._sized_config())
+            if engine.zero_offload_optimizer() is None:
+                share_masters(engine.optimizer, options.stage)
         access = self.start_training(engine, users)
         self.gradients = Gradients(engine, users, access, self.module, self.trained)
         self._settings.precision.start_fit(self.gradients)
         self._redirect_zero_grad(users)
-        if options.stage == 3:
-            self._saved_weights = SavedWeights(self.module, lambda: int(engine.global_steps), self._undo)
         return engine
 
-    def _partition(self, deferred: DeferredConstruction | None = None) -> None:
-        check_not_empty(self.module)
-        partition_parameters(self.module, deferred, dict(self._settings.config))
+    def _build(self, optimizer: Optimizer | None, config: dict[str, Any]) -> Any:
+        """Return an engine, which trains with `optimizer` if there is one. *Collective* over the world.
 
-    def _begin_stage3(self) -> None:
-        if self._settings.options.stage == 3:
-            self._partition()
-            generate_together(self.module, self._undo)
+        At stage 3 it shards the parameters. It gets no learning-rate schedulers: Lightning steps them, and they
+        change the user's optimizer.
+        """
+        import deepspeed
 
-    def saving_views(self) -> AbstractContextManager[None]:
-        """Return a context in which autograd does not keep gathered parameters in memory; see `SavedWeights`."""
-        return nullcontext() if self._saved_weights is None else self._saved_weights.saving_views()
+        module = self.module
+        check_parameters(module, trains=optimizer is not None, config=config)
+        if config["zero_optimization"]["stage"] == 3:
+            partition_parameters(module, None, dict(self._settings.config))
+            generate_together(module, self._undo)
+            for part in module.modules():
+                part.register_forward_hook(return_views)  # before the hooks of DeepSpeed, which free parameters
+        for parameter in module.parameters():
+            make_contiguous(parameter)
+        with view_scalars_as_bytes(), _staying_partitioned(module):
+            engine, _, _, _ = deepspeed.initialize(
+                args=argparse.Namespace(device_rank=self.device.index),
+                config=config,
+                model=Steps(module),
+                model_parameters=[each for each in module.parameters() if optimizer and each.requires_grad],
+                optimizer=optimizer,
+                dist_init_required=False,
+            )
+        self._engine = engine
+        for change in (Module.train, Module.eval):  # DeepSpeed 0.19.8 sets `training` of the module only
+            setattr(engine, change.__name__, MethodType(change, engine))
+        engine.training = module.training
+        return engine
 
     @property
     def trains(self) -> bool:
@@ -174,8 +281,7 @@ class ZeroRun(ZeroState):
         options = self._settings.options
         forward: Any
         if options.stage == 3 and next(self.module.parameters(), None) is not None:
-            self._begin_stage3()
-            forward = self._engine = build_inference_engine(self.module, self._sized_config(), self.device)
+            forward = self._build(None, for_evaluation(self._sized_config()))
             self.start_evaluation()
         else:
             forward = self.module.to(self.device)
@@ -183,10 +289,6 @@ class ZeroRun(ZeroState):
             full = [parameter for parameter in self.module.parameters() if not is_stage3_parameter(parameter)]
             broadcast([*full, *buffers_to_broadcast(self.module)])
         return forward
-
-    def redirection(self) -> RootHooksOnce:
-        """Return the forward redirection that runs steps through the engine and its hooks on the root module."""
-        return RootHooksOnce(new_forward_hook_keys(self.module, self._root_hooks))
 
     def begin_step(self) -> None:
         """Raise a `ConfigurationError` if a parameter was unfrozen or added or, at stage 3, written to."""
@@ -213,7 +315,9 @@ class ZeroRun(ZeroState):
                     "optimizes manually. Leave out overlap_comm, or set stage=2."
                 )
             zero["overlap_comm"] = False
-        if self.device.type == "cpu" and options.offload_optimizer is None and self._has_torchs_optimizer:
+        torchs = all(type(optimizer).__module__.startswith("torch.optim.") for optimizer in self.optimizers)
+        # The step of torch's optimizers, which count steps by parameter, may run several times for each step.
+        if self.device.type == "cpu" and options.offload_optimizer is None and torchs:
             zero = {"sub_group_size": zero["reduce_bucket_size"]} | zero  # bounds the temporary tensors of a step
         return {**self._settings.config, "zero_optimization": zero}
 
@@ -249,7 +353,9 @@ class ZeroRun(ZeroState):
             self._snapshot.restore(gather=self._may_gather(failed))
             if self._engine is not None:
                 with nullcontext() if self._users is None else self._users.flat():
-                    destroy(self._engine)
+                    self._engine.destroy()
+                # `__del__` (0.19.8) would call it again, when another engine may use the parameters.
+                vars(self._engine)["destroy"] = lambda: None
             if self._users is not None:
                 self._users.restore()
             if self._users is not None and self.gradients is not None:

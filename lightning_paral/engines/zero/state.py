@@ -1,10 +1,9 @@
 """The state of a module under ZeRO: this rank's shards of weights and optimizer states, possibly on NVMe."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +15,7 @@ from lightning_paral.checkpoint.optimizer_state import SavedOptimizer, State, hy
 from lightning_paral.checkpoint.sharded_state import ShardedState, WeightShards
 from lightning_paral.checkpoint.shards import FlatShard, identity
 from lightning_paral.compat.deepspeed import optimizer as zero_optimizer
-from lightning_paral.engines.zero.gradients import Gradients
-from lightning_paral.engines.zero.optimizer import UsersOptimizer
+from lightning_paral.engines.zero.optimizer import Gradients, UsersOptimizer
 from lightning_paral.engines.zero.partition import (
     full_shape,
     is_partitioned,
@@ -36,12 +34,9 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
-@dataclass(frozen=True)
-class FlatRange:
+class FlatRange(NamedTuple):
     """This rank's flat range of a parameter, and its position in a partition."""
 
-    shape: tuple[int, ...]
-    """The full shape of the parameter."""
     start: int
     """The first element of the range in the flattened parameter."""
     numel: int
@@ -52,11 +47,6 @@ class FlatRange:
     def in_flat(self) -> slice:
         """The slice of the partition's flat tensor that contains the range."""
         return slice(self.position, self.position + self.numel)
-
-    @property
-    def in_parameter(self) -> slice:
-        """The slice of the flattened parameter that is the range."""
-        return slice(self.start, self.start + self.numel)
 
 
 class Partition:
@@ -84,9 +74,8 @@ class Partition:
 
         Any read from NVMe loads the full partition, so tensors should be read place by place.
         """
-        self.is_kept = False
-        """Whether the partition stays in memory after a read."""
-        self._is_loaded = False
+        self.is_loaded = False
+        """Whether a partition on NVMe is in memory now."""
 
     def _ranges_of(self, parameters: Iterable[Any]) -> dict[int, FlatRange]:
         if self._stage < 3:
@@ -94,7 +83,7 @@ class Partition:
             return {id(parameter): _range_within(own, parameter) for parameter in parameters}
         ranges, position = {}, 0
         for parameter in parameters:
-            ranges[id(parameter)] = FlatRange(full_shape(parameter), *local_flat_range(parameter), position)
+            ranges[id(parameter)] = FlatRange(*local_flat_range(parameter), position)
             position += parameter.ds_tensor.ds_numel
         return ranges
 
@@ -123,39 +112,32 @@ class Partition:
     @contextmanager
     def in_memory(self, *, write: bool) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Keep the flat tensor and its state in memory inside this context. With `write`, write changes back."""
-        if self.place and not self._is_loaded:
-            with self._users.flat():
-                zero_optimizer.swap_in(self._optimizer, self._index)
-            self._is_loaded = True
+        if not self.place or self.is_loaded:
+            yield self.flat, self.state
+            return
+        with self._users.flat():
+            zero_optimizer.swap_in(self._optimizer, self._index)
+        self.is_loaded = True
         try:
             yield self.flat, self.state
-            if self.place and write:
+            if write:
                 with self._users.flat():
                     zero_optimizer.swap_out(self._optimizer, self._index)
-                self._is_loaded = False
+            else:
+                zero_optimizer.release_buffers(self._optimizer, self._index)
         finally:
-            if not self.is_kept:
-                self.release()
+            self.is_loaded = False
 
-    def release(self) -> None:
-        """Free the memory of a partition on NVMe."""
-        if self._is_loaded:
-            zero_optimizer.release_buffers(self._optimizer, self._index)
-            self._is_loaded = False
+    @contextmanager
+    def writing(self) -> Iterator[Tensor]:
+        """Return the fp32 weights for writing inside this context.
 
-    def read(self, flat_range: FlatRange, key: str | None) -> Tensor:
-        """Return a flat range of the fp32 weights, or of the optimizer's state `key`."""
-        with self.in_memory(write=False) as (flat, state):
-            values = (flat.detach() if key is None else state[key])[flat_range.in_flat]
-            return values.clone() if self.place else values
-
-    def publish(self) -> None:
-        """At stage 3, update the weights that forward passes use from `flat`, which must be in memory.
-
-        At stages 1 and 2, the caller sets these weights.
+        At stage 3, the weights that forward passes use are then updated from them. At stages 1 and 2, the caller does.
         """
-        if self._stage == 3:
-            zero_optimizer.copy_flat_weights_to_parameters(self._optimizer, self._index)
+        with self.in_memory(write=True) as (flat, _):
+            yield flat.data
+            if self._stage == 3:
+                zero_optimizer.copy_flat_weights_to_parameters(self._optimizer, self._index)
 
 
 def _range_within(own: Tensor, parameter: Any) -> FlatRange:
@@ -163,16 +145,14 @@ def _range_within(own: Tensor, parameter: Any) -> FlatRange:
     distance = (parameter.data_ptr() - own.data_ptr()) // own.element_size()
     start, position = max(0, -distance), max(0, distance)
     numel = min(parameter.numel() - start, own.numel() - position)
-    return FlatRange(full_shape(parameter), *((start, numel, position) if numel > 0 else (0, 0, 0)))
-
-
-_Writes = dict[Partition, list[tuple[FlatRange, Tensor]]]
-"""Maps a partition to flat ranges in it, each with new values."""
+    return FlatRange(start, numel, position) if numel > 0 else FlatRange(0, 0, 0)
 
 
 def _load_partition(
-    partition: Partition, flat: Tensor, state: dict[str, Any], found: dict[int, dict[str, Any]]
-) -> None:
+    partition: Partition, shapes: dict[int, tuple[int, ...]], found: dict[int, dict[str, Any]], like: Tensor
+) -> dict[str, Any]:
+    """Return the state of `partition` from the states of its parameters, by `id`; it has the dtype of `like`."""
+    state: dict[str, Any] = {}
     taken = {float(values.get("step", 1 if values else 0)) for values in found.values()}
     if len(taken) > 1:
         raise CheckpointError(
@@ -180,27 +160,26 @@ def _load_partition(
             "if some were frozen before. Under ZeRO they share one count. Resume under paral_fsdp, or load only the "
             "weights, with a new optimizer."
         )
-    state.clear()
     for key in {key: None for parameter_state in found.values() for key in parameter_state}:
         values = {id_: parameter_state[key] for id_, parameter_state in found.items() if key in parameter_state}
         if key == "step":
             step = taken.pop()
             state[key] = int(step) if partition.counts_in_int else torch.tensor(step, dtype=torch.float32)
-        elif _is_per_element(partition, values):
-            state[key] = torch.zeros_like(flat, requires_grad=False)
+        elif all(isinstance(value, Tensor) and value.shape == shapes[id_] for id_, value in values.items()):
+            state[key] = torch.zeros_like(like, requires_grad=False)
             for id_, value in values.items():
                 flat_range = partition.ranges[id_]
                 read_flat_range(value, flat_range.start, state[key][flat_range.in_flat])
         else:
             first = next(iter(values.values()))
             state[key] = materialize(first).clone() if isinstance(first, Tensor) else first
+    return state
 
 
-def _is_per_element(partition: Partition, values: dict[int, Any]) -> bool:
-    """Return whether a state has a value for each element of each parameter, and not one per parameter."""
-    return all(
-        isinstance(value, Tensor) and value.shape == partition.ranges[id_].shape for id_, value in values.items()
-    )
+def _write_changed(master: Tensor, values: Tensor) -> None:
+    """Copy `values` into fp32 weights, except where these, cast to the dtype of the parameter, equal them."""
+    values = values.to(master.device)
+    master.copy_(torch.where(master.to(values.dtype) == values, master, values.to(master.dtype)))
 
 
 class ZeroState(ShardedState):
@@ -219,6 +198,8 @@ class ZeroState(ShardedState):
     """The stage of the engine that trains the module; 0 if there is none."""
     _users: UsersOptimizer | None = None
     _partitions: tuple[Partition, ...] = ()
+    _kept: ExitStack | None = None
+    """Inside `reading`, the partition on NVMe that is kept in memory."""
 
     def start_training(self, engine: "DeepSpeedEngine", users: UsersOptimizer) -> UserAccess:
         """Store weights and optimizer states in `engine`, and return what user code uses parameters through."""
@@ -231,8 +212,7 @@ class ZeroState(ShardedState):
             Partition(engine.optimizer, self._stage, number, group, users) for number, group in enumerate(groups)
         )
         self._partition_by_id = {id_: partition for partition in self._partitions for id_ in partition.ranges}
-        self._stored: _Writes = {}
-        self._keep_last = False
+        self._stored: list[tuple[Parameter, Tensor]] = []
         self.access = UserAccess(self.module, self.write_full_values, hides_gradients=True)
         return self.access
 
@@ -302,7 +282,7 @@ class ZeroState(ShardedState):
         partition = self._partition_of(parameter)
         if partition is None:
             return write_partition(parameter, stored)
-        self._stored.setdefault(partition, []).append((partition.ranges[id(parameter)], stored))
+        self._stored.append((parameter, stored))
         if self._stage == 3:
             write_gathered(parameter, stored)
         return self._stage == 3
@@ -313,47 +293,43 @@ class ZeroState(ShardedState):
         Loaded values do not count as writes of user code.
         """
         if self._partitions:
-            stored, self._stored = self._stored, {}
-            for partition, tensors in stored.items():
-                with partition.in_memory(write=True) as (flat, _):
-                    for flat_range, values in tensors:
-                        read_flat_range(values, flat_range.start, flat.data[flat_range.in_flat])
-                    partition.publish()
+            stored, self._stored = self._stored, []
+            for master, own, values in self._masters(stored):
+                read_flat_range(values, own.start, master)
         if self.access is not None:
             self.access.mark_unwritten()
+
+    def _masters(self, new: list[tuple[Parameter, Tensor]]) -> Iterator[tuple[Tensor, FlatRange, Tensor]]:
+        """Yield this rank's flat range of each trained parameter in `new`, its fp32 weights to write, and the values.
+
+        This is done partition by partition, because each may be on NVMe.
+        """
+        by_partition: dict[Partition, list[tuple[FlatRange, Tensor]]] = {}
+        for parameter, values in new:
+            partition = self._partition_of(parameter)
+            if partition is not None:
+                by_partition.setdefault(partition, []).append((partition.ranges[id(parameter)], values))
+        for partition, written in by_partition.items():
+            with partition.writing() as flat:
+                for own, values in written:
+                    yield flat[own.in_flat], own, values
 
     # Values that change during a run
 
     def write_full_values(self, written: list[tuple[Parameter, Tensor]]) -> None:
         """Copy this rank's shards of full values, which all ranks have, to where shards are stored. No collective."""
-        ranges = []
         for parameter, values in written:
-            partition = self._partition_of(parameter)
-            if partition is None:
+            if self._partition_of(parameter) is None:
                 write_partition(parameter, values)
-                continue
-            ranges.append((parameter, values.reshape(-1)[partition.ranges[id(parameter)].in_parameter]))
-            if self._stage == 3:
+            elif self._stage == 3:
                 write_gathered(parameter, values)
-        self.write_flat_ranges(ranges)
+        for master, own, values in self._masters(written):
+            _write_changed(master, values.reshape(-1)[own.start : own.start + own.numel])
 
     def write_flat_ranges(self, ranges: list[tuple[Parameter, Tensor]]) -> None:
-        """Copy new 1-dimensional values of this rank's flat ranges into the fp32 weights of trained parameters.
-
-        An element of a master copy stays as it is if, cast to the dtype of the parameter, it equals the new value.
-        """
-        by_partition: _Writes = {}
-        for parameter, values in ranges:
-            partition = self._partition_of(parameter)
-            if partition is not None:
-                by_partition.setdefault(partition, []).append((partition.ranges[id(parameter)], values))
-        for partition, shards in by_partition.items():
-            with partition.in_memory(write=True) as (flat, _):
-                for flat_range, shard in shards:
-                    master = flat.data[flat_range.in_flat]
-                    shard = shard.to(master.device)
-                    master.copy_(torch.where(master.to(shard.dtype) == shard, master, shard.to(master.dtype)))
-                partition.publish()
+        """Copy new 1-dimensional values of this rank's flat ranges into the fp32 weights of trained parameters."""
+        for master, _, values in self._masters(ranges):
+            _write_changed(master, values)
 
     def gather_weights(self) -> None:
         """At stages 1 and 2, give every rank the weights that the others update, as a step does. *Collective*."""
@@ -362,32 +338,32 @@ class ZeroState(ShardedState):
 
     # Reads of many tensors, each from NVMe once
 
+    def _keep(self, partition: Partition) -> bool:
+        """Inside `reading`, keep `partition` in memory until another is read, and return `True`."""
+        if self._kept is not None and not partition.is_loaded:
+            self._kept.close()
+            self._kept.enter_context(partition.in_memory(write=False))
+        return self._kept is not None
+
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Return a context for reading many tensors, in which each partition on NVMe is read once."""
-        self._keep_last = True
         try:
-            yield
+            with ExitStack() as self._kept:
+                yield
         finally:
-            self._keep_last = False
-            self._release_except(None)
-
-    def _release_except(self, kept: Partition | None) -> None:
-        for partition in self._partitions:
-            partition.is_kept = self._keep_last and partition is kept
-            if not partition.is_kept:
-                partition.release()
+            self._kept = None
 
     def _flat_shard(self, partition: Partition, parameter: Parameter, dtype: torch.dtype, key: str | None) -> FlatShard:
         """Return this rank's shard of the fp32 weight of `parameter`, or of its state `key`. It is read when needed."""
         own = partition.ranges[id(parameter)]
 
         def read() -> Tensor:
-            if partition.place:
-                self._release_except(partition)
-            return partition.read(own, key)
+            with partition.in_memory(write=False) if partition.place and not self._keep(partition) else nullcontext():
+                values = (partition.flat.detach() if key is None else partition.state[key])[own.in_flat]
+                return values.clone() if partition.place else values
 
-        return FlatShard(own.shape, dtype, own.start, own.numel, read, partition.place)
+        return FlatShard(full_shape(parameter), dtype, own.start, own.numel, read, partition.place)
 
     # Optimizer states
 
@@ -438,10 +414,13 @@ class ZeroState(ShardedState):
         for group, group_names in zip(self._users.groups, self._users.names, strict=True):
             group.update(checkpoint.hyper_parameters(group, group_names))
         names = {id(parameter): name for name, parameter in self._parameters.items()}
+        shapes = {id(parameter): full_shape(parameter) for parameter in self._parameters.values()}
         for partition in self._partitions:
             found = {id_: checkpoint.state.get(names[id_], {}) for id_ in partition.ranges}
             with partition.in_memory(write=True) as (flat, state):
-                _load_partition(partition, flat, state, found)
+                loaded = _load_partition(partition, shapes, found, flat)
+                state.clear()
+                state.update(loaded)
 
     # Full tensors
 
@@ -463,15 +442,13 @@ class ZeroState(ShardedState):
     def gradient_norm(self, optimizer: Any = None) -> Tensor:
         """Return the 2-norm of the averaged gradients: a scalar, fp32. *Collective*.
 
+        Args:
+            optimizer: ignored, because there is only one.
+
         Raises:
             ConfigurationError: it is called outside of a fit.
             GradientsNotReadyError: it is not called between the last backward pass of a step and the step itself.
         """
-        if optimizer is not None and getattr(optimizer, "optimizer", optimizer) not in self.optimizers:
-            raise ConfigurationError(
-                f"This {type(optimizer).__name__} is not the optimizer that configure_optimizers returned. Use "
-                "self.optimizers()."
-            )
         return self._fit_gradients().norm()
 
     def _fit_gradients(self) -> Gradients:

@@ -15,18 +15,18 @@ leaves an empty tensor in place of a parameter that is not in use. During a run,
 import re
 import sys
 from collections.abc import Callable
-from functools import cache
 from traceback import walk_tb
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.nn import Module, Parameter
 
 from lightning_paral.compat.deepspeed.process import innermost_forward
 from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass, before_transforms, version_of
-from lightning_paral.compat.torch.tensors import tree_leaves
+from lightning_paral.compat.torch.tensors import tree_leaves, tree_map_only
 from lightning_paral.engines.zero.partition import full_shape, is_partitioned, is_stage3_parameter
 from lightning_paral.errors import ConfigurationError, ParalError
 
@@ -52,6 +52,61 @@ class HiddenGradientError(ParalError, RuntimeError):
     """User code read or set `parameter.grad`, which ZeRO does not use."""
 
 
+def return_views(module: Module, inputs: Any, output: Any) -> Any:
+    """Replace parameters that a module returns by views, which stay full when DeepSpeed frees the parameters.
+
+    Raises:
+        ConfigurationError: DeepSpeed's hooks, which run after this one, do not take the output.
+    """
+    if type(output) is Tensor:
+        return None
+    is_known = output is None or isinstance(output, list | tuple | dict) or hasattr(output, "__dict__")
+    if not is_known or (isinstance(output, dict) and not all(isinstance(key, str) for key in output)):
+        raise ConfigurationError(
+            f"A step called {type(module).__name__}, which returned a {type(output).__name__}. At ZeRO stage 3 return "
+            "tensors, lists, tuples, dicts with strings as keys, or None, or train with paral_zero2."
+        )
+    return _with_views(output)
+
+
+def _with_views(output: Any) -> Any:
+    if not any(isinstance(leaf, Parameter) for leaf in tree_leaves(output)):
+        return output
+    return tree_map_only(Parameter, _full_view, output)
+
+
+def _full_view(parameter: Any) -> Tensor:
+    if is_partitioned(parameter):
+        parameter._access.gather(parameter)
+    view: Tensor = parameter.view_as(parameter)
+    return view
+
+
+class Steps(Module):
+    """The root module of an engine, around a LightningModule, whose steps it runs.
+
+    DeepSpeed's hooks on the root then run once per step, and those on the LightningModule when a step calls it. The
+    output that they see is a list of tensors: steps may return anything, but hooks of stage 3 do not take numbers,
+    strings, and dicts with other keys.
+    """
+
+    step: Callable[[], Any] | None = None
+    outputs: list[Any]
+    """The output of the last step. In a list, because torch would register a parameter."""
+
+    def __init__(self, module: Module) -> None:
+        super().__init__()
+        self.module = module
+        self.training = module.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step that was set, and return the tensors in its output; without a step, call the module."""
+        if self.step is None:
+            return self.module(*args, **kwargs)
+        self.outputs = [_with_views(self.step())]
+        return [leaf for leaf in tree_leaves(self.outputs) if isinstance(leaf, Tensor)]
+
+
 class UserAccess:
     """Makes what user code does with the parameters of `module` reach the weights, from construction to `end`.
 
@@ -68,23 +123,24 @@ class UserAccess:
         self.names = {id(parameter): name for name, parameter in named}
         self._parameters: list[Any] = [parameter for _, parameter in named]
         self._versions: dict[int, int] = {}
-        self._exposed: set[int] = set()
-        """The ids of parameters whose `data` user code has read since the last boundary."""
         self._handed_out: dict[int, Tensor] = {}
         """What user code has got as `data` at stages 1 and 2 are aliases of these, which share their version."""
-        self._plain_partition: list[tuple[Any, Any]] = []
         self._undo = before_transforms(_refuse_partitioned)
         self.mark_unwritten()
+        classes = {cls: self._classes(cls) for cls in {type(parameter) for parameter in self._parameters}}
         for parameter in self._parameters:
-            parameter._access = self
-            plain_class: type[Parameter] = type(parameter)
-            full, gathered, partitioned = _classes(plain_class)
-            if is_stage3_parameter(parameter):
-                self._plain_partition.append((parameter, parameter.partition))
-                parameter.partition = self._collecting(parameter, parameter.partition)
-                parameter.__class__ = partitioned if is_partitioned(parameter) else gathered
-            else:
-                parameter.__class__ = full
+            full, gathered, partitioned = classes[type(parameter)]
+            at_stage_3 = partitioned if is_partitioned(parameter) else gathered
+            parameter.__class__ = at_stage_3 if is_stage3_parameter(parameter) else full
+
+    def _classes(self, plain_class: type[Parameter]) -> tuple[type, type, type]:
+        """Return what replaces `plain_class`: at stages 1 and 2, and for gathered and partitioned ones at stage 3."""
+        members = {"__module__": plain_class.__module__, "plain_class": plain_class, "_access": self}
+        name = plain_class.__name__
+        made: Any = tuple(type(name, (mixin, plain_class), dict(members)) for mixin in (Full, Gathered, Partitioned))
+        for cls in made:
+            cls.classes = made
+        return made  # type: ignore[no-any-return]
 
     def end(self, *, collect: bool) -> None:
         """Make the parameters ordinary ones again. With `collect`, copy what user code has written first."""
@@ -95,10 +151,7 @@ class UserAccess:
             self._undo()
             for parameter in self._parameters:
                 parameter.__class__ = parameter.plain_class
-                del parameter._access
-            for parameter, partition in self._plain_partition:
-                parameter.partition = partition
-            self._parameters, self._plain_partition, self._handed_out = [], [], {}
+            self._parameters, self._handed_out = [], {}
 
     # Boundaries
 
@@ -109,54 +162,42 @@ class UserAccess:
             ConfigurationError: it has written to a parameter of stage 3.
         """
         with DisableTorchFunctionSubclass():
-            written = [parameter for parameter in self._parameters if self._may_be_written(parameter)]
-        self._take(written)
-
-    def mark_unwritten(self) -> None:
-        """Treat the current values of parameters as those that DeepSpeed stores, as after loading a checkpoint."""
-        self._exposed.clear()
-        with DisableTorchFunctionSubclass():
-            self._versions = {id(parameter): self._version(parameter) for parameter in self._parameters}
-
-    def _version(self, parameter: Any) -> int:
-        handed_out = self._handed_out.get(id(parameter))
-        return version_of(parameter) + (0 if handed_out is None else version_of(handed_out))
-
-    def _may_be_written(self, parameter: Any) -> bool:
-        return id(parameter) in self._exposed or self._version(parameter) != self._versions[id(parameter)]
-
-    def _take(self, parameters: list[Any]) -> None:
-        for parameter in parameters:
-            if is_stage3_parameter(parameter) and self._version(parameter) != self._versions[id(parameter)]:
+            written = [each for each in self._parameters if self._version(each) != self._versions.get(id(each))]
+        for parameter in written:
+            if is_stage3_parameter(parameter):
                 raise ConfigurationError(
                     f"{self.names[id(parameter)]!r}, or a tensor that has or had the same memory, was written to in a "
                     "step or hook. Under ZeRO stage 3 DeepSpeed moves parameters, so what is written would be lost. "
                     f"Write to it in {_WRITING}, or train with paral_zero2 or paral_fsdp."
                 )
-        self._copy([parameter for parameter in parameters if not is_partitioned(parameter)])
+        self._copy(written)
+
+    def mark_unwritten(self) -> None:
+        """Treat the current values of parameters as those that DeepSpeed stores, as after loading a checkpoint."""
+        self._record(self._parameters)
+
+    def _version(self, parameter: Any) -> int:
+        handed_out = self._handed_out.get(id(parameter))
+        return version_of(parameter) + (0 if handed_out is None else version_of(handed_out))
+
+    def mark_stepped(self, parameters: list[Parameter]) -> None:
+        """Tell autograd that `parameters` have changed: a backward pass of an earlier forward is then an error."""
+        increment_version(parameters)
+        self._record(parameters)
+
+    def _record(self, parameters: list[Any]) -> None:
+        with DisableTorchFunctionSubclass():
+            self._versions.update((id(parameter), self._version(parameter)) for parameter in parameters)
 
     def _copy(self, parameters: list[Any]) -> None:
         if parameters:
             with torch.no_grad():
                 self.write_back([(parameter, plain_data(parameter)) for parameter in parameters])
-            for parameter in parameters:
-                self._exposed.discard(id(parameter))
-                self._versions[id(parameter)] = self._version(parameter)
+            self._record(parameters)
 
-    def _collecting(self, parameter: Any, partition: Callable[..., Any]) -> Any:
-        """Return `partition`, the method of a parameter of stage 3, which collects what it would drop."""
-
-        def collect_and_partition(
-            param_list: Any = None, *args: Any, has_been_updated: bool = False, **options: Any
-        ) -> Any:
-            parameters = [each for each in param_list or [parameter] if not is_partitioned(each)]
-            if has_been_updated:  # in `GatheredParameters`, which has broadcast the values
-                self._copy(parameters)
-            else:
-                self._take([each for each in parameters if self._may_be_written(each)])
-            return partition(param_list, *args, **options)
-
-        return collect_and_partition
+    def copy_gathered(self, parameters: list[Any]) -> None:
+        """Copy the values of parameters that were written to in `GatheredParameters`, which has broadcast them."""
+        self._copy([parameter for parameter in parameters if not is_partitioned(parameter)])
 
     # Used by the classes below
 
@@ -180,13 +221,14 @@ class UserAccess:
         parameter.all_gather()
 
     def expose(self, parameter: Any) -> Tensor:
-        """Return `parameter.data` for user code, which may write to it.
+        """Return `parameter.data` for user code, which may write to it: this is noticed at any time by a version.
 
-        At stage 3 it has the version of `parameter`, which moves, so that a write to it is noticed at any time.
+        At stage 3 that is the version of `parameter`, which moves.
         """
         if is_partitioned(parameter):
             self.gather(parameter)
-        self._exposed.add(id(parameter))
+        if not is_stage3_parameter(parameter):  # NumPy, which counts no versions, may write to it
+            self._versions.pop(id(parameter), None)
         with DisableTorchFunctionSubclass():
             if is_stage3_parameter(parameter):
                 return Tensor.detach(parameter)
@@ -215,6 +257,8 @@ class Full:
     _access: UserAccess
     plain_class: type[Parameter]
     """The class that this one replaces."""
+    classes: tuple[type, type, type]
+    """The classes that replace it; see `UserAccess`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Create an ordinary parameter, because one that user code creates is not part of the run."""
@@ -248,11 +292,6 @@ class Full:
         with DisableTorchFunctionSubclass():
             _grad.__set__(self, gradient)
 
-    @grad.deleter
-    def grad(self) -> None:
-        with DisableTorchFunctionSubclass():
-            _grad.__delete__(self)
-
     def _hide_gradient(self) -> None:
         if self._access.hides_gradients and is_user_code(3):
             raise HiddenGradientError(
@@ -264,21 +303,10 @@ class Full:
                 "paral_ddp."
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
-        return memo.setdefault(id(self), self._copy())  # type: ignore[no-any-return]
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._copy().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-    def _copy(self) -> Parameter:
         parameter: Any = self
-        if is_stage3_parameter(parameter):
-            raise ConfigurationError(
-                f"{self._access.names[id(self)]!r} was copied, by copy.deepcopy or pickle, during a run under ZeRO "
-                "stage 3, where a copy of a module would have DeepSpeed's hooks. Copy modules in __init__ or "
-                "configure_model, or read parameters with self.trainer.strategy.full_parameter(parameter)."
-            )
-        return Parameter(plain_data(parameter).clone(), parameter.requires_grad)
+        copied = Parameter(plain_data(parameter).clone(), parameter.requires_grad)
+        return copied.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class Gathered(Full):
@@ -292,8 +320,29 @@ class Gathered(Full):
     @ds_status.setter
     def ds_status(self, status: Any) -> None:
         self.__dict__["ds_status"] = status
-        _, gathered, partitioned = _classes(self.plain_class)
+        _, gathered, partitioned = self.classes
         self.__class__ = gathered if status.name == "AVAILABLE" else partitioned
+
+    @property
+    def partition(self) -> Callable[..., Any]:
+        """DeepSpeed's method that leaves this rank its shard of the parameter."""
+
+        def run(param_list: Any = None, *args: Any, has_been_updated: bool = False, **options: Any) -> Any:
+            if has_been_updated:
+                self._access.copy_gathered(param_list or [self])
+            return self.__dict__["partition"](param_list, *args, **options)
+
+        return run
+
+    def __deepcopy__(self, _: Any) -> NoReturn:
+        raise ConfigurationError(
+            f"{self._access.names[id(self)]!r} was copied, by copy.deepcopy or pickle, during a run at ZeRO stage 3, "
+            "where a copy of a module would have DeepSpeed's hooks. Copy modules in __init__ or configure_model, or "
+            "read parameters with self.trainer.strategy.full_parameter(parameter)."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self.__deepcopy__(protocol)
 
 
 class Partitioned(Gathered):
@@ -328,16 +377,6 @@ def _refuse_partitioned(value: Any) -> None:
             "each rank had only its shard of it under ZeRO stage 3. Give it parameter.clone() in a step, or "
             "self.trainer.strategy.full_parameter(parameter) in a hook, or train with paral_zero2."
         )
-
-
-@cache
-def _classes(plain_class: type[Parameter]) -> tuple[type, type, type]:
-    """Return the classes that replace `plain_class`: at stages 1 and 2, and gathered and partitioned at stage 3."""
-    members = {"__module__": plain_class.__module__, "plain_class": plain_class}
-    full, gathered, partitioned = (
-        type(plain_class.__name__, (mixin, plain_class), dict(members)) for mixin in (Full, Gathered, Partitioned)
-    )
-    return full, gathered, partitioned
 
 
 def plain_data(parameter: Parameter) -> Tensor:
@@ -383,17 +422,9 @@ _AT_EVERY_STAGE = {
     "Multiple gradient reductions? (is|are) currently not supported": _SECOND_GRADIENT,
 }
 _AT_STAGE_3 = {
-    "don't yet support saved tensor hooks": (
-        "A module ran inside a transform of torch.func, such as grad or jacrev. Use torch.autograd.grad, or train with "
-        "paral_zero2."
-    ),
-    "has no attribute 'ds_(status|id)'": (
-        "A parameter was replaced by a tensor, as torch.func.functional_call does. Write the operation with "
-        "torch.nn.functional, or train with paral_zero2."
-    ),
-    "tracing error at step": (
-        "Modules ran in a different order than in earlier steps, or with different parameters. Under ZeRO stage 3 "
-        "DeepSpeed relies on that order. Do not add or replace parameters during a fit, or train with paral_zero2."
+    "does not have vmap support|with functorch transforms|has no attribute 'ds_(status|id)'|tracing error at step": (
+        "Under ZeRO stage 3 a module must run as it is, with the same parameters and in the same order in each step, "
+        "not in a transform of torch.func such as grad, jacrev and functional_call. Train with paral_zero2."
     ),
     r"tensor \w \(0\)|mat2 must be a matrix|weight' must be 2-D|of size 0\b|mismatch.* \(0\)|invalid storage offset": (
         "A weight was used while each rank had only its shard of it. Under ZeRO stage 3 weights are gathered for the "
@@ -406,15 +437,9 @@ _AT_STAGE_3 = {
 
 def explanation(error: BaseException, *, stage: int) -> str | None:
     """Return what `error` means under ZeRO, and what to do; `None` if it has another cause."""
-    if stage == 3 and _has_lost_gradient(error):
-        return _SECOND_GRADIENT
+    if stage == 3 and isinstance(error, AttributeError) and error.name == "numel" and error.__traceback__ is not None:
+        *_, (frame, _) = walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__", "")).startswith("deepspeed.runtime.zero"):
+            return _SECOND_GRADIENT  # DeepSpeed found no gradient, because another backward pass has taken it
     known = _AT_EVERY_STAGE | (_AT_STAGE_3 if stage == 3 else {})
     return next((meaning for pattern, meaning in known.items() if re.search(pattern, str(error))), None)
-
-
-def _has_lost_gradient(error: BaseException) -> bool:
-    """Return whether DeepSpeed has found no gradient, because another backward pass has taken it."""
-    if not isinstance(error, AttributeError) or error.name != "numel" or error.__traceback__ is None:
-        return False
-    *_, (frame, _) = walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__", "")).startswith("deepspeed.runtime.zero")

@@ -152,13 +152,13 @@ REFUSED = {
             ("states added up", lambda optimizer: sum(optimizer.state.values()), "optimizer.state was used"),
             ("state set", lambda optimizer: optimizer.state.update({first_of(optimizer): {}}), "state was used"),
             ("states cleared", lambda optimizer: optimizer.state.clear(), "optimizer.state was used"),
-            ("states replaced", lambda optimizer: setattr(optimizer, "state", defaultdict(dict)), "was replaced dur"),
+            ("states replaced", lambda optimizer: setattr(optimizer, "state", defaultdict(dict)), "its state or its"),
             (
                 "groups reversed",
                 lambda optimizer: optimizer.param_groups[0]["params"].reverse(),
                 "got other parameters",
             ),
-            ("step replaced", wrap_step, "optimizer.step was replaced.* paral_fsdp"),
+            ("step replaced", wrap_step, "its step was replaced.* paral_fsdp"),
         )
     },
     "states from before": (lambda: Changing(give_state, early=True), "AdamW already has states.*ckpt_path.* paral_ddp"),

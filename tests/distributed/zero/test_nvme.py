@@ -68,8 +68,9 @@ def test_weights_on_nvme_are_read_back_for_a_second_fit(on_ranks, tmp_path: Path
 
 
 ONE_WITHOUT_ROOM = """
-import sys, torch
+import sys, torch, warnings
 from pathlib import Path
+from lightning_paral.errors import CheckpointError
 from lightning_paral.model import host_memory_check
 from tests.distributed.zero.test_nvme import BuiltOnDisk, on_nvme
 from tests.models.regression import regression_data
@@ -79,15 +80,23 @@ host_memory_check.available_bytes = lambda: 0
 folder, path = map(Path, sys.argv[1:])
 torch.manual_seed(3)
 module, trainer = BuiltOnDisk(), quiet_trainer(max_epochs=1, devices=1, strategy=on_nvme(str(folder)))
-trainer.fit(module, regression_data(4, 1))
-assert not any("optimizer" in file.parts for file in folder.rglob("*"))
-assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) >= 1024**2 * 4
-trainer.save_checkpoint(path, weights_only=True)
+module.on_train_end = lambda: trainer.save_checkpoint(path, weights_only=True)
+with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter("always")
+    trainer.fit(module, regression_data(4, 1))
+assert any("Its weights will be in checkpoints only" in str(each.message) for each in warned)
+assert list(folder.iterdir()) == []
+try:
+    trainer.save_checkpoint(path.with_name("late.ckpt"), weights_only=True)
+except CheckpointError as error:
+    assert "were on NVMe, and were removed when the run ended" in str(error), error
+else:
+    raise AssertionError("saved what was lost")
 """
 
 
 @pytest.mark.deepspeed_operators
-def test_weights_on_nvme_without_room_in_memory_can_be_saved_until_the_process_ends(tmp_path: Path) -> None:
+def test_weights_on_nvme_without_room_in_memory_are_saved_in_the_fit_only(tmp_path: Path) -> None:
     torch.manual_seed(3)
     expected = BuiltOnDisk()
     quiet_trainer(max_epochs=1, devices=1).fit(expected, regression_data(4, 1))
@@ -96,7 +105,6 @@ def test_weights_on_nvme_without_room_in_memory_can_be_saved_until_the_process_e
     paths = [str(tmp_path / "disk"), str(tmp_path / "x.ckpt")]
     subprocess.run([sys.executable, "-c", ONE_WITHOUT_ROOM, *paths], check=True, timeout=300)
 
-    assert list((tmp_path / "disk").iterdir()) == []
     saved = BuiltOnDisk.load_from_checkpoint(tmp_path / "x.ckpt")
     for name, weight in expected.state_dict().items():
         torch.testing.assert_close(saved.state_dict()[name], weight, rtol=0.0, atol=1e-5)
@@ -112,8 +120,8 @@ class ResumableOnDisk(Resumable):
         super().__init__()
         self.first = nn.Linear(self.first.in_features, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH, affine=False)
-        self.frozen, self.second, self.tied = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.frozen.requires_grad_(False)
+        self.frozen = nn.LayerNorm(WIDTH).requires_grad_(False)  # small enough to stay in memory
+        self.second, self.tied = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.out = nn.Linear(WIDTH, 3)
 
     def configure_optimizers(self) -> Any:
@@ -179,12 +187,15 @@ def test_two_runs_in_one_folder_do_not_interfere(tmp_path: Path) -> None:
 
 
 @pytest.mark.deepspeed_operators("async_io")
-def test_buffers_that_are_too_small_are_named_before_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("frozen", "message"), [(False, r"hidden\.weight has 160000 elements"), (True, r"hidden\.weight is frozen")]
+)
+def test_what_nvme_cannot_store_is_named_before_the_run(tmp_path: Path, frozen: bool, message: str) -> None:
     offload = Offload("nvme", path=tmp_path, buffer_numel=10_000)
     trainer = quiet_trainer(devices=1, strategy=ParalZeROStrategy(stage=3, offload_parameters=offload))
     module = Regression()
-    module.hidden = nn.Linear(FEATURES, 20_000)
+    module.hidden = nn.Linear(FEATURES, 20_000).requires_grad_(not frozen)
     module.out = nn.Linear(20_000, 2)
 
-    with pytest.raises(ConfigurationError, match=r"hidden\.weight has 160000 elements"):
+    with pytest.raises(ConfigurationError, match=message):
         trainer.fit(module, regression_data(1, 1))

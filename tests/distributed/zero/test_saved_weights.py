@@ -92,7 +92,6 @@ def fit_too_early(name: str) -> str:
 
 
 def test_step_before_the_backward_pass_is_an_error_as_in_one_process(on_ranks: Callable[..., list[Any]]) -> None:
-    for message in on_ranks(2, fit_too_early, "paral_ddp"):
-        assert "modified by an inplace operation" in message
-    for message in on_ranks(2, fit_too_early, "zero3"):
-        assert message.startswith("ConfigurationError: An optimizer step ran between a forward pass and its backward")
+    for name in ("paral_ddp", "paral_zero1", "paral_zero2", "zero3"):
+        for message in on_ranks(2, fit_too_early, name):
+            assert "modified by an inplace operation" in message, name

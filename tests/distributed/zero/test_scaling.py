@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_paral.engines.zero import options
+from lightning_paral.engines.zero.optimizer import DynamicLossScale
 from tests.models.regression import Regression, regression_data
 from tests.running import assert_same_fit, quiet_trainer
 
@@ -69,19 +70,14 @@ def test_fp16_autocast_equals_torchs_with_its_scaler(on_ranks, strategy: str) ->
     assert_same_fit([(mine, kept) for mine, kept, _ in ranks], (losses, weights), tolerance=5e-3)
 
 
-def test_scale_grows_only_after_the_step_that_was_divided_by_it() -> None:
-    from lightning_paral.engines.zero.precision import DynamicLossScale
-
+def test_scale_grows_after_2000_finite_steps() -> None:
     scale = DynamicLossScale()
     for _ in range(2000):
-        scale.grow()
-        assert scale.loss_scale == 2.0**16
-        scale.update_scale(overflow=False)
-    assert scale.loss_scale == 2.0**16
-    scale.grow()
-    assert scale.loss_scale == 2.0**17
+        assert scale.state["scale"] == 2.0**16
+        scale.update(is_finite=True)
+    assert scale.state["scale"] == 2.0**17
     resumed = DynamicLossScale()
-    resumed.load_state_dict(scale.state_dict())
-    resumed.update_scale(overflow=True)
-    assert resumed.loss_scale == 2.0**16
+    resumed.state.update(scale.state)
+    resumed.update(is_finite=False)
+    assert resumed.state["scale"] == 2.0**16
     assert options.check_precision("16-mixed", torch.device("cuda", 0)) is None

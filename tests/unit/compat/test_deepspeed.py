@@ -24,11 +24,11 @@ def _deepspeed() -> Iterator[None]:
 
 
 def test_renamed_global_raises_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepspeed.runtime import torch_autocast
+    from deepspeed.runtime.zero import parameter_offload
 
-    monkeypatch.delattr(torch_autocast, "TORCH_AUTOCAST_INITIALIZED")
+    monkeypatch.delattr(parameter_offload, "FWD_MODULE_STACK")
 
-    with pytest.raises(PrivateNameError, match=r"TORCH_AUTOCAST_INITIALIZED to keep DeepSpeed from .* no such name"):
+    with pytest.raises(PrivateNameError, match=r"FWD_MODULE_STACK to know which module .* no such name"):
         check_names.__wrapped__("deepspeed")
 
 
