@@ -206,7 +206,8 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward pass, which leaves each rank with its shards of the gradients. *Collective*."""
-        return self._engine.backward(super().backward, closure_loss, args, kwargs)
+        loss: Tensor = self._engine.explained(super().backward, closure_loss, *args, **kwargs)
+        return loss
 
     # Sampler injection: `ParalStrategy`.
 
@@ -217,9 +218,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         return super()._sharded_state if self._fsdp is None else self._state_of(self._fsdp)
 
     def _state_of(self, run: FSDPRun) -> FSDPState:
-        return FSDPState(
-            run, self.optimizers, self._ended, self._watch.is_failing, self._watch.reachable, self.num_processes
-        )
+        return FSDPState(run, self.optimizers, self._ended, self._watch.reachable, self.num_processes)
 
     def _module_is_sharded(self) -> bool:
         assert self.lightning_module is not None

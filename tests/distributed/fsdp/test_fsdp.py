@@ -109,8 +109,6 @@ def test_module_has_full_parameters_and_trains_after_a_failed_fit(on_ranks) -> N
 OPTIONS: dict[str, dict[str, Any]] = {
     "keep gathered": {"reshard_after_forward": False},
     "reshard the root, too": {"reshard_after_forward": True},
-    "reshard to two ranks": {"reshard_after_forward": 2},
-    "prefetch": {"prefetch": 2},
     "predicate": {"units": lambda name, module: name.startswith("blocks.") and name.count(".") == 1},
     "nested": {"units": [Block, "Linear"]},
 }
