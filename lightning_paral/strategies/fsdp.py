@@ -215,7 +215,8 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward pass, which leaves each rank with its shards of the gradients. *Collective*."""
-        return self._engine.backward(super().backward, closure_loss, args, kwargs)
+        loss: Tensor = self._engine.explained(super().backward, closure_loss, *args, **kwargs)
+        return loss
 
     # Sampler injection: `ParalStrategy`.
 

@@ -101,11 +101,11 @@ class TensorParallel:
                 with context():
                     return self._module.training_step(*args)
 
-            with engine.reducing():
+            with engine.accumulating(False):
                 output = engine.training_step(run, (batch, *args[1:]), {})
                 loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
                 if loss is not None:
-                    engine.backward(_backward, loss, (), {})
+                    engine.explained(_backward, loss)
             return loss
 
         self.check(args[0], step)

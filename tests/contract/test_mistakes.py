@@ -125,7 +125,6 @@ TRAINERS: list[tuple[Any, dict[str, Any], str]] = [
     ("paral_zero2", {"precision": "16-true"}, "fp16, which DeepSpeed does not support on CPU. Use 'bf16-true'."),
     (lambda: ParalFSDPStrategy(replicate=3), {}, "replicate=3 does not divide the 2 ranks"),
     (lambda: ParalFSDPStrategy(replicate=0), {}, "replicate=0 does not divide the 2 ranks. Choose one of 1, 2"),
-    (lambda: ParalFSDPStrategy(reshard_after_forward=3), {}, "does not divide the 2 ranks over which a replica is"),
     (lambda: ParalDDPStrategy(process_group_backend="glo"), {}, "needs 'glo', which this build of torch does not have"),
     (
         lambda: ParalZeROStrategy(deepspeed_config={"fp16": {"enabled": True}}),

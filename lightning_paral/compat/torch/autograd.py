@@ -28,7 +28,7 @@ NAMES: Names = {
         "DisableTorchFunctionSubclass": "run torch's own operations inside __torch_function__",
     },
     "torch.autograd.Variable": {"_execution_engine": "run a callback when a backward pass ends"},
-    "torch.autograd": {"_engine_run_backward(t_outputs)": "hide the gradients of shards from backward passes"},
+    "torch.autograd": {"_engine_run_backward(t_outputs)": "reshard parameters after backward passes in a step"},
     "torch._C._functorch": {
         "peek_interpreter_stack": "refuse transforms of torch.func around the layers of a pipeline",
     },
@@ -80,26 +80,24 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
 _INPUTS = 3  # the position of the inputs, which follow grad_outputs, retain_graph and create_graph
 
 
-def check_backward_passes(
-    check: Callable[[Sequence[Any], Sequence[Any]], None], end: Callable[[bool], None] | None = None
-) -> Callable[[], None]:
-    """Call `check(outputs, inputs)` before each backward pass, and return a function that undoes this.
+def around_backward_passes(begin: Callable[[], None], end: Callable[[Sequence[Any], bool], None]) -> Callable[[], None]:
+    """Call functions around each backward pass, and return a function that undoes this.
 
-    Outputs and inputs are tensors or `GradientEdge`s. `inputs` is empty if gradients of all leaves are computed. `end`
-    is called after each pass, with whether it has succeeded.
+    Args:
+        begin: called before a pass.
+        end: called after it with the inputs, which are empty if gradients of all leaves are computed, and with whether
+            it has succeeded.
     """
     original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        check(t_outputs, args[_INPUTS] or ())
-        if end is None:
-            return original(t_outputs, *args, **kwargs)
+        begin()
         is_done = False
         try:
             result = original(t_outputs, *args, **kwargs)
             is_done = True
         finally:
-            end(is_done)
+            end(args[_INPUTS] or (), is_done)
         return result
 
     return replace_attributes(torch.autograd, {"_engine_run_backward": run_backward})

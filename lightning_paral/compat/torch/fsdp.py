@@ -1,14 +1,12 @@
 """FSDP2: the state of sharded modules, their groups of parameters, and the parameters themselves."""
 
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 from torch.nn import Module
 
@@ -21,14 +19,10 @@ NAMES: Names = {
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": {
         ".sharded_param": "find the shard of a parameter",
         "._unsharded_param": "find the unsharded parameter",
-        "._sharded_post_forward_param": "recognize a parameter that is resharded over fewer ranks after forward",
-        "._param_fqn": "name a parameter in errors",
-        "._module_info": "find the modules that have a parameter",
         ".padded_sharded_param_size": "know the size of a shard with padding",
         ".fsdp_placement": "know along which dimension a parameter is sharded",
         ".mesh_info": "know which shard this rank holds",
         ".param_dtype": "know the dtype of the unsharded parameter",
-        ".orig_dtype": "name the dtype of a parameter",
         ".is_dtensor": "unshard parameters that all tensor ranks have in full to plain tensors",
         "._unsharded_dtensor_spec >=2.13": "unshard parameters that all tensor ranks have in full to plain tensors",
     },
@@ -36,18 +30,10 @@ NAMES: Names = {
         "unshard": "copy writes back to the shards before they are gathered",
         "_to_unsharded": "call a function after parameters are unsharded",
         "post_backward": "read attributes of shards without the dispatch that hooks need",
-        "wait_for_unshard": "gather parameters again if a shard changes after they were gathered ahead of their use",
         "_to_sharded": "copy writes back to the shards before they are resharded",
-        "_to_sharded_post_forward": "copy writes back to the shards before they are resharded",
-        "._sharded_state": "distinguish unsharded parameters from those resharded over fewer ranks",
         ".fsdp_params": "find the parameters of a unit",
         ".device_handle": "find the parameters of a unit",
-        ".is_unsharded": "find the parameters of a unit",
-        "._all_gather_result": "unshard parameters that are being gathered ahead of their use",
         "._reshard_after_forward_event": "make the next all-gather of a unit wait for writes to its shards",
-    },
-    "torch.distributed.fsdp._fully_shard._fsdp_param.ShardedState": {
-        "UNSHARDED": "know whether parameters are unsharded",
     },
     "torch.distributed.fsdp.FSDPModule": {"_get_fsdp_state": "unshard parameters around steps and methods"},
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": {
@@ -59,7 +45,6 @@ NAMES: Names = {
         "._post_forward_hook_handle": "remove FSDP2's hooks from forward, which ours replace",
         "._fsdp_param_groups >=2.12": "find the parameters that are gathered together",
         "._fsdp_param_group <2.12": "find the parameters that are gathered together",
-        "._is_root": "reshard parameters that a failed iteration has left unsharded",
     },
     "torch.distributed._composable_state": {
         "_module_state_mapping": "restore a module after a run, as if it had never been sharded",
@@ -74,9 +59,6 @@ NAMES: Names = {
 
 SHARDS_INTEGERS = torch.__version__ >= "2.12"  # in torch 2.11, `fully_shard` fails halfway on integer parameters
 
-name_of: Callable[[Any], str] = attrgetter("_param_fqn")
-"""Return the name of the parameter of an `FSDPParam` in the root module."""
-
 
 def unsharded_param(param: Any) -> Tensor | None:
     """Return the unsharded parameter of an `FSDPParam`, or `None` if it has never been unsharded.
@@ -84,20 +66,6 @@ def unsharded_param(param: Any) -> Tensor | None:
     The result is the same object each time: FSDP2 frees and refills its memory.
     """
     return getattr(param, "_unsharded_param", None)
-
-
-def is_param_of(value: object, param: Any) -> bool:
-    """Return whether `value` is the sharded or unsharded parameter that FSDP2 sets on modules for an `FSDPParam`."""
-    if value is param.sharded_param or value is getattr(param, "_unsharded_param", param):
-        return True
-    return value is not None and value is getattr(param, "_sharded_post_forward_param", None)
-
-
-def owners_of(param: Any) -> list[tuple[Module, str]]:
-    """Return the modules that own the parameter of an `FSDPParam`, with its name in each: several if it is tied."""
-    info = param._module_info
-    modules, names = [info.module, *info.shared_modules], [info.param_name, *info.shared_param_names]
-    return list(zip(modules, names, strict=True))
 
 
 def local_shard_view(param: Any, unsharded: Tensor) -> Tensor:
@@ -114,7 +82,7 @@ def can_be_sharded(parameter: Tensor) -> bool:
 
 def keep_dtype(param: Any) -> None:
     """Gather a complex or integer `FSDPParam` in its own dtype; torch 2.11 would cast it to `param_dtype`."""
-    if not param.orig_dtype.is_floating_point:
+    if not param.sharded_param.is_floating_point():
         replace(param, "param_dtype", None)
 
 
@@ -136,26 +104,25 @@ def watch(
     group: Any,
     before_gather: Callable[[], None],
     after_unshard: Callable[[], None],
-    before_reshard: Callable[[], None],
+    before_reshard: Callable[[], bool],
 ) -> None:
     """Call functions whenever the parameters of `group` are unsharded or resharded, as long as `group` exists.
 
     Args:
         group: an `FSDPParamGroup`.
-        before_gather: called before the shards are gathered.
+        before_gather: called before the shards are gathered, also if they are unsharded already.
         after_unshard: called after parameters have been unsharded.
-        before_reshard: called before unsharded parameters are resharded.
+        before_reshard: called before parameters are resharded; returns whether to reshard them.
 
     Raises:
         PrivateNameError: this version of torch unshards or reshards in a different way.
     """
-    for method in ("unshard", "_to_unsharded", "post_backward"):
+    for method in ("unshard", "_to_unsharded", "post_backward", "_to_sharded"):
         named(NAMES, method).resolve()
-    gather, unshard, reduce = group.unshard, group._to_unsharded, group.post_backward
+    gather, unshard, reduce, reshard = group.unshard, group._to_unsharded, group.post_backward, group._to_sharded
 
     def gather_shards(*args: Any, **kwargs: Any) -> None:
-        if not group.is_unsharded:
-            before_gather()
+        before_gather()
         gather(*args, **kwargs)
 
     def to_unsharded() -> None:
@@ -167,44 +134,18 @@ def watch(
         with DisableTorchFunctionSubclass():
             reduce(*args)
 
+    def to_sharded() -> None:
+        with DisableTorchFunctionSubclass():  # what our own code does to shards is no access of the user's
+            if before_reshard():
+                reshard()
+
     group.unshard, group._to_unsharded, group.post_backward = gather_shards, to_unsharded, post_backward
-    for method in ("_to_sharded", "_to_sharded_post_forward"):
-        named(NAMES, method).resolve()
-        setattr(group, method, _with_callback(before_reshard, group, getattr(group, method)))
-
-
-def keep_unsharded(group: Any, is_needed: Callable[[], bool]) -> None:
-    """Leave the parameters of `group` unsharded while `is_needed()`, even if `state_dict` reshards them.
-
-    Call it after `watch`. The group still reshards when `is_needed()` is false.
-
-    Raises:
-        PrivateNameError: this version of torch reshards in a different way.
-    """
-    named(NAMES, "_to_sharded").resolve()
-    reshard = group._to_sharded
-    group._to_sharded = lambda: None if is_needed() else reshard()
-
-
-def finish_gathering(group: Any) -> None:
-    """Unshard the parameters of `group` if they are being gathered ahead of their use."""
-    if group._all_gather_result is not None:
-        group.wait_for_unshard()
+    group._to_sharded = to_sharded
 
 
 def reshard(group: Any) -> None:
     """Reshard the parameters of `group`, even where FSDP2 would keep those of the root."""
     group._to_sharded()
-
-
-def _with_callback(before_reshard: Callable[[], None], group: Any, reshard: Callable[[], None]) -> Callable[[], None]:
-    def to_sharded() -> None:
-        with DisableTorchFunctionSubclass():  # what our own code does to shards is no access of the user's
-            if group._sharded_state is ShardedState.UNSHARDED:
-                before_reshard()
-            reshard()
-
-    return to_sharded
 
 
 def await_writes(group: Any) -> None:
@@ -290,13 +231,7 @@ def pre_forward(
 
 
 def reset_iteration(root: Any) -> None:
-    """Reset FSDP2's state of the sharded module `root` after a failed iteration, and reshard its parameters.
-
-    The function does nothing if no iteration has begun, for example because sharding itself failed.
-    """
-    state = root._get_fsdp_state()
-    if state._is_root is None:
-        return
+    """Reset FSDP2's state of the initialized module `root` after a failed iteration, and reshard its parameters."""
     if hasattr(root, "reset_iter_state"):  # torch 2.13 and later
         root.reset_iter_state()
         return

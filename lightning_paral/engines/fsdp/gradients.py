@@ -1,6 +1,6 @@
 """Gradients of shards: the precision in which they are computed and reduced, clipping, loss scaling and reductions."""
 
-from collections.abc import Sequence
+from copy import copy
 from typing import Any, Literal, cast
 
 import torch
@@ -8,15 +8,11 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from torch.nn import Bilinear, GroupNorm, LayerNorm, Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_paral.checkpoint.layout import dtensor_like
 from lightning_paral.comm.coalescing import all_reduce_mean, group_by_dtype_and_device
-from lightning_paral.comm.reduce_scatter import sum_of_own_chunk
 from lightning_paral.compat.torch.autograd import call_at_end_of_backward
-from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.optimizers import UnscalingGradScaler, check_and_unscale_
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.gradients import clip_by_norm, clip_by_value, local_gradients
@@ -48,59 +44,32 @@ class ShardedScaler(UnscalingGradScaler):
         return {found.device: found}
 
 
-class _ShardedClipping(Precision):
-    """Mixin that clips sharded gradients."""
-
-    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip by the total norm of the gradients of all ranks. *Collective*."""
-        clip_by_norm(self.main_params(optimizer), float(clip_val))
-
-    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip each element."""
-        clip_by_value(self.main_params(optimizer), float(clip_val))
-
-
-class FSDPFullPrecision(_ShardedClipping):
-    """`"32-true"`: weights, inputs, gradients and optimizer state in fp32."""
-
-
-class FSDPHalfPrecision(_ShardedClipping, HalfPrecision):
-    """`"bf16-true"` and `"16-true"`: weights, inputs, gradients and optimizer state in 16 bits."""
-
-
-class FSDPDoublePrecision(_ShardedClipping, DoublePrecision):
-    """`"64-true"`: weights, inputs, gradients and optimizer state in fp64."""
-
-
-class FSDPMixedPrecision(_ShardedClipping, MixedPrecision):
-    """`"bf16-mixed"` and `"16-mixed"`: fp32 shards, which are unsharded in 16 bits, and computation under autocast.
-
-    Autocast runs the same operations in fp32 as under DDP, such as softmax, losses and sums. Without it, they would run
-    in 16 bits.
-    """
-
-
 def sharded_precision(plugin: Precision) -> Precision:
-    """Return the plugin for FSDP2 with the same precision as `plugin`.
+    """Return a plugin with the same precision as `plugin` that clips sharded gradients.
+
+    `"bf16-mixed"` and `"16-mixed"` have fp32 shards, which are unsharded in 16 bits, and compute under autocast, which
+    runs the same operations in fp32 as under DDP, such as softmax, losses and sums.
 
     Raises:
         ConfigurationError: FSDP2 does not support the precision.
     """
-    if isinstance(plugin, _ShardedClipping):
-        return plugin
-    if type(plugin) is Precision:
-        return FSDPFullPrecision()
-    if type(plugin) is HalfPrecision:
-        return FSDPHalfPrecision(plugin.precision)
-    if type(plugin) is DoublePrecision:
-        return FSDPDoublePrecision()
-    if type(plugin) is MixedPrecision:
-        scaler = ShardedScaler(device=plugin.device) if plugin.precision == "16-mixed" else None
-        return FSDPMixedPrecision(plugin.precision, plugin.device, scaler)  # type: ignore[arg-type]
-    raise ConfigurationError(
-        f"{type(plugin).__name__} (precision={plugin.precision!r}) cannot be used under FSDP. Set "
-        f"Trainer(precision=...) to one of {', '.join(PRECISIONS)}."
-    )
+    if type(plugin) not in (Precision, HalfPrecision, DoublePrecision, MixedPrecision):
+        raise ConfigurationError(
+            f"{type(plugin).__name__} (precision={plugin.precision!r}) cannot be used under FSDP. Set "
+            f"Trainer(precision=...) to one of {', '.join(PRECISIONS)}."
+        )
+    sharded: Any = copy(plugin)
+    if plugin.precision == "16-mixed":
+        sharded.scaler = ShardedScaler(device=sharded.device)
+
+    def clip_by_total_norm(optimizer: Optimizer, clip_val: float) -> None:
+        clip_by_norm(sharded.main_params(optimizer), float(clip_val))
+
+    def clip_elements(optimizer: Optimizer, clip_val: float) -> None:
+        clip_by_value(sharded.main_params(optimizer), float(clip_val))
+
+    sharded.clip_grad_by_norm, sharded.clip_grad_by_value = clip_by_total_norm, clip_elements
+    return cast("Precision", sharded)
 
 
 def check_precision(plugin: Precision, device: torch.device) -> None:
@@ -167,8 +136,6 @@ class AveragedGradients:
             handle.remove()
 
     def _queue_average(self, parameter: Tensor) -> None:
-        if isinstance(parameter.grad, DTensor):  # of a loss that is computed from shards alone, such as a penalty
-            parameter.grad = parameter.grad.full_tensor()
         if self._num_ranks > 1 and not self._queued:
             self._queued = True
             call_at_end_of_backward(self._average)
@@ -184,40 +151,3 @@ def _register_gradient_hook(parameter: Parameter, hook: object) -> torch.utils.h
     handle: torch.utils.hooks.RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     parameter.requires_grad_(trained)
     return handle
-
-
-@torch.no_grad()
-def scatter_gradients(params: Sequence[Any], gradients: Sequence[Tensor | None], group: dist.ProcessGroup) -> None:
-    """Add this rank's part of the mean of `gradients` over `group` to the gradients of the shards. *Collective*.
-
-    Args:
-        params: the `FSDPParam`s of a unit, sharded along their first dimension over `group`, of the same dtype.
-        gradients: for each of them, its full gradient on this rank; `None` counts as zero.
-        group: the ranks that hold different shards.
-    """
-    num_ranks = dist.get_world_size(group)
-    sizes = [param.padded_sharded_param_size for param in params]
-    like = local_of(params[0].sharded_param)
-    padded = like.new_zeros((num_ranks, sum(map(torch.Size.numel, sizes))))
-    position = 0
-    for size, gradient in zip(sizes, gradients, strict=True):
-        if gradient is not None:
-            _fill(padded[:, position : position + size.numel()], gradient)
-        position += size.numel()
-    own = sum_of_own_chunk(padded, group).div_(num_ranks)
-    for param, size, part in zip(params, sizes, torch.split(own, [size.numel() for size in sizes]), strict=True):
-        shard: Parameter = param.sharded_param
-        part = part.view(size).narrow(0, 0, local_of(shard).size(0))
-        if shard.grad is None:
-            shard.grad = dtensor_like(part, cast("Any", shard))
-        else:
-            local_of(shard.grad).add_(part)
-
-
-def _fill(chunks: Tensor, gradient: Tensor) -> None:
-    """Copy `gradient` to the rows of `chunks`, one after the other."""
-    flat, length = gradient.contiguous().view(-1), chunks.size(1)
-    full, rest = divmod(flat.numel(), length)
-    chunks[:full].copy_(flat[: full * length].view(full, length))
-    if rest:
-        chunks[full, :rest].copy_(flat[full * length :])

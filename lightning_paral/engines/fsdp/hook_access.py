@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from lightning_paral.checkpoint.layout import Chunk, chunk_of_dtensor, dtensor_like, is_chunked
+from lightning_paral.checkpoint.layout import Chunk, chunk_of_dtensor, dtensor_like
 from lightning_paral.checkpoint.shards import refuse_export
 from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass, is_in_transform, version_of
 from lightning_paral.compat.torch.dtensor import local_of
@@ -32,7 +32,7 @@ from lightning_paral.compat.torch.tensors import (
     tree_map_only,
     use_count,
 )
-from lightning_paral.engines.fsdp.refusals import HOOK_METHODS, check_assigned, refuse_hook, shares_memory
+from lightning_paral.engines.fsdp.refusals import check_assigned
 from lightning_paral.errors import ConfigurationError
 
 aten = torch.ops.aten
@@ -46,7 +46,6 @@ _TO_PYTHON = {"numpy", "tolist", "__array__", "__format__"}
 """Methods that convert a tensor to Python or NumPy, below the dispatcher."""
 _VIEWS = {Tensor.data, Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.real, Tensor.imag}
 """Attributes of tensors that are operations."""
-_KEPT_BYTES = 2**28
 
 
 class _View(NamedTuple):
@@ -64,27 +63,20 @@ class HookAccess:
     - Views such as `p[0]` are views of a full copy. What is written to them is written to the shards when a step or an
       optimizer begins, or `to_local` is called; from then on they no longer belong to it.
     - Assigning a full tensor to `data` or `grad` copies this rank's chunk.
-    - Hooks on the gradients of sharded parameters, which FSDP2 would not call, are an error. So is writing a DTensor to
-      a file, which would have only this rank's part.
-
-    Inside a step, plain tensors may differ between the ranks, so that operations on them together with DTensors remain
-    torch's error.
+    - Writing a DTensor to a file, which would have only this rank's part, is an error.
 
     Args:
         params: the sharded parameters by name.
-        in_step: returns whether a step is running.
         before_use: is called with the DTensors that an operation reads, and those that it changes.
     """
 
     def __init__(
         self,
         params: Callable[[], Iterable[tuple[str, Tensor]]],
-        in_step: Callable[[], bool],
         before_use: Callable[[Sequence[Any], Sequence[Any]], None] = lambda read, changed: None,
     ) -> None:
         self._params = params
         self._before_use = before_use
-        self._in_step = in_step
         self.views: dict[Any, _View] = {}
         """The full copies that views share memory with. `flush` has nothing to do without them."""
         self._mode = _Mode(self)
@@ -94,9 +86,8 @@ class HookAccess:
             "__reduce_ex__": refuse_export,
             "untyped_storage": refuse_export,
         }
-        own |= {name: self._refusing(name) for name in HOOK_METHODS}
-        own |= {name: self._then(self._before_read, getattr(DTensor, name)) for name in ("full_tensor", "redistribute")}
-        own["to_local"] = self._then(self._release, DTensor.to_local)  # some ranks alone may call it, and write to it
+        own |= {name: self._reading(name, self._write_views) for name in ("full_tensor", "redistribute")}
+        own["to_local"] = self._reading("to_local", self.flush)  # some ranks alone may call it, and write to it
         self._undo = replace_attributes(DTensor, own)
 
     def remove(self) -> None:
@@ -110,22 +101,17 @@ class HookAccess:
             self._write_views()
             self.views.clear()
 
-    def _release(self, tensor: Tensor) -> None:
-        self.flush()
-        self._before_use((tensor,), ())
-
-    def _before_read(self, tensor: Tensor) -> None:
-        self._write_views()
-        self._before_use((tensor,), ())
-
     def _write_views(self) -> None:
         """Write what was written to views to the shards."""
         for view in self.views.values():
             keep_chunk(view.tensor, view.full)
 
-    def _then(self, before: Callable[..., None], method: Callable[..., Any]) -> Callable[..., Any]:
+    def _reading(self, name: str, write_views: Callable[[], None]) -> Callable[..., Any]:
+        method = getattr(DTensor, name)
+
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            before(tensor)
+            write_views()
+            self._before_use((tensor,), ())
             return method(tensor, *args, **kwargs)
 
         return call
@@ -180,16 +166,9 @@ class HookAccess:
         return result
 
     def _drop_unused(self, known: set[Any]) -> None:
-        """Drop copies of which nobody has views: those that a call made for itself, and older ones if they are many."""
-        is_large = sum(view.full.nbytes for view in self.views.values()) > _KEPT_BYTES
-        keys = [key for key in self.views if is_large or key not in known]
-        counts = torch.tensor([use_count(self.views[key].full) for key in keys])
-        if is_large:  # user code of one rank alone may have kept a view
-            counts = counts.to(self.views[keys[0]].full.device)
-            for group in self.views[keys[0]].tensor.device_mesh.get_all_groups():
-                dist.all_reduce(counts, dist.ReduceOp.MAX, group)
-        for key, count in zip(keys, counts.tolist(), strict=True):
-            if count == 2:  # the copy itself, and the storage object that is asked
+        """Drop copies of which nobody has views, among those that a call made for itself."""
+        for key in [key for key in self.views if key not in known]:
+            if use_count(self.views[key].full) == 2:  # the copy itself, and the storage object that is asked
                 view = self.views.pop(key)
                 keep_chunk(view.tensor, view.full)
 
@@ -197,11 +176,8 @@ class HookAccess:
     def _assign(self, assign: Callable[..., None], target: Any, value: Tensor) -> None:
         is_data = assign.__self__ is Tensor.data  # type: ignore[attr-defined]
         if is_data and isinstance(target, DTensor):
-            name = self._name_of(target) or "A sharded tensor"
-            check_assigned(name, target, value)
-            others = [param for _, param in self._params() if param is not target]
-            if isinstance(value, DTensor) and any(_key(value) == _key(param) for param in others):
-                raise ConfigurationError(shares_memory(name))
+            name = next((name for name, param in self._params() if param is target), "A sharded tensor")
+            check_assigned(name, target, value, [param for _, param in self._params() if param is not target])
             with self._mode:
                 target.copy_(value.clone(memory_format=torch.contiguous_format))  # which may be a view of the target
         elif isinstance(value, DTensor) or value.shape != target.shape:
@@ -229,9 +205,7 @@ class HookAccess:
         self._before_use(sharded, written)
         if self._acts_on_shards(operation, tensors):
             return operation(*args, **kwargs)
-        may_differ = any(each.dim() for each in tensors if not isinstance(each, DTensor))
-        is_copy = packet is aten.copy_ and isinstance(args[0], DTensor)
-        if (may_differ or _differentiates(tensors)) and self._in_step() and not is_copy:
+        if not written and _differentiates(tensors):  # in a transform of torch.func
             return operation(*args, **kwargs)  # which is torch's error
         if packet is aten.linalg_vector_norm and _can_be_joined(*args[:2]):
             self._write_views()
@@ -266,13 +240,11 @@ class HookAccess:
         names, writes = _argument_names(operation), _names_of_written(operation)
         given = dict(zip(names, args, strict=False)) | kwargs
         viewed = {each.name for each in schema.arguments if each.alias_info is not None} - writes
-        is_like = packet_of(operation).__name__.endswith("_like")  # reads no values
         fulls: dict[int, Tensor] = {}
 
         def full_of(name: str, tensor: Any) -> Tensor:
             if id(tensor) not in fulls:
-                needs_own_chunk_only = is_like or (name in writes and _is_elementwise(operation))
-                fulls[id(tensor)] = self._full(tensor, name in viewed, needs_own_chunk_only)
+                fulls[id(tensor)] = self._full(tensor, name in viewed)
             return fulls[id(tensor)]
 
         order = [name for name in names if name in writes] + [name for name in names if name not in writes]
@@ -286,30 +258,16 @@ class HookAccess:
             return written[0] if len(schema.returns) == 1 else tuple(written)
         return result
 
-    def _full(self, tensor: Any, keep: bool, own_chunk_only: bool) -> Tensor:
+    def _full(self, tensor: Any, keep: bool) -> Tensor:
         key = _key(tensor)
         if key in self.views:
             return self.views[key].full
         if keep:  # what is written to a view is written to the shard
             self._before_use((), (tensor,))
-        full = full_from_chunk(tensor) if own_chunk_only and not keep else as_full(tensor)
+        full = as_full(tensor)
         if keep:
             self.views[key] = _View(tensor.detach(), full)
         return full
-
-    # Hooks on gradients
-
-    def _name_of(self, tensor: Any) -> str | None:
-        return next((name for name, param in self._params() if param is tensor), None)
-
-    def _refusing(self, method: str) -> Callable[..., Any]:
-        register = getattr(DTensor, method)
-
-        def call(tensor: Any, hook: Any) -> Any:
-            name = self._name_of(tensor)
-            return register(tensor, hook) if name is None else refuse_hook(name, method)
-
-        return call
 
 
 def _written(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -438,12 +396,7 @@ def _key(tensor: Any) -> Any:
 
 def _own_chunk(tensor: Any) -> tuple[slice, ...]:
     """Return the chunk that this rank holds of a DTensor, as an index into the full tensor."""
-    chunk = chunk_of_dtensor(tensor) if is_chunked(tensor) else None
-    if chunk is None:
-        raise ConfigurationError(
-            f"A DTensor with placements {tensor.placements} was written to, which has no chunk for each rank. Write to "
-            "the parameter itself, or to tensor.full_tensor()."
-        )
+    chunk: Any = chunk_of_dtensor(tensor)  # `None` for ranks that are not in the mesh
     # If tensor parallelism leaves no columns to a rank, FSDP2 also gives it no rows (torch 2.13).
     return chunk.index if chunk.numel else Chunk(chunk.offsets, tuple(local_of(tensor).shape)).index
 
@@ -454,21 +407,6 @@ def keep_chunk(tensor: Any, full: Tensor) -> None:
     local = local_of(tensor)
     if local.numel():
         local.copy_(full[_own_chunk(tensor)])
-
-
-def full_from_chunk(tensor: Any) -> Tensor:
-    """Return a plain tensor with the shape and strides of `tensor`, a DTensor; only this rank's chunk has its values.
-
-    Operations on each element can run on it, without a collective.
-    """
-    local = local_of(tensor)
-    full = _empty_full(tensor, local).zero_()
-    full[_own_chunk(tensor)] = local
-    return full
-
-
-def _empty_full(tensor: Any, local: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=local.dtype, device=local.device)
 
 
 def shard_like(tensor: Any, full: Tensor) -> Tensor:
@@ -482,4 +420,4 @@ def as_full(tensor: Any) -> Tensor:
     full: Tensor = tensor.detach().full_tensor()  # otherwise an error in torch 2.11
     if 0 in tensor.stride() or tensor.numel() == 0:
         return full.clone()
-    return _empty_full(tensor, full).copy_(full)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=full.dtype, device=full.device).copy_(full)

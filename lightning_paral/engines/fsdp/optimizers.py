@@ -18,9 +18,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_paral.checkpoint.layout import dtensor_like
 from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
 from lightning_paral.compat.torch.dtensor import local_of
-from lightning_paral.compat.torch.optimizers import step_with_hooks, without_hooks
-from lightning_paral.compat.torch.patches import replace_attributes
-from lightning_paral.compat.torch.tensors import tree_map_only
+from lightning_paral.compat.torch.optimizers import mark_stepped
 from lightning_paral.errors import ConfigurationError
 
 _ELEMENTWISE = (
@@ -72,20 +70,6 @@ def check_optimizers(
             _step_on_local_tensors(optimizer, reshard, undo)
 
 
-def give_shards_to_optimizers(shards: Callable[[], dict[Any, Any]]) -> Callable[[], None]:
-    """Let `add_param_group` of every optimizer exchange parameters for their `shards`; return a function to undo it."""
-    add = Optimizer.add_param_group
-
-    def add_param_group(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
-        params = param_group["params"]
-        if not isinstance(params, set):  # an error of torch
-            given, shard_of = [params] if isinstance(params, Tensor) else list(params), shards()
-            param_group["params"] = tree_map_only(Tensor, lambda p: shard_of.get(p, p), given)
-        add(optimizer, param_group)
-
-    return replace_attributes(Optimizer, {"add_param_group": add_param_group})
-
-
 def _name_in_torch(optimizer: Optimizer) -> str:
     """Return the name of the optimizer of torch that it is, up to overrides that no step uses; otherwise `""`."""
     own: Any = type(optimizer)
@@ -96,21 +80,22 @@ def _name_in_torch(optimizer: Optimizer) -> str:
 
 
 def _step_on_local_tensors(optimizer: Optimizer, reshard: Callable[[], None], undo: ExitStack) -> None:
-    step, own, local_tensors = optimizer.step, vars(optimizer).get("step"), _LocalTensors(optimizer)
+    with_hooks: Any = type(optimizer).step
+    own, local_tensors = vars(optimizer).get("step"), _LocalTensors(optimizer)
+    if own is not None and getattr(own, "__wrapped__", None) is not with_hooks:
+        return  # it is the user's function, not that of a scheduler
 
     def update(_: Optimizer, closure: Callable[..., Any] | None = None) -> Any:
         with torch.enable_grad():
             result = None if closure is None else closure()
         reshard()
-        with without_hooks(optimizer), local_tensors.in_place():
-            step()
+        with local_tensors.in_place():
+            with_hooks.__wrapped__(optimizer)  # without the hooks
+        if own is not None:
+            mark_stepped(optimizer)
         return result
 
-    @wraps(step)
-    def on_local_tensors(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return step_with_hooks(optimizer, update, args, kwargs)
-
-    replaced = MethodType(on_local_tensors, optimizer)
+    replaced = MethodType(wraps(own or with_hooks)(Optimizer.profile_hook_step(update)), optimizer)
 
     def restore() -> None:
         if vars(optimizer).get("step") is replaced:  # and not replaced again, as by a scheduler

@@ -22,11 +22,10 @@ class FSDPOptions(RankOptions):
         min_params: instead of `units`, the smallest submodules with at least this number of parameters.
         replicate: hybrid sharding: the number of copies of the model, each sharded over world size / `replicate` ranks.
         reshard_after_forward: whether a unit is resharded between forward and backward. `None`: every unit but the
-            root. `False` saves an all-gather but uses more memory. A number: reshard over this number of ranks.
+            root. `False` saves an all-gather but uses more memory.
         accumulate: in backward passes that accumulate, reduce-scatter gradients each time (`"sharded"`), or keep full
             gradients and reduce them once (`"unsharded"`), which costs memory but saves traffic. Gradients are averaged
             over the replicas once in both cases.
-        prefetch: the number of units that are unsharded ahead of use, in forward and backward. `None`: FSDP2's default.
         offload: keep parameters, gradients and optimizer state in host memory, and run the optimizer on the CPU.
         reduce_dtype: the dtype in which gradients are reduced: `"fp32"`, `"bf16"` or `"fp16"`. `None`: fp32 under mixed
             precision, otherwise the dtype of the weights.
@@ -51,9 +50,8 @@ class FSDPOptions(RankOptions):
     units: UnitChoice = "auto"
     min_params: Positive | None = None
     replicate: int = 1
-    reshard_after_forward: bool | Positive | None = None
+    reshard_after_forward: bool | None = None
     accumulate: Literal["sharded", "unsharded"] = "sharded"
-    prefetch: Positive | None = None
     offload: bool = False
     reduce_dtype: ReduceDtype | None = None
     broadcast_buffers: bool = True
@@ -72,9 +70,9 @@ class FSDPOptions(RankOptions):
         "paral_ddp for NO_SHARD.",
         "device_mesh": "Use replicate=....",
         "state_dict_type": "Use checkpoint='full' or 'sharded'.",
-        **dict.fromkeys(("backward_prefetch", "forward_prefetch"), "Use prefetch=...."),
         **dict.fromkeys(
-            ("use_orig_params", "sync_module_states", "limit_all_gathers"), "Leave it out: FSDP2 always does this."
+            ("use_orig_params", "sync_module_states", "limit_all_gathers", "prefetch", "backward_prefetch"),
+            "Leave it out: FSDP2 always does this.",
         ),
         "offload": "FSDP offloads to host memory: offload=True. For NVMe, use ParalZeROStrategy(stage=3, "
         "offload_optimizer=Offload('nvme', path=...)).",
@@ -121,13 +119,6 @@ class FSDPOptions(RankOptions):
                     f"{name}={getattr(self, name)!r} is about layers that are split, but tensor_parallel=1. Set "
                     "tensor_parallel to the number of ranks that compute each layer together, such as 2."
                 )
-        reshards_over_fewer = not (self.reshard_after_forward is None or isinstance(self.reshard_after_forward, bool))
-        if self.tensor_parallel != 1 and reshards_over_fewer:
-            raise ConfigurationError(
-                f"tensor_parallel={self.tensor_parallel!r} and reshard_after_forward={self.reshard_after_forward} "
-                "cannot be combined: FSDP2 reshards over fewer ranks only parameters that are not split. Use True or "
-                "False."
-            )
         if self.tensor_parallel != 1 and self.offload:
             raise ConfigurationError(
                 f"tensor_parallel={self.tensor_parallel!r} and offload=True cannot be combined. Leave one of them out."
@@ -147,9 +138,6 @@ class FSDPOptions(RankOptions):
         check_divides(f"tensor_parallel={tensor}", tensor, world_size, "ranks", "1 splits no layers")
         if self.tensor_parallel == "node":
             return
-        data_size, replicate, reshard = world_size // tensor, self.replicate, self.reshard_after_forward
+        data_size, replicate = world_size // tensor, self.replicate
         groups = "ranks" if tensor == 1 else f"groups of tensor_parallel={tensor} ranks"
         check_divides(f"replicate={replicate}", replicate, data_size, groups, f"1 shards over all {groups}")
-        if not isinstance(reshard, bool | None):
-            of, hint = "ranks over which a replica is sharded", "True means all of them, False not at all"
-            check_divides(f"reshard_after_forward={reshard}", reshard, data_size // replicate, of, hint)

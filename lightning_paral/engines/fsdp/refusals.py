@@ -8,14 +8,17 @@ from typing import Any, NoReturn
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.compat.torch.autograd import gradient_hooks, post_accumulate_grad_hooks
+from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.patches import replace_attributes
+from lightning_paral.compat.torch.tensors import identity_of
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.units import Units
 
-HOOK_METHODS = ("register_hook", "register_post_accumulate_grad_hook")
+_HOOK_METHODS = ("register_hook", "register_post_accumulate_grad_hook")
 _INSTEAD = (
     "FSDP does not accumulate gradients through autograd, so the hook would never be called, or only with this rank's "
     "gradient. Read and change gradients in on_after_backward or on_before_optimizer_step, where they are "
@@ -38,25 +41,26 @@ def check_user_hooks(module: LightningModule) -> None:
             refuse_hook(name, "register_post_accumulate_grad_hook")
 
 
-def refuse_hooks_on_plain(named: Callable[[], Iterable[tuple[str, Parameter]]], undo: ExitStack) -> None:
-    """Refuse hooks on parameters that are no shards, until `undo` is closed.
+def refuse_hooks(named: Callable[[], Iterable[tuple[str, Parameter]]], undo: ExitStack) -> None:
+    """Refuse hooks on gradients of parameters, until `undo` is closed.
 
     Args:
-        named: returns the parameters and their names: those that are unsharded in a step, those that are never sharded,
-            and those that shards have replaced, of which code may have kept references.
+        named: returns the parameters and their names: the shards, those that are unsharded in a step, those that are
+            never sharded, and those that shards have replaced, of which code may have kept references.
         undo: a stack.
     """
 
     def refusing(method: str) -> Callable[..., Any]:
-        register = getattr(Parameter, method)
+        register = getattr(Tensor, method)
 
-        def call(parameter: Any, hook: Any) -> Any:
-            name = next((name for name, each in named() if each is parameter), None)
-            return register(parameter, hook) if name is None else refuse_hook(name, method)
+        def call(tensor: Any, hook: Any) -> Any:
+            name = next((name for name, each in named() if each is tensor), None)
+            return register(tensor, hook) if name is None else refuse_hook(name, method)
 
         return call
 
-    undo.callback(replace_attributes(Parameter, {method: refusing(method) for method in HOOK_METHODS}))
+    for owner in (Parameter, DTensor):  # not all tensors: FSDP2 registers hooks on activations
+        undo.callback(replace_attributes(owner, {method: refusing(method) for method in _HOOK_METHODS}))
 
 
 def refuse_hook(name: str, method: str) -> NoReturn:
@@ -64,13 +68,14 @@ def refuse_hook(name: str, method: str) -> NoReturn:
     raise ConfigurationError(f"{method} was called on {name}. {_INSTEAD}")
 
 
-def check_assigned(name: str, current: Any, value: Any) -> None:
-    """Raise a `ConfigurationError` unless `value` has the shape, dtype and device type of `current`.
+def check_assigned(name: str, current: Any, value: Any, others: Iterable[Any]) -> None:
+    """Raise a `ConfigurationError` unless `value` has the shape, dtype and device type of `current`, and own memory.
 
     Args:
         name: the name of the parameter, for the message.
         current: the parameter.
         value: the tensor that was assigned to `data`.
+        others: the other parameters, whose memory it must not have.
     """
 
     def describe(tensor: Tensor) -> str:
@@ -82,14 +87,15 @@ def check_assigned(name: str, current: Any, value: Any) -> None:
             "Under FSDP, the shape, dtype and device of a parameter cannot change while it is sharded. Convert the "
             "value first, or change the module before training."
         )
-
-
-def shares_memory(name: str) -> str:
-    """Return the message for a parameter whose `data` was assigned the memory of another one."""
-    return (
-        f"{name}.data was assigned the memory of another parameter. In one process, both parameters would then share "
-        "it; under FSDP they cannot. Copy the values: parameter.data.copy_(...)."
-    )
+    memory, *of_others = [
+        identity_of((local_of(each) if isinstance(each, DTensor) else each).untyped_storage())
+        for each in (value, *others)
+    ]
+    if memory in of_others:
+        raise ConfigurationError(
+            f"{name}.data was assigned the memory of another parameter. In one process, both parameters would then "
+            "share it; under FSDP they cannot. Copy the values: parameter.data.copy_(...)."
+        )
 
 
 def refuse_replaced(name: str, owner: Module) -> NoReturn:
@@ -104,7 +110,6 @@ def refuse_replaced(name: str, owner: Module) -> NoReturn:
     )
 
 
-MIXED = "mixed torch.Tensor and DTensor"
 _CAUSES = {
     "RegisterPostBackwardFunction.*is a view and is being modified inplace": (
         "A unit changes one of its inputs in place. Write x = x + y instead of x += y, or choose units=[...] that do "
@@ -129,8 +134,8 @@ _CAUSES = {
         "A sharded module was copied with copy.deepcopy. Copy it in __init__ or configure_model, and update the copy "
         "with load_state_dict."
     ),
-    f"{MIXED}|sharding strategy|placement changes|unevenly sharded|as_strided not supported with DTensor"
-    "|along the sharded dimension|Sharding propagation failed": (
+    "mixed torch.Tensor and DTensor|sharding strategy|placement changes|unevenly sharded"
+    "|as_strided not supported with DTensor|along the sharded dimension|Sharding propagation failed": (
         "A tensor was used where it is sharded (a DTensor), together with plain tensors, or in an operation that torch "
         "cannot do on shards. In a step, use a weight in a method of its unit, or choose units=[...] that leave it to "
         "the root, which is unsharded in steps. In a hook, use tensor.full_tensor() on all ranks, and write the result "

@@ -2,41 +2,41 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial, wraps
-from typing import Any, TypeGuard
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from itertools import product, starmap
+from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_paral.checkpoint.optimizer_state import EndedOptimizers
 from lightning_paral.checkpoint.sharded_state import ShardedState, WeightShards
 from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
-from lightning_paral.compat.torch.fsdp import name_of
+from lightning_paral.compat.torch.fsdp import keep_dtype
 from lightning_paral.compat.torch.patches import replace_attributes
-from lightning_paral.compat.torch.tensors import tree_leaves
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.engines.fsdp.gradients import DTYPES, sharding_policy
-from lightning_paral.engines.fsdp.optimizers import check_optimizers, give_shards_to_optimizers
+from lightning_paral.engines.fsdp import shard
+from lightning_paral.engines.fsdp.gradients import DTYPES, AveragedGradients, match_inputs, sharding_policy
+from lightning_paral.engines.fsdp.optimizers import check_optimizers
 from lightning_paral.engines.fsdp.options import FSDPOptions
-from lightning_paral.engines.fsdp.refusals import check_user_hooks, explanation
-from lightning_paral.engines.fsdp.shard import ShardedModule, SplitParameters, leave_small_to_root
-from lightning_paral.engines.fsdp.unshard import UserWrites
+from lightning_paral.engines.fsdp.refusals import check_user_hooks
+from lightning_paral.engines.fsdp.unshard import RootUnshard, unshard_around_methods
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.checks import check_embeddings, check_optimizer_parameters, explain, explain_errors
+from lightning_paral.model.checks import check_embeddings, check_optimizer_parameters, explain_errors
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.host_memory_check import host_memory_shortage
 from lightning_paral.model.requires_grad import TrainedParameters, first_names
-from lightning_paral.model.units import as_tree, choose_units, explain_single_unit
+from lightning_paral.model.units import Unit, as_tree, choose_units, explain_single_unit
 from lightning_paral.model.user_hooks import generate_together
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def check_before_fit(module: LightningModule, dims: ParallelDims) -> None:
     check_embeddings(module, dims.data_size, "FSDP")
 
 
-class FSDPRun:
+class FSDPRun(shard.Sharding):
     """Shards a module, and runs its steps until `FSDPState.restore` restores it.
 
     Args:
@@ -77,37 +77,34 @@ class FSDPRun:
         device: torch.device,
         precision: Precision,
         deferred: DeferredConstruction | None,
-        split: SplitParameters | None = None,
+        split: shard.SplitParameters | None = None,
     ) -> None:
+        super().__init__(module, mesh, split)
         self.module = module
-        self.dims = dims
-        self.mesh = mesh
         self.device = device
+        self._dims = dims
         self._options = options
         # In manual optimization, one step may call several networks, with backward passes in between. Each is a unit.
         children = not module.automatic_optimization
-        self.units = choose_units(module, options.units, options.min_params, children=children)
-        self._has_blocks = bool(self.units.inner)
+        units = choose_units(module, options.units, options.min_params, children=children)
+        self._has_blocks = bool(units.inner)
         if options.units == "auto" and options.min_params is None and not children:
-            self.units = leave_small_to_root(self.units)
-        policy = sharding_policy(precision, DTYPES[options.reduce_dtype] if options.reduce_dtype else None)
-        self.sharded = ShardedModule(self.units, options, dims, mesh, device, policy, deferred, split)
+            units = shard.leave_small_to_root(units)
+        self.units = units
+        self._policy = sharding_policy(precision, DTYPES[options.reduce_dtype] if options.reduce_dtype else None)
+        self._deferred = deferred
+        self._snapshots = [shard.ModuleSnapshot(module.modules())]
         self._trained: TrainedParameters | None = None
         self._accumulates = False
-        self._num_evaluated = 0
-        self._explanation = partial(explanation, units=self.units)
-
-    @property
-    def _num_units(self) -> int:
-        return len(self.units.inner) + bool(self.units.root.parameters)
 
     def print_units(self) -> None:
         """Print the units on rank 0, and warn if there is only the root."""
-        replicas = f", {self.dims.replicate} replicas" if self.dims.replicate > 1 else ""
-        units = f"{self._num_units} unit{'s' if self._num_units != 1 else ''}"
-        ranks = f"{self.dims.num_ranks} rank{'s' if self.dims.num_ranks != 1 else ''}"
+        replicas = f", {self._dims.replicate} replicas" if self._dims.replicate > 1 else ""
+        number = len(self.units.inner) + bool(self.units.root.parameters)
+        units = f"{number} unit{'s' if number != 1 else ''}"
+        ranks = f"{self._dims.num_ranks} rank{'s' if self._dims.num_ranks != 1 else ''}"
         rank_zero_info(f"FSDP: {units} over {ranks}{replicas}\n{as_tree(self.units)}")
-        if not self._has_blocks and self.dims.shard > 1:
+        if not self._has_blocks and self._dims.shard > 1:
             rank_zero_warn(explain_single_unit(self.units))
 
     def shard(self) -> None:
@@ -116,22 +113,89 @@ class FSDPRun:
         Raises:
             ConfigurationError: the trained parameters of a unit have different dtypes.
         """
-        generate_together(self.module, self.sharded.undo)
-        self.sharded.shard()
-        name, num_bytes = type(self.module).__name__, self.sharded.num_bytes
-        log.info("module sharded: %s, %d units, %d bytes unsharded", name, self._num_units, num_bytes)
+        generate_together(self.module, self.undo)
+        try:
+            self._shard_all()
+        finally:
+            self._snapshots[0].mark_added()
+        log.info("module sharded: %s, %d bytes unsharded", type(self.module).__name__, self.num_bytes)
+
+    def _shard_all(self) -> None:
+        self.set_units(self.units)
+        if self.split is not None:
+            self.split.install()
+        for module in [module for module in self.module.modules() if isinstance(module, FSDPModule)]:  # the user's
+            self._compute_values(list(module.modules()))
+            module.set_reshard_after_forward(True, recurse=False)  # over all of its ranks
+        for unit in self.units.bottom_up:
+            if isinstance(unit.module, FSDPModule):
+                self._sharded.append(unit.module)
+            elif unit is self.units.root or not any(isinstance(parameter, DTensor) for parameter in unit.parameters):
+                self._shard(unit)
+        if self._policy.param_dtype is not None and self.device.type == "cpu":
+            match_inputs(self.module)
+        replicated = shard.unshardable_parameters(self.module, self._mesh.size(-1))
+        group = self._dims.data_group() if self._dims.num_ranks > 1 else None
+        self.undo.callback(AveragedGradients(replicated, self._dims.data_size, group).remove)
+        shard.move_metrics(self.module, self.device)
+        for module in self._sharded[:-1]:
+            unshard_around_methods(module, self.undo)
+        self._let_code_write()
+        for param in self._params:
+            keep_dtype(param)
+        self._root = RootUnshard(self._sharded[-1], {unit.module for unit in self.units.inner}, self.writes)
+
+    def _compute_values(self, parts: list[Module]) -> None:
+        if self._deferred is not None:
+            self._deferred.fill(parts)
+            self._snapshots[0].record_values(parts)
+
+    def _shard(self, unit: Unit) -> None:
+        module = unit.module
+        parts = shard.own_parts(module)
+        self._compute_values(parts)
+        dims = self._dims
+        if dims.data_size * dims.tensor > 1:
+            group = dims.data_group() if dims.tensor == 1 else dims.stage_group()
+            shard.broadcast_on(self.device, shard.own_tensors(parts), group)
+        replicated = set(shard.unshardable_parameters(module, self._mesh.size(-1)))
+        for each in replicated:
+            each.data = each.data.to(self.device)
+        self._prepare(parts, replicated)
+        is_mixed = self._policy.param_dtype is not None
+        for part in [part for part in parts if is_mixed and shard.stays_fp32(part) and part is not module]:
+            if next(part.parameters(), None) is not None:
+                self._shard_part(part, replicated)
+        self._shard_part(module, replicated)
+        self._snapshots[0].free_full(parts)
+
+    def _shard_part(self, part: Module, replicated: set[Any]) -> None:
+        on_host = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+        self._fully_shard(
+            part,
+            replicated,
+            reshard_after_forward=self._options.reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy() if shard.stays_fp32(part) else self._policy,
+            offload_policy=on_host if self._options.offload else OffloadPolicy(),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all parameters, unsharded, in bytes."""
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.module.parameters())
 
     # Training
 
     def start_fit(self) -> None:
         """Start watching which parameters are trained."""
-        self._trained = TrainedParameters(self.module, self.sharded.undo)
+        self._trained = TrainedParameters(self.module, self.undo)
         self._known = set(self.module.parameters())
-        root = self.sharded.root_unshard
-        root.watch_backward_passes(self.sharded.undo)
-        self.sharded.undo.callback(register_optimizer_step_pre_hook(root.before_optimizer).remove)
-        self.sharded.undo.callback(register_optimizer_step_post_hook(root.after_optimizer).remove)
-        self.sharded.undo.callback(give_shards_to_optimizers(self.sharded.writes.shards))
+        callbacks = [each for each in vars(self.module.trainer)["callbacks"] if isinstance(each, Callback)]
+        hooks = product(("on_before_zero_grad", "on_before_backward"), (self.module, *callbacks))
+        zeroes_itself = is_overridden("optimizer_zero_grad", self.module)
+        self._root.reshards_before_backward = zeroes_itself or any(starmap(is_overridden, hooks))
+        if not self.module.automatic_optimization:
+            self._root.watch_backward_passes(self.undo)
 
     def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Check `optimizers`, and make `module.zero_grad()` zero the gradients of their shards as well.
@@ -139,11 +203,10 @@ class FSDPRun:
         Raises:
             ConfigurationError: an optimizer cannot update shards, or has parameters whose gradients are not averaged.
         """
-        reshard = self.sharded.writes.reshard
-        check_optimizers(optimizers, self.module, self.sharded.original_parameters(), reshard, self.sharded.undo)
-        if self.dims.data_size > 1:
+        check_optimizers(optimizers, self.module, self.original_parameters(), self.writes.reshard, self.undo)
+        if self._dims.data_size > 1:
             check_optimizer_parameters(optimizers, self.module)
-        _zero_gradients_of_shards(self.module, optimizers, self.sharded.writes, self.sharded.undo)
+        _zero_gradients_of_shards(self.module, optimizers, self.undo)
 
     @property
     def is_fit(self) -> bool:
@@ -157,10 +220,9 @@ class FSDPRun:
             ConfigurationError: the ranks train different parameters, or a parameter is new and not sharded.
         """
         assert self._trained is not None
-        self.sharded.writes.reshard()  # with reshard_after_forward=False, a call in a hook leaves units unsharded
         if batch_idx < 2:  # steps do the same again and again, and reading the result makes the host wait
-            self.sharded.writes.check()
-        if not self._trained.follow(self.module.current_epoch, self.dims):
+            self.writes.check()
+        if not self._trained.follow(self.module.current_epoch, self._dims):
             return
         by_name = self._trained.by_name
         new = [name for name, p in by_name.items() if p not in self._known and not isinstance(p, DTensor)]
@@ -172,61 +234,24 @@ class FSDPRun:
 
     def training_step(self, step: Step, args: Any, kwargs: Any) -> Any:
         """Return `step(*args, **kwargs)`, run with the root's parameters unsharded. *Collective* over the world."""
-        assert self._trained is not None
-        root = self.sharded.root_unshard
-        run = root.training_step if self.module.automatic_optimization else root.manual_step
-        return self._explained(run, self._checking_output(step), args, kwargs)
+        run = self._root.training_step if self.module.automatic_optimization else self._root.manual_step
+        return self.explained(run, step, args, kwargs)
 
     def evaluation_step(self, step: Step, args: Any, kwargs: Any) -> Any:
         """Return `step(*args, **kwargs)`, run with the root's parameters unsharded. *Collective* over the world."""
-        run = self.sharded.root_unshard.evaluation_step
-        output = self._explained(run, self._checking_output(step), args, kwargs)
-        self._num_evaluated += 1
-        if self._num_evaluated <= 2:
-            self.sharded.writes.check()
-        return output
-
-    def _checking_output(self, step: Step) -> Step:
-        """Return `step`, which refuses to return memory of the root's parameters: FSDP2 frees it after the step."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            output = step(*args, **kwargs)
-            if isinstance(output, Tensor) and output.grad_fn is not None:  # a loss
-                return output
-            others = {**output, "loss": None} if isinstance(output, dict) else output  # the loss is not read later
-            returned = [each for each in tree_leaves(others) if _has_memory(each)]
-            memory = self.sharded.writes.memory() if returned else {}
-            for each in returned:
-                if (param := memory.get(each.untyped_storage().data_ptr())) is not None:
-                    raise ConfigurationError(
-                        f"A step returned {name_of(param)}, or a view of it, whose memory is freed after the step. "
-                        "Return a copy: parameter.clone()."
-                    )
-            return output
-
-        return run
+        return self.explained(self._root.evaluation_step, step, args, kwargs)
 
     def check_writes(self) -> None:
         """Raise a `ConfigurationError` if a step has written to weights that were unsharded in 16 bits."""
-        self.sharded.writes.reshard()  # with reshard_after_forward=False, an evaluation leaves units unsharded
-        self.sharded.writes.check()
-
-    def backward(self, backward: Callable[..., Tensor], loss: Tensor, args: Any, kwargs: Any) -> Tensor:
-        """Return `backward(loss, *args, **kwargs)`, which computes the gradients of the shards. *Collective*."""
-        assert self._trained is not None
-        result: Tensor = self._explained(backward, loss, *args, **kwargs)
-        return result
-
-    def accumulating(self) -> AbstractContextManager[None]:
-        """Accumulate the gradients of backward passes inside the block, as `FSDPOptions.accumulate` specifies."""
-        return self._with_accumulation(True)
-
-    def reducing(self) -> AbstractContextManager[None]:
-        """Reduce gradients in backward passes inside the block, also inside of `accumulating`."""
-        return self._with_accumulation(False)
+        self.writes.reshard()  # with reshard_after_forward=False, an evaluation leaves units unsharded
+        self.writes.check()
 
     @contextmanager
-    def _with_accumulation(self, accumulates: bool) -> Iterator[None]:
+    def accumulating(self, accumulates: bool = True) -> Iterator[None]:
+        """Accumulate the gradients of backward passes inside the block, as `FSDPOptions.accumulate` specifies.
+
+        `accumulating(False)` reduces them, also inside of `accumulating()`.
+        """
         before, self._accumulates = self._accumulates, accumulates
         self._set_gradient_sync()
         try:
@@ -240,27 +265,16 @@ class FSDPRun:
         root.set_requires_gradient_sync(not self._accumulates or self._options.accumulate == "sharded")
         root.set_requires_all_reduce(not self._accumulates)
 
-    # Errors, and the end of the run
-
-    def explain(self, error: BaseException) -> None:
-        """Prepend an explanation to the message of `error`, which a hook raised."""
-        explain(error, self._explanation)
-
-    def _explained(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def explained(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return `run(*args, **kwargs)`; errors of torch about sharding become a `ConfigurationError` that explains."""
         try:
             return run(*args, **kwargs)
         except Exception:
-            with explain_errors(self._explanation):
+            with explain_errors(self.explanation):
                 raise
 
 
-def _has_memory(value: Any) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and value.layout is torch.strided and not isinstance(value, DTensor)
-
-
-def _zero_gradients_of_shards(
-    module: Module, optimizers: Sequence[Optimizer], writes: UserWrites, undo: ExitStack
-) -> None:
+def _zero_gradients_of_shards(module: Module, optimizers: Sequence[Optimizer], undo: ExitStack) -> None:
     """Make `module.zero_grad()` zero the gradients of the optimizers' shards as well, until `undo` is closed.
 
     Inside a step, the module has unsharded parameters, but the gradients belong to the shards.
@@ -269,11 +283,8 @@ def _zero_gradients_of_shards(
 
     @wraps(zero_shards)
     def of_optimizer(*args: Any, **kwargs: Any) -> None:
-        shown = writes.shows_gradients
-        writes.show_gradients(False)
         with DisableTorchFunctionSubclass():
             zero_shards(*args, **kwargs)
-        writes.show_gradients(shown)
 
     def of_module(set_to_none: bool = True) -> None:
         zero_unsharded(set_to_none)
@@ -311,9 +322,8 @@ class FSDPState(ShardedState):
         self._ranks_per_node = ranks_per_node
 
     def collect_writes(self) -> None:
-        """Reshard parameters after a failed step. Otherwise do nothing, because `Module.state_dict` reshards."""
-        if self._is_failing:
-            self._run.sharded.reshard()
+        """Reshard all parameters, which a failed step may have left unsharded."""
+        self._run.writes.reshard()
 
     def weight_shards(self) -> WeightShards:
         """Return the local tensors of the parameters. No collective."""
@@ -329,14 +339,14 @@ class FSDPState(ShardedState):
             ended: takes over the states of the optimizers of a fit.
             failed: whether an exception ended a run with several ranks.
         """
-        run, sharded = self._run, self._run.sharded
+        run = self._run
         if not failed:
-            obstacle = host_memory_shortage(sharded.num_bytes, self._ranks_per_node)
+            obstacle = host_memory_shortage(run.num_bytes, self._ranks_per_node)
         else:
             obstacle = "the run failed"
         if obstacle is not None:
             rank_zero_warn(f"{type(run.module).__name__} stays sharded: {obstacle}.")
-        originals = sharded.restore(obstacle)
+        originals = run.restore(obstacle)
         if run.is_fit and originals:
             for optimizer in self.optimizers:
                 ended.keep(optimizer, run.module, None, originals)

@@ -1,6 +1,6 @@
 """Shard a module unit by unit, in place, and restore it after the run."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any, Protocol
@@ -10,11 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     FSDPModule,
-    FullyShardedDataParallel,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
@@ -30,19 +26,15 @@ from lightning_paral.compat.torch.fsdp import (
     forget,
     groups_of,
     initialize,
-    keep_dtype,
     prepare_class,
     reset_iteration,
     unshard_replicas_to_plain,
 )
 from lightning_paral.compat.torch.modules import BatchNorm, InstanceNorm, hook_tables, own_buffers, own_parameters
-from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.engines.fsdp.gradients import AveragedGradients, match_inputs
-from lightning_paral.engines.fsdp.options import FSDPOptions
-from lightning_paral.engines.fsdp.refusals import refuse_hooks_on_plain
-from lightning_paral.engines.fsdp.unshard import RootUnshard, UserWrites, unshard_around_methods
+from lightning_paral.engines.fsdp.refusals import explanation, refuse_hooks
+from lightning_paral.engines.fsdp.unshard import UserWrites
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.deferred.construction import DeferredConstruction
+from lightning_paral.model.checks import explain
 from lightning_paral.model.gradients import full_copy
 from lightning_paral.model.units import Unit, Units, partition
 
@@ -78,6 +70,8 @@ class Sharding:
         self._mesh = mesh
         self._sharded: list[Any] = []
         self._groups: list[Any] = []
+        self._units: Units | None = None
+        self._snapshots: list[ModuleSnapshot] = []
         self._originals = list(root.named_parameters())
         self.undo = ExitStack()
         """Undoes the changes outside of the submodules, and removes hooks on parameters."""
@@ -92,7 +86,13 @@ class Sharding:
     def _params(self) -> list[Any]:
         return [param for group in self._groups for param in group.fsdp_params]
 
-    def _check_dtypes(self, units: Units) -> None:
+    def set_units(self, units: Units) -> None:
+        """Set the units of the module.
+
+        Raises:
+            ConfigurationError: the trained parameters of a unit have different dtypes.
+        """
+        self._units = units
         names = {parameter: name for name, parameter in self._originals}
         for unit in units.bottom_up:
             check_dtypes(unit, names)
@@ -113,158 +113,51 @@ class Sharding:
                 unshard_replicas_to_plain(param)
         self._sharded.append(module)
 
-    def _let_code_write(self, in_step: Callable[[], bool]) -> None:
+    def _let_code_write(self) -> None:
         initialize(self.root)
         self._groups = [group for module in self._sharded for group in groups_of(module)]
-        self.writes = UserWrites(self._groups, in_step, self.undo)
-        refuse_hooks_on_plain(lambda: chain(self.root.named_parameters(), self._originals), self.undo)
+        self.writes = UserWrites(self.root, self._sharded, self.undo)
+        for module in self._sharded:
+            if self._mesh.device_type == "cpu":
+                module.set_custom_reduce_scatter(DirectReduceScatter())
+        refuse_hooks(
+            lambda: chain(self.root.named_parameters(), self.writes.named_shards(), self._originals), self.undo
+        )
 
+    def explanation(self, error: BaseException) -> str | None:
+        """Return what caused `error` and what to do; `None` if sharding has not caused it."""
+        return None if self._units is None else explanation(error, self._units)
 
-class ShardedModule(Sharding):
-    """Shards a module in place, and restores it.
-
-    Args:
-        units: the units of the module.
-        options: the options of the strategy.
-        dims: the arrangement of the ranks.
-        mesh: the device mesh of the data ranks; the module is sharded over its last dimension.
-        device: device of this rank.
-        policy: the dtypes in which parameters are unsharded and gradients reduced.
-        deferred: computes the values of parameters that have none yet; `None` if all have values.
-        split: splits layers over the tensor ranks; `None` without these.
-    """
-
-    def __init__(
-        self,
-        units: Units,
-        options: FSDPOptions,
-        dims: ParallelDims,
-        mesh: DeviceMesh,
-        device: torch.device,
-        policy: MixedPrecisionPolicy,
-        deferred: DeferredConstruction | None,
-        split: SplitParameters | None,
-    ) -> None:
-        super().__init__(units.root.module, mesh, split)
-        self.units = units
-        self._options = options
-        self._dims = dims
-        self._device = device
-        self._policy = policy
-        self._deferred = deferred
-        self._snapshot = ModuleSnapshot(self.root.modules())
-
-    def shard(self) -> None:
-        """Shard the module, unit by unit. *Collective* over the world.
-
-        Raises:
-            ConfigurationError: the trained parameters of a unit have different dtypes.
-        """
-        try:
-            self._shard_all()
-        finally:
-            self._snapshot.mark_added()
-
-    def _shard_all(self) -> None:
-        units = self.units
-        self._check_dtypes(units)
-        if self.split is not None:
-            self.split.install()
-        for module in [module for module in self.root.modules() if isinstance(module, FSDPModule)]:  # the user's
-            self._compute_values(list(module.modules()))
-        for unit in units.bottom_up:
-            if isinstance(unit.module, FSDPModule):
-                self._sharded.append(unit.module)
-            elif unit is units.root or not any(isinstance(parameter, DTensor) for parameter in unit.parameters):
-                self._shard(unit)
-        if self._policy.param_dtype is not None and self._device.type == "cpu":
-            match_inputs(self.root)
-        self.replicated = unshardable_parameters(self.root, self._mesh.size(-1))
-        group = self._dims.data_group() if self._dims.num_ranks > 1 else None
-        self.undo.callback(AveragedGradients(self.replicated, self._dims.data_size, group).remove)
-        _move_metrics(self.root, self._device)
-        self._install_communication()
-        self._unshard_around_calls()
-
-    def _unshard_around_calls(self) -> None:
-        inner = {unit.module for unit in self.units.inner}
-        for module in self._sharded[:-1]:
-            unshard_around_methods(module, self.undo)
-        self._let_code_write(lambda: self.root_unshard.is_running)
-        for param in self._params:
-            keep_dtype(param)
-        self.root_unshard = RootUnshard(self._sharded[-1], inner, self.writes)
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of all parameters, unsharded, in bytes."""
-        return sum(parameter.numel() * parameter.element_size() for parameter in self.root.parameters())
+    def explain(self, error: BaseException) -> None:
+        """Prepend an explanation to the message of `error`, which a hook raised, if sharding has caused it."""
+        explain(error, self.explanation)
 
     def reshard(self) -> None:
         """Reshard the parameters that a failed step has left unsharded."""
-        if isinstance(self.root, FSDPModule):
+        if self._groups:
             reset_iteration(self.root)
 
     def restore(self, obstacle: str | None) -> dict[Parameter, Parameter]:
-        """Restore the module as it was before `shard`. *Collective* over the ranks that hold shards.
+        """Give the modules back their own parameters, with full values on the CPU. *Collective* unless `obstacle`.
 
         Args:
-            obstacle: the reason why parameters stay sharded; `None` if they do not.
+            obstacle: the reason why the modules stay sharded; `None` if they do not.
 
         Returns:
-            dict[Parameter, Parameter]: the module's own parameters by sharded parameter; empty if they stay sharded.
+            dict[Parameter, Parameter]: the modules' own parameters by sharded parameter; empty if they stay sharded.
         """
         self.undo.close()
         self.reshard()
-        return self._snapshot.restore(obstacle)
-
-    def _compute_values(self, parts: list[Module]) -> None:
-        if self._deferred is not None:
-            self._deferred.fill(parts)
-            self._snapshot.record_values(parts)
-
-    def _shard(self, unit: Unit) -> None:
-        module = unit.module
-        parts = _own_parts(module)
-        self._compute_values(parts)
-        dims = self._dims
-        if dims.data_size * dims.tensor > 1:
-            group = dims.data_group() if dims.tensor == 1 else dims.stage_group()
-            broadcast_on(self._device, _own_tensors(parts), group)
-        replicated = set(unshardable_parameters(module, self._mesh.size(-1)))
-        for each in replicated:
-            each.data = each.data.to(self._device)
-        self._prepare(parts, replicated)
-        stays_fp32 = self._policy.param_dtype is not None
-        for part in [part for part in parts if stays_fp32 and _stays_fp32(part) and part is not module]:
-            if next(part.parameters(), None) is not None:
-                self._shard_part(part, replicated)
-        self._shard_part(module, replicated)
-        self._snapshot.free_full(parts)
-
-    def _shard_part(self, part: Module, replicated: set[Any]) -> None:
-        on_host = CPUOffloadPolicy(pin_memory=self._device.type == "cuda")
-        self._fully_shard(
-            part,
-            replicated,
-            reshard_after_forward=self._options.reshard_after_forward,
-            mp_policy=MixedPrecisionPolicy() if _stays_fp32(part) else self._policy,
-            offload_policy=on_host if self._options.offload else OffloadPolicy(),
-        )
-
-    def _install_communication(self) -> None:
-        if self._device.type == "cpu":
-            for module in self._sharded:
-                module.set_custom_reduce_scatter(DirectReduceScatter())
-        if self._options.prefetch is not None:
-            in_order: list[Any] = [module for module in self.root.modules() if module in self._sharded[:-1]]
-            for number, module in enumerate(in_order):
-                ahead, behind = number + 1, max(0, number - self._options.prefetch)
-                module.set_modules_to_forward_prefetch(in_order[ahead : ahead + self._options.prefetch])
-                module.set_modules_to_backward_prefetch(in_order[behind:number][::-1])
+        originals: dict[Parameter, Parameter] = {}
+        if obstacle is not None:
+            vars(self.root)[LEFT_SHARDED] = obstacle
+            return originals
+        for snapshot in self._snapshots:
+            originals |= snapshot.restore()
+        return originals
 
 
-def _stays_fp32(module: Module) -> bool:
+def stays_fp32(module: Module) -> bool:
     """Return whether the parameters of `module` stay fp32 under mixed precision, like its running statistics.
 
     Under DDP they are fp32 as well, because autocast does not cast them.
@@ -272,7 +165,7 @@ def _stays_fp32(module: Module) -> bool:
     return isinstance(module, BatchNorm | InstanceNorm)
 
 
-def _move_metrics(root: Module, device: torch.device) -> None:
+def move_metrics(root: Module, device: torch.device) -> None:
     """Set `root.device` and move the states of metrics to `device`; `root.to` would also move offloaded shards."""
     set_device_everywhere(root, device)
     for part in root.modules():
@@ -280,7 +173,7 @@ def _move_metrics(root: Module, device: torch.device) -> None:
             part.to(device)
 
 
-def _own_parts(module: Module) -> list[Module]:
+def own_parts(module: Module) -> list[Module]:
     """Return `module` and its submodules, except those that are already sharded and everything inside them."""
     parts: dict[Module, None] = {}
 
@@ -294,7 +187,8 @@ def _own_parts(module: Module) -> list[Module]:
     return list(parts)
 
 
-def _own_tensors(parts: list[Module]) -> list[Tensor]:
+def own_tensors(parts: list[Module]) -> list[Tensor]:
+    """Return the parameters and buffers of `parts`, except those that are sharded or have no values."""
     tensors: dict[int, Tensor] = {}
     for part in parts:
         for tensor in (*own_parameters(part).values(), *own_buffers(part).values()):
@@ -314,15 +208,12 @@ def leave_small_to_root(units: Units) -> Units:
     The root is unsharded throughout a step. A unit of a few kilobytes saves less memory than its all-gathers cost time.
     """
     num_bytes = sum(unit.num_bytes for unit in units.bottom_up)
-    small = {unit.module for unit in units.inner if _is_small(unit, num_bytes)}
+    candidates = [unit for unit in units.inner if not isinstance(unit.module, FSDPModule)]  # sharded by the user
+    small = {unit.module for unit in candidates if unit.num_bytes < num_bytes / _SMALL_PART}
     if sum(unit.num_bytes for unit in units.inner if unit.module in small) > SMALL_BYTES:
         return units
     fewer = partition(units.root.module, {unit.module for unit in units.inner} - small)
     return units if len(_trained_dtypes(fewer.root)) > 1 else fewer
-
-
-def _is_small(unit: Unit, num_bytes: int) -> bool:
-    return unit.num_bytes < num_bytes / _SMALL_PART and not isinstance(unit.module, FSDPModule)  # sharded by the user
 
 
 def unshardable_parameters(module: Module, num_shards: int) -> list[Parameter]:
@@ -421,18 +312,8 @@ class ModuleSnapshot:
             hooks = {name: keys - before[name] for name, keys in _hooks_of(module).items()}
             self._added[module] = set(vars(module)) - self._attributes[module], hooks
 
-    def restore(self, obstacle: str | None) -> dict[Parameter, Parameter]:
-        """Restore the submodules, with full parameters on CPU. *Collective* over the ranks that hold the shards.
-
-        Args:
-            obstacle: the reason why the submodules stay sharded; `None` if they do not.
-
-        Returns:
-            dict[Parameter, Parameter]: the module's own parameters by sharded parameter; empty if they stay sharded.
-        """
-        if obstacle is not None:
-            vars(next(iter(self._classes)))[LEFT_SHARDED] = obstacle
-            return {}
+    def restore(self) -> dict[Parameter, Parameter]:
+        """Restore the submodules, with full parameters on CPU; return these by sharded parameter. *Collective*."""
         originals: dict[Parameter, Parameter] = {}
         for module, own_class in self._classes.items():
             present = own_parameters(module)
@@ -480,16 +361,9 @@ def _as_bytes(tensor: Any) -> Tensor:
 
 
 def check_module(module: Module) -> None:
-    """Raise a `ConfigurationError` if FSDP1 wraps a submodule, or if an earlier run left `module` sharded."""
+    """Raise a `ConfigurationError` if an earlier run left `module` sharded."""
     if hasattr(module, LEFT_SHARDED):
         raise ConfigurationError(
             f"{type(module).__name__} was left sharded by an earlier run, which could not gather it: "
             f"{getattr(module, LEFT_SHARDED)}. Load a checkpoint into a new module."
         )
-    for name, part in module.named_modules():
-        if isinstance(part, FullyShardedDataParallel):
-            raise ConfigurationError(
-                f"{name or type(module).__name__!r} is wrapped in torch's FullyShardedDataParallel (FSDP1), which "
-                "cannot be combined with FSDP2. Leave the module unwrapped, so that the strategy shards it, or use "
-                "fully_shard."
-            )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,16 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
-from lightning_paral.compat.torch.fsdp import ForwardHooks, keep_unsharded, unsharded_param
+from lightning_paral.checkpoint.layout import dtensor_like
+from lightning_paral.compat.torch.fsdp import ForwardHooks, unsharded_param
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.distributed.mesh import ParallelDims, data_mesh
-from lightning_paral.engines.fsdp.gradients import scatter_gradients
-from lightning_paral.engines.fsdp.refusals import explanation
-from lightning_paral.engines.fsdp.shard import LEFT_SHARDED, ModuleSnapshot, Sharding, unshardable_parameters
+from lightning_paral.engines.fsdp.shard import ModuleSnapshot, Sharding, unshardable_parameters
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.checks import explain
 from lightning_paral.model.gradients import local_part
-from lightning_paral.model.units import Units
 
 
 class StepShards(Sharding):
@@ -41,22 +38,8 @@ class StepShards(Sharding):
     def __init__(self, root: Module, dims: ParallelDims, mesh: DeviceMesh) -> None:
         super().__init__(root, data_mesh(mesh), None)
         self.mesh = mesh
-        self._group_on_host = dims.replica_group()
-        self._units: Units | None = None
-        self._snapshots: dict[Module, ModuleSnapshot] = {}
-        self.replicated: list[Parameter] = []
-        """The parameters that each rank holds in full, because FSDP2 cannot shard them."""
-        self.is_unsharded = False
-        """Whether a step is running."""
-
-    def set_units(self, units: Units) -> None:
-        """Set the units of the root, of which a stage has some.
-
-        Raises:
-            ConfigurationError: the trained parameters of a unit have different dtypes.
-        """
-        self._units = units
-        self._check_dtypes(units)
+        self._group_on_host = dims.stage_group()
+        self._own: set[Module] = set()
 
     def shard(self, module: Module, parts: Sequence[Module]) -> None:
         """Shard the parameters of `parts`, which are on the device of this rank, as one unit.
@@ -66,12 +49,12 @@ class StepShards(Sharding):
             parts: the unit and those of its submodules whose parameters are sharded with it.
         """
         unshardable = set(unshardable_parameters(module, self._mesh.size(-1)))
-        self.replicated += [each for each in _parameters_of(parts) if each in unshardable]
         snapshot = ModuleSnapshot(parts)
         self._prepare(parts, unshardable)
         own = _parameters_of(parts)
-        self._snapshots.update(dict.fromkeys(parts, snapshot))
-        others = {part: set(vars(part)) for part in module.modules() if part not in self._snapshots}
+        self._snapshots.append(snapshot)
+        self._own.update(parts)
+        others = {part: set(vars(part)) for part in module.modules() if part not in self._own}
         ignored = {each for each in module.parameters() if each in unshardable or each not in own}
         self._fully_shard(module, ignored, reshard_after_forward=False)
         for part, attributes in others.items():  # of another stage: FSDP2 marks them without having their parameters
@@ -82,15 +65,12 @@ class StepShards(Sharding):
 
     def finish(self) -> None:
         """Prepare steps, after the root is sharded."""
-        for module in self._sharded:
-            ForwardHooks(module)
+        self._hooks = [ForwardHooks(module) for module in self._sharded]
         if self.split is not None:
             self.split.install()
-        self._let_code_write(lambda: self.is_unsharded)
-        for snapshot in dict.fromkeys(self._snapshots.values()):
+        self._let_code_write()
+        for snapshot in self._snapshots:
             snapshot.mark_added()
-        for group in self._groups:
-            keep_unsharded(group, lambda: self.is_unsharded)
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
@@ -98,10 +78,10 @@ class StepShards(Sharding):
         try:
             for module in self._sharded:
                 module.unshard()
-            self.is_unsharded = True
+            self.writes.keeps_unsharded = True
             yield
         finally:
-            self.is_unsharded = False
+            self.writes.keeps_unsharded = False
             self._check_nothing_was_loaded()
             for module in self._sharded:
                 module.reshard()
@@ -125,9 +105,9 @@ class StepShards(Sharding):
         return taken
 
     def scatter(self, gradients: list[tuple[Parameter, Tensor]]) -> None:
-        """Add the means of full gradients over the ranks that hold shards to the gradients of these. *Collective*.
+        """Add the means of full gradients over the data ranks to the gradients of the shards. *Collective*.
 
-        A parameter that has no gradient on any of these ranks gets none.
+        A parameter that has no gradient on any of these ranks gets none; where only this rank has none, it is zero.
 
         Args:
             gradients: some of the shards, each with its full gradient on this rank. The list is emptied, so that the
@@ -139,38 +119,21 @@ class StepShards(Sharding):
         has_gradient = torch.tensor([id(param.sharded_param) in of_shard for param in params], dtype=torch.uint8)
         if params:
             dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX, group=self._group_on_host)
-        has = iter(has_gradient.tolist())
-        for group in self._groups:
-            trained = [param for param in group.fsdp_params if next(has)]
-            for dtype in dict.fromkeys(param.orig_dtype for param in trained):
-                similar = [param for param in trained if param.orig_dtype == dtype]
-                full = [of_shard.pop(id(param.sharded_param), None) for param in similar]
-                dense = [each.to_dense() if each is not None and each.is_sparse else each for each in full]
-                scatter_gradients(similar, dense, self._mesh.get_group(-1))
-
-    def explain(self, error: BaseException) -> None:
-        """Prepend an explanation to the message of `error`, which a hook raised, if sharding has caused it."""
-        if self._units is not None:
-            explain(error, partial(explanation, units=self._units))
-
-    def restore(self, obstacle: str | None) -> dict[Parameter, Parameter]:
-        """Give the modules back their own parameters, with full values on the CPU. *Collective* unless `obstacle`.
-
-        Args:
-            obstacle: the reason why the modules stay sharded; `None` if they do not.
-
-        Returns:
-            dict[Parameter, Parameter]: the modules' own parameters by sharded parameter; empty if they stay sharded.
-        """
-        self.undo.close()
-        originals: dict[Parameter, Parameter] = {}
-        if obstacle is not None:
-            vars(self.root)[LEFT_SHARDED] = obstacle
-            return originals
-        for snapshot in dict.fromkeys(self._snapshots.values()):
-            originals |= snapshot.restore(None)
-        return originals
+        for param, has in zip(params, has_gradient.tolist(), strict=True):
+            if has:
+                unsharded, gradient = unsharded_param(param), of_shard.pop(id(param.sharded_param), None)
+                _set_gradient(unsharded, gradient)
+        self._hooks[-1].end_backward()
 
 
 def _parameters_of(parts: Sequence[Module]) -> dict[Parameter, None]:
     return dict.fromkeys(each for part in parts for each in own_parameters(part).values() if each is not None)
+
+
+def _set_gradient(unsharded: Any, gradient: Tensor | None) -> None:
+    """Set the gradient of an unsharded parameter, which is a DTensor if it is split over tensor ranks."""
+    local = local_part(unsharded)
+    if gradient is None:
+        gradient = torch.zeros(local.shape, dtype=local.dtype, device=local.device)
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    unsharded.grad = dtensor_like(dense, unsharded) if isinstance(unsharded, DTensor) else dense

@@ -107,8 +107,6 @@ def test_module_of_a_failed_fit_is_refused_and_a_new_one_trains(on_ranks) -> Non
 OPTIONS: dict[str, dict[str, Any]] = {
     "keep gathered": {"reshard_after_forward": False},
     "reshard the root, too": {"reshard_after_forward": True},
-    "reshard to two ranks": {"reshard_after_forward": 2},
-    "prefetch": {"prefetch": 2},
     "predicate": {"units": lambda name, module: name.startswith("blocks.") and name.count(".") == 1},
     "nested": {"units": [Block, "Linear"]},
 }

@@ -8,7 +8,6 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_paral import ActivationCheckpointing, ConfigurationError, ParalFSDPStrategy
 from tests.models.blocks import Contrastive, Tied
@@ -25,20 +24,10 @@ class MadeEarly(Tied):
         return self.optimizer
 
 
-class Wrapped(Tied):
-    def configure_model(self) -> None:
-        self.embedding = FullyShardedDataParallel(self.embedding, device_id=torch.device("cpu"))
-
-
 class CallsFunctionally(Tied):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         halved = {name: parameter.detach() * 0.5 for name, parameter in self.named_parameters()}
         torch.func.functional_call(self, halved, batch[0])
-
-
-class ReturnsWeight(Tied):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"loss": super().training_step(batch, batch_idx), "row": self.embedding.weight.detach()[0]}
 
 
 class ClipsInHook(Tied):
@@ -110,7 +99,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], list[str]]] = {
     "replicas": (Tied, {"replicate": 3}, {}, ["replicate=3", "does not divide the 2 ranks", "1, 2"]),
     "no replicas": (Tied, {"replicate": 0}, {}, ["replicate=0", "1, 2"]),
     "accumulate": (Tied, {"accumulate": "whole"}, {}, ["'whole'", "'sharded' or 'unsharded'"]),
-    "prefetch": (Tied, {"prefetch": 0}, {}, ["prefetch=0"]),
     "reduce_dtype": (Tied, {"reduce_dtype": "fp8"}, {}, ["'fp8'", "'bf16'"]),
     "two choices": (Tied, {"units": ["Block"], "min_params": 5}, {}, ["min_params=5", "Give one of"]),
     "early optimizer": (MadeEarly, {}, {}, ["Adagrad", "before MadeEarly was sharded", "configure_optimizers"]),
@@ -138,8 +126,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], list[str]]] = {
         {},
         ["register_hook was called on", "on_after_backward"],
     ),
-    "a weight returned": (ReturnsWeight, {"units": ["Block"]}, {}, ["embedding.weight", "freed", "clone()"]),
-    "FSDP1": (Wrapped, {}, {}, ["'embedding'", "FSDP1"]),
     "two dtypes": (TwoDtypes, {}, {}, ["blocks.1", "blocks.1.norm.weight (bfloat16)", "(float32)"]),
     "SyncBatchNorm": (Normalised, {}, {"sync_batchnorm": True}, ["sync_batchnorm", "CUDA"]),
     "own precision": (Tied, {}, {"plugins": [Eight()]}, ["Eight (precision='8-true')", "64-true, bf16-mixed"]),
@@ -183,4 +169,5 @@ def evaluate(batch_idx: int, reshard_after_forward: bool | None) -> str:
 @pytest.mark.parametrize(("batch_idx", "reshard_after_forward"), [(0, None), (3, False)])
 def test_writes_of_evaluation_steps_that_would_be_lost_are_refused(on_ranks, batch_idx, reshard_after_forward) -> None:
     for message in on_ranks(2, evaluate, batch_idx, reshard_after_forward):
-        assert "embedding.weight was changed while it was unsharded" in message
+        assert "was changed while it was unsharded" in message
+        assert "embedding.weight" in message

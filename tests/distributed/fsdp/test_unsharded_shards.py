@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn, optim
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_paral import ParalFSDPStrategy
@@ -144,12 +145,16 @@ class Precise(BeforeZeroGrad):
 class Accumulates(Net):
     trainer_options: ClassVar[dict[str, Any]] = {"accumulate_grad_batches": 2}
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def on_after_backward(self) -> None:
         self.see_and_scale_gradients(self.parameters())
-        return self.loss(batch)
 
-    def on_before_backward(self, loss: Any) -> None:
-        self.see_and_scale_gradients(self.parameters())
+
+class Checkpoints(Net):
+    """Computes activations of modules of the root again in the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.stem, x, use_reentrant=False)
+        return checkpoint(self.head, self.block(x), use_reentrant=False) * self.gain
 
 
 class Transposes(Net):
@@ -239,7 +244,7 @@ class Unreduced(Net):
 
 
 class Assigns(Net):
-    """Assigns gradients where there are none, while units stay unsharded, and freezes what the optimizer has."""
+    """Assigns gradients where there are none, and freezes what the optimizer has."""
 
     is_manual = True
     options: ClassVar[dict[str, Any]] = {"reshard_after_forward": False}
@@ -249,16 +254,12 @@ class Assigns(Net):
         for p in self.held:
             p.requires_grad_(batch_idx != 1 or p.dim() == 1)
         self.manual_backward(self.loss(batch))
-        with torch.no_grad():
-            self.loss(batch)
         self.see_and_scale_gradients(self.parameters())
         optimizer.step()
         optimizer.zero_grad()
         for p in self.parameters():
             p.grad = torch.full_like(p, 0.1)
         optimizer.step()
-        with torch.no_grad():
-            self.loss(batch)
         for p in self.parameters():
             p.grad = None
 
@@ -289,21 +290,6 @@ class AssignsThenWrites(Net):
         optimizer.step()
 
 
-class Prefetches(Net):
-    """Writes to a block that is gathered ahead."""
-
-    options: ClassVar[dict[str, Any]] = {"prefetch": 1}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.next = Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.block(self.stem(x))
-        self.next.row.data.mul_(0.9)
-        return self.head(self.next(x)) * self.gain
-
-
 class ReadsOnOneRank(Net):
     """Reads local tensors, which is not collective, while their unit is unsharded."""
 
@@ -311,16 +297,6 @@ class ReadsOnOneRank(Net):
         if self.trainer.world_size > 1 and self.trainer.is_global_zero:
             for p in self.held:
                 p.to_local().norm()
-
-
-class AddsInStep(Net):
-    def configure_optimizers(self) -> Any:
-        return optim.SGD([*self.stem.parameters(), *self.block.parameters()], lr=0.05)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 1 and self.current_epoch == 0:
-            self.trainer.optimizers[0].add_param_group({"params": [self.gain, self.head.bias]})
-        return self.loss(batch)
 
 
 class Unfreeze(BaseFinetuning):
@@ -340,9 +316,9 @@ class Unfreezes(Net):
 
 
 CASES = (
-    InStep, AfterTheLoss, ViewInStep, BeforeZeroGrad, BeforeBackward, Precise, Accumulates, Transposes, RawManual,
-    RawSign, Subclass, StaysUnsharded, StaysUnshardedManually, Unreduced, Assigns, AddsInStep, Unfreezes, Freezes,
-    AssignsThenWrites, Prefetches, ReadsOnOneRank,
+    InStep, AfterTheLoss, ViewInStep, BeforeZeroGrad, BeforeBackward, Precise, Accumulates, Checkpoints, Transposes,
+    RawManual, RawSign, Subclass, StaysUnsharded, StaysUnshardedManually, Unreduced, Assigns, Unfreezes, Freezes,
+    AssignsThenWrites, ReadsOnOneRank,
 )  # fmt: skip
 
 

@@ -135,7 +135,6 @@ def test_tensor_ranks_on_different_nodes_are_a_warning(on_ranks) -> None:
         ({"tensor_parallel": "node", "replicate": 2}, "one copy of the model on each node"),
         ({"plan": {"up": "colwise"}}, "tensor_parallel=1"),
         ({"tensor_parallel": 2, "offload": True}, "cannot be combined"),
-        ({"tensor_parallel": 2, "reshard_after_forward": 2}, "cannot be combined"),
     ],
 )
 def test_options_contradict_each_other(options: dict[str, Any], words: str) -> None:
