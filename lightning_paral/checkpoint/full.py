@@ -4,7 +4,6 @@ import io
 import os
 import pickle
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -134,27 +133,29 @@ def _gathered(
     sizes = [[sum(chunk.numel for chunk in chunks) * kind[1].itemsize for kind, chunks in parts] for parts in remote]
     buffers = [torch.empty(max(map(sum, sizes), default=0), dtype=torch.uint8) for _ in range(2)]
 
-    def receive(number: int) -> list[tuple[Chunk, Tensor]]:
-        found: list[tuple[Chunk, Tensor]] = []
+    def post(number: int) -> list[tuple[Any, Sequence[Chunk], Tensor]]:
+        posted = []
         left = buffers[number % 2]
         for rank, ((_, dtype), chunks) in enumerate(remote[number] if number < len(remote) else (), 1):
             data, left = left.tensor_split((sizes[number][rank - 1],))
             if chunks:
-                dist.recv(data, group=ranks.group, group_src=rank)
-                found += _by_chunk(chunks, data.view(dtype))
-        return found
+                posted.append((dist.irecv(data, group=ranks.group, group_src=rank), chunks, data.view(dtype)))
+        return posted
 
-    with ThreadPoolExecutor(1) as thread:
-        ahead = thread.submit(receive, 0)
-        for number, tensor in enumerate(tensors):
-            received, ahead = ahead.result(), thread.submit(receive, number + 1)
-            try:
-                own = _by_chunk(tensor.shard.chunks, _local(tensor)) if tensor.shard.chunks else []
-                pieces = _in_order(tensor, own + received)
-            except Exception as error:
-                faults.append(error)
-                pieces = []
-            yield pieces
+    ahead = post(0)
+    for number, tensor in enumerate(tensors):
+        posted, ahead = ahead, post(number + 1)
+        found: list[tuple[Chunk, Tensor]] = []
+        for work, chunks, values in posted:
+            work.wait()
+            found += _by_chunk(chunks, values)
+        try:
+            found += _by_chunk(tensor.shard.chunks, _local(tensor)) if tensor.shard.chunks else []
+            pieces = _in_order(tensor, found)
+        except Exception as error:
+            faults.append(error)
+            pieces = []
+        yield pieces
 
 
 def _local(tensor: SavedTensor) -> Tensor:
