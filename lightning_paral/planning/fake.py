@@ -132,9 +132,9 @@ class FakeModule:
 def fake_of(tensor: Tensor, mode: Any, dtype: torch.dtype | None = None) -> Tensor:
     """Return a fake tensor on the CPU with the same shape and strides, and for floating-point values with `dtype`."""
     with mode:
-        if tensor.layout is not torch.strided:  # such as a sparse matrix in a buffer
-            return mode.from_tensor(tensor)  # type: ignore[no-any-return]
         kind = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+        if tensor.layout is not torch.strided:  # counted as dense
+            return torch.empty(tensor.shape, dtype=kind, device="cpu")
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
 
 

@@ -270,11 +270,9 @@ class SplitTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Operations in C++ arrive here, below autograd, whose graph has `_Wrap`.
-        kwargs = kwargs or {}
-        written = []
-        if schema_of(func).is_mutable:
-            given = {**dict(zip((each.name for each in schema_of(func).arguments), args, strict=False)), **kwargs}
-            written = [given.get(each.name) for each in schema_of(func).arguments if each.is_write]
+        kwargs, arguments = kwargs or {}, schema_of(func).arguments
+        given = dict(zip((each.name for each in arguments), args, strict=False)) | kwargs
+        written = [given.get(each.name) for each in arguments if each.is_write]
         if any(isinstance(each, SplitTensor) for each in rules.tensors_in(*written)):
             raise _in_place_error(f"given to {func}")
         with torch.no_grad():
