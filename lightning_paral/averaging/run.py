@@ -273,8 +273,9 @@ class RunAverages:
                     "Call super().setup(trainer, pl_module, stage) there, or use paral_ddp."
                 )
             averages.attach(shards, buffers)
-        if self._pending is not None:
-            self.load(*self._pending, load_weights)
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self.load(*pending, load_weights)
 
     def load(self, checkpoint: Mapping[str, Any], strict: bool, load_weights: LoadWeights) -> None:
         """Set the averages to the module's weights, into which the `state_dict` of `checkpoint` has just been loaded.

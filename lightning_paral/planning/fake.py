@@ -133,6 +133,8 @@ def fake_of(tensor: Tensor, mode: Any, dtype: torch.dtype | None = None) -> Tens
     """Return a fake tensor on the CPU with the same shape and strides, and for floating-point values with `dtype`."""
     with mode:
         kind = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+        if tensor.layout is not torch.strided:  # counted as dense
+            return torch.empty(tensor.shape, dtype=kind, device="cpu")
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
 
 

@@ -79,6 +79,15 @@ class Forgets(Sound):
         return super().training_step(batch, batch_idx) * self.num_steps
 
 
+class LosesMomentum(Sound):
+    """Resumes with a state of the optimizer that is zero."""
+
+    def on_train_start(self) -> None:
+        if self.trainer.global_step > 0:
+            for state in self.optimizers().state.values():  # type: ignore[union-attr]
+                state["momentum_buffer"].zero_()
+
+
 class CountsTwice(Sound):
     """Evaluates with a DistributedSampler, which repeats samples so that all ranks have the same number."""
 

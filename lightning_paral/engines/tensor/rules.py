@@ -52,7 +52,8 @@ def named(names: str, *owners: Any) -> frozenset[Any]:
 _POINTWISE = (
     "relu gelu silu sigmoid tanh elu leaky_relu softplus mish exp log log1p neg abs sqrt rsqrt square sin cos erf "
     "reciprocal sign clamp clamp_min clamp_max clip nan_to_num floor round isnan isinf isfinite logical_not dropout "
-    "add sub mul multiply div true_divide pow maximum minimum eq ne gt ge lt le masked_fill addcmul lerp logical_and"
+    "add sub mul multiply div true_divide pow maximum minimum eq ne gt ge lt le masked_fill addcmul lerp logical_and "
+    "relu6 selu celu hardtanh hardswish hardsigmoid threshold"  # like all activations of `torch.nn` with inplace=True
 )
 _OPERATORS = (
     "add radd sub rsub mul rmul truediv rtruediv rdiv pow rpow iadd isub imul itruediv idiv ipow neg pos abs eq "

@@ -202,8 +202,15 @@ class SplitTensor(Tensor):
             own_args, own_kwargs = rules.with_tensors((args, kwargs), local)
             with self.draws() if rules.draws(func, args, kwargs) else nullcontext():
                 result = func(*own_args, **own_kwargs)
-        if self._copies and self.local_version() > version:
-            raise _in_place_error("gathered for a view such as x[..., 0], which would not change")
+        if self.local_version() > version:
+            if self._copies:
+                raise _in_place_error("gathered for a view such as x[..., 0], which would not change")
+            if torch.is_grad_enabled() and self._local.requires_grad:
+                with DisableTorchFunctionSubclass():
+                    self.detach_()  # no zero gradients for the node before the change
+                    _Changed.apply(self, self._local)  # type: ignore[no-untyped-call]
+                    self._node = self.grad_fn
+            return self
         if isinstance(found.result, Layout):
             return self.with_local(result, found.result)
         return tuple(self.with_local(each, parts) for each, parts in zip(result, found.result, strict=True))
@@ -240,7 +247,8 @@ class SplitTensor(Tensor):
             if result is not NotImplemented:
                 return result
         name = str(getattr(func, "__name__", func))
-        if used and func in _OF_GRADIENTS:
+        by = {torch.autograd.grad: args[1:2], Tensor.retain_grad: args}.get(func, ())
+        if any(isinstance(each, SplitTensor) for each in rules.tensors_in(*by)):
             raise ConfigurationError(
                 f"{_WHAT} have no gradient for {name}. Read it in x.register_hook(...), {_LEAVE_OUT}"
             )
@@ -262,11 +270,13 @@ class SplitTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Operations in C++ arrive here, below autograd, whose graph has `_Wrap`.
-        written = rules.tensors_in(args[:1]) if schema_of(func).is_mutable else []
-        if any(isinstance(each, SplitTensor) for each in written):
+        kwargs, arguments = kwargs or {}, schema_of(func).arguments
+        given = dict(zip((each.name for each in arguments), args, strict=False)) | kwargs
+        written = [given.get(each.name) for each in arguments if each.is_write]
+        if any(isinstance(each, SplitTensor) for each in rules.tensors_in(*written)):
             raise _in_place_error(f"given to {func}")
         with torch.no_grad():
-            args, kwargs = tree_map_only(SplitTensor, SplitTensor.full, (args, kwargs or {}))
+            args, kwargs = tree_map_only(SplitTensor, SplitTensor.full, (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -281,6 +291,20 @@ class _Wrap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None, None]:
         return None, SplitTensor.own_part(gradient, ctx.parts, ctx.group), None, None
+
+
+class _Changed(torch.autograd.Function):
+    """Puts a split tensor whose part was changed in place into the graph again, behind that change."""
+
+    @staticmethod
+    def forward(ctx: Any, split: SplitTensor, local: Tensor) -> SplitTensor:
+        ctx.parts, ctx.group = split.parts, split.group
+        ctx.mark_dirty(split)
+        return split
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, SplitTensor.own_part(gradient, ctx.parts, ctx.group)
 
 
 class _Unwrap(torch.autograd.Function):
@@ -326,7 +350,6 @@ def _of_same_shape(func: Any, split: SplitTensor, *args: Any, **kwargs: Any) -> 
     return func(split.local.new_empty(()).expand(split.shape), *args, **kwargs)
 
 
-_OF_GRADIENTS = {Tensor.retain_grad, torch.autograd.grad}
 _ATTRIBUTES = {name: getattr(Tensor, name) for name in dir(Tensor)}
 _OF_VALUES = {"data", "real", "imag", "T", "H", "mT", "mH"}
 _METADATA = {

@@ -64,10 +64,14 @@ def test_write_on_one_rank_is_named_with_the_rank(rank_pool) -> None:
     assert row.sentence == "step 3: parameter layers.3.weight differs by 3.0e-02 on rank 1"
 
 
-def test_what_is_lost_on_resume_is_named(rank_pool) -> None:
-    row = row_of(rank_pool, planted.Forgets)
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [(planted.Forgets, "loss differs by"), (planted.LosesMomentum, "parameter layers.")],
+)
+def test_what_is_lost_on_resume_is_named(rank_pool, make: Callable[[], Any], found: str) -> None:
+    row = row_of(rank_pool, make)
 
-    assert row.sentence.startswith("equal until resumed under paral_fsdp on 1 rank: step 5: loss differs by")
+    assert row.sentence.startswith(f"equal until resumed under paral_fsdp on 1 rank: step 5: {found}")
 
 
 @pytest.mark.parametrize("strategy", ["paral_ddp", "paral_zero2"])

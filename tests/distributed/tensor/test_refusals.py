@@ -14,6 +14,7 @@ from lightning_paral import ConfigurationError, ParalFSDPStrategy
 from lightning_paral.engines.tensor.split_tensor import SplitTensor
 from tests.models.chain import fit_chain
 from tests.models.split_layers import SplitLayers
+from tests.unit.engines.tensor.logits import Same
 
 
 class DependsOnTheRank(SplitLayers):
@@ -57,6 +58,18 @@ class ReturnsNaNOnRanks(SplitLayers):
         self.log("loss", self._loss(batch) * (float("nan") if split else 1.0))
 
 
+class ChangesThroughAView(SplitLayers):
+    """An `autograd.Function` gets the graph of features before they are changed."""
+
+    def _changed(self, x: Tensor) -> Tensor:
+        x = self.twice(x)
+        x.view(-1, 2, 4).mul_(3.0)
+        return Same.apply(x)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.alone(self._changed(self.first(x))))
+
+
 class IsSplitAlready(SplitLayers):
     def configure_model(self) -> None:
         if not hasattr(self, "own"):
@@ -90,6 +103,7 @@ ALL = {"twice": "colwise", "alone": "rowwise"}
         (2, SplitLayers, {"tensor_parallel": 2, "plan": {"first": "rowwise"}}, "do not divide its 5 input features"),
         (2, DependsOnTheRank, {"tensor_parallel": 2, "plan": ALL}, "Splitting the layers of DependsOnTheRank changes"),
         (2, ValidatesByRank, {"tensor_parallel": 2, "plan": ALL}, "changes its validation_step"),
+        (2, ChangesThroughAView, {"tensor_parallel": 2, "plan": ALL}, "the gradient of first"),
         (2, ReturnsNaNOnRanks, {"tensor_parallel": 2, "plan": ALL}, "what it returns or logs differs by nan"),
         (2, IsSplitAlready, {"tensor_parallel": 2, "plan": {"own": "colwise"}}, "own"),
         (2, IsCompiled, {"tensor_parallel": 2}, "compiled modules, such as blocks.1"),

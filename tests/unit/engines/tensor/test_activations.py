@@ -57,6 +57,25 @@ def changed_in_place(x: Tensor) -> Tensor:
     return x.relu_()
 
 
+def changed_before(use: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Change activations in place, and drop the results: `use` gets the gradient behind the changes."""
+
+    def changed(x: Tensor) -> Any:
+        y = heads(x) * 1.0
+        y.add_(BIAS)
+        F.leaky_relu(y, 0.1, inplace=True)
+        return use(y)
+
+    return changed
+
+
+def with_trained_bias(x: Tensor) -> Any:
+    """Activations without a graph get one."""
+    y = x.detach() * 1.0
+    y += values(WIDTH, seed=6).requires_grad_()
+    return Square.apply(y) + x
+
+
 def in_half(x: Tensor) -> Tensor:
     """Queries and keys in another dtype than values, as by rotary embeddings under autocast."""
     x = heads(x).bfloat16()
@@ -119,6 +138,14 @@ ON_HEADS: dict[str, Callable[[Any], Any]] = {
     "expand by name": lambda x: x[:, :1].expand(size=(BATCH, 7, WIDTH)),
     "transposed": lambda x: x[0].t() * 2,
     "in place": changed_in_place,
+    "in place, then dropped": changed_before(lambda y: y * 2),
+    "in place, then dropped, then an own function": changed_before(Square.apply),
+    "in place, then dropped, then two own functions": changed_before(lambda y: Same.apply(y) + Square.apply(y * y)),
+    "in place, with a graph": with_trained_bias,
+    **{
+        f"{each.__name__} in place": lambda x, each=each: each(heads(x) * 1.0, inplace=True)
+        for each in (F.relu6, F.selu, F.elu, F.celu, F.silu, F.hardswish, F.hardsigmoid, F.hardtanh, F.mish)
+    },
     "in place, then own functions": lambda x: Square.apply(Same.apply(heads(x * 1.0).add_(BIAS).relu_())),
     "checkpoint": lambda x: torch.utils.checkpoint.checkpoint(lambda y: heads(y).exp(), x, use_reentrant=False),
 }
@@ -244,6 +271,17 @@ def compare_gathered_twice() -> None:
         assert len(compare(function, Layout(1, (WIDTH,)), shape)) == 2
 
 
+def derivative(x: Tensor) -> Tensor:
+    """The derivative of activations by an ordinary tensor."""
+    by = values(WIDTH, seed=8).requires_grad_()
+    product = x * by
+    return torch.autograd.grad(product, by, torch.ones_like(product), create_graph=True)[0]
+
+
+def compare_derivatives() -> None:
+    compare(derivative, Layout(1, (WIDTH,)), (BATCH, WIDTH))
+
+
 def compare_viewed_as_one_row() -> None:
     """The place of each element is not listed, which would take more memory than the elements."""
     collectives._order.cache_clear()
@@ -283,6 +321,14 @@ def zero_view_before(use: Callable[[SplitTensor], Any]) -> Callable[[SplitTensor
     return write
 
 
+def in_cpp(write: Callable[[SplitTensor], Any]) -> Callable[[SplitTensor], Any]:
+    def write_below_python(x: SplitTensor) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return write(x)
+
+    return write_below_python
+
+
 CHANGED: dict[str, Callable[[SplitTensor], Any]] = {
     "before a layer": zero_view_before(lambda x: x.local),
     "of the same": lambda x: (x.contiguous()[..., :5].zero_(), x * 2),
@@ -290,6 +336,9 @@ CHANGED: dict[str, Callable[[SplitTensor], Any]] = {
     "by index": lambda x: x.__setitem__((..., 0), 1.0),
     "of a view": lambda x: (heads(x)[:, 1].zero_(), x * 2),
     "after a view": lambda x: (x[..., :5], x.add_(1.0)),
+    "by an operation in C++": in_cpp(lambda x: x.add_(1.0)),
+    "as the result of an operation in C++": in_cpp(lambda x: torch.add(torch.ones(x.shape, dtype=x.dtype), 1.0, out=x)),
+    "of a list": in_cpp(lambda x: torch._foreach_add_([x], 1.0)),
 }
 
 
@@ -371,6 +420,7 @@ def forgets() -> None:
         compare_copies,
         compare_viewed_as_one_row,
         compare_gathered_twice,
+        compare_derivatives,
         attributes_of_logits,
     ],
 )
