@@ -19,7 +19,7 @@ from lightning_paral.engines.fsdp.step_shards import StepShards
 from lightning_paral.engines.pipeline.checks import check_before_fit
 from lightning_paral.engines.pipeline.options import PipelineOptions
 from lightning_paral.engines.pipeline.parameters import StageOptimizerState, without_elsewhere
-from lightning_paral.engines.pipeline.run import PipelineRun, PipelineState
+from lightning_paral.engines.pipeline.run import EndedPipelineState, PipelineRun, PipelineState
 from lightning_paral.model.deferred.construction import DeferredConstruction, has_mapped_weights, recording
 from lightning_paral.option_types import takes
 from lightning_paral.strategies.base import ParalStrategy
@@ -207,7 +207,10 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
 
     @property
     def _sharded_state(self) -> ShardedState:
-        return super()._sharded_state if self._pipeline is None else self._state_of(self._pipeline)
+        if self._pipeline is not None:
+            return self._state_of(self._pipeline)
+        assert self.lightning_module is not None
+        return EndedPipelineState(self.lightning_module, self.optimizers, self.root_device, self._ended)
 
     def _state_of(self, run: PipelineRun) -> PipelineState:
         return PipelineState(run, self.optimizers, self._ended, self.num_processes)

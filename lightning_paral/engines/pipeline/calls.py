@@ -248,9 +248,10 @@ class UnitCalls:
         """What earlier units of a pass that is checked were called with."""
         self._has_grad = self._is_on_nan = False
         self.is_checked = False
-        """Whether passes note what units return and draw, and refuse gradients through earlier stages."""
+        """Whether passes note what units return, and draws, and refuse gradients through earlier stages."""
+        self._drawn_from = b""
         self.has_drawn = False
-        """Whether units have drawn random numbers in the passes that were checked."""
+        """Whether passes that were checked have drawn random numbers after the first unit was called."""
         self.hides_insides = False
         """Whether passes run all units with NaN as well, so that what they keep, or give to hooks, is NaN."""
         self._next_unit: int | None = None
@@ -291,6 +292,8 @@ class UnitCalls:
                 "each is called with what the one before returns, or train with paral_fsdp."
             ) from error
         finally:
+            if self.is_checked and self._next_unit:
+                self.has_drawn |= self._drawn_from != generator_states()
             self._next_unit = self._stand_in = None
             self._given.clear()
 
@@ -301,18 +304,17 @@ class UnitCalls:
         self._check_call(number)
         if number == 0:
             self._on_first()
+            self._drawn_from = generator_states() if self.is_checked else b""
             if self._own.start > 0:
                 self.received = self._boundaries.receive(self._part)
                 self._stand_in = self.received.as_nan() if self._own.start > 1 else None
         self._next_unit = number + 1
         is_own = number in self._own
         if is_own:
-            before = generator_states() if self.is_checked else None
             output = self._in_full(run(*args, **kwargs))
-            if self.is_checked:
-                self.has_drawn |= before != generator_states()
+            if self.is_checked and self.first_nan is None:
                 tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-                if self.first_nan is None and any(bool(tensor.isnan().any()) for tensor in tensors):
+                if any(bool(tensor.isnan().any()) for tensor in tensors):
                     self.first_nan = number, self._name(number)
         else:
             assert self.received is not None
@@ -321,11 +323,13 @@ class UnitCalls:
             output = self.received.in_graph(self._given) if number == self._own.start - 1 else self._stand_in
         if self.hides_insides:
             with suppress(Exception), self._on_nan():  # it may fail on NaN
+                hide = partial(tree_map_only, Tensor, partial(_nan_of, nan=self._boundaries.anchor * float("nan")))
                 if is_own:
-                    nan = self._boundaries.anchor * float("nan")
-                    args, kwargs = tree_map_only(Tensor, partial(_nan_of, nan=nan), (args, kwargs))
+                    args, kwargs = hide((args, kwargs))
                     run(*args, **kwargs)
-                else:
+                else:  # lists and dicts stay the same: a unit may add to those it is given
+                    args = [hide(each) if isinstance(each, Tensor) else each for each in args]
+                    kwargs = {key: hide(each) if isinstance(each, Tensor) else each for key, each in kwargs.items()}
                     _with_nan_parameters(self._units[number].module, args, kwargs)
         if number == self._own.stop - 1 and number < len(self._units) - 1:
             raise StageDone(self._boundaries.send(output, self._part, self._name(number)))
@@ -408,9 +412,10 @@ def _nan_of(tensor: Tensor, nan: Tensor) -> Tensor:
 
 
 def _with_nan_parameters(module: Module, args: Any, kwargs: Any) -> Any:
-    """Return what `module` returns with NaN in place of its parameters, which take no memory."""
+    """Return what `module` returns with NaN in place of its parameters, which take no memory. Its buffers stay."""
     nan = {
         name: torch.full((), float("nan"), dtype=each.dtype, device=each.device).expand(each.shape)
         for name, each in module.named_parameters()
     }
-    return functional_call(module, nan, args, kwargs)
+    buffers = {name: each.clone() for name, each in module.named_buffers()}
+    return functional_call(module, nan | buffers, tuple(args), kwargs)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -26,16 +27,20 @@ from lightning_paral.model.checks import check_embeddings
 from lightning_paral.model.gradients import local_part
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-true")
+_PLUGINS = (Precision, HalfPrecision, DoublePrecision, MixedPrecision)
 
 # The module
 
 
 def check_before_fit(module: LightningModule, dims: ParallelDims, *, has_sync_batchnorm: bool) -> None:
     """Raise a `ConfigurationError` if training `module` in a pipeline would not equal training in one process."""
-    name, precision = type(module).__name__, module.trainer.precision
+    name, plugin = type(module).__name__, module.trainer.precision_plugin
     problem = ""
-    if precision not in PRECISIONS:
-        problem = f"precision={precision!r} is none of those of a pipeline: {', '.join(PRECISIONS)}. Set one of them"
+    if type(plugin) not in _PLUGINS or plugin.precision not in PRECISIONS:  # others may clip or step in their own way
+        problem = (
+            f"{type(plugin).__name__} (precision={plugin.precision!r}) cannot be used in a pipeline. Set "
+            f"Trainer(precision=...) to one of {', '.join(PRECISIONS)}"
+        )
     elif not module.automatic_optimization:
         problem = (
             f"{name} uses manual optimization. In a pipeline, the backward passes of the micro-batches run inside "

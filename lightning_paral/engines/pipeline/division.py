@@ -79,9 +79,10 @@ def ends_of(units: Units, options: PipelineOptions, num_stages: int) -> list[End
                     f"{option} names {name!r}, which overlaps with {what}. Name modules outside of units, each once."
                 )
         taken[name] = f"{name!r} of {option}"
-        inside = set(modules[name].parameters())
-        for path, parameter in root.named_parameters(remove_duplicate=False):
-            if parameter in inside and not path.startswith(f"{name}."):
+        inside, own = set(modules[name].modules()), set(modules[name].parameters())
+        outside = [(prefix, part) for prefix, part in modules.items() if part not in inside]
+        for path, parameter in (pair for prefix, part in outside for pair in part.named_parameters(prefix, False)):
+            if parameter in own:
                 raise ConfigurationError(
                     f"{option} names {name!r}, of which a parameter is also {path!r}, outside of it, which other "
                     f"stages may use. Leave {name!r} out of {option}, so that all stages have it."

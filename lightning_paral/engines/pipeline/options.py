@@ -143,6 +143,12 @@ class PipelineOptions(RankOptions):
         groups = "ranks" if tensor == 1 else f"groups of tensor_parallel={tensor} ranks"
         hint = "the ranks of a stage draw different samples"
         check_divides(f"stages={stages}", stages, world_size // tensor, groups, hint)
+        per_stage = world_size // (stages * tensor)
+        if self.shard is True and per_stage == 1 and world_size > 1:
+            raise ConfigurationError(
+                f"shard=True shards each stage over its ranks, but with {stages} stages on {world_size} ranks, each "
+                "stage has one rank. Set stages to a smaller number, or leave shard out."
+            )
         if not isinstance(self.shard, bool):
             of, hint = f"rank(s) of each of the {stages} stage(s)", "True means all of them, False not at all"
-            check_divides(f"shard={self.shard}", self.shard, world_size // (stages * tensor), of, hint)
+            check_divides(f"shard={self.shard}", self.shard, per_stage, of, hint)

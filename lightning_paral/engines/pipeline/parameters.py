@@ -313,6 +313,8 @@ class StageParameters:
         Units may register buffers in a step, which only one stage runs, so the stage names those that it has.
         *Collective* over the pipeline.
         """
+        if self._dims.pipeline == 1:
+            return
         stage_of = {part: stage for module, stage in self._placed for part in module.modules()}
         own = {
             (name, attribute): (buffer.cpu(), attribute not in not_persistent(part))

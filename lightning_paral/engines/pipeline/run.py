@@ -30,6 +30,7 @@ from lightning_paral.engines.pipeline.options import PipelineOptions
 from lightning_paral.engines.pipeline.parameters import Shards, StageParameters
 from lightning_paral.engines.pipeline.results import SharedAttributes, StepResults, loss_of
 from lightning_paral.engines.pipeline.schedule import MicroBatchWeights, RandomStreams, idle_fraction, passes_of_step
+from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.host_memory_check import host_memory_shortage
 
@@ -290,8 +291,8 @@ class PipelineRun:
                 if not is_last:
                     of_pass.enter_context(rollback_attributes(self._outside))
                 if self.dims.pipeline > 1:
-                    of_pass.enter_context(self._calls.forward_pass(name, part))
                     of_pass.enter_context(self._streams.of_pass(micro_batch, part))
+                    of_pass.enter_context(self._calls.forward_pass(name, part))  # notes draws before that restores
                 return self._in_full(step(*args))
         except StageDone as done:
             return done.sent
@@ -357,3 +358,14 @@ class PipelineState(ShardedState):
             for optimizer in self.optimizers:
                 ended.keep(optimizer, run.module, None, originals)
         run.module.cpu()
+
+
+class EndedPipelineState(ShardedState):
+    """The state of a module between runs: its parameters are on all ranks, the optimizer states on their stages."""
+
+    def full_optimizer_state(self, parameter: Parameter, key: str) -> Tensor:
+        """Raise a `ConfigurationError`."""
+        raise ConfigurationError(
+            "After a run in a pipeline, each stage has the optimizer states of its own parameters only. Call "
+            "full_optimizer_state during the fit, such as in on_train_end."
+        )

@@ -110,6 +110,84 @@ def test_dropout_of_the_embedding_draws_the_masks_of_one_process(on_ranks) -> No
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
+class Averages(First):
+    """Keeps a running mean of what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.mean.lerp_(x.detach().square().mean(), 0.5)
+        return x
+
+
+class HasMean(HasEnds):
+    """Has a second name for its embedding, and notes the mean that this keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Averages()
+        self.embedding = self.first
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        assert not self.first.mean.isnan()
+
+
+def states_after_fit() -> list[str]:
+    strategy = ParalPipelineStrategy(micro_batches=1, split="global", **ENDS)
+    _, module, trainer = fit_chain(strategy, 2, module=HasMean, num_batches=4)
+    messages = []
+    for parameter in (module.first.inner.weight, module.head[1].weight):
+        with pytest.raises(ParalError) as error:
+            trainer.strategy.full_optimizer_state(parameter, "exp_avg")
+        messages.append(str(error.value))
+    return messages
+
+
+def test_buffers_of_an_end_are_never_nan_and_states_are_refused_after_the_fit(on_ranks) -> None:
+    for messages in on_ranks(2, states_after_fit):
+        assert all("Call full_optimizer_state during the fit" in each for each in messages)
+
+
+class DropsOut(HasEnds):
+    """Has dropout between units, or after the last."""
+
+    def __init__(self, between: bool) -> None:
+        super().__init__()
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for block in self.blocks:
+            x = nn.functional.dropout(block(x), 0.3, self.training and self.between)
+        return nn.functional.dropout(self.head(x), 0.3, self.training and not self.between)
+
+
+def fit_dropout_outside(options: dict[str, Any], between: bool) -> list[float]:
+    strategy = ParalPipelineStrategy(split="global", **options)
+    return list(fit_chain(strategy, 2, module=partial(DropsOut, between), num_batches=2)[0].values())
+
+
+@pytest.mark.parametrize("between", [True, False])
+@pytest.mark.parametrize("options", [{}, {"schedule": "interleaved"}], ids=str)
+def test_the_check_of_the_loss_leaves_out_dropout_outside_of_units(on_ranks, options: Any, between: bool) -> None:
+    assert all(len(losses) == 2 for losses in on_ranks(2, fit_dropout_outside, options, between))
+
+
+class HasExpanded(HasEnds):
+    """Has a buffer that cannot be written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("expanded", torch.zeros(1).expand(3))
+
+
+def test_one_stage_leaves_buffers_as_they_are() -> None:
+    fit_chain(ParalPipelineStrategy(stages=1), 1, module=HasExpanded, num_batches=2)
+
+
 # What is refused
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
 
@@ -86,6 +87,15 @@ class Collects(Chain):
         loss = super()._loss(batch) + 0.1 * sum(output.square().mean() for output in self.outputs)
         self.outputs.clear()
         return loss
+
+
+class CollectsInput(Collects):
+    """A hook collects what the first block is called with, which is there on all stages."""
+
+    def __init__(self) -> None:
+        Chain.__init__(self)
+        self.outputs: list[Tensor] = []
+        self.blocks[0].register_forward_hook(lambda block, inputs, output: self.outputs.append(inputs[0]))
 
 
 class Gathers(Chain):
@@ -211,6 +221,7 @@ def refusal(make: Callable[[], Any], options: dict[str, Any], world_size: int, t
         ),
         (Collects, {"micro_batches": 1}, INSIDE),
         (Collects, {"schedule": "interleaved"}, INSIDE),
+        (CollectsInput, {}, INSIDE),
         (partial(Gathers, list), {}, INSIDE),
         (partial(Gathers, dict), {"micro_batches": 1}, INSIDE),
         (RegistersHook, {}, "shift has a hook"),
@@ -259,6 +270,31 @@ def refusal_later() -> str:
 def test_what_shows_later_is_refused_then(on_ranks) -> None:
     message = "Averages.training_step changes the parameter target."
     assert all(message in each for each in on_ranks(2, refusal_later))
+
+
+class HalvesGradients(Precision):
+    """Clips in its own way."""
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        for parameter in self.main_params(optimizer):
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+def refusal_of_plugin(make: Callable[[], Precision]) -> str:
+    return refusal(Chain, {}, 2, {"plugins": [make()]})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (partial(MixedPrecision, "16-mixed", "cpu"), "MixedPrecision (precision='16-mixed') cannot be used"),
+        (HalvesGradients, "HalvesGradients (precision='32-true') cannot be used in a pipeline"),
+    ],
+    ids=["16-mixed", "own"],
+)
+def test_other_precisions_are_refused(on_ranks, make: Callable[[], Precision], message: str) -> None:
+    assert all(message in each for each in on_ranks(2, refusal_of_plugin, make))
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,7 @@ def refusals() -> list[str]:
     messages = []
     for make, options in (
         (Chain, {"stages": 2, "shard": 4}),
+        (Chain, {"stages": 4, "shard": True}),
         (HasTwoDtypes, {**TWO_BY_TWO, "units": ["Block"]}),
         (UsesLBFGS, TWO_BY_TWO),
     ):
@@ -245,6 +246,7 @@ def refusals() -> list[str]:
 def test_impossible_shards_are_refused_on_all_ranks(on_ranks) -> None:
     expected = (
         "shard=4 does not divide the 2 rank(s) of each of the 2 stage(s). Choose one of 1, 2",
+        "shard=True shards each stage over its ranks, but with 4 stages on 4 ranks, each stage has one rank",
         "Trained parameters of one unit must have the same dtype, but in blocks.3 there are",
         "LBFGS cannot update sharded parameters",
     )
