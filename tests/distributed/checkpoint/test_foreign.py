@@ -160,10 +160,14 @@ class OnCPU(ParalZeROStrategy):
         assert self.lightning_module is not None
         self.saved = {name: self.full_parameter(p) for name, p in self.lightning_module.named_parameters()}
         self.exclude_frozen_parameters = False
-        users = self._engine._users
+        users, engine = self._engine._users, self.model
         assert users is not None
+        steps = engine.module  # around the LightningModule, which Lightning's strategy gives to DeepSpeed itself
+        engine.module = steps.module
+        engine.param_names = {parameter: name.removeprefix("module.") for parameter, name in engine.param_names.items()}
         with view_scalars_as_bytes(), users.flat():
             DeepSpeedStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+        engine.module = steps
 
 
 def save_with_deepspeed(path: str, stage: int) -> dict[str, Any]:
