@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import timedelta
 from functools import partial, wraps
 from typing import Any, TypeGuard
 
@@ -123,8 +124,9 @@ class FSDPRun:
 
     # Training
 
-    def start_fit(self) -> None:
-        """Start watching which parameters are trained."""
+    def start_fit(self, timeout: timedelta) -> None:
+        """Start watching which parameters are trained. `timeout` limits how long checks wait for other ranks."""
+        self._timeout = timeout
         self._trained = TrainedParameters(self.module, self.sharded.undo)
         self._known = set(self.module.parameters())
         root = self.sharded.root_unshard
@@ -160,7 +162,7 @@ class FSDPRun:
         self.sharded.writes.reshard()  # with reshard_after_forward=False, a call in a hook leaves units unsharded
         if batch_idx < 2:  # steps do the same again and again, and reading the result makes the host wait
             self.sharded.writes.check()
-        if not self._trained.follow(self.module.current_epoch, self.dims):
+        if not self._trained.follow(self.module.current_epoch, batch_idx, self.dims, self._timeout):
             return
         by_name = self._trained.by_name
         new = [name for name, p in by_name.items() if p not in self._known and not isinstance(p, DTensor)]
