@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
 
 from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
 from lightning_paral.compat.torch.ddp import ignored_by_ddp
-from lightning_paral.distributed.exchange import Facts, check_same, first_difference, name_ranks
+from lightning_paral.distributed.exchange import Facts, check_same, first_difference
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.watcher import exchange_in_store
 from lightning_paral.errors import ConfigurationError
@@ -103,33 +103,24 @@ class TrainedParameters:
             Whether `update` was called.
 
         Raises:
-            ConfigurationError: the ranks train different parameters. The message names them.
+            ConfigurationError: the ranks train different parameters. The message names one.
         """
         epoch_begins, self.epoch = epoch != self.epoch, epoch
         if not epoch_begins and not self.have_changed():
             return False
-        before = self._trained()
+        before = [name for name, flag in zip(self._names, self.flags, strict=True) if flag]
         self.update()
         names, ranks = list(self.by_name), dims.data_ranks
         if epoch_begins and len(ranks) > 1:
             check_same(_facts(names), _SAME_GRADIENTS, dims.data_rank_group().group)
             self._key = dims.data_rank_group().gather(uuid.uuid4().hex)[0]
-        elif not epoch_begins and len(ranks) > 1 and (changed := self._trained() ^ before) and is_relevant():
-            # Not a collective: other ranks may be in another one, and ranks may have changed as many others.
+        elif not epoch_begins and len(ranks) > 1 and names != before and is_relevant():
+            # Not a collective: a rank that has not made the change may be in another one.
             found = exchange_in_store(f"requires_grad/{self._key}/{batch_idx}", json.dumps(names), timeout, ranks)
-            absent = name_ranks(rank for rank in ranks if rank not in found)
-            if len(found) < len(ranks):
-                raise ConfigurationError(
-                    f"At batch {batch_idx} of epoch {epoch}, requires_grad of {first_names(sorted(dict(changed)))} "
-                    f"changed on this rank, but not on {absent}. {_SAME_GRADIENTS}"
-                )
-            if len(set(found.values())) > 1:
-                by_rank = {rank: _facts(json.loads(theirs)) for rank, theirs in found.items()}
+            by_rank = {rank: _facts(json.loads(found[rank]) if rank in found else before) for rank in ranks}
+            if any(facts != _facts(names) for facts in by_rank.values()):
                 raise ConfigurationError(f"{first_difference(by_rank)}. {_SAME_GRADIENTS}")
         return True
-
-    def _trained(self) -> set[tuple[str, int]]:
-        return {(name, id(p)) for name, p, flag in zip(self._names, self.parameters, self.flags, strict=True) if flag}
 
     def _read(self) -> list[bool]:
         with DisableTorchFunctionSubclass():  # sharded parameters would be asked one by one, in Python
