@@ -92,8 +92,8 @@ def fit(make: type[Backboned], strategy: str) -> list[float] | str:
     [
         (FrozenOnOneRank, "paral_ddp", "requires_grad=True of backbone.0.weight exists on rank 0 only"),
         (FrozenOnOneRank, "paral_fsdp", "requires_grad=True of backbone.0.weight exists on rank 0 only"),
-        (FreezesAnotherOnEachRank, "paral_ddp", "requires_grad=True of twins.0.weight exists on rank 1 only"),
-        (FreezesAnotherOnEachRank, "paral_fsdp", "requires_grad=True of twins.0.weight exists on rank 1 only"),
+        (FreezesAnotherOnEachRank, "paral_ddp", "requires_grad=True of twins.1.weight exists on rank 0 only"),
+        (FreezesAnotherOnEachRank, "paral_fsdp", "requires_grad=True of twins.1.weight exists on rank 0 only"),
         (Growing, "paral_fsdp", "were added to the module after FSDP sharded it: head.weight, head.bias"),
         (FreezesTheRest, "paral_ddp", "unused.weight, unused.bias. If"),
     ],
