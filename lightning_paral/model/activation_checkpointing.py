@@ -126,5 +126,6 @@ class RestoredBuffers(AbstractContextManager[None]):
         with torch.no_grad():
             for part, name, buffer, value in self._saved:
                 own_buffers(part)[name] = buffer
-                buffer.data.copy_(value)  # `data`: the backward pass may have saved the buffer itself
+                if buffer.layout is not torch.strided or 0 not in buffer.stride():  # no code can write an expanded one
+                    buffer.data.copy_(value)  # `data`: the backward pass may have saved the buffer itself
         self._saved = []

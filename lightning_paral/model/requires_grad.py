@@ -1,6 +1,10 @@
 """Detect changes of `requires_grad` during a run, and check that all ranks make the same changes."""
 
+import json
+import uuid
+from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
 from operator import attrgetter
 from typing import Any
 
@@ -12,8 +16,10 @@ from torch.nn.modules.module import (
 
 from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
 from lightning_paral.compat.torch.ddp import ignored_by_ddp
-from lightning_paral.distributed.exchange import check_same
+from lightning_paral.distributed.exchange import Facts, check_same, first_difference
 from lightning_paral.distributed.mesh import ParallelDims
+from lightning_paral.distributed.watcher import exchange_in_store
+from lightning_paral.errors import ConfigurationError
 
 _SAME_GRADIENTS = (
     "Gradients are averaged over all ranks, so set the same requires_grad on all of them, in the same step."
@@ -43,6 +49,8 @@ class TrainedParameters:
         """Which of `parameters` required a gradient then."""
         self.epoch: int | None = None
         """The epoch of the last `follow`."""
+        self._key: str
+        """Of the epoch, equal on all ranks: the store may still hold keys of an earlier fit."""
         self.update()
 
     @property
@@ -71,14 +79,25 @@ class TrainedParameters:
         self.has_new = False
         self.flags = self._read()
 
-    def follow(self, epoch: int, dims: ParallelDims) -> bool:
+    def follow(
+        self,
+        epoch: int,
+        batch_idx: int,
+        dims: ParallelDims,
+        timeout: timedelta,
+        is_relevant: Callable[[], bool] = lambda: True,
+    ) -> bool:
         """Call `update` if the flags may have changed. *Collective* over the data ranks in the first step of an epoch.
 
-        Ranks are compared then only: in between, a rank that alone makes a change waits for the others in a collective.
+        After a relevant change in a later step, each rank that made it waits for the others, and raises if one of them
+        has not made a change before the timeout.
 
         Args:
             epoch: the epoch of the step that begins.
+            batch_idx: the batch index of the step that begins.
             dims: the ranks of the run. Ranks that differ only in their data rank must train the same parameters.
+            timeout: how long to wait for other ranks.
+            is_relevant: called after the update; returns whether all ranks must agree on a change.
 
         Returns:
             Whether `update` was called.
@@ -89,10 +108,18 @@ class TrainedParameters:
         epoch_begins, self.epoch = epoch != self.epoch, epoch
         if not epoch_begins and not self.have_changed():
             return False
+        before = [name for name, flag in zip(self._names, self.flags, strict=True) if flag]
         self.update()
-        if epoch_begins and dims.data_size > 1:
-            facts = {(f"requires_grad=True of {name}", "is"): "set" for name in self.by_name}
-            check_same(facts, _SAME_GRADIENTS, dims.data_rank_group().group)
+        names, ranks = list(self.by_name), dims.data_ranks
+        if epoch_begins and len(ranks) > 1:
+            check_same(_facts(names), _SAME_GRADIENTS, dims.data_rank_group().group)
+            self._key = dims.data_rank_group().gather(uuid.uuid4().hex)[0]
+        elif not epoch_begins and len(ranks) > 1 and names != before and is_relevant():
+            # Not a collective: a rank that has not made the change may be in another one.
+            found = exchange_in_store(f"requires_grad/{self._key}/{batch_idx}", json.dumps(names), timeout, ranks)
+            by_rank = {rank: _facts(json.loads(found[rank]) if rank in found else before) for rank in ranks}
+            if any(facts != _facts(names) for facts in by_rank.values()):
+                raise ConfigurationError(f"{first_difference(by_rank)}. {_SAME_GRADIENTS}")
         return True
 
     def _read(self) -> list[bool]:
@@ -101,6 +128,10 @@ class TrainedParameters:
 
     def _note_registration(self, *_: Any) -> None:
         self.has_new = True
+
+
+def _facts(trained: list[str]) -> Facts:
+    return {(f"requires_grad=True of {name}", "is"): "set" for name in trained}
 
 
 def first_names(names: list[str]) -> str:

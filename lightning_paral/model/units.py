@@ -148,18 +148,17 @@ def _smallest_with(min_params: int, root: Module) -> Iterator[Module]:
 def _match(root: Module, units: UnitChoice) -> list[Module]:
     submodules = [(name, module) for name, module in root.named_modules() if module is not root]
     if callable(units) and not isinstance(units, type):
-        choices: dict[str, Callable[[str, Module], bool]] = {f"units={getattr(units, '__name__', units)}": units}
+        choices: list[tuple[object, Callable[[str, Module], bool]]] = [(getattr(units, "__name__", units), units)]
     else:
         classes = [units] if isinstance(units, str | type) else units
-        names = [cls if isinstance(cls, str) else cls.__name__ for cls in classes]
-        choices = {f"units={name!r}": partial(_is_instance, cls) for name, cls in zip(names, classes, strict=True)}
+        choices = [(repr(getattr(cls, "__name__", cls)), partial(_is_instance, cls)) for cls in classes]
     chosen = []
-    for choice, chooses in choices.items():
+    for choice, chooses in choices:
         found = [module for name, module in submodules if chooses(name, module)]
         if not found:
             held = {type(module).__name__ for _, module in submodules if next(module.parameters(), None) is not None}
             raise ConfigurationError(
-                f"{choice} chooses none of the {len(submodules)} submodules of {type(root).__name__}. Name their "
+                f"units={choice} chooses none of the {len(submodules)} submodules of {type(root).__name__}. Name their "
                 f"classes, {_shortened(sorted(held))}, or give a function of a submodule's dotted name, such as "
                 f"{_shortened([name for name, _ in submodules], 3)}, and the submodule."
             )

@@ -118,7 +118,7 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         """
         super().on_train_batch_start(batch, batch_idx)
         if self._ddp is not None:
-            self._ddp.before_batch()
+            self._ddp.before_batch(batch_idx, self.timeout)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the training step.

@@ -125,7 +125,7 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
             self.checkpoint_activations()
         self._shard(module)
         if is_fit:
-            self._engine.start_fit()
+            self._engine.start_fit(self.timeout)
             self.setup_optimizers(trainer)
             self._engine.add_optimizers(self.optimizers)
             self._attach_averages(self._sharded_state.weight_shards)

@@ -94,7 +94,7 @@ class ParalLocalSGDStrategy(ParalDDPStrategy):
             ConfigurationError: the ranks train different parameters.
         """
         assert self._run is not None
-        self._run.before_batch()
+        self._run.before_batch(batch_idx)
         super().on_train_batch_start(batch, batch_idx)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:

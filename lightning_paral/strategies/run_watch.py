@@ -203,7 +203,7 @@ class RunWatch:
         try:
             hook(*args, **kwargs)
         except CheckpointError as error:
-            if self._strategy.global_rank == 0:
+            if self._strategy.global_rank == int(self._has_rank_0_died):
                 warnings.warn(str(error), stacklevel=2)
         except BaseException as error:
             if self._failures is not None:
@@ -212,17 +212,24 @@ class RunWatch:
                 self._strategy.teardown()
             raise
 
+    @property
+    def _has_rank_0_died(self) -> bool:
+        first = None if self._failures is None else self._failures.first.known
+        return first is not None and first.has_died and first.rank == 0
+
     def _save_after_failure(self, save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
         """Save on rank 0, unless ranks hold shards.
 
         Raises:
             CheckpointError: it was not saved.
         """
-        reason = "each rank holds a shard of the state, and after a failure ranks do not save together."
+        reason = "rank 0, which saves, has died." if self._has_rank_0_died else ""
+        if self._failures is not None and self._default_form == "sharded":
+            reason = "each rank holds a shard of the state, and after a failure ranks do not save together."
         try:
             if self._failures is not None:
                 self._failures.begin_save()
-            if self._failures is None or self._default_form == "full":
+            if not reason:
                 save(filepath, *args, **kwargs)
                 return
         except Exception as error:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from datetime import timedelta
 from operator import attrgetter
 from typing import Any
 
@@ -124,7 +125,7 @@ class DDPRun:
             set_ddp_options(self._strategy, options | {"find_unused_parameters": True})
             self._replace_reducer()
 
-    def before_batch(self) -> None:
+    def before_batch(self, batch_idx: int, timeout: timedelta) -> None:
         """Replace the reducer if parameters were frozen or unfrozen since it was created.
 
         *Collective* in the first step of an epoch, and when the reducer is replaced.
@@ -136,7 +137,7 @@ class DDPRun:
         """
         epoch = self._module.current_epoch
         if epoch != self._trained.epoch or self._have_changed():
-            self._trained.follow(epoch, self._dims)
+            self._trained.follow(epoch, batch_idx, self._dims, timeout, self._is_outdated)
             if self._is_outdated():
                 self._replace_reducer()
 

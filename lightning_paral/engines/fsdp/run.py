@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from functools import wraps
 from itertools import product, starmap
 from typing import Any
@@ -186,8 +187,9 @@ class FSDPRun(shard.Sharding):
 
     # Training
 
-    def start_fit(self) -> None:
-        """Start watching which parameters are trained."""
+    def start_fit(self, timeout: timedelta) -> None:
+        """Start watching which parameters are trained. `timeout` limits how long checks wait for other ranks."""
+        self._timeout = timeout
         self._trained = TrainedParameters(self.module, self.undo)
         self._known = set(self.module.parameters())
         callbacks = [each for each in vars(self.module.trainer)["callbacks"] if isinstance(each, Callback)]
@@ -222,7 +224,7 @@ class FSDPRun(shard.Sharding):
         assert self._trained is not None
         if batch_idx < 2:  # steps do the same again and again, and reading the result makes the host wait
             self.writes.check()
-        if not self._trained.follow(self.module.current_epoch, self._dims):
+        if not self._trained.follow(self.module.current_epoch, batch_idx, self._dims, self._timeout):
             return
         by_name = self._trained.by_name
         new = [name for name, p in by_name.items() if p not in self._known and not isinstance(p, DTensor)]

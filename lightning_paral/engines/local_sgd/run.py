@@ -64,13 +64,14 @@ class LocalSGDRun:
 
     # Parameters
 
-    def before_batch(self) -> None:
+    def before_batch(self, batch_idx: int) -> None:
         """Follow changes of `requires_grad`. *Collective* in the first step of an epoch, and after a change.
 
         Raises:
             ConfigurationError: the ranks train different parameters.
         """
-        if self._trained.follow(self.module.current_epoch, self._strategy.dims):
+        strategy, epoch = self._strategy, self.module.current_epoch
+        if self._trained.follow(epoch, batch_idx, strategy.dims, strategy.timeout):
             self._follow_parameters()
             if not self.since:  # hooks may have written weights, also after the setup
                 self.settle()

@@ -136,4 +136,10 @@ def _replace(modules: Iterable[Module], new: Mapping[int, Tensor]) -> None:
     for module in modules:
         for name, value in list(vars(module).items()):
             if name != "_modules" and any(id(leaf) in new for leaf in tree_leaves(value)):
-                vars(module)[name] = tree_map_only(Tensor, lambda tensor: new.get(id(tensor), tensor), value)
+                replaced = tree_map_only(Tensor, lambda tensor: new.get(id(tensor), tensor), value)
+                if isinstance(value, list):
+                    value[:] = replaced  # in place, as other objects may hold the list too
+                elif isinstance(value, dict):
+                    value.update(replaced)
+                else:
+                    vars(module)[name] = replaced

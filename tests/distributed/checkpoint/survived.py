@@ -1,4 +1,4 @@
-"""Kill rank 1 of two in batch 6; rank 0 saves if it has everything: `survived.py FOLDER STRATEGY`."""
+"""Kill a rank of two in batch 6; rank 0 saves if it lives and has everything: `survived.py FOLDER STRATEGY RANK`."""
 
 import os
 import signal
@@ -13,12 +13,12 @@ from tests.launching import fork_ranks
 from tests.models.resumable import Resumable, losses
 
 KILLED_IN = 6
-"""The batch in which rank 1 dies: the first after an optimizer step."""
+"""The batch in which the rank dies: the first after an optimizer step."""
 
 
 class Killed(Resumable):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if batch_idx == KILLED_IN and self.global_rank == 1:
+        if batch_idx == KILLED_IN and self.global_rank == int(sys.argv[3]):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().training_step(batch, batch_idx)
 

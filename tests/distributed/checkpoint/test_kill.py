@@ -45,17 +45,19 @@ def test_ranks_killed_while_saving_leave_complete_checkpoints(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "said", "saved"),
+    ("strategy", "killed", "said", "saved"),
     [
-        ("paral_ddp", "Rank 0 ended because rank 1 died", ["failed-step=3.ckpt"]),
-        ("paral_fsdp", "was not saved after the failure: each rank holds a shard of the state", []),
+        ("paral_ddp", 1, "Rank 0 ended because rank 1 died", ["failed-step=3.ckpt"]),
+        ("paral_ddp", 0, "was not saved after the failure: rank 0, which saves, has died", []),
+        ("paral_fsdp", 1, "was not saved after the failure: each rank holds a shard of the state", []),
+        ("paral_fsdp", 0, "was not saved after the failure: each rank holds a shard of the state", []),
     ],
 )
-def test_rank_0_saves_after_the_death_of_another_rank_if_it_has_everything(
-    launch, tmp_path: Path, strategy: str, said: str, saved: list[str]
+def test_rank_0_saves_after_the_death_of_a_rank_if_it_lives_and_has_everything(
+    launch, tmp_path: Path, strategy: str, killed: int, said: str, saved: list[str]
 ) -> None:
     folder = tmp_path / "saved"
-    (printed,) = outputs(launch("-m", "tests.distributed.checkpoint.survived", str(folder), strategy))
+    (printed,) = outputs(launch("-m", "tests.distributed.checkpoint.survived", str(folder), strategy, str(killed)))
     assert said in printed, printed[-3000:]
     assert [path.name for path in folder.glob("*")] == saved
     for path in folder.glob("*"):

@@ -7,17 +7,33 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_paral import ParalFSDPStrategy
 from lightning_paral.model.deferred import recorder
+from lightning_paral.model.deferred.construction import recording
 from tests.models.built_late import BuiltLate
 from tests.models.tokens import Fitted, fit, token_loader
 from tests.running import assert_same_fit, quiet_trainer
 
 NUM_BATCHES = 3
+
+
+def test_list_that_two_modules_hold_stays_one() -> None:
+    module = LightningModule()
+    with recording(module, torch.device("cpu"), Precision()) as deferred:
+        module.first, module.second = nn.Identity(), nn.Identity()
+        module.first.bank = module.second.bank = [torch.ones(200, 200)]
+    assert deferred is not None
+    for part in module.modules():
+        deferred.fill([part])
+
+    assert module.first.bank is module.second.bank
+    assert module.first.bank[0].sum() == 200 * 200
 
 
 class ShardedByHand(BuiltLate):

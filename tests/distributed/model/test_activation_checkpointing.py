@@ -73,6 +73,7 @@ class Statistics(torch.nn.Module):
         self.register_buffer("average", torch.zeros(4))
         self.register_buffer("largest", torch.zeros(4))
         self.register_buffer("large", torch.zeros(2**20 + 1))
+        self.register_buffer("expanded", torch.ones(1).expand(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1

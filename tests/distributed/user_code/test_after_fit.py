@@ -1,5 +1,6 @@
-"""After a failure ranks save together, and the next run reuses or replaces the process group."""
+"""After a failure rank 0 saves if it has everything, and the next run reuses or replaces the process group."""
 
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,15 +39,17 @@ def fitted(strategy: Any, num_ranks: int, ckpt_path: str | None = None) -> Fitte
 
 
 class Failing(Regression):
-    """Fails inside its third step; with `where="alone"` on rank 1 only."""
+    """Fails inside its third step; with `where="alone"` on rank 1 only, with `where="interrupted"` as after Ctrl+C."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
         self.where = where
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        if batch_idx == 2 and (self.where == "all" or self.global_rank == 1):
+        if batch_idx == 2 and (self.where != "alone" or self.global_rank == 1):
             self.hidden(batch[0])
+            if self.where == "interrupted":
+                raise KeyboardInterrupt
             raise KeyError(f"of rank {self.global_rank}")
         return super().training_step(batch, batch_idx)
 
@@ -61,14 +64,21 @@ class SavesOnException(Callback):
         trainer.save_checkpoint(f"{self.folder}/own.ckpt")
 
 
-def fail(strategy: str, where: str, folder: str) -> str:
+def fail(strategy: str, where: str, folder: str, every_n_train_steps: int | None = None) -> str:
     torch.manual_seed(3)
-    checkpoint = ModelCheckpoint(folder, "failed", save_on_exception=True, save_last="link", save_top_k=-1)
+    checkpoint = ModelCheckpoint(
+        folder,
+        "failed",
+        save_on_exception=True,
+        save_last="link",
+        save_top_k=-1,
+        every_n_train_steps=every_n_train_steps,
+    )
     callbacks = [checkpoint, SavesOnException(folder)]
     trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1, enable_checkpointing=True, callbacks=callbacks)
     try:
         trainer.fit(Failing(where), shuffled(2))
-    except (KeyError, RankFailedError) as error:
+    except (KeyError, RankFailedError, SystemExit) as error:
         return type(error).__name__
     return "no error"
 
@@ -78,14 +88,32 @@ def resumed_and_uninterrupted(strategy: str, folder: str) -> list[Fitted]:
     return [(losses[2:], weights), *(fitted(strategy, 2, f"{folder}/{name}.ckpt") for name in ("failed", "own"))]
 
 
-@pytest.mark.parametrize(("where", "raised"), [("alone", ["RankFailedError", "KeyError"]), ("all", ["KeyError"] * 2)])
-def test_checkpoint_is_not_saved_after_a_failure_if_ranks_hold_shards(
+def fail_and_be_warned(where: str, folder: str) -> tuple[str, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        raised = fail("paral_fsdp", where, folder, every_n_train_steps=2)
+    return raised, [str(each.message) for each in caught if "was not saved" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    ("where", "raised"),
+    [
+        ("alone", ["RankFailedError", "KeyError"]),
+        ("all", ["KeyError"] * 2),
+        ("interrupted", ["SystemExit"] * 2),
+    ],
+)
+def test_nothing_is_saved_after_a_failure_if_ranks_hold_shards_and_a_warning_names_the_newest_checkpoint(
     in_own_world, tmp_path: Path, where: str, raised: list[str]
 ) -> None:
-    (tmp_path / "earlier").touch()
+    (first, told), (second, nothing) = in_own_world(2, fail_and_be_warned, where, str(tmp_path))
 
-    assert in_own_world(2, fail, "paral_fsdp", where, str(tmp_path)) == raised
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["earlier"]
+    assert [first, second] == raised
+    (why,) = told
+    assert why.startswith(f"{tmp_path}/own.ckpt was not saved after the failure: each rank holds a shard")
+    assert why.endswith(f"The newest checkpoint is {tmp_path}/last.ckpt.")
+    assert not nothing
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["failed.ckpt", "last.ckpt"]
 
 
 def test_rank_0_saves_after_an_error_of_all_ranks_if_it_has_everything(on_ranks, rank_pool, tmp_path: Path) -> None:

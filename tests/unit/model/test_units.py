@@ -86,6 +86,12 @@ def test_classes_match_their_subclasses_by_name_or_as_type() -> None:
     assert names(choose_units(model, lambda name, module: name == "1.up")) == ["1.up"]
 
 
+def test_classes_of_the_same_name_are_all_chosen() -> None:
+    twins = [type("Twin", (Block,), {}) for _ in range(2)]
+
+    assert names(choose_units(nn.ModuleList(twin() for twin in twins), twins)) == ["0", "1"]
+
+
 def test_min_params_takes_the_smallest_submodules_that_are_large_enough() -> None:
     model = Tied()
 
