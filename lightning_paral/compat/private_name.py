@@ -30,6 +30,8 @@ only instances of the owner have it: a class sets it on its instances, or a func
 purpose.
 """
 
+_TESTED = TESTED_VERSIONS | {"torchmetrics": ">=1.7,<2"}  # as in pyproject.toml
+
 _ENTRY = re.compile(r"(?P<dot>\.?)(?P<last>\w+)(?:\((?P<parameters>.*)\))?(?: (?P<versions>\S+))?")
 # Slow to import, and not needed by every run. It imports its private names directly, so that a missing one raises an
 # ImportError at once.
@@ -83,7 +85,7 @@ class PrivateName:
         library = self.name.partition(".")[0]
         return PrivateNameError(
             f"lightning_paral uses the private name {self.name} to {self.purpose}, but in {library} {version(library)} "
-            f"{difference}. Install a version with which it was tested: {library}{TESTED_VERSIONS.get(library, '')}."
+            f"{difference}. Install a version with which it was tested: {library}{_TESTED.get(library, '')}."
         )
 
 
@@ -139,7 +141,7 @@ def no_attribute(instance: object, name: str) -> PrivateNameError:
     cls = type(instance)
     return PrivateNameError(
         f"lightning_paral replaces {cls.__module__}.{cls.__qualname__}.{name} during a run, but there is no such "
-        f"attribute. Install versions with which it was tested: {', '.join(map(''.join, TESTED_VERSIONS.items()))}."
+        f"attribute. Install versions with which it was tested: {', '.join(map(''.join, _TESTED.items()))}."
     )
 
 

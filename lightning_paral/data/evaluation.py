@@ -17,7 +17,7 @@ from lightning_paral.compat.lightning.evaluation import (
     replace_step,
     set_results,
 )
-from lightning_paral.compat.lightning.methods import shadow_method
+from lightning_paral.compat.torch.patches import replace_attributes
 from lightning_paral.compat.torch.tensors import tree_leaves
 from lightning_paral.data.loaders import Marked
 from lightning_paral.data.metrics import change_updates, keep_steps_local, metrics_of_run
@@ -103,7 +103,8 @@ class ExactEvaluationLoops:
                 "Give every rank some data, or let the strategy shard the dataset: shard_iterable=True."
             )
         with ExitStack() as undo:
-            shadow_method(module, "log", _discard, undo)
+            # Not of the instance: a module that overrides `log` may call collectives there.
+            undo.callback(replace_attributes(LightningModule, {"log": _discard}))
             undo.enter_context(rollback_side_effects(module))
             batch = self._trainer.precision_plugin.convert_input(batch)
             hook = "on_before_batch_transfer"
@@ -125,15 +126,15 @@ def take_off_mark(batch: Any) -> tuple[Any, Mark]:
     """Return the user's batch, and how the step is divided.
 
     Raises:
-        ConfigurationError: the batch combines those of several loaders.
+        ConfigurationError: the batch combines those of several loaders, and one of them is marked.
     """
     if isinstance(batch, Marked):
         return batch.batch, batch.mark
     if any(isinstance(each, Marked) for each in tree_leaves(batch)):
         raise ConfigurationError(
-            "An evaluation step got the batches of several loaders at once, from a CombinedLoader, of which the ranks "
-            "have different numbers. Return a list of loaders, which are evaluated one after the other, or combine the "
-            "datasets in one loader."
+            "An evaluation step got the batches of several loaders at once, from a CombinedLoader, and the ranks have "
+            "different numbers of samples or, in a stream, may have. Return a list of loaders, which are evaluated one "
+            "after the other, or combine the datasets in one loader."
         )
     return batch, EVEN
 

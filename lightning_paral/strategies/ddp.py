@@ -21,7 +21,7 @@ from lightning_paral.model.checks import check_embeddings, check_optimizer_param
 from lightning_paral.option_types import takes
 from lightning_paral.strategies.base import ParalStrategy
 
-_INTEGERS_OF_GLOO = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
 
 
 class ParalDDPStrategy(ParalStrategy, DDPStrategy):
@@ -70,8 +70,7 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         assert self.lightning_module is not None
         if self._is_fit:
             check_sync_batchnorm(self.lightning_module, layer_sync_of(self), self.root_device)
-        if self.root_device.type == "cpu":
-            _check_dtypes(self.lightning_module)
+        _check_dtypes(self.lightning_module, "gloo" if self.root_device.type == "cpu" else "NCCL")
         super().setup(trainer)  # calls `configure_ddp`, then `setup_optimizers`
 
     def configure_ddp(self) -> None:
@@ -165,14 +164,14 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         super().teardown()
 
 
-def _check_dtypes(module: Module) -> None:
-    """Raise a `ConfigurationError` for a dtype that gloo cannot broadcast: float8, int16 and most unsigned ones."""
+def _check_dtypes(module: Module, backend: str) -> None:
+    """Raise a `ConfigurationError` for a dtype that `backend` cannot broadcast: most integers, and float8 over gloo."""
     ignored = ignored_by_ddp(module)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        is_number = tensor.is_complex() or (tensor.is_floating_point() and tensor.dtype.itemsize > 1)
-        if not is_number and tensor.dtype not in _INTEGERS_OF_GLOO and name not in ignored:
+        is_float8 = tensor.is_floating_point() and tensor.dtype.itemsize == 1
+        is_known = tensor.is_complex() or tensor.is_floating_point() or tensor.dtype in _INTEGERS
+        if (not is_known or (is_float8 and backend == "gloo")) and name not in ignored:
             raise ConfigurationError(
-                f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}, which gloo cannot broadcast, and so "
-                "DistributedDataParallel on CPU. Convert it, register it as bytes, tensor.view(torch.uint8), or train "
-                "with paral_fsdp."
+                f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}, which {backend} cannot broadcast to all "
+                "ranks. Convert it, register it as bytes, tensor.view(torch.uint8), or train with paral_fsdp."
             )

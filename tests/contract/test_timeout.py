@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_paral import CheckpointOptions
 from lightning_paral.distributed.process_group import release_process_group
@@ -26,7 +27,7 @@ def timeouts() -> list[float]:
 
 
 class AtTheEnd(Callback):
-    """Saves in the background, creates a group as a user would, and records the timeouts of all groups."""
+    """Saves in the background, creates groups as a user would, and records the timeouts of all groups."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -34,6 +35,8 @@ class AtTheEnd(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.save_checkpoint(self.path)
         dist.new_group([0, 1])
+        dist.new_subgroups(1)
+        init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
         self.seen = timeouts()
 
 
@@ -47,6 +50,7 @@ def fit_and_list(label: str, path: str) -> Any:
     try:
         trainer.fit(Regression(), regression_data(2, 2))
         dist.new_group([0, 1])
+        dist.new_subgroups(1)
         return at_the_end.seen, timeouts()
     finally:
         release_process_group()

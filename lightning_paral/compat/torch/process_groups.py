@@ -1,13 +1,14 @@
 """Process groups of torch: registry, names, timeouts, collectives, and how to abort them."""
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.distributed_c10d import (
     GroupName,
     PrefixStore,
@@ -94,12 +95,15 @@ def new_named_group(
 
 def use_default_timeout(timeout: timedelta) -> Callable[[], None]:
     """Create groups with `timeout`, unless the caller passes another one. Return a function that undoes this."""
-    create, of_run = dist.new_group, timeout
+    create, of_run, undo = dist.new_group, timeout, ExitStack()
 
+    @wraps(create)
     def new_group(ranks: Any = None, timeout: timedelta | None = None, *args: Any, **options: Any) -> Any:
         return create(ranks, of_run if timeout is None else timeout, *args, **options)
 
-    return replace_attributes(dist, {"new_group": new_group})
+    for importer in (dist, distributed_c10d, device_mesh):  # for users, `new_subgroups` and `init_device_mesh`
+        undo.callback(replace_attributes(importer, {"new_group": new_group}))
+    return undo.close
 
 
 # Single-tensor collectives under their current names. In torch 2.13 and later, the old names warn at every call

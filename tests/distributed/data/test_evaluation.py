@@ -103,11 +103,19 @@ class Sums(Linear):
                 self.log(f"{name}_mean", part.mean(), on_step=True, on_epoch=True, sync_dist=True, batch_size=size)
 
 
-def values_of(strategy: Any, devices: int, name: str) -> dict[str, Any]:
+class Synchronizing(Sums):
+    """Calls a collective when it logs."""
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        self.trainer.strategy.reduce(torch.ones(()))
+        super().log(*args, **kwargs)
+
+
+def values_of(strategy: Any, devices: int, name: str, module: type[Sums] = Sums) -> dict[str, Any]:
     make, options = LOADERS[name] if name in LOADERS else (PLAIN[name], {})
     torch.manual_seed(1)
     trainer = quiet_trainer(strategy=strategy, devices=devices, max_epochs=1, limit_train_batches=1, **options)
-    trainer.fit(Sums(), indexed(), make())
+    trainer.fit(module(), indexed(), make())
     return {key: float(value) for key, value in trainer.callback_metrics.items()}
 
 
@@ -142,6 +150,11 @@ def test_ranks_evaluate_each_sample_once(on_ranks, strategy: str) -> None:
             assert found[name] == pytest.approx(values_of("auto", 1, name)), name
     expected = quiet_trainer().validate(Sums(), stream(), verbose=False)[0]
     assert on_ranks(3, values_of_divided) == [pytest.approx(expected)] * 3
+
+
+def test_padding_joins_the_collectives_of_an_overridden_log(on_ranks) -> None:
+    found = on_ranks(2, values_of, "paral_fsdp", 2, "indexed", Synchronizing)
+    assert found == [pytest.approx(values_of("auto", 1, "indexed"))] * 2
 
 
 @pytest.mark.parametrize("name", COMBINED)

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_paral import ConfigurationError
+from lightning_paral.strategies.ddp import _check_dtypes
 from tests.models.regression import Regression, fit, regression_data
 from tests.running import assert_same_fit, quiet_trainer
 
@@ -52,6 +54,20 @@ def test_all_ranks_get_the_values_of_rank_zero(on_ranks, strategy: str, frozen: 
         for key, value in found.items():
             assert value.dtype == expected[key].dtype, key
             assert bits(value) == bits(expected[key]), key
+
+
+@pytest.mark.parametrize("backend", ["gloo", "NCCL"])
+def test_dtypes_are_refused_that_the_backend_cannot_broadcast(backend: str) -> None:
+    refused = set()
+    for dtype in DTYPES:
+        module = nn.Module()
+        module.register_buffer("buffer", torch.zeros(2).to(dtype))
+        try:
+            _check_dtypes(module, backend)
+        except ConfigurationError:
+            refused.add(dtype)
+    over_both = {torch.int16, torch.uint16, torch.uint32, torch.uint64}
+    assert refused == over_both | ({torch.float8_e4m3fn, torch.float8_e5m2} if backend == "gloo" else set())
 
 
 def test_ddp_refuses_what_gloo_cannot_broadcast(on_ranks) -> None:
