@@ -111,12 +111,12 @@ def _compile(files: Mapping[str, Path], option: str) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             turn = undo.enter_context(open(folder / "turn", "w"))
+            fcntl.flock(turn, fcntl.LOCK_EX)  # the system releases it if this process ends
         except OSError as error:
             raise ConfigurationError(
-                f"DeepSpeed's operators must be compiled and kept in {folder}, which cannot be written: {error}. Set "
-                "TORCH_EXTENSIONS_DIR to a folder that this process can write to."
+                f"DeepSpeed's operators are compiled and kept in {folder}, which cannot be written or locked: {error}."
+                " Set TORCH_EXTENSIONS_DIR to a folder that this process can write to."
             ) from error
-        fcntl.flock(turn, fcntl.LOCK_EX)  # the system releases it if this process ends
         missing = [name for name, file in files.items() if not file.is_file()]
         if not missing:
             return
@@ -268,7 +268,7 @@ def make_folders(options: ZeROOptions, run: str, rank: int, undo: ExitStack) -> 
         options: the options of the strategy.
         run: a unique name of the run, the same on all ranks.
         rank: the global rank of this process.
-        undo: removes the folders when it is closed. They are also removed when this process exits.
+        undo: removes the folders when it is closed. When this process exits, those of killed ranks go as well.
     """
     folders = {}
     for option, offload in options.on_nvme.items():
@@ -276,7 +276,7 @@ def make_folders(options: ZeROOptions, run: str, rank: int, undo: ExitStack) -> 
         folder = Path(offload.path, f"paral_zero_{run[:12]}", f"rank{rank}")
         folder.mkdir(parents=True, exist_ok=True)
         undo.callback(_remove, folder)
-        atexit.register(_remove, folder)
+        atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
         folders["offload_optimizer" if option == "offload_optimizer" else "offload_param"] = folder
     return folders
 

@@ -462,7 +462,7 @@ class Gradients:
         is_finite = self.engine.was_step_applied()
         if self.loss_scale is not None:
             self.loss_scale.update(is_finite=is_finite)
-        elif not is_finite and float(self._optimizer.loss_scale) == 1.0:
+        elif not is_finite and not (self.engine.fp16_enabled() and self.engine.dynamic_loss_scale()):
             rank_zero_warn("Gradients were not finite: DeepSpeed skipped this step, so parameters did not change.")
         zero_optimizer.clip_next_step(self._optimizer, 0.0)
         self._is_used, self._is_complete, self._num_passes, self._max_norm = True, False, 0, math.inf

@@ -1,7 +1,7 @@
 """One run under ZeRO, from `setup` to `teardown`: build DeepSpeed's engines around a module, and restore the module."""
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -73,6 +73,31 @@ def _staying_partitioned(module: Module) -> Iterator[None]:
 
 def _gather_several(gather: Any, param_list: list[Any] | None = None, **options: Any) -> Any:
     return None if param_list is None else gather(param_list, **options)
+
+
+def _linear(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return what replaces torch's `plain` function at stage 3, where it would keep all gathered weights in memory.
+
+    It makes autograd save `weight.t()`, a view. DeepSpeed's saves the parameter, which the backward pass gathers again.
+    That has no forward mode, ignores subclasses and is wrong for complex numbers, so other weights get torch's.
+    """
+    from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+
+    class Linear(LinearFunctionForZeroStage3):  # type: ignore[misc]
+        @staticmethod
+        def forward(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            return plain(x, weight.detach(), bias)  # of a parameter, autocast would keep the copy that it casts
+
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+        tensors: tuple[Any, ...] = (input, weight, bias)
+        for tensor in tensors:
+            if is_partitioned(tensor):
+                tensor._access.gather(tensor)
+        is_sharded = is_stage3_parameter(weight) and not weight.is_complex()
+        result: Tensor = (Linear.apply if is_sharded else plain)(*tensors)
+        return result
+
+    return linear
 
 
 # What DeepSpeed can shard and train
@@ -221,11 +246,7 @@ class ZeroRun(ZeroState):
         self._users = users = UsersOptimizer(optimizer, self.module, self._ended.why_lost(optimizer), on_cpu=on_cpu)
         self._undo.callback(users.restore)
         if options.stage == 3:
-            from deepspeed.runtime.zero.linear import zero3_linear_wrap
-
-            # torch's function makes autograd save `weight.t()`, a view, which would keep all gathered weights in memory
-            # until the backward pass. DeepSpeed's saves the parameter, which the backward pass gathers again.
-            self._undo.callback(replace_attributes(functional, {"linear": zero3_linear_wrap}))
+            self._undo.callback(replace_attributes(functional, {"linear": _linear(functional.linear)}))
         with users.flat() as stepping:
             engine = self._build(stepping, self._sized_config())
             if engine.zero_offload_optimizer() is None:
@@ -320,11 +341,6 @@ class ZeroRun(ZeroState):
         if self.device.type == "cpu" and options.offload_optimizer is None and torchs:
             zero = {"sub_group_size": zero["reduce_bucket_size"]} | zero  # bounds the temporary tensors of a step
         return {**self._settings.config, "zero_optimization": zero}
-
-    @property
-    def _has_torchs_optimizer(self) -> bool:
-        """Whether `step` may run several times for each step: torch's own optimizers count steps per parameter."""
-        return all(type(optimizer).__module__.startswith("torch.optim.") for optimizer in self.optimizers)
 
     def _redirect_zero_grad(self, users: UsersOptimizer) -> None:
         """Make `zero_grad` of the module, its engine and its optimizer zero DeepSpeed's gradients."""

@@ -99,6 +99,21 @@ class Steps(Module):
         self.module = module
         self.training = module.training
 
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the LightningModule, which user code expects in `trainer.model.module`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return that of the LightningModule, with its keys."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load what `state_dict` returned."""
+        return self.module.load_state_dict(*args, **kwargs)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step that was set, and return the tensors in its output; without a step, call the module."""
         if self.step is None:

@@ -186,6 +186,27 @@ def test_two_runs_in_one_folder_do_not_interfere(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+LEFT_BY_A_KILLED_RANK = """
+import sys
+from contextlib import ExitStack
+from lightning_paral import Offload
+from lightning_paral.engines.zero.offload import make_folders
+from lightning_paral.engines.zero.options import ZeROOptions
+
+options = ZeROOptions(stage=3, offload_optimizer=Offload("nvme", path=sys.argv[1]))
+with ExitStack() as undo:
+    (folder,) = make_folders(options, "first", 0, undo).values()
+    folder.with_name("rank1").mkdir()
+assert not folder.exists() and folder.with_name("rank1").exists()
+"""
+
+
+def test_files_of_a_killed_rank_are_removed_when_another_exits(tmp_path: Path) -> None:
+    (tmp_path / "paral_zero_second").mkdir()
+    subprocess.run([sys.executable, "-c", LEFT_BY_A_KILLED_RANK, str(tmp_path)], check=True, timeout=120)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["paral_zero_second"]
+
+
 @pytest.mark.deepspeed_operators("async_io")
 @pytest.mark.parametrize(
     ("frozen", "message"), [(False, r"hidden\.weight has 160000 elements"), (True, r"hidden\.weight is frozen")]

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -63,6 +64,42 @@ def test_weights_that_are_saved_as_views_give_the_gradients_of_ddp(
 ) -> None:
     for expected, found in zip(on_ranks(2, fit, "paral_ddp", 2), on_ranks(2, fit, "zero3", 2), strict=True):
         assert_same_fit([found], expected, 1e-6)
+
+
+class OtherLinear(Wide):
+    """Calls `linear` with tensors that are no parameters of the run, and with a parameter that it finds by itself."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        weight = torch.full((3, WIDTH), 1 + 2j, requires_grad=True)
+        functional.linear(batch.to(weight.dtype), weight).abs().sum().backward()
+        self.losses.append(float(weight.grad.imag.sum()))
+        _, tangent = torch.func.jvp(lambda x: functional.linear(x, torch.ones(3, WIDTH)), (batch,), (batch,))
+        (last, bias) = self.out.parameters()
+        hidden = functional.linear(self.second(batch, batch), last, bias)
+        self.losses.append(float(tangent.sum()))
+        with torch.autocast("cpu", torch.bfloat16):
+            self.losses.append(float(self.first(batch[None]).sum()))
+        return super().training_step(batch, batch_idx) + hidden.mean()
+
+
+def fit_other(name: str) -> list[float]:
+    plain, module = functional.linear, OtherLinear()
+    made: Any = strategy() if name == "zero3" else name
+    trainer = quiet_trainer(max_epochs=1, devices=2, strategy=made)
+    trainer.fit(module, loader())
+    assert functional.linear is plain
+    losses = list(module.losses)
+    module.training_step = lambda *_: int("mine")  # type: ignore[method-assign, assignment]
+    trainer = quiet_trainer(max_epochs=1, devices=2, strategy=strategy() if name == "zero3" else name)
+    with pytest.raises(ValueError, match="mine"):
+        trainer.fit(module, loader())
+    assert functional.linear is plain
+    return losses
+
+
+def test_linear_stays_torchs_for_other_weights_and_after_failures(on_ranks: Callable[..., list[Any]]) -> None:
+    for expected, found in zip(on_ranks(2, fit_other, "paral_ddp"), on_ranks(2, fit_other, "zero3"), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 class StepsTooEarly(Wide):

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_paral.engines.zero.user_access import Steps
 from tests.models.regression import Regression, regression_data
 from tests.running import quiet_trainer
 
@@ -69,6 +70,16 @@ def test_fits_without_an_optimizer_and_without_parameters_run(on_ranks, tmp_path
     expected = without("auto", 1, tmp_path)
     for losses in on_ranks(2, without, strategy, 2, tmp_path):
         assert losses == pytest.approx(expected)
+
+
+def test_module_inside_the_engine_has_attributes_and_keys_of_the_users() -> None:
+    module = Regression()
+    steps = Steps(module)
+    assert steps.losses is module.losses
+    assert list(steps.state_dict()) == list(module.state_dict())
+    steps.load_state_dict(Regression().state_dict())
+    with pytest.raises(AttributeError, match="'Regression' object has no attribute 'missing'"):
+        steps.missing  # noqa: B018
 
 
 # One process, several runs
