@@ -65,13 +65,6 @@ NAMES: Names = {
 # The backend that runs DeepSpeed's collectives, which is a module-level variable of DeepSpeed
 
 
-def current_backend() -> Any:
-    """Return DeepSpeed's backend, or `None` if it has none."""
-    import deepspeed
-
-    return deepspeed.comm.comm.cdb
-
-
 def make_backend(cls: Any, name: str) -> Any:
     """Return an instance of `cls`, a subclass of `TorchBackend`, for torch's backend `name` and the default group."""
     return cls(name, timedelta(0), None)  # the group exists, so the timeout has no effect

@@ -20,7 +20,6 @@ InstanceNorm = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
 NAMES: Names = {
     "torch.nn.Module": {
         "._parameters; ._buffers; ._modules": "replace what a module has without calling its methods",
-        "._forward_hooks": "replace a hook of DeepSpeed's",
         "._load_state_dict_post_hooks": "call a hook before others after a state dict is loaded",
         "_compiled_call_impl": "recognize modules compiled by module.compile()",
         "_save_to_state_dict(destination, prefix, keep_vars)": "save shards in place of parameters",

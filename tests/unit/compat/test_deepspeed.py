@@ -15,7 +15,9 @@ from tests.unit.compat.test_names import import_deepspeed
 @pytest.fixture(autouse=True)
 def _deepspeed() -> Iterator[None]:
     import_deepspeed()
-    before = runtime.current_backend()
+    import deepspeed
+
+    before = deepspeed.comm.comm.cdb
     yield
     runtime.use_backend(before)
 
