@@ -11,13 +11,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.compat.torch import fsdp
-from lightning_paral.compat.torch.autograd import around_backward_passes, version_of
+from lightning_paral.compat.torch.autograd import around_backward_passes, is_in_transform, version_of
 from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.fsdp import ForwardHooks, groups_of, pre_forward, unsharded_param
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.compat.torch.optimizers import foreach_copy_
 from lightning_paral.compat.torch.patches import replace_attributes
-from lightning_paral.compat.torch.tensors import identity_of
+from lightning_paral.compat.torch.tensors import identity_of, tree_leaves, tree_map_only
 from lightning_paral.engines.fsdp.hook_access import HookAccess
 from lightning_paral.engines.fsdp.refusals import check_assigned, refuse_replaced
 from lightning_paral.errors import ConfigurationError
@@ -43,6 +43,8 @@ class UserWrites:
         """Whether units stay unsharded, as in a step of a pipeline, even if `state_dict` reshards them."""
         self.unsharded: dict[UnitReconciliation, None] = {}
         """The units that are unsharded."""
+        self.storages: dict[int, Any] = {}
+        """The `FSDPParam`s by the storages of their unsharded values, which FSDP2 frees and refills."""
         self._has_changed = False
         places: dict[Any, list[tuple[Module, str]]] = {}
         for owner in root.modules():
@@ -79,6 +81,34 @@ class UserWrites:
     def have_gradients(self) -> bool:
         """Return whether a backward pass has left gradients on unsharded parameters, which are not reduced."""
         return any(each.parameter.grad is not None for unit in self.unsharded for each in unit.params or ())
+
+    def has_memory(self, value: Any) -> bool:
+        """Return whether `value` is a tensor with memory of unsharded parameters."""
+        return isinstance(value, Tensor) and value.layout is torch.strided and self._param_of(value) is not None
+
+    def _param_of(self, tensor: Any) -> Any:
+        local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+        return self.storages.get(identity_of(local.untyped_storage()))
+
+    def copy_returned(self, output: Any) -> Any:
+        """Return the output of a unit or a step with copies of weights in it, because their memory is freed."""
+        if is_in_transform() or not any(map(self.has_memory, tree_leaves(output))):
+            return output
+        return tree_map_only(Tensor, lambda value: value.clone() if self.has_memory(value) else value, output)
+
+    def shard_of(self, parameter: Any) -> Any:
+        """Return the shard of an unsharded parameter, and other parameters as they are."""
+        param = self._param_of(parameter) if self.has_memory(parameter) else None
+        return parameter if param is None or unsharded_param(param) is not parameter else param.sharded_param
+
+    def refuse_returned(self, output: Any, method: str) -> None:
+        """Raise a `ConfigurationError` if a method of a unit has returned parameters."""
+        for each in tree_leaves(output):
+            if isinstance(each, Parameter) and self.has_memory(each):
+                raise ConfigurationError(
+                    f"{method} returned {self.names[self._param_of(each)]}, which is resharded when a method of its "
+                    "unit ends. Use the parameters of the module outside of its methods, or return parameter.clone()."
+                )
 
     def before_gather(self) -> None:
         """Write what code has written to views to the shards, and let gathering wait for all writes."""
@@ -158,7 +188,7 @@ class UnitReconciliation:
         """The bytes of the parts of the parameters that must not be written to, as they were unsharded."""
         self._changed: Tensor | None = None
         """Whether a step has changed them."""
-        fsdp.watch(group, self._before_gather, self._after_unshard, self._before_reshard)
+        fsdp.watch(group, self._before_gather, self._after_unshard, self._before_reshard, writes.copy_returned)
 
     def has_one_of(self, tensors: Iterable[Any]) -> bool:
         """Return whether one of these DTensors has the memory of a shard of the unit."""
@@ -203,6 +233,7 @@ class UnitReconciliation:
                     own_part = fsdp.local_shard_view(param, values) if shard.numel() else None
                     is_exact = param.param_dtype is None and shard.device == values.device
                     self.params.append(_Unsharded(param, parameter, values, own_part, is_exact))
+                    self._writes.storages[identity_of(values.untyped_storage())] = param
             with_part = [each for each in self.params if each.own_part is not None]
             self._exact = [each for each in with_part if each.is_exact]
             self._inexact = [each for each in with_part if not each.is_exact]
@@ -257,7 +288,7 @@ class UnitReconciliation:
         return torch.cat(parts) if parts else None
 
 
-def unshard_around_methods(module: Any, undo: ExitStack) -> None:
+def unshard_around_methods(module: Any, writes: UserWrites, undo: ExitStack) -> None:
     """Unshard a unit around `forward` and its other public methods, until `undo` is closed.
 
     FSDP2 unshards only around `forward`, and reshards as soon as a nested call ends, as does torch's
@@ -268,7 +299,9 @@ def unshard_around_methods(module: Any, undo: ExitStack) -> None:
         return
     hooks, depth = ForwardHooks(module), 0
 
-    def around(method: Callable[..., Any]) -> Callable[..., Any]:
+    def around(name: str) -> Callable[..., Any]:
+        method = getattr(module, name)
+
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal depth
             depth += 1
@@ -278,11 +311,13 @@ def unshard_around_methods(module: Any, undo: ExitStack) -> None:
                 output = method(*args, **kwargs)
             finally:
                 depth -= 1
+            if depth == 0 and name != "forward":
+                writes.refuse_returned(output, f"{type(module).__name__}.{name}")
             return output if depth else hooks.after(output)
 
         return call
 
-    undo.callback(replace_attributes(module, {name: around(getattr(module, name)) for name in ("forward", *names)}))
+    undo.callback(replace_attributes(module, {name: around(name) for name in ("forward", *names)}))
 
 
 def _public_methods(module: Module) -> list[str]:
@@ -300,8 +335,8 @@ class RootUnshard:
     """Unshards the root's parameters while a step runs, and while the module is called outside steps.
 
     At all other times every parameter is sharded, so that hooks and callbacks read and change the values that are
-    trained. A step of manual optimization runs backward passes and optimizers itself. There, the root is unsharded when
-    a module is called, and resharded after a backward pass: from then on, parameters have their gradients.
+    trained. A step of manual optimization runs backward passes and optimizers itself. Its code outside of calls of
+    modules and of backward passes is such a time: parameters have the gradients that the optimizers use.
 
     Args:
         root: the sharded LightningModule.
@@ -315,6 +350,7 @@ class RootUnshard:
         self._hooks = ForwardHooks(root)
         self._units = [unit for unit in writes.units if unit.module is root]
         self._depth = 0
+        self._in_manual_step = False
         self._in_call = False
         self._num_passes = 0
         self.reshards_before_backward = False
@@ -332,11 +368,11 @@ class RootUnshard:
 
     def manual_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a training step of manual optimization, which calls backward passes and optimizers itself."""
-        self._depth = 1
+        self._depth, self._in_manual_step = 0, True
         try:
             return step(*args, **kwargs)
         finally:
-            self._depth = 0
+            self._depth, self._in_manual_step = 0, False
             self._writes.reshard()
 
     def evaluation_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -356,17 +392,19 @@ class RootUnshard:
         """Unshard the root for backward passes in steps, and reshard all units after them, until `undo` is closed."""
 
         def begin() -> None:
-            if self._depth and not self._num_passes:
-                self._root.unshard()  # an earlier pass of the same graph has resharded it
+            if self._in_manual_step and not self._num_passes:
+                self._root.unshard()  # also if the loss is not computed from what the root has returned
             self._num_passes += 1
 
         def end(inputs: Sequence[Any], is_done: bool) -> None:
             self._num_passes -= 1
-            if is_done and not inputs and not self._num_passes:
-                if self._writes.have_gradients() and all(unit.group.reduce_grads for unit in self._units):
-                    self._hooks.end_backward()  # FSDP2 has not noticed the pass, because no unit computed its loss
-                if self._depth:
-                    self._writes.reshard()
+            if self._num_passes:
+                return
+            reduces = is_done and not inputs and all(unit.group.reduce_grads for unit in self._units)
+            if reduces and self._writes.have_gradients():
+                self._hooks.end_backward()  # FSDP2 has not noticed the pass, because no unit computed its loss
+            if self._in_manual_step:
+                self._writes.reshard()
 
         undo.callback(around_backward_passes(begin, end))
 
