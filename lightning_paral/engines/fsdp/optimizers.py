@@ -81,9 +81,8 @@ def give_shards_to_optimizers(shard_of: Callable[[Any], Any]) -> Callable[[], No
 
     def add_param_group(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
         params = param_group["params"]
-        if not isinstance(params, set):  # an error of torch
-            given = [params] if isinstance(params, Tensor) else list(params)
-            param_group["params"] = tree_map_only(Tensor, shard_of, given)
+        given = params if isinstance(params, Tensor | set) else list(params)  # a set is torch's error
+        param_group["params"] = tree_map_only(Tensor, shard_of, given)
         add(optimizer, param_group)
 
     return replace_attributes(Optimizer, {"add_param_group": add_param_group})

@@ -43,7 +43,7 @@ class UserWrites:
         """Whether units stay unsharded, as in a step of a pipeline, even if `state_dict` reshards them."""
         self.unsharded: dict[UnitReconciliation, None] = {}
         """The units that are unsharded."""
-        self.storages: dict[int, Any] = {}
+        self.memory: dict[int, Any] = {}
         """The `FSDPParam`s by the storages of their unsharded values, which FSDP2 frees and refills."""
         self._has_changed = False
         places: dict[Any, list[tuple[Module, str]]] = {}
@@ -82,33 +82,31 @@ class UserWrites:
         """Return whether a backward pass has left gradients on unsharded parameters, which are not reduced."""
         return any(each.parameter.grad is not None for unit in self.unsharded for each in unit.params or ())
 
-    def has_memory(self, value: Any) -> bool:
-        """Return whether `value` is a tensor with memory of unsharded parameters."""
-        return isinstance(value, Tensor) and value.layout is torch.strided and self._param_of(value) is not None
+    def param_of(self, value: Any) -> Any:
+        """Return the `FSDPParam` whose unsharded memory `value` has; `None` if it is something else."""
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            return None
+        local = local_of(value) if isinstance(value, DTensor) else value
+        return self.memory.get(identity_of(local.untyped_storage()))
 
-    def _param_of(self, tensor: Any) -> Any:
-        local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-        return self.storages.get(identity_of(local.untyped_storage()))
+    def shard_of(self, value: Any) -> Any:
+        """Return the shard of an unsharded parameter, and everything else as it is."""
+        param = self.param_of(value)
+        return value if param is None or unsharded_param(param) is not value else param.sharded_param
 
     def copy_returned(self, output: Any) -> Any:
         """Return the output of a unit or a step with copies of weights in it, because their memory is freed."""
-        if is_in_transform() or not any(map(self.has_memory, tree_leaves(output))):
+        if is_in_transform() or all(self.param_of(each) is None for each in tree_leaves(output)):
             return output
-        return tree_map_only(Tensor, lambda value: value.clone() if self.has_memory(value) else value, output)
-
-    def shard_of(self, parameter: Any) -> Any:
-        """Return the shard of an unsharded parameter, and other parameters as they are."""
-        param = self._param_of(parameter) if self.has_memory(parameter) else None
-        return parameter if param is None or unsharded_param(param) is not parameter else param.sharded_param
+        return tree_map_only(Tensor, lambda each: each if self.param_of(each) is None else each.clone(), output)
 
     def refuse_returned(self, output: Any, method: str) -> None:
         """Raise a `ConfigurationError` if a method of a unit has returned parameters."""
-        for each in tree_leaves(output):
-            if isinstance(each, Parameter) and self.has_memory(each):
-                raise ConfigurationError(
-                    f"{method} returned {self.names[self._param_of(each)]}, which is resharded when a method of its "
-                    "unit ends. Use the parameters of the module outside of its methods, or return parameter.clone()."
-                )
+        for each in [each for each in tree_leaves(output) if self.shard_of(each) is not each]:
+            raise ConfigurationError(
+                f"{method} returned {self.names[self.param_of(each)]}, which is resharded when a method of its unit "
+                "ends. Use the parameters of the module outside of its methods, or return parameter.clone()."
+            )
 
     def before_gather(self) -> None:
         """Write what code has written to views to the shards, and let gathering wait for all writes."""
@@ -233,7 +231,7 @@ class UnitReconciliation:
                     own_part = fsdp.local_shard_view(param, values) if shard.numel() else None
                     is_exact = param.param_dtype is None and shard.device == values.device
                     self.params.append(_Unsharded(param, parameter, values, own_part, is_exact))
-                    self._writes.storages[identity_of(values.untyped_storage())] = param
+                    self._writes.memory[identity_of(values.untyped_storage())] = param
             with_part = [each for each in self.params if each.own_part is not None]
             self._exact = [each for each in with_part if each.is_exact]
             self._inexact = [each for each in with_part if not each.is_exact]
@@ -311,9 +309,11 @@ def unshard_around_methods(module: Any, writes: UserWrites, undo: ExitStack) -> 
                 output = method(*args, **kwargs)
             finally:
                 depth -= 1
-            if depth == 0 and name != "forward":
+            if depth:
+                return output
+            if name != "forward":
                 writes.refuse_returned(output, f"{type(module).__name__}.{name}")
-            return output if depth else hooks.after(output)
+            return hooks.after(output)
 
         return call
 
