@@ -96,7 +96,10 @@ class UserWrites:
 
     def copy_returned(self, output: Any) -> Any:
         """Return the output of a unit or a step with copies of weights in it, because their memory is freed."""
-        if is_in_transform() or all(self.param_of(each) is None for each in tree_leaves(output)):
+        leaves = [] if is_in_transform() else tree_leaves(output)
+        for own in [vars(each) for each in leaves if hasattr(each, "__dict__") and not isinstance(each, Tensor)]:
+            own.update({name: each.clone() for name, each in own.items() if self.param_of(each) is not None})
+        if all(self.param_of(each) is None for each in leaves):
             return output
         return tree_map_only(Tensor, lambda each: each if self.param_of(each) is None else each.clone(), output)
 

@@ -386,6 +386,25 @@ class ReturnedManually(Returned):
         return {"gain": self.gain, "row": self.head.weight.detach()[0]}
 
 
+class Distributes(Net):
+    """The module returns an object that has a view of a weight."""
+
+    is_manual = True
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.distributions.Normal(self.head(self.block(self.stem(x))), self.gain)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(-self(batch[0]).log_prob(batch[1]).mean())
+        self.see_and_scale_gradients(self.parameters())
+        optimizer.step()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(self(batch[0]).scale.mean().item())
+
+
 class Freezes(Net):
     """Freezes unsharded parameters of the root, before and after their use."""
 
@@ -441,7 +460,7 @@ CASES = (
     InStep, AfterTheLoss, ViewInStep, BeforeZeroGrad, BeforeBackward, Precise, Accumulates, Checkpoints, Transposes,
     RawManual, RawSign, Subclass, StaysUnsharded, StaysUnshardedManually, Unreduced, Assigns, Unfreezes, Freezes,
     AssignsThenWrites, ReadsOnOneRank, BetweenPasses, BetweenPassesUnsharded, AfterOthers, AddsInStep, AddsInManualStep,
-    FromMethod, Returned, ReturnedManually,
+    FromMethod, Returned, ReturnedManually, Distributes,
 )  # fmt: skip
 
 
