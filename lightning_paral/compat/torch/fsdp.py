@@ -29,6 +29,7 @@ NAMES: Names = {
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": {
         "unshard": "copy writes back to the shards before they are gathered",
         "_to_unsharded": "call a function after parameters are unsharded",
+        "post_forward(module, input, output)": "copy weights that a unit returns, whose memory is freed",
         "post_backward": "read attributes of shards without the dispatch that hooks need",
         "_to_sharded": "copy writes back to the shards before they are resharded",
         ".fsdp_params": "find the parameters of a unit",
@@ -105,6 +106,7 @@ def watch(
     before_gather: Callable[[], None],
     after_unshard: Callable[[], None],
     before_reshard: Callable[[], bool],
+    after_forward: Callable[[Any], Any],
 ) -> None:
     """Call functions whenever the parameters of `group` are unsharded or resharded, as long as `group` exists.
 
@@ -113,13 +115,16 @@ def watch(
         before_gather: called before the shards are gathered, also if they are unsharded already.
         after_unshard: called after parameters have been unsharded.
         before_reshard: called before parameters are resharded; returns whether to reshard them.
+        after_forward: called with the output of `forward` before parameters are resharded after it; returns the output
+            to use in its place.
 
     Raises:
         PrivateNameError: this version of torch unshards or reshards in a different way.
     """
-    for method in ("unshard", "_to_unsharded", "post_backward", "_to_sharded"):
+    for method in ("unshard", "_to_unsharded", "post_forward", "post_backward", "_to_sharded"):
         named(NAMES, method).resolve()
     gather, unshard, reduce, reshard = group.unshard, group._to_unsharded, group.post_backward, group._to_sharded
+    end_forward = group.post_forward
 
     def gather_shards(*args: Any, **kwargs: Any) -> None:
         before_gather()
@@ -129,6 +134,9 @@ def watch(
         with DisableTorchFunctionSubclass():  # it reads an attribute of each shard
             unshard()
         after_unshard()
+
+    def post_forward(module: Any, args: Any, output: Any) -> Any:
+        return end_forward(module, args, after_forward(output))
 
     def post_backward(*args: Any) -> None:
         with DisableTorchFunctionSubclass():
@@ -140,7 +148,7 @@ def watch(
                 reshard()
 
     group.unshard, group._to_unsharded, group.post_backward = gather_shards, to_unsharded, post_backward
-    group._to_sharded = to_sharded
+    group._to_sharded, group.post_forward = to_sharded, post_forward
 
 
 def reshard(group: Any) -> None:

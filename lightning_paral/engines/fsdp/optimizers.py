@@ -19,6 +19,8 @@ from lightning_paral.checkpoint.layout import dtensor_like
 from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
 from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.optimizers import mark_stepped
+from lightning_paral.compat.torch.patches import replace_attributes
+from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.errors import ConfigurationError
 
 _ELEMENTWISE = (
@@ -68,6 +70,22 @@ def check_optimizers(
             )
         if _name_in_torch(optimizer) in _ELEMENTWISE:
             _step_on_local_tensors(optimizer, reshard, undo)
+
+
+def give_shards_to_optimizers(shard_of: Callable[[Any], Any]) -> Callable[[], None]:
+    """Let optimizers exchange parameters that they are given for `shard_of` them; return a function to undo it.
+
+    Steps, and methods of units such as nanoGPT's `configure_optimizers`, have unsharded parameters.
+    """
+    add = Optimizer.add_param_group
+
+    def add_param_group(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
+        params = param_group["params"]
+        given = params if isinstance(params, Tensor | set) else list(params)  # a set is torch's error
+        param_group["params"] = tree_map_only(Tensor, shard_of, given)
+        add(optimizer, param_group)
+
+    return replace_attributes(Optimizer, {"add_param_group": add_param_group})
 
 
 def _name_in_torch(optimizer: Optimizer) -> str:

@@ -22,7 +22,7 @@ class FSDPOptions(RankOptions):
         min_params: instead of `units`, the smallest submodules with at least this number of parameters.
         replicate: hybrid sharding: the number of copies of the model, each sharded over world size / `replicate` ranks.
         reshard_after_forward: whether a unit is resharded between forward and backward. `None`: every unit but the
-            root. `False` saves an all-gather but uses more memory.
+            root. `False` saves an all-gather but uses more memory. Under manual optimization it is always `True`.
         accumulate: in backward passes that accumulate, reduce-scatter gradients each time (`"sharded"`), or keep full
             gradients and reduce them once (`"unsharded"`), which costs memory but saves traffic. Gradients are averaged
             over the replicas once in both cases.
@@ -71,9 +71,12 @@ class FSDPOptions(RankOptions):
         "device_mesh": "Use replicate=....",
         "state_dict_type": "Use checkpoint='full' or 'sharded'.",
         **dict.fromkeys(
-            ("use_orig_params", "sync_module_states", "limit_all_gathers", "prefetch", "backward_prefetch"),
+            ("use_orig_params", "sync_module_states", "limit_all_gathers", "backward_prefetch"),
             "Leave it out: FSDP2 always does this.",
         ),
+        "reshard_after_forward": "In place of a number of ranks, use replicate=..., or True.",
+        "prefetch": "FSDP2 gathers ahead in backward passes. To gather ahead in forward passes as well, call "
+        "set_modules_to_forward_prefetch of the units in on_fit_start.",
         "offload": "FSDP offloads to host memory: offload=True. For NVMe, use ParalZeROStrategy(stage=3, "
         "offload_optimizer=Offload('nvme', path=...)).",
     }

@@ -127,6 +127,10 @@ _CAUSES = {
     "|Cannot access storage of TensorWrapper": (
         "A unit got a tensor of forward-mode differentiation, or of a transform of torch.func. Use torch.autograd.grad."
     ),
+    "number of tensors was saved during the original forward and recomputation": (
+        "A function that torch.utils.checkpoint computes again uses weights outside of forward passes and methods of "
+        "their modules, where they may be sharded. Use them in a forward pass, or checkpoint that of a module."
+    ),
     "Inplace update to inference tensor|Inference tensors do not track version": (
         "A hook called the module in torch.inference_mode. Use torch.no_grad."
     ),

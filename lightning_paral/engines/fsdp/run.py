@@ -28,7 +28,7 @@ from lightning_paral.compat.torch.patches import replace_attributes
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.fsdp import shard
 from lightning_paral.engines.fsdp.gradients import DTYPES, AveragedGradients, match_inputs, sharding_policy
-from lightning_paral.engines.fsdp.optimizers import check_optimizers
+from lightning_paral.engines.fsdp.optimizers import check_optimizers, give_shards_to_optimizers
 from lightning_paral.engines.fsdp.options import FSDPOptions
 from lightning_paral.engines.fsdp.refusals import check_user_hooks
 from lightning_paral.engines.fsdp.unshard import RootUnshard, unshard_around_methods
@@ -139,9 +139,9 @@ class FSDPRun(shard.Sharding):
         group = self._dims.data_group() if self._dims.num_ranks > 1 else None
         self.undo.callback(AveragedGradients(replicated, self._dims.data_size, group).remove)
         shard.move_metrics(self.module, self.device)
-        for module in self._sharded[:-1]:
-            unshard_around_methods(module, self.undo)
         self._let_code_write()
+        for module in self._sharded[:-1]:
+            unshard_around_methods(module, self.writes, self.undo)
         for param in self._params:
             keep_dtype(param)
         self._root = RootUnshard(self._sharded[-1], {unit.module for unit in self.units.inner}, self.writes)
@@ -175,7 +175,8 @@ class FSDPRun(shard.Sharding):
         self._fully_shard(
             part,
             replicated,
-            reshard_after_forward=self._options.reshard_after_forward,
+            # Code of a manual step finds the shards, which have the gradients
+            reshard_after_forward=self._options.reshard_after_forward if self.module.automatic_optimization else True,
             mp_policy=MixedPrecisionPolicy() if shard.stays_fp32(part) else self._policy,
             offload_policy=on_host if self._options.offload else OffloadPolicy(),
         )
@@ -192,6 +193,7 @@ class FSDPRun(shard.Sharding):
         self._timeout = timeout
         self._trained = TrainedParameters(self.module, self.undo)
         self._known = set(self.module.parameters())
+        self.undo.callback(give_shards_to_optimizers(self.writes.shard_of))
         callbacks = [each for each in vars(self.module.trainer)["callbacks"] if isinstance(each, Callback)]
         hooks = product(("on_before_zero_grad", "on_before_backward"), (self.module, *callbacks))
         zeroes_itself = is_overridden("optimizer_zero_grad", self.module)

@@ -11,13 +11,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.compat.torch import fsdp
-from lightning_paral.compat.torch.autograd import around_backward_passes, version_of
+from lightning_paral.compat.torch.autograd import around_backward_passes, is_in_transform, version_of
 from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.fsdp import ForwardHooks, groups_of, pre_forward, unsharded_param
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.compat.torch.optimizers import foreach_copy_
 from lightning_paral.compat.torch.patches import replace_attributes
-from lightning_paral.compat.torch.tensors import identity_of
+from lightning_paral.compat.torch.tensors import identity_of, tree_leaves, tree_map_only
 from lightning_paral.engines.fsdp.hook_access import HookAccess
 from lightning_paral.engines.fsdp.refusals import check_assigned, refuse_replaced
 from lightning_paral.errors import ConfigurationError
@@ -43,6 +43,8 @@ class UserWrites:
         """Whether units stay unsharded, as in a step of a pipeline, even if `state_dict` reshards them."""
         self.unsharded: dict[UnitReconciliation, None] = {}
         """The units that are unsharded."""
+        self.memory: dict[int, Any] = {}
+        """The `FSDPParam`s by the storages of their unsharded values, which FSDP2 frees and refills."""
         self._has_changed = False
         places: dict[Any, list[tuple[Module, str]]] = {}
         for owner in root.modules():
@@ -79,6 +81,35 @@ class UserWrites:
     def have_gradients(self) -> bool:
         """Return whether a backward pass has left gradients on unsharded parameters, which are not reduced."""
         return any(each.parameter.grad is not None for unit in self.unsharded for each in unit.params or ())
+
+    def param_of(self, value: Any) -> Any:
+        """Return the `FSDPParam` whose unsharded memory `value` has; `None` if it is something else."""
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            return None
+        local = local_of(value) if isinstance(value, DTensor) else value
+        return self.memory.get(identity_of(local.untyped_storage()))
+
+    def shard_of(self, value: Any) -> Any:
+        """Return the shard of an unsharded parameter, and everything else as it is."""
+        param = self.param_of(value)
+        return value if param is None or unsharded_param(param) is not value else param.sharded_param
+
+    def copy_returned(self, output: Any) -> Any:
+        """Return the output of a unit or a step with copies of weights in it, because their memory is freed."""
+        leaves = [] if is_in_transform() else tree_leaves(output)
+        for own in [vars(each) for each in leaves if hasattr(each, "__dict__") and not isinstance(each, Tensor)]:
+            own.update({name: each.clone() for name, each in own.items() if self.param_of(each) is not None})
+        if all(self.param_of(each) is None for each in leaves):
+            return output
+        return tree_map_only(Tensor, lambda each: each if self.param_of(each) is None else each.clone(), output)
+
+    def refuse_returned(self, output: Any, method: str) -> None:
+        """Raise a `ConfigurationError` if a method of a unit has returned parameters."""
+        for each in [each for each in tree_leaves(output) if self.shard_of(each) is not each]:
+            raise ConfigurationError(
+                f"{method} returned {self.names[self.param_of(each)]}, which is resharded when a method of its unit "
+                "ends. Use the parameters of the module outside of its methods, or return parameter.clone()."
+            )
 
     def before_gather(self) -> None:
         """Write what code has written to views to the shards, and let gathering wait for all writes."""
@@ -158,7 +189,7 @@ class UnitReconciliation:
         """The bytes of the parts of the parameters that must not be written to, as they were unsharded."""
         self._changed: Tensor | None = None
         """Whether a step has changed them."""
-        fsdp.watch(group, self._before_gather, self._after_unshard, self._before_reshard)
+        fsdp.watch(group, self._before_gather, self._after_unshard, self._before_reshard, writes.copy_returned)
 
     def has_one_of(self, tensors: Iterable[Any]) -> bool:
         """Return whether one of these DTensors has the memory of a shard of the unit."""
@@ -203,6 +234,7 @@ class UnitReconciliation:
                     own_part = fsdp.local_shard_view(param, values) if shard.numel() else None
                     is_exact = param.param_dtype is None and shard.device == values.device
                     self.params.append(_Unsharded(param, parameter, values, own_part, is_exact))
+                    self._writes.memory[identity_of(values.untyped_storage())] = param
             with_part = [each for each in self.params if each.own_part is not None]
             self._exact = [each for each in with_part if each.is_exact]
             self._inexact = [each for each in with_part if not each.is_exact]
@@ -257,7 +289,7 @@ class UnitReconciliation:
         return torch.cat(parts) if parts else None
 
 
-def unshard_around_methods(module: Any, undo: ExitStack) -> None:
+def unshard_around_methods(module: Any, writes: UserWrites, undo: ExitStack) -> None:
     """Unshard a unit around `forward` and its other public methods, until `undo` is closed.
 
     FSDP2 unshards only around `forward`, and reshards as soon as a nested call ends, as does torch's
@@ -268,7 +300,9 @@ def unshard_around_methods(module: Any, undo: ExitStack) -> None:
         return
     hooks, depth = ForwardHooks(module), 0
 
-    def around(method: Callable[..., Any]) -> Callable[..., Any]:
+    def around(name: str) -> Callable[..., Any]:
+        method = getattr(module, name)
+
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal depth
             depth += 1
@@ -278,11 +312,15 @@ def unshard_around_methods(module: Any, undo: ExitStack) -> None:
                 output = method(*args, **kwargs)
             finally:
                 depth -= 1
-            return output if depth else hooks.after(output)
+            if depth:
+                return output
+            if name != "forward":
+                writes.refuse_returned(output, f"{type(module).__name__}.{name}")
+            return hooks.after(output)
 
         return call
 
-    undo.callback(replace_attributes(module, {name: around(getattr(module, name)) for name in ("forward", *names)}))
+    undo.callback(replace_attributes(module, {name: around(name) for name in ("forward", *names)}))
 
 
 def _public_methods(module: Module) -> list[str]:
@@ -300,8 +338,8 @@ class RootUnshard:
     """Unshards the root's parameters while a step runs, and while the module is called outside steps.
 
     At all other times every parameter is sharded, so that hooks and callbacks read and change the values that are
-    trained. A step of manual optimization runs backward passes and optimizers itself. There, the root is unsharded when
-    a module is called, and resharded after a backward pass: from then on, parameters have their gradients.
+    trained. A step of manual optimization runs backward passes and optimizers itself. Its code outside of calls of
+    modules and of backward passes is such a time: parameters have the gradients that the optimizers use.
 
     Args:
         root: the sharded LightningModule.
@@ -315,6 +353,7 @@ class RootUnshard:
         self._hooks = ForwardHooks(root)
         self._units = [unit for unit in writes.units if unit.module is root]
         self._depth = 0
+        self._in_manual_step = False
         self._in_call = False
         self._num_passes = 0
         self.reshards_before_backward = False
@@ -332,9 +371,11 @@ class RootUnshard:
 
     def manual_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a training step of manual optimization, which calls backward passes and optimizers itself."""
-        self._depth = 1
-        output = step(*args, **kwargs)
-        self._depth = 0
+        self._depth, self._in_manual_step = 0, True
+        try:
+            output = step(*args, **kwargs)
+        finally:
+            self._depth, self._in_manual_step = 0, False
         self._writes.reshard()  # not after an error, which an error of its own would hide
         return output
 
@@ -355,17 +396,19 @@ class RootUnshard:
         """Unshard the root for backward passes in steps, and reshard all units after them, until `undo` is closed."""
 
         def begin() -> None:
-            if self._depth and not self._num_passes:
-                self._root.unshard()  # an earlier pass of the same graph has resharded it
+            if self._in_manual_step and not self._num_passes:
+                self._root.unshard()  # also if the loss is not computed from what the root has returned
             self._num_passes += 1
 
         def end(inputs: Sequence[Any], is_done: bool) -> None:
             self._num_passes -= 1
-            if is_done and not inputs and not self._num_passes:
-                if self._writes.have_gradients() and all(unit.group.reduce_grads for unit in self._units):
-                    self._hooks.end_backward()  # FSDP2 has not noticed the pass, because no unit computed its loss
-                if self._depth:
-                    self._writes.reshard()
+            if self._num_passes:
+                return
+            reduces = is_done and not inputs and all(unit.group.reduce_grads for unit in self._units)
+            if reduces and self._writes.have_gradients():
+                self._hooks.end_backward()  # FSDP2 has not noticed the pass, because no unit computed its loss
+            if self._in_manual_step:
+                self._writes.reshard()
 
         undo.callback(around_backward_passes(begin, end))
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_paral import ActivationCheckpointing, ConfigurationError, ParalFSDPStrategy
-from tests.models.blocks import Contrastive, Tied
+from tests.models.blocks import Block, Contrastive, Tied
 from tests.models.tokens import token_loader
 from tests.running import quiet_trainer
 
@@ -28,6 +29,32 @@ class CallsFunctionally(Tied):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         halved = {name: parameter.detach() * 0.5 for name, parameter in self.named_parameters()}
         torch.func.functional_call(self, halved, batch[0])
+
+
+class GivesWeight(Block):
+    def weight(self) -> Any:
+        return self.up.weight
+
+
+class Asks(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].__class__ = GivesWeight
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + self.blocks[1].weight().sum()
+
+
+class ChecksPointsOfStep(Tied):
+    """Checkpoints a function that uses a weight of the root in a manual step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.factor = nn.Parameter(torch.ones(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.manual_backward(checkpoint(lambda: self(batch[0]) * self.factor, use_reentrant=False).mean())
 
 
 class ClipsInHook(Tied):
@@ -99,6 +126,15 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], list[str]]] = {
     "replicas": (Tied, {"replicate": 3}, {}, ["replicate=3", "does not divide the 2 ranks", "1, 2"]),
     "no replicas": (Tied, {"replicate": 0}, {}, ["replicate=0", "1, 2"]),
     "accumulate": (Tied, {"accumulate": "whole"}, {}, ["'whole'", "'sharded' or 'unsharded'"]),
+    "prefetch": (Tied, {"prefetch": 2}, {}, ["no option 'prefetch'", "set_modules_to_forward_prefetch"]),
+    "resharding": (Tied, {"reshard_after_forward": 2}, {}, ["True or False or None", "replicate="]),
+    "a weight of a method": (
+        Asks,
+        {"units": ["GivesWeight"]},
+        {},
+        ["GivesWeight.weight returned blocks.1.up.weight", "clone()"],
+    ),
+    "a step is checkpointed": (ChecksPointsOfStep, {}, {}, ["weights outside of forward passes", "paral_ddp"]),
     "reduce_dtype": (Tied, {"reduce_dtype": "fp8"}, {}, ["'fp8'", "'bf16'"]),
     "two choices": (Tied, {"units": ["Block"], "min_params": 5}, {}, ["min_params=5", "Give one of"]),
     "early optimizer": (MadeEarly, {}, {}, ["Adagrad", "before MadeEarly was sharded", "configure_optimizers"]),

@@ -264,6 +264,147 @@ class Assigns(Net):
             p.grad = None
 
 
+class BetweenPasses(Net):
+    """Code between the forward and the backward pass sees the parameters and gradients that the optimizer has."""
+
+    is_manual = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch) + self.loss(batch)
+        self.see_and_scale_gradients(self.parameters())
+        parameters = list(self.parameters())
+        if batch_idx != 1:
+            for p in parameters:
+                p.grad = None
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(loss)
+        self.seen.append(nn.utils.clip_grad_norm_(parameters, 0.1))
+        optimizer.step()
+
+
+class BetweenPassesUnsharded(BetweenPasses):
+    options: ClassVar[dict[str, Any]] = {"reshard_after_forward": False}
+
+
+class AfterOthers(Net):
+    """Reads gradients after the gradient by an input, and after the loss of a discriminator is frozen."""
+
+    is_manual = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        x = batch[0].clone().requires_grad_()
+        y = self(x)
+        torch.autograd.grad(y.mean(), x, retain_graph=True)
+        self.see_and_scale_gradients(self.parameters())
+        self.block.requires_grad_(False)
+        self.manual_backward(y.mean())
+        self.block.requires_grad_(True)
+        self.manual_backward(self.head(checkpoint(self.block, self.stem(x), use_reentrant=False)).mean())
+        self.see_and_scale_gradients(self.parameters())
+        optimizer.step()
+
+
+class AddsInStep(Net):
+    def configure_optimizers(self) -> Any:
+        return optim.SGD([*self.stem.parameters(), *self.block.parameters()], lr=0.05)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if batch_idx == 1 and self.current_epoch == 0:
+            self.trainer.optimizers[0].add_param_group({"params": [self.gain, self.head.bias]})
+        return loss
+
+
+class AddsInManualStep(AddsInStep):
+    is_manual = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class OptimizesItself(Block):
+    def optimizer(self) -> optim.Optimizer:
+        return optim.SGD([{"params": self.linear.parameters()}, {"params": self.row, "lr": 0.01}], lr=0.05)
+
+
+class FromMethod(Net):
+    """A method of a unit, which is unsharded there, creates the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = OptimizesItself()
+
+    def configure_optimizers(self) -> Any:
+        return self.block.optimizer()
+
+
+class ReturnsWeights(Block):
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        return {"x": super().forward(x), "weights": (self.linear.weight, self.row[0])}
+
+
+class Returned(Net):
+    """A unit and the steps return weights, whose memory is freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = ReturnsWeights()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.block(self.stem(x))
+        weight, row = found["weights"]
+        return self.head(found["x"] @ weight.t() + row) * self.gain
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch), "gain": self.gain, "row": self.head.weight.detach()[0]}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(outputs["gain"].shape)
+        outputs["row"].sum().item()  # the values are those of before the step, which in one process share memory
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return [self.head.weight, self.block(self.stem(batch[0]))["weights"]]
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append([outputs[0].sum().item(), *(float(each.sum()) for each in outputs[1])])
+
+
+class ReturnedManually(Returned):
+    is_manual = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch) + self.block(self.stem(batch[0]))["weights"][0].square().sum())
+        self.see_and_scale_gradients(self.parameters())
+        optimizer.step()
+        return {"gain": self.gain, "row": self.head.weight.detach()[0]}
+
+
+class Distributes(Net):
+    """The module returns an object that has a view of a weight."""
+
+    is_manual = True
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.distributions.Normal(self.head(self.block(self.stem(x))), self.gain)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(-self(batch[0]).log_prob(batch[1]).mean())
+        self.see_and_scale_gradients(self.parameters())
+        optimizer.step()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(self(batch[0]).scale.mean().item())
+
+
 class Freezes(Net):
     """Freezes unsharded parameters of the root, before and after their use."""
 
@@ -318,8 +459,13 @@ class Unfreezes(Net):
 CASES = (
     InStep, AfterTheLoss, ViewInStep, BeforeZeroGrad, BeforeBackward, Precise, Accumulates, Checkpoints, Transposes,
     RawManual, RawSign, Subclass, StaysUnsharded, StaysUnshardedManually, Unreduced, Assigns, Unfreezes, Freezes,
-    AssignsThenWrites, ReadsOnOneRank,
+    AssignsThenWrites, ReadsOnOneRank, BetweenPasses, BetweenPassesUnsharded, AfterOthers, AddsInStep, AddsInManualStep,
+    FromMethod, Returned, ReturnedManually, Distributes,
 )  # fmt: skip
+
+
+def _is_block(name: str, module: nn.Module) -> bool:
+    return isinstance(module, Block)
 
 
 def fit(name: str, units: Any, num_ranks: int) -> list[Any]:
@@ -342,7 +488,7 @@ def full(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-@pytest.mark.parametrize("units", [["Block"], "auto"])
+@pytest.mark.parametrize("units", [_is_block, "auto"])
 @pytest.mark.parametrize("name", [each.__name__ for each in CASES])
 def test_shards_are_used_as_their_unsharded_values(on_ranks, name: str, units: Any) -> None:
     expected = fit(name, None, 1)
