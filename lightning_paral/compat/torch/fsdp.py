@@ -41,6 +41,7 @@ NAMES: Names = {
         "_lazy_init": "know the parameter groups before the first step",
         "_pre_forward(module, args, kwargs)": "unshard parameters before a step or a method",
         "_post_forward(module, input, output)": "reshard between a step and its backward pass",
+        "_pre_backward(grad)": "unshard parameters before the backward pass of tensors in objects that a unit returns",
         "_root_post_backward_final_callback": "reduce gradients of a backward pass that FSDP2 has not noticed",
         "._pre_forward_hook_handle": "remove FSDP2's hooks from forward, which ours replace",
         "._post_forward_hook_handle": "remove FSDP2's hooks from forward, which ours replace",
@@ -192,6 +193,11 @@ class ForwardHooks:
 def initialize(root: Any) -> None:
     """Initialize FSDP2 for the sharded module `root`, as its first forward would."""
     root._get_fsdp_state()._lazy_init()
+
+
+def unshard_before_backward(module: Any, tensor: Tensor) -> None:
+    """Unshard the parameters of a sharded module before the backward pass reaches `tensor`, which it has returned."""
+    tensor.register_hook(module._get_fsdp_state()._pre_backward)  # type: ignore[no-untyped-call]
 
 
 def groups_of(module: Any) -> list[Any]:

@@ -94,11 +94,17 @@ class UserWrites:
         param = self.param_of(value)
         return value if param is None or unsharded_param(param) is not value else param.sharded_param
 
-    def copy_returned(self, output: Any) -> Any:
-        """Return the output of a unit or a step with copies of weights in it, because their memory is freed."""
+    def copy_returned(self, output: Any, module: Any) -> Any:
+        """Return the output of a unit or a step with copies of weights in it, because their memory is freed.
+
+        FSDP2 unshards `module` again before the backward passes of tensors, but does not find those in objects.
+        """
         leaves = [] if is_in_transform() else tree_leaves(output)
         for own in [vars(each) for each in leaves if hasattr(each, "__dict__") and not isinstance(each, Tensor)]:
             own.update({name: each.clone() for name, each in own.items() if self.param_of(each) is not None})
+            for each in own.values():
+                if isinstance(each, Tensor) and each.requires_grad and not each.is_leaf:
+                    fsdp.unshard_before_backward(module, each)
         if all(self.param_of(each) is None for each in leaves):
             return output
         return tree_map_only(Tensor, lambda each: each if self.param_of(each) is None else each.clone(), output)
@@ -189,7 +195,7 @@ class UnitReconciliation:
         """The bytes of the parts of the parameters that must not be written to, as they were unsharded."""
         self._changed: Tensor | None = None
         """Whether a step has changed them."""
-        fsdp.watch(group, self._before_gather, self._after_unshard, self._before_reshard, writes.copy_returned)
+        fsdp.watch(group, self._before_gather, self._after_unshard, self._before_reshard, self._after_forward)
 
     def has_one_of(self, tensors: Iterable[Any]) -> bool:
         """Return whether one of these DTensors has the memory of a shard of the unit."""
@@ -222,6 +228,9 @@ class UnitReconciliation:
         if self not in self._writes.unsharded:
             self._writes.before_gather()
             self._check_places()
+
+    def _after_forward(self, output: Any) -> Any:
+        return self._writes.copy_returned(output, self.module)
 
     def _after_unshard(self) -> None:
         if self.params is None:  # FSDP2 creates the unsharded parameters only once

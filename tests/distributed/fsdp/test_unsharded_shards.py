@@ -405,6 +405,24 @@ class Distributes(Net):
         self.seen.append(self(batch[0]).scale.mean().item())
 
 
+class Distribution(Block):
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        return torch.distributions.Normal(super().forward(x) * self.row, self.row)
+
+
+class FromDistribution(Net):
+    """A unit returns an object whose tensors are differentiated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Distribution()
+        self.block.row.data.abs_().add_(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.block(self.stem(x))
+        return self.head(found.loc * found.scale) * self.gain
+
+
 class Freezes(Net):
     """Freezes unsharded parameters of the root, before and after their use."""
 
@@ -460,7 +478,7 @@ CASES = (
     InStep, AfterTheLoss, ViewInStep, BeforeZeroGrad, BeforeBackward, Precise, Accumulates, Checkpoints, Transposes,
     RawManual, RawSign, Subclass, StaysUnsharded, StaysUnshardedManually, Unreduced, Assigns, Unfreezes, Freezes,
     AssignsThenWrites, ReadsOnOneRank, BetweenPasses, BetweenPassesUnsharded, AfterOthers, AddsInStep, AddsInManualStep,
-    FromMethod, Returned, ReturnedManually, Distributes,
+    FromMethod, Returned, ReturnedManually, Distributes, FromDistribution,
 )  # fmt: skip
 
 
