@@ -200,6 +200,15 @@ class FirstFailure:
             self.known = Failure(**json.loads(self.store.get("failure")))
         return self.known
 
+    def agree(self, key: str, value: str) -> bool:
+        """Return whether all ranks call this with the same value, within `END_SECONDS`. An empty value is a no."""
+        keys = [f"{key}/{rank}" for rank in range(self.world_size)]
+        with suppress(*_UNREACHABLE):
+            self.store.set(keys[self.rank], value)
+            if value and wait_until(lambda: self.store.check(keys), END_SECONDS):
+                return {self.store.get(each) for each in keys} == {value.encode()}
+        return False
+
     def print_own(self, print_error: Callable[[], object]) -> None:
         """Call `print_error`, which prints the error of this rank, unless another rank has printed it."""
         is_printer = self._is_printer()

@@ -237,18 +237,19 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks. *Collective*; nothing without a process group, or after a failure of some ranks."""
-        if self._watch.reaches_all:
-            device = self.root_device
-            dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+        ranks, device = self._watch.reachable(), self.root_device
+        if ranks is not None:
+            on_cuda = device.type == "cuda" and ranks.group is None
+            dist.barrier(group=ranks.group, device_ids=[device.index] if on_cuda else None)
         if name == "run-stage" and self._stop_on_sigterm is not None and self.lightning_module is not None:
             # Lightning has set its handlers of signals.
             self._stop_on_sigterm.on_validation_start(self.lightning_module.trainer, self.lightning_module)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the `obj` of rank `src`, or after a failure of some ranks that of this one. *Collective*."""
-        objects = [obj]
-        if self._watch.reaches_all:
-            dist.broadcast_object_list(objects, src)
+        ranks, objects = self._watch.reachable(), [obj]
+        if ranks is not None:
+            dist.broadcast_object_list(objects, src, group=ranks.group)
         return objects[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -265,7 +266,8 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
             Any: `tensor`. For the mean of integers, a new floating-point tensor, which Lightning needs to count the
                 samples of logged values. After a failure, `tensor` is unchanged.
         """
-        if not isinstance(tensor, Tensor) or not self._watch.reaches_all:
+        ranks = self._watch.reachable() if isinstance(tensor, Tensor) else None
+        if ranks is None or ranks.group is not None:  # after a failure
             return tensor
         average = reduce_op in (None, "mean", "avg", dist.ReduceOp.AVG)
         if average:
@@ -301,9 +303,12 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
         """Return whether `decision` is true on all ranks or, with `all=False`, on any. *Collective* over all ranks."""
-        if not self._watch.reaches_all:
+        ranks = self._watch.reachable()
+        if ranks is None:
             return decision
-        group = self._logged_group if self.dims.data_size == self.dims.num_ranks else None
+        group = ranks.group
+        if group is None and self.dims.data_size == self.dims.num_ranks:
+            group = self._logged_group
         return every_rank(decision, group) if all else any_rank(decision, group)
 
     # Model wrapping
@@ -482,6 +487,8 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         has_failed = self._watch.is_failing and self._watch.watcher is not None
         if not has_failed:
             return super()._saving_ranks(checkpoint, filepath)
+        if self._default_form == "sharded":
+            return self._watch.reachable()
         return RankGroup() if self.global_rank == 0 else None
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 
 from tests.contract.lightning_api.callbacks import Scheduled
-from tests.contract.lightning_api.rows import ALL, LIGHT, WHOLE, row
+from tests.contract.lightning_api.rows import ALL, LIGHT, row
 from tests.contract.tables.run import OfRankZero, Run, Saving, plain
 from tests.contract.user_code.models import Supervised, validated
 
@@ -41,7 +41,7 @@ class Failing(Supervised):
         return super().training_step(batch, batch_idx)
 
 
-@row("`ModelCheckpoint(save_on_exception=True)`", columns=WHOLE)
+@row("`ModelCheckpoint(save_on_exception=True)`", columns=ALL)
 def on_exception(run: Run) -> dict[str, Any]:
     saving = ModelCheckpoint(run.folder / "kept", save_on_exception=True)
     try:
@@ -54,7 +54,7 @@ def on_exception(run: Run) -> dict[str, Any]:
     return {"raised": raised, "files": OfRankZero(names), "saved": run.saved(run.folder / "kept" / names[0])}
 
 
-@row("`OnExceptionCheckpoint`", columns=WHOLE)
+@row("`OnExceptionCheckpoint`", columns=ALL)
 def exception_checkpoint(run: Run) -> dict[str, Any]:
     try:
         run.fit(Failing, callbacks=[OnExceptionCheckpoint(run.folder, "failed")], enable_checkpointing=True)

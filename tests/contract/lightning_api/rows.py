@@ -21,8 +21,6 @@ ENOUGH = columns_for(PER_PLACEMENT)
 """For features that do not depend on the optimizer, in which alone ZeRO stages 1 and 2 differ."""
 LIGHT = columns_for(PER_ENGINE)
 """For features that depend on the engine only, such as when loops end."""
-WHOLE = columns_for(case for case in MAIN if case.type._default_form == "full")
-"""For features that need a rank that holds everything."""
 RANKS = columns_for(with_ranks(PER_PLACEMENT))
 """For features that a single process does not have."""
 ROWS: dict[str, Row] = {}
