@@ -11,7 +11,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_paral.compat.torch import fsdp
-from lightning_paral.compat.torch.autograd import around_backward_passes, is_in_transform, version_of
+from lightning_paral.compat.torch.autograd import (
+    DisableTorchFunctionSubclass,
+    around_backward_passes,
+    is_in_transform,
+    version_of,
+)
 from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.fsdp import ForwardHooks, groups_of, pre_forward, unsharded_param
 from lightning_paral.compat.torch.modules import own_parameters
@@ -84,10 +89,13 @@ class UserWrites:
 
     def param_of(self, value: Any) -> Any:
         """Return the `FSDPParam` whose unsharded memory `value` has; `None` if it is something else."""
-        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        if not isinstance(value, Tensor):
             return None
-        local = local_of(value) if isinstance(value, DTensor) else value
-        return self.memory.get(identity_of(local.untyped_storage()))
+        with DisableTorchFunctionSubclass():  # tensor parallelism would gather a split tensor
+            if value.layout is not torch.strided:
+                return None
+            local = local_of(value) if isinstance(value, DTensor) else value
+            return self.memory.get(identity_of(local.untyped_storage()))
 
     def shard_of(self, value: Any) -> Any:
         """Return the shard of an unsharded parameter, and everything else as it is."""
