@@ -92,8 +92,10 @@ class HookAccess:
 
     def remove(self) -> None:
         """Write what is left to the shards, and restore the operations of DTensors."""
-        self.flush()
-        self._undo()
+        try:
+            self.flush()
+        finally:
+            self._undo()
 
     def flush(self) -> None:
         """Write what was written to views to the shards. From now on, the views no longer belong to them."""

@@ -344,13 +344,13 @@ class FSDPState(ShardedState):
             failed: whether an exception ended a run with several ranks.
         """
         run = self._run
-        if not failed:
-            obstacle = host_memory_shortage(run.num_bytes, self._ranks_per_node)
-        else:
-            obstacle = "the run failed"
-        if obstacle is not None:
-            rank_zero_warn(f"{type(run.module).__name__} stays sharded: {obstacle}.")
-        originals = run.restore(obstacle)
+        try:
+            obstacle = "the run failed" if failed else host_memory_shortage(run.num_bytes, self._ranks_per_node)
+            if obstacle is not None:
+                rank_zero_warn(f"{type(run.module).__name__} stays sharded: {obstacle}.")
+            originals = run.restore(obstacle)
+        finally:
+            run.undo.close()  # also if the failure of another rank interrupts this one
         if run.is_fit and originals:
             for optimizer in self.optimizers:
                 ended.keep(optimizer, run.module, None, originals)

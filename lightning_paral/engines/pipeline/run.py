@@ -73,7 +73,8 @@ class PipelineRun:
         self.division = divide(module, options, dims.pipeline)
         self._options = options
         self._num_micro_batches = options.num_micro_batches(dims.num_ranks)
-        self._undo = ExitStack()
+        self.undo = ExitStack()
+        """Undoes what was replaced for the run."""
         self._shards = shards
         self._in_full = in_full
         self.check_split: CheckSplit | None = None
@@ -109,14 +110,14 @@ class PipelineRun:
         self.parameters.divide()
         if self.dims.pipeline > 1:
             lacking = [end for end in self.division.ends if end.stage != self.dims.stage]
-            self._calls.install(lacking, self._undo)
-            SharedAttributes(self.module, self._results, self._undo)
+            self._calls.install(lacking, self.undo)
+            SharedAttributes(self.module, self._results, self.undo)
 
     def start_fit(self) -> None:
         """Prepare for training; call this before the optimizers are created."""
         self.is_fit = True
         self.gradients = StageGradients(self.parameters, self._pipeline, self._shards)
-        self.gradients.install(self.module.trainer.precision_plugin, self._undo)
+        self.gradients.install(self.module.trainer.precision_plugin, self.undo)
 
     def stop(self, obstacle: str | None, *, failed: bool) -> dict[Parameter, Parameter]:
         """Restore the module, and what else was replaced for the run. *Collective* over the pipeline unless `failed`.
@@ -128,7 +129,7 @@ class PipelineRun:
         Returns:
             dict[Parameter, Parameter]: the module's own parameters by the objects that stood for them.
         """
-        self._undo.close()
+        self.undo.close()
         if obstacle is None:
             self.parameters.share_buffers()
         originals = self.parameters.restore(obstacle)
@@ -346,11 +347,14 @@ class PipelineState(ShardedState):
             failed: whether an exception ended a run with several ranks.
         """
         run = self._run
-        if failed:
-            obstacle: str | None = "the run failed, and the stages may not be at the same step"
-        else:
-            obstacle = host_memory_shortage(run.division.num_bytes, self._ranks_per_node)
-        originals = run.stop(obstacle, failed=failed)
+        try:
+            if failed:
+                obstacle: str | None = "the run failed, and the stages may not be at the same step"
+            else:
+                obstacle = host_memory_shortage(run.division.num_bytes, self._ranks_per_node)
+            originals = run.stop(obstacle, failed=failed)
+        finally:
+            run.undo.close()  # also if the failure of another rank interrupts this one
         if obstacle is not None:
             rank_zero_warn(f"{type(run.module).__name__} stays divided among the stages: {obstacle}.")
             return

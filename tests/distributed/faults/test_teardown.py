@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_paral import RankFailedError
@@ -38,10 +39,12 @@ class FailsAtEnd(Linear):
 def fit(label: str) -> str:
     """Fit in a process group that the strategy creates, and return the error of this rank."""
     leave_pool()
+    before = vars(DTensor)["full_tensor"]
     trainer = quiet_trainer(devices=2, strategy=strategy_of(label), max_steps=1)
     try:
         with pytest.raises((ValueError, RankFailedError)) as error:
             trainer.fit(FailsAtEnd(), DataLoader(torch.ones(8, 4), batch_size=2))
+        assert vars(DTensor)["full_tensor"] is before, "what a run replaces in torch is there again"
         return f"{error.type.__name__}: {error.value}"
     finally:
         release_process_group(after_failure=True)
