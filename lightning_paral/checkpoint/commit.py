@@ -165,11 +165,12 @@ class AtomicPath:
         remove_leftovers(target.parent)
         with ExitStack() as stack:
             self.path, self._replaced = stack.enter_context(_new_siblings(target))
+            stack.callback(self._delete)  # before it exists: a signal may interrupt what follows
             if folder:
                 self.path.mkdir()
             else:
                 self.path.touch(exist_ok=False)
-            self._lock = stack.pop_all()
+            self._undo = stack.pop_all()
 
     def __enter__(self) -> "AtomicPath":
         return self
@@ -208,9 +209,11 @@ class AtomicPath:
 
     def discard(self) -> None:
         """Remove `path`, which after a swap is the old checkpoint, and the lock; `target` is unchanged."""
+        self._undo.close()
+
+    def _delete(self) -> None:
         with suppress(OSError):  # NFS keeps files that are still open; a later save removes them
             delete(self.path)
-        self._lock.close()
 
 
 def exchange(first: Path, second: Path) -> bool:

@@ -143,7 +143,7 @@ def test_interruption_leaves_nothing(launch, tmp_path: Path, name: str) -> None:
     arguments = [str(tmp_path / "big.ckpt"), str(folder / name)]
     process = launch("-m", "lightning_paral", "consolidate", *arguments)
     deadline = time.monotonic() + 60
-    while not any(path.stat().st_size for path in folder.glob(".*.saving-*")):
+    while not any(".saving-" in str(path) and path.is_file() and path.stat().st_size for path in folder.rglob("*")):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "it did not begin to write"
         time.sleep(0.002)
