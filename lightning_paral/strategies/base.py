@@ -19,10 +19,11 @@ from lightning_paral.averaging.run import RunAverages, broadcast_when_swapped, f
 from lightning_paral.callbacks.preemption import Preemption, handle_signals
 from lightning_paral.checkpoint.sharded_state import WeightShards
 from lightning_paral.comm.reduce_scatter import gather_rows
+from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.torch.process_groups import abort_nccl, nccl_backends
 from lightning_paral.data.distribute import RunData
 from lightning_paral.data.loaders import draws_as_one_process
-from lightning_paral.distributed.exchange import RankGroup, any_rank, every_rank
+from lightning_paral.distributed.exchange import RankGroup, all_ranks, any_rank, every_rank
 from lightning_paral.distributed.host_allocator import RETURNED_WHILE_BUILDING, FreedInPieces, return_large_tensors
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.process_group import join_process_group, owned_group
@@ -236,20 +237,19 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
             abort_nccl()
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks. *Collective*; nothing without a process group, or after a failure of some ranks."""
-        ranks, device = self._watch.reachable(), self.root_device
-        if ranks is not None:
-            on_cuda = device.type == "cuda" and ranks.group is None
-            dist.barrier(group=ranks.group, device_ids=[device.index] if on_cuda else None)
+        """Wait for all ranks. *Collective*; nothing without a process group, or after a failure."""
+        if self._watch.reaches_all:
+            device = self.root_device
+            dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
         if name == "run-stage" and self._stop_on_sigterm is not None and self.lightning_module is not None:
             # Lightning has set its handlers of signals.
             self._stop_on_sigterm.on_validation_start(self.lightning_module.trainer, self.lightning_module)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the `obj` of rank `src`, or after a failure of some ranks that of this one. *Collective*."""
-        ranks, objects = self._watch.reachable(), [obj]
-        if ranks is not None:
-            dist.broadcast_object_list(objects, src, group=ranks.group)
+        """Return the `obj` of rank `src`, or after a failure that of this one. *Collective*."""
+        objects = [obj]
+        if self._watch.reaches_all:
+            dist.broadcast_object_list(objects, src)
         return objects[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -266,8 +266,7 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
             Any: `tensor`. For the mean of integers, a new floating-point tensor, which Lightning needs to count the
                 samples of logged values. After a failure, `tensor` is unchanged.
         """
-        ranks = self._watch.reachable() if isinstance(tensor, Tensor) else None
-        if ranks is None or ranks.group is not None:  # after a failure
+        if not isinstance(tensor, Tensor) or not self._watch.reaches_all:
             return tensor
         average = reduce_op in (None, "mean", "avg", dist.ReduceOp.AVG)
         if average:
@@ -303,12 +302,9 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
         """Return whether `decision` is true on all ranks or, with `all=False`, on any. *Collective* over all ranks."""
-        ranks = self._watch.reachable()
-        if ranks is None:
+        if not self._watch.reaches_all:
             return decision
-        group = ranks.group
-        if group is None and self.dims.data_size == self.dims.num_ranks:
-            group = self._logged_group
+        group = self._logged_group if self.dims.data_size == self.dims.num_ranks else None
         return every_rank(decision, group) if all else any_rank(decision, group)
 
     # Model wrapping
@@ -454,9 +450,10 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
     def on_train_start(self) -> None:
         """Move to the position in the data of a loaded checkpoint. *Collective* over the world if it has one."""
         super().on_train_start()
-        if self._data.resume(self._own_devices):
-            self._at_end.enter_context(warnings.catch_warnings())  # Lightning's own loaders could not resume there
-            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+        trainer = trainer_of(self.lightning_module)
+        if self._data.resume(self._own_devices) and trainer is not None:
+            epoch_loop: Any = trainer.fit_loop.epoch_loop
+            shadow_method(epoch_loop, "reset", _without_warning(epoch_loop.reset), self._at_end)
         if self._stop_on_sigterm is not None and self.lightning_module is not None:
             self._stop_on_sigterm.on_train_start(self.lightning_module.trainer, self.lightning_module)
 
@@ -483,13 +480,8 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
             checkpoint = self._data.with_position(checkpoint, with_all_ranks=not self._watch.is_failing)
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def _saving_ranks(self, checkpoint: dict[str, Any], filepath: Any) -> RankGroup | None:
-        has_failed = self._watch.is_failing and self._watch.watcher is not None
-        if not has_failed:
-            return super()._saving_ranks(checkpoint, filepath)
-        if self._default_form == "sharded":
-            return self._watch.reachable()
-        return RankGroup() if self.global_rank == 0 else None
+    def _reachable_ranks(self) -> RankGroup:
+        return all_ranks() if self._watch.reaches_all else RankGroup()
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint; in a fit, load the position in the data as well. *Collective* over the world.
@@ -518,3 +510,14 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
             ends.callback(super().teardown)
             ends.enter_context(self._at_end.pop_all())
             self._buffers = self._averages = self._freed = self._stop_on_sigterm = None
+
+
+def _without_warning(reset: Callable[[], None]) -> Callable[[], None]:
+    """Return a `reset` of the epoch's loop that does not warn of a resume within the epoch, which is exact here."""
+
+    def reset_silently() -> None:
+        with warnings.catch_warnings():  # only here: filters that user code adds in the fit have to stay
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+            reset()
+
+    return reset_silently

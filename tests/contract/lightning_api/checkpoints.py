@@ -41,7 +41,11 @@ class Failing(Supervised):
         return super().training_step(batch, batch_idx)
 
 
-@row("`ModelCheckpoint(save_on_exception=True)`", columns=ALL)
+REPLICAS = ("paral_dp", "paral_ddp")
+"""Other strategies save nothing after a failure."""
+
+
+@row("`ModelCheckpoint(save_on_exception=True)`", columns=REPLICAS)
 def on_exception(run: Run) -> dict[str, Any]:
     saving = ModelCheckpoint(run.folder / "kept", save_on_exception=True)
     try:
@@ -54,7 +58,7 @@ def on_exception(run: Run) -> dict[str, Any]:
     return {"raised": raised, "files": OfRankZero(names), "saved": run.saved(run.folder / "kept" / names[0])}
 
 
-@row("`OnExceptionCheckpoint`", columns=ALL)
+@row("`OnExceptionCheckpoint`", columns=REPLICAS)
 def exception_checkpoint(run: Run) -> dict[str, Any]:
     try:
         run.fit(Failing, callbacks=[OnExceptionCheckpoint(run.folder, "failed")], enable_checkpointing=True)
