@@ -28,27 +28,22 @@ class ActivationCheckpointing:
     even with dropout. The forward pass of each unit runs twice.
 
     Raises:
-        ConfigurationError: a value is out of range, or both `units` and `min_params` are given.
+        ConfigurationError: a value is out of range.
     """
 
     units: UnitChoice = "auto"
     """Which submodules are units, as in `ParalFSDPStrategy(units=...)`. A unit must not contain another."""
-
-    min_params: Positive | None = None
-    """Instead of `units`: the smallest submodules with at least this number of parameters."""
 
     offload_to_cpu: bool = False
     """Keep inputs of units that are on a GPU in pinned host memory until the backward pass needs them. Copies do not
     overlap computation."""
 
     def __post_init__(self) -> None:
-        check_unit_choice(self.units, self.min_params)
+        check_unit_choice(self.units)
 
 
-def check_unit_choice(units: UnitChoice, min_params: int | None) -> None:
-    """Raise a `ConfigurationError` if `units` is empty, or if `units` and `min_params` exclude each other."""
-    if min_params is not None and units != "auto":
-        raise ConfigurationError(f"Both units={units!r} and min_params={min_params!r} were given. Give one of them.")
+def check_unit_choice(units: UnitChoice) -> None:
+    """Raise a `ConfigurationError` if `units` is empty."""
     if not units:
         raise ConfigurationError("units is empty. Leave it out to find repeated blocks, or name classes.")
 

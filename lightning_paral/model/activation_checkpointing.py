@@ -34,7 +34,7 @@ def checkpoint_units(root: Module, options: ActivationCheckpointing) -> Callable
     Raises:
         ConfigurationError: no unit is found, or one contains another.
     """
-    units = choose_units(root, options.units, options.min_params).inner
+    units = choose_units(root, options.units).inner
     if not units:
         raise ConfigurationError(
             f"activation_checkpointing finds no repeated blocks in {type(root).__name__}. Name the classes whose "

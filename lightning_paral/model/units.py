@@ -8,7 +8,7 @@ from itertools import groupby
 from torch.nn import Module, ModuleList, Parameter, Sequential
 
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.options import UnitChoice, check_unit_choice
+from lightning_paral.options import UnitChoice
 from lightning_paral.text import format_bytes
 
 
@@ -47,9 +47,7 @@ class Units:
         return (*reversed(self.inner), self.root)
 
 
-def choose_units(
-    root: Module, units: UnitChoice = "auto", min_params: int | None = None, *, children: bool = False
-) -> Units:
+def choose_units(root: Module, units: UnitChoice = "auto", *, children: bool = False) -> Units:
     """Divide `root` into units. Parameters may be on any device, including meta.
 
     Units that share a parameter are replaced with one unit: their nearest common ancestor that has a `forward`.
@@ -60,26 +58,12 @@ def choose_units(
             they have submodules or a parameter with two or more dimensions; and the classes in `_no_split_modules` of a
             `transformers` model. Otherwise, classes or their names, which include subclasses; or a function that takes
             a submodule's dotted name and the submodule, and returns whether to choose it.
-        min_params: used instead of `units`: choose the smallest submodules that have at least this many parameters
-            outside of smaller units.
         children: also choose each callable module that `root` holds directly, or in a list or dict.
 
     Raises:
-        ConfigurationError: no submodule matches `units` or `min_params`.
+        ConfigurationError: no submodule matches `units`.
     """
-    check_unit_choice(units, min_params)
-    if min_params is not None:
-        chosen = set(_smallest_with(min_params, root))
-        if not chosen:
-            raise ConfigurationError(
-                f"min_params={min_params:,}: no submodule has that many of the "
-                f"{sum(parameter.numel() for parameter in root.parameters()):,} parameters of {type(root).__name__}. "
-                "Lower min_params, or name classes with units=[...]."
-            )
-    elif units == "auto":
-        chosen = set(_repeated_blocks(root))
-    else:
-        chosen = set(_match(root, units))
+    chosen = set(_repeated_blocks(root) if units == "auto" else _match(root, units))
     if children:
         chosen |= set(_callable_children(root))
     _join_tied(root, chosen)
@@ -125,24 +109,6 @@ def _is_block(module: Module) -> bool:
         return False
     composed = next(module.children(), None) is not None
     return any(composed or parameter.dim() > 1 for parameter in module.parameters())
-
-
-def _smallest_with(min_params: int, root: Module) -> Iterator[Module]:
-    chosen: list[Module] = []
-    counted: set[Parameter] = set()
-
-    def visit(module: Module) -> None:
-        for child in module.children():
-            visit(child)
-        if module is root or not has_forward(module) or module in chosen:
-            return
-        own = [parameter for parameter in module.parameters() if parameter not in counted]
-        if sum(parameter.numel() for parameter in own) >= min_params:
-            chosen.append(module)
-            counted.update(own)
-
-    visit(root)
-    return iter(chosen)
 
 
 def _match(root: Module, units: UnitChoice) -> list[Module]:
@@ -251,6 +217,6 @@ def explain_single_unit(units: Units) -> str:
     return (
         f"All of {type(units.root.module).__name__} is one unit: {_size(units.root)}. Its parameters are all gathered "
         "at once, so sharding saves memory for gradients and optimizer state but not for parameters during a step, and "
-        "no all-gather overlaps computation. Choose units by their classes, units=[...], or by size: "
-        "min_params=100_000."
+        "no all-gather overlaps computation. Choose units by their classes, units=[...], or by a function of name and "
+        "module, such as of its size."
     )

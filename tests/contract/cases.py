@@ -56,7 +56,6 @@ OWN_CASES = (
     StrategyCase(label="paral_fsdp", shards_parameters=True, themes_of_user_code="all"),
     variant("paral_fsdp_offload", shards_parameters=True, themes_of_user_code="named"),
     fsdp("fsdp_class", units=["Linear"]),
-    fsdp("fsdp_min_params", min_params=100),
     fsdp("fsdp_unsharded", units=["Linear"], accumulate="unsharded", world_sizes=(2, 4)),
     fsdp("fsdp_hybrid", units=["Linear"], replicate=2, world_sizes=(2, 4)),
     fsdp("fsdp_hybrid_unsharded", units=["Linear"], replicate=2, accumulate="unsharded", world_sizes=(4,)),

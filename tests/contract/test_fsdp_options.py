@@ -10,7 +10,7 @@ from tests.models.regression import fit_regression
 from tests.running import assert_same_fit
 
 NUM_STEPS = 4
-UNITS: dict[str, dict[str, Any]] = {"auto": {}, "class": {"units": ["Linear"]}, "min_params": {"min_params": 100}}
+UNITS: dict[str, dict[str, Any]] = {"auto": {}, "class": {"units": ["Linear"]}}
 VALUES: dict[str, tuple[Any, Any]] = {
     "accumulate": ("sharded", "unsharded"),
     "replicate": (1, 2),
@@ -20,7 +20,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
 ALL = list(product((0, 1), repeat=len(VALUES)))
 PAIRS = [(0, 0, 0, 0), (0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)]
 """Combinations in which every two options take all four pairs of their values."""
-CHOICES = {"auto": PAIRS, "class": ALL, "min_params": PAIRS}
+CHOICES = {"auto": PAIRS, "class": ALL}
 """Options combine in the same way for any units, so only one choice of units runs all combinations."""
 
 

@@ -55,7 +55,7 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
         "units has to be a string, a class, a list (each a string or a class) or a function.",
     ),
     (ParalFSDPStrategy, {"offload": "cpu"}, "offload has to be True or False. FSDP offloads to host memory"),
-    (ParalFSDPStrategy, {"min_params": 1e6}, "min_params has to be an integer of at least 1 or None."),
+    (ParalFSDPStrategy, {"min_params": 1000}, "a function of name and module, such as of the number of its parameters"),
     (ParalFSDPStrategy, {"plan": ["up"]}, "(plan=['up']): plan has to be 'auto' or a dict."),
     (ParalZeROStrategy, {"stage": True}, "stage has to be 1, 2 or 3. 1 shards the optimizer state"),
     (ParalZeROStrategy, {"offload_optimizer": "gpu"}, "has to be Offload(...), 'cpu', 'nvme' or None."),
@@ -66,7 +66,6 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (ParalDDPStrategy, {"timeout": -30}, "timeout=-30 has to be longer than zero"),
     (ParalDDPStrategy, {"bucket_cap_mb": -5}, "bucket_cap_mb=-5): buckets must be larger than 0 MiB."),
     (ParalDDPStrategy, {"ddp_comm_hook": print, "all_reduce": "ring"}, "Give one or the other."),
-    (ParalFSDPStrategy, {"units": ["Block"], "min_params": 100}, "Give one of them."),
     (ParalZeROStrategy, {"stage": 2, "offload_parameters": "cpu"}, "offload_parameters needs stage=3, but stage=2"),
     # DeepSpeed's configuration
     (ParalZeROStrategy, {"deepspeed_config": "ds.json"}, "'ds.json' is not a JSON file: "),

@@ -19,7 +19,6 @@ class FSDPOptions(RankOptions):
         units: the submodules to shard and unshard one at a time: `"auto"`, which finds repeated blocks; classes or
             their names; or a function that takes a submodule's dotted name and the submodule, and returns whether to
             choose it. All other parameters belong to the root, which stays unsharded during a step.
-        min_params: instead of `units`, the smallest submodules with at least this number of parameters.
         replicate: hybrid sharding: the number of copies of the model, each sharded over world size / `replicate` ranks.
         reshard_after_forward: whether a unit is resharded between forward and backward. `None`: every unit but the
             root. `False` saves an all-gather but uses more memory. Under manual optimization it is always `True`.
@@ -48,7 +47,6 @@ class FSDPOptions(RankOptions):
     """
 
     units: UnitChoice = "auto"
-    min_params: Positive | None = None
     replicate: int = 1
     reshard_after_forward: bool | None = None
     accumulate: Literal["sharded", "unsharded"] = "sharded"
@@ -64,6 +62,7 @@ class FSDPOptions(RankOptions):
         **RankOptions.advice,
         "auto_wrap_policy": "Use units=..., with classes, their names, or a function of name and module.",
         "activation_checkpointing_policy": "Use activation_checkpointing=ActivationCheckpointing(units=...).",
+        "min_params": "Use units=..., with a function of name and module, such as of the number of its parameters.",
         "cpu_offload": "Use offload=True.",
         "mixed_precision": "Use Trainer(precision=...), and reduce_dtype=....",
         "sharding_strategy": "Use reshard_after_forward=False for SHARD_GRAD_OP, replicate=... for HYBRID_SHARD, and "
@@ -83,7 +82,7 @@ class FSDPOptions(RankOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_unit_choice(self.units, self.min_params)
+        check_unit_choice(self.units)
         self._check_tensor_parallel()
 
     @property

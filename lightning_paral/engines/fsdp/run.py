@@ -87,9 +87,9 @@ class FSDPRun(shard.Sharding):
         self._options = options
         # In manual optimization, one step may call several networks, with backward passes in between. Each is a unit.
         children = not module.automatic_optimization
-        units = choose_units(module, options.units, options.min_params, children=children)
+        units = choose_units(module, options.units, children=children)
         self._has_blocks = bool(units.inner)
-        if options.units == "auto" and options.min_params is None and not children:
+        if options.units == "auto" and not children:
             units = shard.leave_small_to_root(units)
         self.units = units
         self._policy = sharding_policy(precision, DTYPES[options.reduce_dtype] if options.reduce_dtype else None)

@@ -25,7 +25,7 @@ def chain_of(root: Module, options: PipelineOptions) -> Units:
             f"{distributed} is a DTensor already, but a pipeline divides the module itself. Leave out "
             "parallelize_module or fully_shard in configure_model, or use Lightning's ModelParallelStrategy."
         )
-    chosen = choose_units(root, options.units, options.min_params)
+    chosen = choose_units(root, options.units)
     names = [unit.name for unit in chosen.inner]
     inner = tuple(unit for unit in chosen.inner if not any(name.startswith(f"{unit.name}.") for name in names))
     if not inner:

@@ -34,7 +34,6 @@ class PipelineOptions(RankOptions):
         units: the submodules that form the chain: `"auto"`, which finds repeated blocks; classes or their names; or a
             function that takes a submodule's dotted name and the submodule, and returns whether to choose it. All other
             parameters are on every rank, except those of `first_stage` and `last_stage`.
-        min_params: instead of `units`, the smallest submodules with at least this number of parameters.
         check_steps: before the first training step, and after 1, 2 and 4 optimizer steps, run `training_step` on
             samples of the batch, and check that dividing the module and the batch does not change what it computes.
         broadcast_buffers: give all ranks of a stage the buffers of the first of them, as DDP does: before the training
@@ -61,7 +60,6 @@ class PipelineOptions(RankOptions):
     schedule: Schedule = "1f1b"
     balance: Balance = "params"
     units: UnitChoice = "auto"
-    min_params: Positive | None = None
     check_steps: bool = True
     broadcast_buffers: bool = True
     shard: bool | Positive = False
@@ -73,7 +71,7 @@ class PipelineOptions(RankOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_unit_choice(self.units, self.min_params)
+        check_unit_choice(self.units)
         if self.tensor_parallel == 1 and self.plan != "auto":
             raise ConfigurationError(
                 "plan=... says which layers are split over tensor ranks, but tensor_parallel=1. Set tensor_parallel to "

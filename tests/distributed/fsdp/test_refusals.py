@@ -122,7 +122,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], list[str]]] = {
     "another class": (Tied, {"units": nn.Conv2d}, {}, ["'Conv2d'", "Block, Embedding"]),
     "predicate": (Tied, {"units": never}, {}, ["never", "chooses none of the", "embedding, blocks, blocks.0"]),
     "a list of modules": (Tied, {"units": nn.ModuleList}, {}, ["ModuleList", "Choose the modules in it"]),
-    "min_params": (Tied, {"min_params": 10**6}, {}, ["min_params=1,000,000", "5,"]),
     "replicas": (Tied, {"replicate": 3}, {}, ["replicate=3", "does not divide the 2 ranks", "1, 2"]),
     "no replicas": (Tied, {"replicate": 0}, {}, ["replicate=0", "1, 2"]),
     "accumulate": (Tied, {"accumulate": "whole"}, {}, ["'whole'", "'sharded' or 'unsharded'"]),
@@ -136,7 +135,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], list[str]]] = {
     ),
     "a step is checkpointed": (ChecksPointsOfStep, {}, {}, ["weights outside of forward passes", "paral_ddp"]),
     "reduce_dtype": (Tied, {"reduce_dtype": "fp8"}, {}, ["'fp8'", "'bf16'"]),
-    "two choices": (Tied, {"units": ["Block"], "min_params": 5}, {}, ["min_params=5", "Give one of"]),
     "early optimizer": (MadeEarly, {}, {}, ["Adagrad", "before MadeEarly was sharded", "configure_optimizers"]),
     "functional_call in a hook": (
         CallsFunctionally,

@@ -23,7 +23,7 @@ def test_repeated_blocks_are_units_and_the_rest_is_the_root() -> None:
 
 
 @pytest.mark.parametrize("model", [Tied, TiedBlocks, LoRA, Contrastive, GPT2, T5])
-@pytest.mark.parametrize("choice", [{}, {"units": ["Linear"]}, {"units": nn.Module}, {"min_params": 40}])
+@pytest.mark.parametrize("choice", [{}, {"units": ["Linear"]}, {"units": nn.Module}])
 def test_every_parameter_is_in_exactly_one_unit(model: type[nn.Module], choice: dict) -> None:
     module = model()
     if choice == {"units": nn.Module}:
@@ -90,15 +90,6 @@ def test_classes_of_the_same_name_are_all_chosen() -> None:
     twins = [type("Twin", (Block,), {}) for _ in range(2)]
 
     assert names(choose_units(nn.ModuleList(twin() for twin in twins), twins)) == ["0", "1"]
-
-
-def test_min_params_takes_the_smallest_submodules_that_are_large_enough() -> None:
-    model = Tied()
-
-    assert names(choose_units(model, min_params=1000)) == ["blocks.0", "blocks.1", "blocks.2"]
-    assert names(choose_units(model, min_params=800)) == [
-        f"blocks.{block}{part}" for block in range(3) for part in ("", ".up")
-    ]
 
 
 def test_tree_shows_equal_siblings_in_one_line() -> None:
