@@ -161,9 +161,9 @@ class Preemption(Callback):
                 self._undo.callback(SignalHandler(signum, call, previous).restore)
             else:
                 signal.signal(signum, previous)
-        watch = getattr(trainer.strategy, "watch", None)
-        if watch is not None and self._is_listening:
-            watch.hear_signal(signal.SIGTERM, partial(self._expect_end, trainer))
+        watching = _watching(trainer)
+        if watching is not None and self._is_listening:
+            watching.watcher.hear(signal.SIGTERM, partial(self._expect_end, trainer))
 
     def _on_signal(self, trainer: Trainer, previous: Any, signum: int, frame: FrameType | None) -> None:
         """Note the signal, after the handler before this one."""
@@ -244,15 +244,15 @@ class Preemption(Callback):
 
     def _expect_end(self, trainer: Trainer) -> None:
         """Look for dead ranks after SIGTERM, and say later where all are. Called in a thread if the main one hangs."""
-        watch = getattr(trainer.strategy, "watch", None)
-        if not self._is_listening or self._timer is not None or watch is None:
+        watching = _watching(trainer)
+        if not self._is_listening or self._timer is not None or watching is None:
             return
         why = f"{_reason(signal.SIGTERM)}, but the fit has not stopped for {_HUNG_SECONDS:g} s."
-        self._timer = threading.Timer(_HUNG_SECONDS, watch.log_where_all_are, (why,))
+        self._timer = threading.Timer(_HUNG_SECONDS, watching.hangs.where_all_are, (why,))
         self._timer.daemon = True
         self._timer.start()
         self._undo.callback(self._timer.cancel)
-        watch.ask_who_lives()
+        watching.failures.ask_who_lives()  # torchrun sends SIGTERM also if a process has died
 
 
 class _StopOnSigterm(Preemption):
@@ -321,3 +321,8 @@ def _reason(cause: int) -> str:
 def _exit_now(message: str, status: int) -> None:
     os.write(2, f"{message}. An earlier checkpoint is intact.\n".encode())
     os._exit(status)
+
+
+def _watching(trainer: Trainer) -> Any:
+    """Return what watches a run with several ranks under a strategy of this package, otherwise `None`."""
+    return getattr(getattr(trainer.strategy, "watch", None), "watching", None)

@@ -197,7 +197,8 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
         self._data.begin(trainer, self.dims, self.sampling, seed, forward_has_collectives=self.forward_has_collectives)
         self._at_end.callback(self._data.end)
-        self._agreement.begin(trainer, self._watch.watcher, self._at_end)  # last: it waits before what ends an epoch
+        # Last: it waits before what ends an epoch.
+        self._agreement.begin(trainer, self._watch.watching and self._watch.watching.watcher, self._at_end)
         if self._is_fit:
             self._print_start_line(trainer)
 
@@ -331,12 +332,17 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
             self._at_end.callback(remember_attributes(self.lightning_module))
 
     def _begin_setup(self, trainer: Trainer) -> tuple[LightningModule, bool]:
-        """Begin a `setup` that does not call that of the Lightning base; return the module, and whether to train it."""
+        """Begin a `setup` that does not call that of the Lightning base; return the module, and whether to train it.
+
+        Raises:
+            ConfigurationError: the ranks have different parameters.
+        """
         assert self.lightning_module is not None
         assert self.accelerator is not None
         self._restores_after_setup = self.restore_checkpoint_after_setup
         self._remember_attributes()
         self.accelerator.setup(trainer)
+        self._agreement.check_module(trains=self._is_fit)
         return self.lightning_module, self._is_fit
 
     def setup_optimizers(self, trainer: Trainer) -> None:

@@ -112,7 +112,6 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         module, is_fit = self._begin_setup(trainer)
         evaluate_without_inference_mode(trainer)
         check_module(module)
-        self._agreement.check_module(trains=is_fit)
         if is_fit:
             check_before_fit(module, self.dims)
             sync_batchnorm(module, layer_sync_of(self), self.root_device)

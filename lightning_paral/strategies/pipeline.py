@@ -97,7 +97,6 @@ class ParalPipelineStrategy(ParalStrategy, ModelParallelStrategy):
             ConfigurationError: the module cannot be divided.
         """
         module, is_fit = self._begin_setup(trainer)
-        self._agreement.check_module(trains=is_fit)
         if is_fit:
             check_before_fit(module, self.dims, has_sync_batchnorm=layer_sync_of(self) is not None)
         self.model = self.precision_plugin.convert_module(module)

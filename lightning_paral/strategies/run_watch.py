@@ -8,6 +8,7 @@ import uuid
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -30,6 +31,18 @@ from lightning_paral.model.user_hooks import trainer_of
 from lightning_paral.options import Form
 
 
+@dataclass(frozen=True, kw_only=True)
+class Watching:
+    """What watches a run with several ranks."""
+
+    watcher: RankWatcher
+    """The thread that exchanges messages with the other ranks."""
+    failures: FailureWatch
+    """Ends this rank after another one has failed."""
+    hangs: Hangs
+    """Asks all ranks where they are."""
+
+
 class RunWatch:
     """The part of a strategy that knows whether its run lives. All ranks learn of an error, and then wait for no other.
 
@@ -45,21 +58,17 @@ class RunWatch:
 
     name: str = ""
     """The name of the run, equal on all ranks; empty between runs."""
-    watcher: RankWatcher | None = None
-    """During a run with several ranks, the thread that exchanges messages with the other ranks."""
-    _hangs: Hangs | None = None
-    """During a run with several ranks, what asks all ranks where they are."""
-    _failures: FailureWatch | None = None
-    """During a run with several ranks, what ends this rank after another one has failed."""
+    watching: Watching | None = None
+    """During a run with several ranks."""
     why_interrupted: str = ""
     """From the teardown until the next run, names the failure of another rank that ended the run; empty if none did."""
-    _undo_run: ExitStack | None = None
-    """During a run, what undoes what holds for its duration only."""
-    _undo_guard: ExitStack | None = None
-    """After a failure, what removes the guard of the hooks that are called then."""
+    _guards_hooks: bool = False
+    """After a failure, whether the hooks are guarded that are called then."""
 
     def __init__(self, strategy: ParallelStrategy, timeout: timedelta, form: Form) -> None:
         self._strategy, self.timeout, self._default_form = strategy, timeout, form
+        self._undo = ExitStack()
+        """Undoes what holds for the duration of a run only."""
 
     @property
     def _trainer(self) -> Trainer | None:
@@ -82,66 +91,50 @@ class RunWatch:
 
     def begin(self) -> None:
         """Agree on a name for the run, by which ranks find each other after an exception. *Collective*."""
-        if self._undo_run is None:
-            self._undo_run = ExitStack()
-            self._undo_run.callback(use_default_timeout(self.timeout))
         self._end_watching()
+        self._undo.close()
+        self._undo.callback(use_default_timeout(self.timeout))
         self.name = uuid.uuid4().hex
         if self._strategy.world_size == 1:
             return
         self.name = self._strategy.broadcast(self.name)
-        self.watcher = RankWatcher(self.name, self.timeout.total_seconds() + 5.0)
-        self._failures = FailureWatch(self.watcher)
-        self.watcher.add(self._failures)
+        watcher = RankWatcher(self.name, self.timeout.total_seconds() + 5.0)
+        failures = FailureWatch(watcher)
+        watcher.add(failures)
         requeue = getattr(self._strategy.cluster_environment, "requeue_signal", None)  # of SLURM
         takes_signal = getattr(requeue, "name", "") != "SIGUSR2"
-        self._hangs = Hangs(self.watcher, self.timeout, self._timeout_option, takes_signal=takes_signal)
-        self.watcher.add(self._hangs)
+        hangs = Hangs(watcher, self.timeout, self._timeout_option, takes_signal=takes_signal)
+        watcher.add(hangs)
+        self.watching = Watching(watcher=watcher, failures=failures, hangs=hangs)
         if not faulthandler.is_enabled():
             # If a rank sends more than a collective takes, gloo ends the process in C++: say in which line it waits.
             faulthandler.enable(2)  # not `sys.stderr`, which may have no file
-            self._undo_run.callback(faulthandler.disable)
+            self._undo.callback(faulthandler.disable)
 
     def end(self) -> None:
         """End the run; after a failure with several ranks, release the process group, in which ranks may still wait."""
         try:
             self._end_watching()
         finally:
-            for undo in (self._undo_guard, self._undo_run):
-                if undo is not None:
-                    undo.close()
-            self._undo_guard = self._undo_run = None
+            self._undo.close()
+            self._guards_hooks = False
             trainer, num_ranks = self._trainer, self._strategy.world_size
             if trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED and num_ranks > 1:
                 release_process_group(after_failure=True)
             self.name = ""
 
     def _end_watching(self) -> None:
+        watching = self.watching
         try:
-            if self._failures is not None:
-                self._failures.leave()  # first: the failure of another rank must not interrupt what follows
+            if watching is not None:
+                watching.failures.leave()  # first: the failure of another rank must not interrupt what follows
         finally:
-            if self.watcher is not None:
-                self.watcher.end()
-            if self._hangs is not None:
-                self._hangs.end()
-            if self._failures is not None:
-                self._failures.end()
-                self.why_interrupted = self._failures.first.why_interrupted()
-            self.watcher = self._hangs = self._failures = None
-
-    def hear_signal(self, signum: int, call: Callable[[], None]) -> None:
-        """Call `call` in a thread after each signal `signum`, even if the main thread waits in a collective.
-
-        Does nothing outside of a run with several ranks.
-        """
-        if self.watcher is not None:
-            self.watcher.hear(signum, call)
-
-    def log_where_all_are(self, why: str) -> None:
-        """Log in which line each rank is, after the sentence `why`. Call this in a thread."""
-        if self._hangs is not None:
-            self._hangs.where_all_are(why)
+            if watching is not None:
+                watching.watcher.end()
+                watching.hangs.end()
+                watching.failures.end()
+                self.why_interrupted = watching.failures.first.why_interrupted()
+            self.watching = None
 
     # Called before Lightning's hooks for exceptions
 
@@ -158,19 +151,19 @@ class RunWatch:
                 sys.stderr.write(describe_exit(error, rank, "code outside of a run"))
             return as_consequence(error, self.why_interrupted)
         reported = as_consequence(error, self.why_interrupted)
-        if self._failures is not None:
-            self._failures.leave()  # first: this thread must not be interrupted while it reports
+        if self.watching is not None:
+            failures, hangs = self.watching.failures, self.watching.hangs
+            failures.leave()  # first: this thread must not be interrupted while it reports
             timed_out = isinstance(error, Exception) and explain_timeout(error, self.timeout, self._timeout_option)
-            if self.watcher is not None and self._hangs is not None:
-                self.watcher.leave(error)
-                self._hangs.leave(error)
-                if timed_out:
-                    error.add_note(self._hangs.where_all_are(f"A collective of rank {rank} timed out."))
+            self.watching.watcher.leave(error)
+            hangs.leave(error)
+            if timed_out:
+                error.add_note(hangs.where_all_are(f"A collective of rank {rank} timed out."))
             is_agreed = isinstance(error, SystemExit) and agreed_status() is not None
-            reported = self._failures.report(error, describe_position(trainer, error), is_agreed=is_agreed)
-        if self._undo_guard is None:
-            self._undo_guard = ExitStack()
-            self._guard_hooks(trainer, self._undo_guard)
+            reported = failures.report(error, describe_position(trainer, error), is_agreed=is_agreed)
+        if not self._guards_hooks:
+            self._guards_hooks = True
+            self._guard_hooks(trainer, self._undo)
         return reported
 
     def report_death(self, rank: int, how: str) -> None:
@@ -180,13 +173,8 @@ class RunWatch:
             rank: the global rank of the process.
             how: how it ended, such as `its process was killed by SIGKILL`.
         """
-        if self._failures is not None:
-            self._failures.report_death(rank, how)
-
-    def ask_who_lives(self) -> None:
-        """End the run if the process of a rank has died. Call this after SIGTERM, which torchrun sends then too."""
-        if self._failures is not None:
-            self._failures.ask_who_lives()
+        if self.watching is not None:
+            self.watching.failures.report_death(rank, how)
 
     # While Lightning calls the hooks for exceptions
 
@@ -206,15 +194,15 @@ class RunWatch:
             if self._strategy.global_rank == int(self._has_rank_0_died):
                 warnings.warn(str(error), stacklevel=2)
         except BaseException as error:
-            if self._failures is not None:
-                remember_first(error, self._failures.first)
+            if self.watching is not None:
+                remember_first(error, self.watching.failures.first)
                 self._strategy.on_exception(error)
                 self._strategy.teardown()
             raise
 
     @property
     def _has_rank_0_died(self) -> bool:
-        first = None if self._failures is None else self._failures.first.known
+        first = None if self.watching is None else self.watching.failures.first.known
         return first is not None and first.has_died and first.rank == 0
 
     def _save_after_failure(self, save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
@@ -225,8 +213,8 @@ class RunWatch:
         """
         reason = ""
         try:
-            if self._failures is not None:
-                self._failures.begin_save()
+            if self.watching is not None:
+                self.watching.failures.begin_save()
                 if self._default_form == "sharded":
                     reason = "each rank holds a shard of the state, and ranks do not wait for each other any more."
                 elif self._has_rank_0_died:
@@ -237,8 +225,8 @@ class RunWatch:
         except Exception as error:
             reason = explain(error)
         finally:
-            if self._failures is not None:
-                self._failures.leave()
+            if self.watching is not None:
+                self.watching.failures.leave()
         raise CheckpointError(f"{filepath} was not saved after the failure: {reason} {self._newest_checkpoint()}")
 
     def _newest_checkpoint(self) -> str:
@@ -253,7 +241,7 @@ class RunWatch:
         """Whether collectives reach all ranks: there is a process group, and no rank of several has failed."""
         if not dist.is_initialized() or dist.get_world_size() != self._strategy.world_size:
             return False
-        return not self.is_failing or self._failures is None
+        return not self.is_failing or self.watching is None
 
 
 def describe_position(trainer: Trainer, error: BaseException | None = None) -> str:

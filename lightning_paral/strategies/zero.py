@@ -152,7 +152,6 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
         """
         module, is_fit = self._begin_setup(trainer)
         check_not_partitioned(module)
-        self._agreement.check_module(trains=is_fit)
         if is_fit:
             sync_batchnorm(module, layer_sync_of(self), self.root_device)
         precision, per_node = self._zero_precision, self.num_processes
