@@ -354,11 +354,6 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         super().setup_optimizers(trainer)
         self._agreement.check_optimizers()
 
-    @staticmethod
-    def full_shape(tensor: Any) -> Any:
-        """Return the full shape of a parameter or buffer, which may be sharded."""
-        return tensor.shape
-
     def make_buffers(self) -> RankZeroBuffers:
         """Return the object that gives all ranks rank 0's buffers during a fit.
 

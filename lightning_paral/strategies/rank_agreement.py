@@ -120,11 +120,11 @@ class RankAgreement:
         tensors: list[tuple[str, Tensor]] = list(module.named_parameters())
         if trains and strategy.shares_buffers:
             tensors += module.named_buffers()
-        ignored = ignored_by_ddp(module)
+        ignored, full_shape = ignored_by_ddp(module), strategy._sharded_state.full_shape
         for name, tensor in [each for each in tensors if each[0] not in ignored]:
             is_parameter = isinstance(tensor, Parameter)
             subject = f"{'Parameter' if is_parameter else 'Buffer'} `{name}`"
-            shape = "not yet known" if is_lazy(tensor) else str(tuple(strategy.full_shape(tensor)))
+            shape = "not yet known" if is_lazy(tensor) else str(full_shape(tensor))
             facts |= {(subject, "has shape"): shape, (subject, "has dtype"): str(tensor.dtype)}
             if trains and is_parameter:
                 facts[subject, "has requires_grad"] = str(tensor.requires_grad)

@@ -15,11 +15,7 @@ from lightning_paral.compat.lightning.strategies import layer_sync_of, set_forwa
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.zero.offload import check_size, load_operators, make_folders
 from lightning_paral.engines.zero.options import ZeROOptions, averaging_obstacle, for_evaluation
-from lightning_paral.engines.zero.partition import (
-    check_not_partitioned,
-    full_shape,
-    show_full_shapes,
-)
+from lightning_paral.engines.zero.partition import check_not_partitioned, show_full_shapes
 from lightning_paral.engines.zero.precision import ZeROPrecision, as_zero_precision, check_clipping
 from lightning_paral.engines.zero.process import check_installed, deepspeed_process_group
 from lightning_paral.engines.zero.run import RunSettings, StepsThroughEngine, ZeroRun, check_run
@@ -173,8 +169,6 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
             self.model = run.evaluate()
         set_forward_redirection(self, StepsThroughEngine(precision))
         self.barrier()
-
-    full_shape: Any = staticmethod(full_shape)
 
     def _check_fit(self, module: LightningModule) -> None:
         """Check what takes no time, before operators are compiled and files are written."""

@@ -1,17 +1,21 @@
 """Modules that save and load in their own way resume as if training had not stopped."""
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_paral import CheckpointError
 from lightning_paral.checkpoint.load import peek, verify
 from tests.contract.cases import PER_PLACEMENT, labels, with_ranks
-from tests.models.resumable import Resumable, assert_continues, losses, refusal
+from tests.models.resumable import NUM_BATCHES, Resumable, SaveOnce, assert_continues, losses, refusal
+from tests.running import quiet_trainer
 
 PLACEMENTS = labels(with_ranks(PER_PLACEMENT, 2))
 FORMS = ("full", "sharded")
@@ -164,3 +168,24 @@ def test_loading_without_strict_takes_matching_entries(tmp_path: Path) -> None:
     found = losses("paral_ddp", lambda: module, resume_from=tmp_path / "x.ckpt")
     assert module.grown.tolist() == [1.0, 1.0]
     assert_continues([found], [whole])
+
+
+class AddsFilter(Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        warnings.filterwarnings("ignore", "a pattern of the user")
+
+
+def test_a_resume_within_an_epoch_warns_of_nothing_and_keeps_the_users_filters(tmp_path: Path) -> None:
+    def fit(callback: Callback, path: str | None) -> None:
+        trainer = quiet_trainer(strategy="paral_ddp", devices=1, max_epochs=1, callbacks=[callback])
+        trainer.fit(Resumable(), DataLoader(range(NUM_BATCHES)), ckpt_path=path)  # type: ignore[arg-type]
+
+    path = str(tmp_path / "x.ckpt")
+    fit(SaveOnce(path), None)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        fit(AddsFilter(), path)
+        patterns = [message.pattern for _, message, *_ in warnings.filters if message is not None]
+
+    assert "a pattern of the user" in patterns
+    assert [each for each in warned if "ended before the epoch ended" in str(each.message)] == []
