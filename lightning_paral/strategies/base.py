@@ -197,8 +197,8 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
         self._data.begin(trainer, self.dims, self.sampling, seed, forward_has_collectives=self.forward_has_collectives)
         self._at_end.callback(self._data.end)
-        # Last: it waits before what ends an epoch.
-        self._agreement.begin(trainer, self._watch.watching and self._watch.watching.watcher, self._at_end)
+        if self._watch.watching is not None:  # last: it waits before what ends an epoch
+            self._agreement.begin(trainer, self._watch.watching.watcher, self._at_end)
         if self._is_fit:
             self._print_start_line(trainer)
 

@@ -77,16 +77,14 @@ class RankAgreement:
         if len(dims.stage_ranks) > 1:
             check_same(facts(), remedy, dims.stage_group())
 
-    def begin(self, trainer: Trainer, watcher: RankWatcher | None, undo: ExitStack) -> None:
+    def begin(self, trainer: Trainer, watcher: RankWatcher, undo: ExitStack) -> None:
         """Compare the progress of the ranks until `undo` is closed. *Collective* over the world.
 
         Args:
             trainer: the Trainer of the run.
-            watcher: the watcher of the run; `None` if it has one rank.
+            watcher: the watcher of the run.
             undo: undoes what this changes.
         """
-        if watcher is None:
-            return
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and _uses_values(callback):
                 change_monitored(callback, self._values_of_rank_0, undo)
