@@ -34,7 +34,7 @@ from lightning_paral.errors import RankFailedError
 
 END_SECONDS = 3.0
 """How long a rank may take to leave the run after any rank has failed; then its process is ended. For as long, ranks
-wait until the failed rank has printed its error."""
+wait for each other: to save, and until the failed rank has printed its error."""
 _ALONE_SECONDS = 0.5
 """How long a rank may take to leave the run by itself, because all ranks may have raised the same error."""
 _ANSWER_SECONDS = 4 * POLL_SECONDS
@@ -199,6 +199,15 @@ class FirstFailure:
         if self.known is None and self.store.check(["failure"]):
             self.known = Failure(**json.loads(self.store.get("failure")))
         return self.known
+
+    def agree(self, key: str, value: str) -> bool:
+        """Return whether all ranks call this with the same value, within `END_SECONDS`. An empty value is a no."""
+        keys = [f"{key}/{rank}" for rank in range(self.world_size)]
+        with suppress(*_UNREACHABLE):
+            self.store.set(keys[self.rank], value)
+            if value and wait_until(lambda: self.store.check(keys), END_SECONDS):
+                return {self.store.get(each) for each in keys} == {value.encode()}
+        return False
 
     def print_own(self, print_error: Callable[[], object]) -> None:
         """Call `print_error`, which prints the error of this rank, unless another rank has printed it."""

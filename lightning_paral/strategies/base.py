@@ -23,7 +23,7 @@ from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.torch.process_groups import abort_nccl, nccl_backends
 from lightning_paral.data.distribute import RunData
 from lightning_paral.data.loaders import draws_as_one_process
-from lightning_paral.distributed.exchange import RankGroup, all_ranks, any_rank, every_rank
+from lightning_paral.distributed.exchange import RankGroup, any_rank, every_rank
 from lightning_paral.distributed.host_allocator import RETURNED_WHILE_BUILDING, FreedInPieces, return_large_tensors
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.process_group import join_process_group, owned_group
@@ -238,19 +238,20 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
             abort_nccl()
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks. *Collective*; nothing without a process group, or after a failure."""
-        if self._watch.reaches_all:
-            device = self.root_device
-            dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+        """Wait for all ranks. *Collective*; nothing without a process group, or after a failure of some ranks."""
+        ranks, device = self._watch.reachable(), self.root_device
+        if ranks is not None:
+            on_cuda = device.type == "cuda" and ranks.group is None
+            dist.barrier(group=ranks.group, device_ids=[device.index] if on_cuda else None)
         if name == "run-stage" and self._stop_on_sigterm is not None and self.lightning_module is not None:
             # Lightning has set its handlers of signals.
             self._stop_on_sigterm.on_validation_start(self.lightning_module.trainer, self.lightning_module)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the `obj` of rank `src`, or after a failure that of this one. *Collective*."""
-        objects = [obj]
-        if self._watch.reaches_all:
-            dist.broadcast_object_list(objects, src)
+        """Return the `obj` of rank `src`, or after a failure of some ranks that of this one. *Collective*."""
+        ranks, objects = self._watch.reachable(), [obj]
+        if ranks is not None:
+            dist.broadcast_object_list(objects, src, group=ranks.group)
         return objects[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -267,7 +268,8 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
             Any: `tensor`. For the mean of integers, a new floating-point tensor, which Lightning needs to count the
                 samples of logged values. After a failure, `tensor` is unchanged.
         """
-        if not isinstance(tensor, Tensor) or not self._watch.reaches_all:
+        ranks = self._watch.reachable() if isinstance(tensor, Tensor) else None
+        if ranks is None or ranks.group is not None:  # after a failure
             return tensor
         average = reduce_op in (None, "mean", "avg", dist.ReduceOp.AVG)
         if average:
@@ -303,9 +305,12 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
         """Return whether `decision` is true on all ranks or, with `all=False`, on any. *Collective* over all ranks."""
-        if not self._watch.reaches_all:
+        ranks = self._watch.reachable()
+        if ranks is None:
             return decision
-        group = self._logged_group if self.dims.data_size == self.dims.num_ranks else None
+        group = ranks.group
+        if group is None and self.dims.data_size == self.dims.num_ranks:
+            group = self._logged_group
         return every_rank(decision, group) if all else any_rank(decision, group)
 
     # Model wrapping
@@ -481,8 +486,13 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
             checkpoint = self._data.with_position(checkpoint, with_all_ranks=not self._watch.is_failing)
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def _reachable_ranks(self) -> RankGroup:
-        return all_ranks() if self._watch.reaches_all else RankGroup()
+    def _saving_ranks(self, checkpoint: dict[str, Any], filepath: Any) -> RankGroup | None:
+        has_failed = self._watch.is_failing and self._watch.watching is not None
+        if not has_failed:
+            return super()._saving_ranks(checkpoint, filepath)
+        if self._default_form == "sharded":
+            return self._watch.reachable()
+        return RankGroup() if self.global_rank == 0 else None
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint; in a fit, load the position in the data as well. *Collective* over the world.

@@ -256,7 +256,7 @@ class CheckpointMixin(ParallelStrategy):
         Raises:
             CheckpointError: the checkpoint contains shards, and the process group of the ranks that hold them is gone.
         """
-        ranks, world_size = self._reachable_ranks(), getattr(self, "world_size", 1)
+        ranks, world_size = all_ranks(), getattr(self, "world_size", 1)
         if ranks.world_size == world_size:
             return ranks
         if any(is_sharded(tensor) for _, tensor in tensors_in(checkpoint)):
@@ -266,9 +266,6 @@ class CheckpointMixin(ParallelStrategy):
                 "only the weights: trainer.save_checkpoint(path, weights_only=True)."
             )
         return RankGroup() if self.is_global_zero else None
-
-    def _reachable_ranks(self) -> RankGroup:
-        return all_ranks()
 
     def _add_package_state(self, checkpoint: dict[str, Any], ranks: RankGroup) -> None:
         """Add to `checkpoint` what this package needs to load it. *Collective* over `ranks`."""

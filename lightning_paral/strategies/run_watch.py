@@ -7,7 +7,7 @@ import traceback
 import uuid
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -19,8 +19,8 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 
 from lightning_paral.compat.lightning.methods import shadow_method
-from lightning_paral.compat.torch.process_groups import use_default_timeout
-from lightning_paral.distributed.exchange import explain
+from lightning_paral.compat.torch.process_groups import new_named_group, use_default_timeout
+from lightning_paral.distributed.exchange import RankGroup, all_ranks, explain
 from lightning_paral.distributed.failure import FailureWatch, as_consequence, describe_exit, remember_first
 from lightning_paral.distributed.hangs import Hangs
 from lightning_paral.distributed.launcher import agreed_status
@@ -48,7 +48,8 @@ class RunWatch:
 
     Between `begin` and `end` there is a run.
 
-    If every rank holds all values, rank 0 saves alone after a failure. If ranks hold shards, nothing is saved then.
+    If every rank holds all values, rank 0 saves alone. If ranks hold shards, they save if each has raised an error of
+    its own after the same optimizer step.
 
     Args:
         strategy: the strategy, for all of its runs.
@@ -64,6 +65,10 @@ class RunWatch:
     """From the teardown until the next run, names the failure of another rank that ended the run; empty if none did."""
     _guards_hooks: bool = False
     """After a failure, whether the hooks are guarded that are called then."""
+    _step: str = ""
+    """After an error of this rank's own, the number of optimizer steps; otherwise empty."""
+    _reached: tuple[RankGroup | None] | None = None
+    """After a failure, the ranks that raised together, or `None`, once they are known."""
 
     def __init__(self, strategy: ParallelStrategy, timeout: timedelta, form: Form) -> None:
         self._strategy, self.timeout, self._default_form = strategy, timeout, form
@@ -91,6 +96,7 @@ class RunWatch:
 
     def begin(self) -> None:
         """Agree on a name for the run, by which ranks find each other after an exception. *Collective*."""
+        self._reached, self._step = None, ""
         self._end_watching()
         self._undo.close()
         self._undo.callback(use_default_timeout(self.timeout))
@@ -121,7 +127,7 @@ class RunWatch:
             trainer, num_ranks = self._trainer, self._strategy.world_size
             if trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED and num_ranks > 1:
                 release_process_group(after_failure=True)
-            self.name = ""
+            self.name, self._reached = "", None
 
     def _end_watching(self) -> None:
         watching = self.watching
@@ -161,6 +167,7 @@ class RunWatch:
                 error.add_note(hangs.where_all_are(f"A collective of rank {rank} timed out."))
             is_agreed = isinstance(error, SystemExit) and agreed_status() is not None
             reported = failures.report(error, describe_position(trainer, error), is_agreed=is_agreed)
+        self._step = str(trainer.global_step) if reported is error else ""
         if not self._guards_hooks:
             self._guards_hooks = True
             self._guard_hooks(trainer, self._undo)
@@ -206,7 +213,7 @@ class RunWatch:
         return first is not None and first.has_died and first.rank == 0
 
     def _save_after_failure(self, save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
-        """Save on rank 0, if it has all values and lives.
+        """Save on the ranks that can. *Collective* over the ranks that raised together, if ranks hold shards.
 
         Raises:
             CheckpointError: it was not saved.
@@ -215,8 +222,11 @@ class RunWatch:
         try:
             if self.watching is not None:
                 self.watching.failures.begin_save()
-                if self._default_form == "sharded":
-                    reason = "each rank holds a shard of the state, and ranks do not wait for each other any more."
+                if self._default_form == "sharded" and self.reachable() is None:
+                    reason = (
+                        "each rank holds a shard of the state, and not all ranks raised an error after the same "
+                        "optimizer step."
+                    )
                 elif self._has_rank_0_died:
                     reason = "rank 0, which saves, has died."
             if not reason:
@@ -236,12 +246,24 @@ class RunWatch:
         newest = max(filter(os.path.exists, paths), key=os.path.getmtime, default=None)
         return "The run has saved no other checkpoint." if newest is None else f"The newest checkpoint is {newest}."
 
-    @property
-    def reaches_all(self) -> bool:
-        """Whether collectives reach all ranks: there is a process group, and no rank of several has failed."""
+    def reachable(self) -> RankGroup | None:
+        """Return all ranks; after a failure, `None`, or in a new group those that hold shards and raised together.
+
+        The first call after a failure is *collective*, but returns if some rank does not call it.
+        """
         if not dist.is_initialized() or dist.get_world_size() != self._strategy.world_size:
-            return False
-        return not self.is_failing or self.watching is None
+            return None
+        if not self.is_failing or self.watching is None:
+            return all_ranks()
+        if self._reached is None:
+            self._reached = (None,)
+            if self._default_form == "sharded" and self.watching.failures.first.agree("step", self._step):
+                with suppress(dist.DistError, RuntimeError):  # a rank has died since
+                    name, ranks = f"after the failure of {self.name}", range(self._strategy.world_size)
+                    # not an older group, in which collectives may be pending
+                    group = new_named_group(name, ranks, timeout=self.timeout, backend="gloo")
+                    self._reached = (all_ranks(group),)
+        return self._reached[0]
 
 
 def describe_position(trainer: Trainer, error: BaseException | None = None) -> str:

@@ -41,11 +41,7 @@ class Failing(Supervised):
         return super().training_step(batch, batch_idx)
 
 
-REPLICAS = ("paral_dp", "paral_ddp")
-"""Other strategies save nothing after a failure."""
-
-
-@row("`ModelCheckpoint(save_on_exception=True)`", columns=REPLICAS)
+@row("`ModelCheckpoint(save_on_exception=True)`", columns=ALL)
 def on_exception(run: Run) -> dict[str, Any]:
     saving = ModelCheckpoint(run.folder / "kept", save_on_exception=True)
     try:
@@ -58,7 +54,7 @@ def on_exception(run: Run) -> dict[str, Any]:
     return {"raised": raised, "files": OfRankZero(names), "saved": run.saved(run.folder / "kept" / names[0])}
 
 
-@row("`OnExceptionCheckpoint`", columns=REPLICAS)
+@row("`OnExceptionCheckpoint`", columns=ALL)
 def exception_checkpoint(run: Run) -> dict[str, Any]:
     try:
         run.fit(Failing, callbacks=[OnExceptionCheckpoint(run.folder, "failed")], enable_checkpointing=True)

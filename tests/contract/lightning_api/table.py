@@ -35,9 +35,8 @@ otherwise. A cell says what comes of it:
 - **open**: none of these, which is a defect.
 
 An empty cell is not run. For `paral_zero1` and `paral_zero3` the feature does not depend on the stage, and is as under
-`paral_zero2`; for `paral_dp`, which is one process, the feature is about ranks. Strategies that shard save nothing
-after an exception. Loggers that need other packages are not run: a strategy treats them all alike.
-`docs/user-code.md` is about what people write in modules and callbacks.
+`paral_zero2`; for `paral_dp`, which is one process, the feature is about ranks. Loggers that need other packages are
+not run: a strategy treats them all alike. `docs/user-code.md` is about what people write in modules and callbacks.
 
 `tests/contract/test_lightning_api.py` runs the cells. `python -m tests.contract.lightning_api --write` writes this
 page; with `--only-new` it runs only cells that are not on it.

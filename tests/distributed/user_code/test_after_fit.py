@@ -88,23 +88,17 @@ def resumed_and_uninterrupted(strategy: str, folder: str) -> list[Fitted]:
     return [(losses[2:], weights), *(fitted(strategy, 2, f"{folder}/{name}.ckpt") for name in ("failed", "own"))]
 
 
-def fail_and_be_warned(strategy: str, where: str, folder: str) -> tuple[str, list[str]]:
+def fail_and_be_warned(folder: str) -> tuple[str, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        raised = fail(strategy, where, folder, every_n_train_steps=2)
+        raised = fail("paral_fsdp", "alone", folder, every_n_train_steps=2)
     return raised, [str(each.message) for each in caught if "was not saved" in str(each.message)]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "where", "raised"),
-    [("paral_fsdp", "alone", ["RankFailedError", "KeyError"]), ("paral_zero3", "all", ["KeyError", "KeyError"])],
-)
-def test_checkpoint_is_not_saved_after_a_failure_if_ranks_hold_shards(
-    in_own_world, tmp_path: Path, strategy: str, where: str, raised: list[str]
-) -> None:
-    (first, told), (second, nothing) = in_own_world(2, fail_and_be_warned, strategy, where, str(tmp_path))
+def test_checkpoint_is_not_saved_if_ranks_hold_shards_and_one_fails_alone(in_own_world, tmp_path: Path) -> None:
+    (first, told), (second, nothing) = in_own_world(2, fail_and_be_warned, str(tmp_path))
 
-    assert [first, second] == raised
+    assert [first, second] == ["RankFailedError", "KeyError"]
     (why,) = told
     assert why.startswith(f"{tmp_path}/own.ckpt was not saved after the failure: each rank holds a shard")
     assert why.endswith(f"The newest checkpoint is {tmp_path}/last.ckpt.")
@@ -116,10 +110,11 @@ def test_checkpoint_is_not_saved_after_a_failure_if_ranks_hold_shards(
     ("strategy", "where", "raised"),
     [
         ("paral_ddp", "all", "KeyError"),
-        ("paral_ddp", "interrupted", "SystemExit"),
+        ("paral_zero3", "all", "KeyError"),
+        ("paral_fsdp", "interrupted", "SystemExit"),
     ],
 )
-def test_rank_0_saves_after_an_error_of_all_ranks_and_they_raise_it(
+def test_ranks_save_together_after_an_error_and_raise_it(
     on_ranks, rank_pool, tmp_path: Path, strategy: str, where: str, raised: str
 ) -> None:
     assert on_ranks(2, fail, strategy, where, str(tmp_path)) == [raised, raised]

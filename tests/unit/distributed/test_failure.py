@@ -4,6 +4,7 @@ import pickle
 import signal
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,6 +75,7 @@ def test_without_a_store_a_rank_keeps_its_own_record() -> None:
 
     assert first.report(died) == died
     assert str(died) == "rank 0 died: its process ended without an exception"
+    assert not first.agree("step", "7")
 
 
 def test_the_error_is_printed_once_and_before_the_lines_of_the_other_ranks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,6 +107,16 @@ def test_one_of_the_waiting_ranks_prints_what_the_failed_rank_did_not(
     printed = capsys.readouterr().err
     assert printed.count("Traceback") == 1
     assert printed.splitlines()[-3:] == ["Rank 1 ended", "Rank 2 ended", "Rank 0 ended: ValueError: my bug"]
+
+
+@pytest.mark.parametrize(("values", "agree"), [(["7", "7"], True), (["7", "8"], False), (["7", ""], False)])
+def test_ranks_agree_only_if_all_give_the_same_value(values: list[str], agree: bool) -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [FirstFailure(store, rank, 2) for rank in range(2)]
+        found = list(pool.map(lambda rank: rank.agree("step", values[rank.rank]), ranks))
+
+    assert found == [agree, agree]
 
 
 @pytest.mark.parametrize(
