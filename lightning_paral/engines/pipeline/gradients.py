@@ -137,8 +137,6 @@ class StageGradients:
         for parameters in (self._outside, self._inside):
             shards: list[Parameter] = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
             full = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
-            if dims.replicate > 1:
-                _average(shards, dims.replicate_group())
             if parameters is self._outside:
                 _average(shards, self._pipeline.values)
                 _average(full, None)
