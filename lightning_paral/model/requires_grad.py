@@ -8,13 +8,13 @@ from datetime import timedelta
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 
-from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
 from lightning_paral.compat.torch.ddp import ignored_by_ddp
 from lightning_paral.distributed.exchange import Facts, check_same, first_difference
 from lightning_paral.distributed.mesh import ParallelDims
@@ -123,7 +123,7 @@ class TrainedParameters:
         return True
 
     def _read(self) -> list[bool]:
-        with DisableTorchFunctionSubclass():  # sharded parameters would be asked one by one, in Python
+        with torch.DisableTorchFunctionSubclass():  # sharded parameters would be asked one by one, in Python
             return list(map(_requires_grad, self.parameters))
 
     def _note_registration(self, *_: Any) -> None:
