@@ -16,7 +16,6 @@ NAMES: Names = {
     "torch": {
         "_foreach_mul_": "scale sharded gradients",
         "_foreach_copy_": "copy what steps have written to the shards of a unit",
-        "_foreach_norm": "compute the norm of sharded gradients",
         "_amp_foreach_non_finite_check_and_unscale_": "unscale gradients as torch.amp.GradScaler does",
     },
     "torch.optim.lr_scheduler.LRScheduler": {
@@ -32,7 +31,6 @@ NAMES: Names = {
 
 
 foreach_mul_ = torch._foreach_mul_
-foreach_norm = torch._foreach_norm
 foreach_copy_ = torch._foreach_copy_
 check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
