@@ -93,7 +93,7 @@ class DDPRun:
     def _wrap_and_register(self, **changed: Any) -> None:
         device_ids, given = self._strategy.determine_ddp_device_ids(), self._of_torch | changed
         # https://docs.pytorch.org/docs/stable/notes/cuda.html#use-nn-parallel-distributeddataparallel
-        with nullcontext() if device_ids is None else torch.cuda.stream(torch.cuda.Stream()):
+        with nullcontext() if device_ids is None else torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
             self._strategy.model = DistributedDataParallel(self._module, device_ids=device_ids, **given)
         self._is_static_graph_known = False
         self._register_reduction()
