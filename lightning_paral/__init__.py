@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_paral import tested_versions as tested_versions  # warns of untested versions
 from lightning_paral._version import __version__
 from lightning_paral.checkpoint import is_folder, read_folder
-from lightning_paral.compat.lightning import load_from_checkpoint
+from lightning_paral.compat.lightning.loops import let_load_read_folders
 from lightning_paral.error_report import install_brief_excepthook
 from lightning_paral.errors import (
     CheckpointError,
@@ -101,5 +101,5 @@ def __dir__() -> list[str]:
 
 
 register_strategies()
-load_from_checkpoint.install(is_folder, read_folder)
+let_load_read_folders(is_folder, read_folder)
 install_brief_excepthook()

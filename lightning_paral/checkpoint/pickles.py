@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from reprlib import repr as short
 from typing import Any
 
-from lightning_paral.compat.torch.files import PythonUnpickler
+from lightning_paral.compat.torch.tensors import PythonUnpickler
 
 _COPIES = 4  # elements that calls may copy per byte of the pickle
 _BYTES_PER_CONTAINER = 4

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_paral.compat.lightning.evaluation import replace_preparation
+from lightning_paral.compat.lightning.loops import replace_preparation
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.lightning.strategies import injects_sampler
 from lightning_paral.data.evaluation import ExactEvaluationLoops

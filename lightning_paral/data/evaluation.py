@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from lightning_paral.compat.lightning.evaluation import (
+from lightning_paral.compat.lightning.loops import (
     EvaluationLoop,
     PredictionLoop,
     Step,

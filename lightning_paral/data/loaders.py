@@ -19,7 +19,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from lightning_paral.compat.lightning.evaluation import IndexBatchSampler
+from lightning_paral.compat.lightning.loops import IndexBatchSampler
 from lightning_paral.compat.torch.loaders import copy_without_workers, without_workers
 from lightning_paral.data.sampler import GlobalOrder, Mark, RankBatchSampler, Seed, ShardSpec
 from lightning_paral.distributed.mesh import ParallelDims

@@ -21,14 +21,11 @@ from torch import Tensor
 from torch.nn import Module, SyncBatchNorm
 from torchmetrics import Metric
 
-from lightning_paral.compat.lightning.evaluation import set_results
+from lightning_paral.compat.lightning.loops import set_results
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.lightning.results import (
-    Metadata,
     ResultCollection,
     ResultMetric,
-    make_sync,
-    mark_updated,
     set_computed,
 )
 from lightning_paral.compat.torch.process_groups import default_store
@@ -243,7 +240,7 @@ class _Entry:
     """The values that a rank logged under one key in an epoch, as it sends them to the other ranks."""
 
     key: str
-    meta: Metadata
+    meta: Any
     """What the rank passed to `self.log`, without what reduces the value."""
     is_reduced: bool
     """Whether the value of the epoch is computed by all data ranks together."""
@@ -339,7 +336,7 @@ class SharedResults(ResultCollection):
         is_reduced = sync.should and not sync.rank_zero_only and _spans_data_ranks(sync.group, dims)
         is_mean = metric.is_tensor and metric.meta.is_mean_reduction
         meta = copy.copy(metric.meta)
-        meta.sync = make_sync(None, should=sync.should)  # groups and functions cannot be sent
+        meta.sync = _reduced_by(None, sync)  # groups and functions cannot be sent
         return _Entry(
             key=key,
             meta=meta,
@@ -374,15 +371,22 @@ class SharedResults(ResultCollection):
         """Return the result that this rank would have if it had logged the values of `entry`."""
         if metric is None:
             reduce = self._reduce_for(entry.key, module.trainer.strategy.reduce)
-            entry.meta.sync = make_sync(reduce, should=entry.meta.sync.should)
+            entry.meta.sync = _reduced_by(reduce, entry.meta.sync)
             metric = ResultMetric(entry.meta, is_tensor=entry.value is not None)
         if entry.value is None:
             assert entry.meta.metric_attribute is not None
             metric.value = attrgetter(entry.meta.metric_attribute)(module)
             set_computed(metric, None)
-        mark_updated(metric)  # prevents a warning: updates of other ranks will be merged into it
         metric.has_reset = False
         return metric
+
+
+def _reduced_by(reduce: Any, sync: Any) -> Any:
+    """Return a copy of `sync`, by which Lightning reduces a value, that reduces with `reduce` over the data ranks."""
+    changed = copy.copy(sync)
+    changed.fn, changed.rank_zero_only = reduce, False
+    changed.group = None  # last: the setter makes the other attributes count
+    return changed
 
 
 def _synchronizes(metric: Metric, dims: ParallelDims) -> bool:

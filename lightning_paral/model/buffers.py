@@ -4,12 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from lightning_paral.comm.coalescing import broadcast
-from lightning_paral.compat.torch.ddp import ignored_by_ddp
 from lightning_paral.compat.torch.modules import own_buffers
 from lightning_paral.distributed.mesh import ParallelDims
 
@@ -61,7 +59,7 @@ class RankZeroBuffers:
             return
         _unshard_buffers(self._module)
         if self._enabled:
-            broadcast(buffers_to_broadcast(self._module), self._dims.stage_group())
+            broadcast(list(self._module.buffers()), self._dims.stage_group())
 
     def broadcast_averages(self, averaged: Module) -> None:
         """Broadcast the first rank's averages of the buffers, in place. *Collective* over the ranks that hold them.
@@ -70,9 +68,7 @@ class RankZeroBuffers:
             averaged: a module with the averages of the buffers, in the same order.
         """
         if self._enabled:
-            shared = {id(buffer) for buffer in buffers_to_broadcast(self._module)}
-            averages = zip(self._module.buffers(), averaged.buffers(), strict=True)
-            broadcast([average for buffer, average in averages if id(buffer) in shared], self._dims.stage_group())
+            broadcast(list(averaged.buffers()), self._dims.stage_group())
 
 
 def _unshard_buffers(module: Module) -> None:
@@ -82,9 +78,3 @@ def _unshard_buffers(module: Module) -> None:
         for name, buffer in buffers.items():
             if isinstance(buffer, DTensor):
                 buffers[name] = buffer.full_tensor().detach()
-
-
-def buffers_to_broadcast(module: Module) -> list[Tensor]:
-    """Return the buffers of `module`, except those that it tells DDP to ignore."""
-    ignored = ignored_by_ddp(module)
-    return [buffer for name, buffer in module.named_buffers() if name not in ignored]

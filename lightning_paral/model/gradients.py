@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn import Parameter
+from torch.nn.utils import get_total_norm
 
 from lightning_paral.comm.coalescing import group_by_dtype_and_device
-from lightning_paral.compat.torch.optimizers import foreach_mul_, foreach_norm
+from lightning_paral.compat.torch.optimizers import foreach_mul_
 
 
 @torch.no_grad()
@@ -55,12 +56,14 @@ def gradient_norm(parameters: Iterable[Parameter]) -> Tensor:
 
 
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
-    squares: list[Tensor] = []
+    norms: list[Tensor] = []
     for group in group_by_dtype_and_device([torch.view_as_real(t) if t.is_complex() else t for t in tensors]):
-        dtype = torch.promote_types(group[0].dtype, torch.float32)
-        squares += [norm.square() for norm in foreach_norm(group, 2, dtype=dtype)]
-    device = squares[0].device
-    return torch.stack([square.to(device) for square in squares]).sum()
+        if group[0].dtype.itemsize > 2:
+            norms.append(get_total_norm(group))
+        else:
+            norms += [torch.linalg.vector_norm(each, dtype=torch.float32) for each in group]
+    device = norms[0].device
+    return torch.stack([norm.to(device) for norm in norms]).square().sum()
 
 
 @torch.no_grad()

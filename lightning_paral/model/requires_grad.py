@@ -8,14 +8,13 @@ from datetime import timedelta
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 
-from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
-from lightning_paral.compat.torch.ddp import ignored_by_ddp
 from lightning_paral.distributed.exchange import Facts, check_same, first_difference
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.watcher import exchange_in_store
@@ -33,7 +32,7 @@ class TrainedParameters:
     A check takes about 30 ns per parameter. It also detects new parameters, with torch's global registration hooks.
 
     Args:
-        module: the module whose parameters are tracked, except those that it tells DDP to ignore.
+        module: the module whose parameters are tracked.
         undo: removes the registration hooks when it is closed.
     """
 
@@ -60,8 +59,7 @@ class TrainedParameters:
 
     def current_by_name(self) -> dict[str, Parameter]:
         """Return all parameters that the module has now, by name."""
-        ignored = ignored_by_ddp(self._module)
-        return {name: p for name, p in self._module.named_parameters() if name not in ignored}
+        return dict(self._module.named_parameters())
 
     @property
     def by_name(self) -> dict[str, Parameter]:
@@ -123,7 +121,7 @@ class TrainedParameters:
         return True
 
     def _read(self) -> list[bool]:
-        with DisableTorchFunctionSubclass():  # sharded parameters would be asked one by one, in Python
+        with torch.DisableTorchFunctionSubclass():  # sharded parameters would be asked one by one, in Python
             return list(map(_requires_grad, self.parameters))
 
     def _note_registration(self, *_: Any) -> None:

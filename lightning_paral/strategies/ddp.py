@@ -12,7 +12,6 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_paral.compat.lightning.strategies import layer_sync_of
-from lightning_paral.compat.torch.ddp import ignored_by_ddp
 from lightning_paral.engines.ddp.options import DDPOptions
 from lightning_paral.engines.ddp.run import DDPRun, averaged_closure
 from lightning_paral.errors import ConfigurationError
@@ -49,7 +48,6 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
             ddp_comm_state=options.ddp_comm_state,
             ddp_comm_hook=options.ddp_comm_hook,
             ddp_comm_wrapper=options.ddp_comm_wrapper,
-            gradient_as_bucket_view=options.gradient_as_bucket_view,
             **options.for_torch,
         )
         self.shares_buffers = options.broadcast_buffers is not False
@@ -77,7 +75,7 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
         """Wrap the module in `DistributedDataParallel`. *Collective* over the world."""
         assert self.lightning_module is not None
         check_embeddings(self.lightning_module, self.dims.data_size)
-        self._ddp = DDPRun(self, self._options, super().configure_ddp, self.dims, self._at_end)
+        self._ddp = DDPRun(self, self._options, self.dims, self._at_end)
         self._fit_buffers()
 
     def make_buffers(self) -> RankZeroBuffers:
@@ -166,11 +164,10 @@ class ParalDDPStrategy(ParalStrategy, DDPStrategy):
 
 def _check_dtypes(module: Module, backend: str) -> None:
     """Raise a `ConfigurationError` for a dtype that `backend` cannot broadcast: most integers, and float8 over gloo."""
-    ignored = ignored_by_ddp(module)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         is_float8 = tensor.is_floating_point() and tensor.dtype.itemsize == 1
         is_known = tensor.is_complex() or tensor.is_floating_point() or tensor.dtype in _INTEGERS
-        if (not is_known or (is_float8 and backend == "gloo")) and name not in ignored:
+        if not is_known or (is_float8 and backend == "gloo"):
             raise ConfigurationError(
                 f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}, which {backend} cannot broadcast to all "
                 "ranks. Convert it, register it as bytes, tensor.view(torch.uint8), or train with paral_fsdp."

@@ -1,7 +1,7 @@
 """Local SGD: islands of ranks train apart under DDP, and exchange weights every period, over links that may be slow."""
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from lightning_paral.averaging.run import RunAverages
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.checkpoint.tree import PACKAGE_STATE_KEY
-from lightning_paral.compat.lightning.strategies import ddp_options, set_ddp_options
 from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.engines.local_sgd.options import LocalSGDOptions, check_run
 from lightning_paral.engines.local_sgd.run import LocalSGDRun
@@ -84,7 +83,7 @@ class ParalLocalSGDStrategy(ParalDDPStrategy):
         islands = self._local.arrange(self.global_rank, self.world_size, self.num_processes)
         self._run = LocalSGDRun(self, self._local, islands, self._at_end)
         if islands.shard > 1:
-            set_ddp_options(self, ddp_options(self) | {"process_group": islands.replica_group()})
+            self._options = replace(self._options, process_group=islands.replica_group())
             super().configure_ddp()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -14,7 +14,6 @@ from torch.nn.parameter import is_lazy
 
 from lightning_paral.compat.lightning.callbacks import change_monitored
 from lightning_paral.compat.lightning.methods import shadow_method
-from lightning_paral.compat.torch.ddp import ignored_by_ddp
 from lightning_paral.distributed.divergence import EpochAgreement
 from lightning_paral.distributed.exchange import Facts, check_same
 from lightning_paral.distributed.watcher import RankWatcher
@@ -118,8 +117,8 @@ class RankAgreement:
         tensors: list[tuple[str, Tensor]] = list(module.named_parameters())
         if trains and strategy.shares_buffers:
             tensors += module.named_buffers()
-        ignored, full_shape = ignored_by_ddp(module), strategy._sharded_state.full_shape
-        for name, tensor in [each for each in tensors if each[0] not in ignored]:
+        full_shape = strategy._sharded_state.full_shape
+        for name, tensor in tensors:
             is_parameter = isinstance(tensor, Parameter)
             subject = f"{'Parameter' if is_parameter else 'Buffer'} `{name}`"
             shape = "not yet known" if is_lazy(tensor) else str(full_shape(tensor))

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strateg
 from torch import Tensor
 
 from lightning_paral.checkpoint.sharded_state import ShardedState
-from lightning_paral.compat.lightning.strategies import layer_sync_of, set_forward_redirection
+from lightning_paral.compat.lightning.strategies import layer_sync_of
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.zero.offload import check_size, load_operators, make_folders
 from lightning_paral.engines.zero.options import ZeROOptions, averaging_obstacle, for_evaluation
@@ -33,7 +33,7 @@ from lightning_paral.option_types import takes
 from lightning_paral.strategies.base import ParalStrategy, precision_made_by
 
 
-class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
+class ParalZeROStrategy(ParalStrategy, StepsThroughEngine, DeepSpeedStrategy):
     """Shard optimizer state, gradients and parameters over the ranks, one process per device, with DeepSpeed's ZeRO.
 
     Select it by name, `Trainer(strategy="paral_zero2")`, or pass an object to set options,
@@ -167,7 +167,6 @@ class ParalZeROStrategy(ParalStrategy, DeepSpeedStrategy):
             self._setup_training(run, module)
         else:
             self.model = run.evaluate()
-        set_forward_redirection(self, StepsThroughEngine(precision))
         self.barrier()
 
     def _check_fit(self, module: LightningModule) -> None:

@@ -75,7 +75,7 @@ def _parameters(module: nn.Module) -> Iterator[Tensor | None]:
 def _gradients(strategy: Any, module: nn.Module) -> Iterator[Tensor | None]:
     optimizer = strategy.model.optimizer
     for parameter in module.parameters():
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             gradient: Tensor | None = Tensor.grad.__get__(parameter)  # the attribute itself, which hooks cannot read
         yield gradient
         yield getattr(parameter, "grad_accum", None)

@@ -1,14 +1,24 @@
-"""The Trainer's loops: their state, loaders and counters, and where a fit stops or resumes."""
+"""The loops of the Trainer: steps, results, loaders, counters, where a fit stops or resumes, and its checkpoints."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.core import saving
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop as PredictionLoop
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as IndexBatchSampler
+from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_paral.compat.lightning.methods import shadow_method
-from lightning_paral.compat.private_name import Names, replace
+from lightning_paral.compat.lightning.results import ResultCollection
+from lightning_paral.compat.private_name import Names, named, replace
+
+__all__ = ["EvaluationLoop", "IndexBatchSampler", "PredictionLoop"]
+
+_STEP = "(batch, batch_idx, dataloader_idx, dataloader_iter)"
 
 NAMES: Names = {
     "lightning.pytorch.loops._FitLoop": {
@@ -19,13 +29,74 @@ NAMES: Names = {
     "lightning.pytorch.loops._TrainingEpochLoop": {
         "._batches_that_stepped": "log values with the same step as Lightning does",
         "on_advance_end(data_fetcher)": "stop after a batch and its validation, before the next is fetched",
+        "._results": "check that all ranks log the same keys",
         "_should_check_val_fx(data_fetcher)": "know whether Lightning counts a batch twice when a fit resumes",
     },
-    "lightning.pytorch.Trainer": {"._checkpoint_connector": "choose the checkpoint that a fit resumes from"},
+    "lightning.pytorch.Trainer": {
+        "._checkpoint_connector": "choose the checkpoint that a fit resumes from",
+        "._data_connector": "distribute samples ourselves instead of with DistributedSampler",
+    },
     "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector": {
         "resume_start(checkpoint_path, weights_only)": "choose the checkpoint that a fit resumes from",
     },
+    "lightning.pytorch.loops._EvaluationLoop": {
+        f"_evaluation_step{_STEP}": "skip padding batches",
+        "_store_dataloader_outputs": "reduce logged values before Lightning computes results",
+        "._results": "log to a collection that counts each sample once",
+    },
+    "lightning.pytorch.loops._PredictionLoop": {f"_predict_step{_STEP}": "skip padding batches"},
+    "lightning.pytorch.trainer.connectors.data_connector._DataConnector": {
+        "_prepare_dataloader(dataloader, shuffle, mode)": "distribute samples ourselves",
+    },
+    "lightning.pytorch.overrides.distributed": {
+        "_IndexBatchSamplerWrapper(batch_sampler)": "pass indices to callbacks that write predictions",
+    },
+    "lightning.pytorch.core.saving": {
+        "pl_load(path_or_url, map_location, weights_only)": "let load_from_checkpoint read folders",
+    },
 }
+
+
+# The steps of Lightning's validation, test and prediction loops, and the collections to which they log
+
+Step = Callable[[Any, int, int, Any], None]
+"""Takes a batch, its index, the loader's index, and the iterator if the step draws batches itself."""
+
+
+def set_results(loop: object, results: ResultCollection) -> None:
+    """Make hooks log to `results` during `loop`, an evaluation loop or the loop of an epoch of training."""
+    replace(loop, "_results", results)
+
+
+def replace_step(loop: EvaluationLoop | PredictionLoop, run: Callable[..., None], undo: ExitStack) -> None:
+    """Make `loop` call `run` instead of its own step, which is the first argument, until `undo` is closed."""
+    name = "_predict_step" if isinstance(loop, PredictionLoop) else "_evaluation_step"
+    shadow_method(loop, name, partial(run, getattr(loop, name)), undo)
+
+
+def call_at_end_of_loader(loop: EvaluationLoop, trainer: Trainer, join: Callable[[], None], undo: ExitStack) -> None:
+    """Call `join` at the end of each loader of `loop`, before results are computed, until `undo` is closed."""
+    store_outputs = loop._store_dataloader_outputs
+
+    def store() -> None:
+        join()
+        store_outputs()
+
+    shadow_method(loop, "_store_dataloader_outputs", store, undo)
+
+
+# How Lightning prepares loaders for several ranks
+
+Preparation = Callable[[object, bool, RunningStage], object]
+"""Takes a loader, whether to shuffle it, and the running stage; returns the loader to use."""
+
+
+def replace_preparation(trainer: Trainer, prepare: Preparation, undo: ExitStack) -> Preparation:
+    """Replace Lightning's preparation of loaders with `prepare` until `undo` is closed; return Lightning's method."""
+    connector = trainer._data_connector
+    plain: Preparation = connector._prepare_dataloader
+    shadow_method(connector, "_prepare_dataloader", prepare, undo)
+    return plain
 
 
 # The state and the loaders of the Trainer's loops
@@ -169,3 +240,37 @@ def stop_between_batches(
     shadow_method(fit_loop, "advance", run_epoch, undo)
     shadow_method(fit_loop, "on_run_end", end_run, undo)
     return ask_soon
+
+
+# Let `load_from_checkpoint` read folders
+
+_MARK = "_reads_folders"
+
+
+def let_load_read_folders(is_folder: Callable[[Any], bool], read: Callable[..., Mapping[str, Any]]) -> None:
+    """Make Lightning's `load_from_checkpoint` read folders as well. A second call changes nothing.
+
+    It takes no `CheckpointIO`, and reads a path with `pl_load` of `lightning.pytorch.core.saving`, which raises
+    `IsADirectoryError` for every sharded checkpoint, even for Lightning's own (2.6.6).
+
+    Args:
+        is_folder: called with a path or URL; returns whether it is a folder.
+        read: called with the path, `map_location` and `weights_only`; returns the checkpoint.
+
+    Raises:
+        PrivateNameError: this version of Lightning reads checkpoints in a different way.
+    """
+    named(NAMES, "pl_load").resolve()
+    module: Any = saving
+    load = module.pl_load
+    if hasattr(load, _MARK):
+        return
+
+    @wraps(load)
+    def load_any(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        if is_folder(path_or_url):
+            return read(path_or_url, map_location=map_location, weights_only=weights_only)
+        return load(path_or_url, map_location=map_location, weights_only=weights_only)
+
+    setattr(load_any, _MARK, True)
+    module.pl_load = load_any

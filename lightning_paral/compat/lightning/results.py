@@ -5,10 +5,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata as Metadata
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as ResultCollection
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
-from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync as Sync
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -16,7 +14,7 @@ from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.private_name import Names, replace
 from lightning_paral.compat.torch.patches import replace_attributes
 
-__all__ = ["Metadata", "ResultCollection", "ResultMetric"]
+__all__ = ["ResultCollection", "ResultMetric"]
 
 NAMES: Names = {
     "lightning.pytorch.trainer.connectors.logger_connector.result._ResultCollection": {
@@ -28,24 +26,13 @@ NAMES: Names = {
     },
     "lightning.pytorch.trainer.connectors.logger_connector.result": {
         "_ResultMetric(metadata, is_tensor)": "create the value of a key that this rank has not logged",
-        "_Metadata(fx, name, reduce_fx, dataloader_idx, metric_attribute)": "create a key that others have logged",
-        "_Sync(fn, _should)": "define how a logged value is reduced",
     },
     "torchmetrics.Metric": {
         "._forward_cache": "log the value of a metric in a step, computed over all replicas",
         "._computed": "give a metric the value computed over all ranks",
-        "._update_count": "compute a metric that other ranks have updated, but not this one, without a warning",
         "_sync_dist(dist_sync_fn, process_group)": "gather list states of different lengths",
     },
 }
-
-
-# The collection behind `self.log`, and the metrics that hold its values
-
-
-def make_sync(reduce: Any, *, should: bool) -> Sync:
-    """Return a `Sync` that reduces a value with `reduce` if `should` is true."""
-    return Sync(fn=reduce, _should=should)
 
 
 # Caches of torchmetrics' metrics, and how metrics gather their states
@@ -82,8 +69,3 @@ def set_value_of_step(metric: Metric, value: Tensor) -> None:
 def set_computed(metric: Metric, value: Tensor | None) -> None:
     """Make `metric.compute()` return `value`, or compute again if `value` is `None`."""
     replace(metric, "_computed", value)
-
-
-def mark_updated(metric: Metric) -> None:
-    """Mark `metric` as updated, because updates of other ranks are merged into it."""
-    replace(metric, "_update_count", max(1, metric.update_count))

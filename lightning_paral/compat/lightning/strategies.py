@@ -6,11 +6,10 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins import DeepSpeedPrecision, DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.plugins.layer_sync import LayerSync
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.strategy import _ForwardRedirection as ForwardRedirection
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,7 +19,6 @@ from torch.optim import Optimizer
 from lightning_paral.compat.private_name import Names, replace
 
 __all__ = [
-    "ForwardRedirection",
     "LightningSubprocessLauncher",
     "SubprocessScriptLauncher",
     "TunerExit",
@@ -28,25 +26,17 @@ __all__ = [
 ]
 
 NAMES: Names = {
-    "lightning.pytorch.strategies.Strategy": {
-        "._forward_redirection": "run steps through DeepSpeed's engine",
-    },
     "lightning.pytorch.strategies.ParallelStrategy": {
         "._layer_sync": "know whether Trainer(sync_batchnorm=True) was set",
     },
-    "lightning.pytorch.strategies.DDPStrategy": {"._ddp_kwargs": "create DDP's reducer again with other options"},
     "lightning.pytorch.LightningModule": {"._device_mesh": "make self.device_mesh return the strategy's mesh"},
     "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector": {
         "_lazy_init_strategy": "give a strategy that is chosen late its devices and plugins",
-        "_check_and_init_precision": "create the precision plugin that fits the chosen strategy",
         ".use_distributed_sampler": "know the value of Trainer(use_distributed_sampler=...)",
     },
     "lightning.pytorch.Trainer": {"._accelerator_connector": "reach the object that holds the strategy"},
     "lightning.pytorch.loops.fit_loop._FitLoop": {
         "._data_source": "read the first training batch before the run sets up its loaders",
-    },
-    "lightning.pytorch.strategies.strategy._ForwardRedirection": {
-        "__call__(wrapper_module, original_module, method_name)": "run DeepSpeed's hooks on the root once per step",
     },
     "lightning.pytorch.strategies.launchers": {
         "_SubprocessScriptLauncher(cluster_environment, num_processes, num_nodes)": "check before processes start",
@@ -77,25 +67,9 @@ def layer_sync_of(strategy: ParallelStrategy) -> LayerSync | None:
     return strategy._layer_sync
 
 
-def set_forward_redirection(strategy: Strategy, redirection: Any) -> None:
-    """Make `strategy` run steps through `redirection`, a `ForwardRedirection`."""
-    replace(strategy, "_forward_redirection", redirection)
-
-
 def set_device_mesh(module: LightningModule, mesh: DeviceMesh | None) -> None:
     """Make the property `device_mesh` of `module` return `mesh`."""
     replace(module, "_device_mesh", mesh)
-
-
-def ddp_options(strategy: DDPStrategy) -> dict[str, Any]:
-    """Return the options that `strategy` passes to `DistributedDataParallel`."""
-    options: dict[str, Any] = strategy._ddp_kwargs
-    return options
-
-
-def set_ddp_options(strategy: DDPStrategy, options: dict[str, Any]) -> None:
-    """Set the options that `strategy` passes to its next `DistributedDataParallel`."""
-    replace(strategy, "_ddp_kwargs", options)
 
 
 # Replace the strategy of a Trainer while a run begins
@@ -104,8 +78,10 @@ def set_ddp_options(strategy: DDPStrategy, options: dict[str, Any]) -> None:
 def replace_strategy(trainer: Trainer, strategy: Strategy) -> None:
     """Make `strategy` that of the Trainer, with the Trainer's devices, cluster environment, precision and plugins."""
     connector: Any = trainer._accelerator_connector
-    connector.strategy = strategy
-    connector.precision_plugin = connector._check_and_init_precision()
+    connector.strategy, plugin = strategy, connector.precision_plugin
+    is_plain = type(plugin) in (Precision, HalfPrecision, DoublePrecision, MixedPrecision)
+    if isinstance(strategy, DeepSpeedStrategy) and is_plain:  # as Lightning chooses it
+        connector.precision_plugin = DeepSpeedPrecision(plugin.precision)
     connector._lazy_init_strategy()
 
 

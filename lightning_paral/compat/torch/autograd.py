@@ -7,25 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DisableTorchFunctionSubclass
 from torch._functorch import eager_transforms, vmap
 from torch.autograd import Variable, forward_ad
 
 from lightning_paral.compat.private_name import Names
 from lightning_paral.compat.torch.patches import replace_attributes
 
-__all__ = [
-    "DisableTorchFunctionSubclass",
-]
-
 NAMES: Names = {
     "torch.Tensor": {
         "_version": "detect in-place writes to tensors",
         "_backward_hooks": "reject hooks on parameters that would never be called",
         "_post_accumulate_grad_hooks": "reject hooks on parameters that would never be called",
-    },
-    "torch._C": {
-        "DisableTorchFunctionSubclass": "run torch's own operations inside __torch_function__",
     },
     "torch.autograd.Variable": {"_execution_engine": "run a callback when a backward pass ends"},
     "torch.autograd": {"_engine_run_backward(t_outputs)": "reshard parameters after backward passes in a step"},

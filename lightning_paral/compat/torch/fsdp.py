@@ -11,7 +11,6 @@ from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 from torch.nn import Module
 
 from lightning_paral.compat.private_name import Names, named, replace
-from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
 from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.modules import subclass_of
 
@@ -132,7 +131,7 @@ def watch(
         gather(*args, **kwargs)
 
     def to_unsharded() -> None:
-        with DisableTorchFunctionSubclass():  # it reads an attribute of each shard
+        with torch.DisableTorchFunctionSubclass():  # it reads an attribute of each shard
             unshard()
         after_unshard()
 
@@ -140,11 +139,11 @@ def watch(
         return end_forward(module, args, after_forward(output))
 
     def post_backward(*args: Any) -> None:
-        with DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             reduce(*args)
 
     def to_sharded() -> None:
-        with DisableTorchFunctionSubclass():  # what our own code does to shards is no access of the user's
+        with torch.DisableTorchFunctionSubclass():  # what our own code does to shards is no access of the user's
             if before_reshard():
                 reshard()
 

@@ -20,7 +20,6 @@ InstanceNorm = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
 NAMES: Names = {
     "torch.nn.Module": {
         "._parameters; ._buffers; ._modules": "replace what a module has without calling its methods",
-        "._load_state_dict_post_hooks": "call a hook before others after a state dict is loaded",
         "_compiled_call_impl": "recognize modules compiled by module.compile()",
         "_save_to_state_dict(destination, prefix, keep_vars)": "save shards in place of parameters",
     },
@@ -245,12 +244,11 @@ def save_submodules_by(module: Module, method: Callable[..., None]) -> Iterator[
 @contextmanager
 def loading_hooks(module: Module, before: Callable[..., None], after: Callable[..., None]) -> Iterator[None]:
     """Call `before` as the last and `after` as the first hook of each submodule in `load_state_dict`."""
-    handles = []
+    handles: list[Any] = []
     for part in module.modules():
         handles.append(part.register_load_state_dict_pre_hook(before))  # type: ignore[no-untyped-call]
         handles.append(part.register_load_state_dict_post_hook(after))  # type: ignore[no-untyped-call]
-        hooks: Any = hooks_in(part, "_load_state_dict_post_hooks")
-        hooks.move_to_end(handles[-1].id, last=False)
+        handles[-1].hooks_dict_ref().move_to_end(handles[-1].id, last=False)
     try:
         yield
     finally:

@@ -1,15 +1,14 @@
 """Optimizers: operations on many tensors at once, step hooks, and the gradient scaler."""
 
 from abc import abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.optim.optimizer as hooks_of_all
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_paral.compat.private_name import Names, named
 
@@ -17,16 +16,7 @@ NAMES: Names = {
     "torch": {
         "_foreach_mul_": "scale sharded gradients",
         "_foreach_copy_": "copy what steps have written to the shards of a unit",
-        "_foreach_norm": "compute the norm of sharded gradients",
         "_amp_foreach_non_finite_check_and_unscale_": "unscale gradients as torch.amp.GradScaler does",
-    },
-    "torch.optim.Optimizer": {
-        "._optimizer_step_pre_hooks": "run the hooks of the user's optimizer when another steps in its place",
-        "._optimizer_step_post_hooks": "run the hooks of the user's optimizer when another steps in its place",
-    },
-    "torch.optim.optimizer": {
-        "_global_optimizer_pre_hooks": "run the hooks of all optimizers around a step on local tensors",
-        "_global_optimizer_post_hooks": "run the hooks of all optimizers around a step on local tensors",
     },
     "torch.optim.lr_scheduler.LRScheduler": {
         "._opt_called": "keep schedulers from warning that the optimizer has not stepped",
@@ -41,7 +31,6 @@ NAMES: Names = {
 
 
 foreach_mul_ = torch._foreach_mul_
-foreach_norm = torch._foreach_norm
 foreach_copy_ = torch._foreach_copy_
 check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
@@ -61,18 +50,24 @@ def step_with_hooks(optimizer: Optimizer, step: Callable[..., Any], args: tuple[
 @contextmanager
 def without_hooks(optimizer: Optimizer) -> Iterator[None]:
     """Run no step hooks of `optimizer`, nor those of all optimizers, inside the block."""
-    owners = {
-        optimizer: ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
-        hooks_of_all: ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),
-    }
-    before = {owner: {name: getattr(owner, name) for name in names} for owner, names in owners.items()}
-    for owner, tables in before.items():
-        vars(owner).update({name: OrderedDict() for name in tables})
+    tables = []
+    registers = (optimizer.register_step_pre_hook, optimizer.register_step_post_hook)
+    for register in (*registers, register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        handle: Any = register(_do_nothing)
+        handle.remove()
+        tables.append(handle.hooks_dict_ref())
+    before = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
     try:
         yield
     finally:
-        for owner, tables in before.items():
-            vars(owner).update(tables)
+        for table, hooks in zip(tables, before, strict=True):
+            table.update(hooks)
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
 
 
 def mark_stepped(optimizer: Optimizer) -> None:

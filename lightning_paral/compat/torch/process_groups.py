@@ -1,4 +1,4 @@
-"""Process groups of torch: registry, names, timeouts, collectives, and how to abort them."""
+"""Process groups of torch: registry, names, timeouts, collectives, DDP's reducer, and how to abort them."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -14,19 +14,21 @@ from torch.distributed.distributed_c10d import (
     PrefixStore,
     Store,
     _abort_process_group,
-    _get_default_store,
     _world,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_paral.compat.private_name import Names
 from lightning_paral.compat.torch.patches import replace_attributes
 
 NAMES: Names = {
     "torch.distributed.distributed_c10d": {
-        "_get_default_store": "let ranks exchange messages outside of collectives",
         "_process_group_name(ranks, use_hashed_name)": "name a process group that only its own ranks create",
         "_abort_process_group(group)": "abort all process groups of a rank that failed alone (pytorch#119797)",
         "_world": "find all process groups of this process",
+    },
+    "torch.nn.parallel.DistributedDataParallel": {
+        "_check_reducer_finalized; _remove_autograd_hooks": "replace the reducer after a complete backward pass",
     },
     "torch.distributed.ProcessGroup": {"_get_backend": "find the NCCL backend of a process group"},
 }
@@ -36,8 +38,9 @@ NAMES: Names = {
 
 
 def default_store() -> Store:
-    """Return the store of the default process group."""
-    store: Store = _get_default_store()
+    """Return the store of the default process group, which must exist."""
+    assert dist.group.WORLD is not None
+    store: Store = dist.group.WORLD.get_group_store()
     return store
 
 
@@ -110,6 +113,20 @@ def use_default_timeout(timeout: timedelta) -> Callable[[], None]:
 
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+# The reducer of `DistributedDataParallel`
+
+
+def remove_reducer(model: DistributedDataParallel) -> None:
+    """Remove the hooks of the reducer of `model` from its parameters.
+
+    Raises:
+        RuntimeError: the last backward pass did not produce all gradients.
+    """
+    wrapper: Any = model
+    wrapper._check_reducer_finalized()
+    wrapper._remove_autograd_hooks()
 
 
 # Abort NCCL communicators and gloo without the other ranks, and learn of the errors that they have found

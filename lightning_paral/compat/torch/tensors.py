@@ -1,5 +1,6 @@
-"""Tensors without memory, storages, operations of the dispatcher, and nested containers."""
+"""Tensors without memory, storages and their files, operations of the dispatcher, and nested containers."""
 
+import pickle
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
@@ -23,6 +24,7 @@ __all__ = [
 ]
 
 NAMES: Names = {
+    "pickle": {"_Unpickler": "read pickles with few opcodes, and limits for time and memory"},
     "torch.utils": {"_pytree": "find and replace the tensors among the arguments of an operation, and in a state"},
     "torch.UntypedStorage": {"_cdata": "distinguish storages without memory"},
     "torch._C": {"_storage_Use_Count": "know whether other tensors share the memory of a tensor"},
@@ -80,6 +82,12 @@ def untyped(storage: object) -> UntypedStorage | None:
         with warnings.catch_warnings(action="ignore"):  # "TypedStorage is deprecated"
             storage = storage.untyped()  # type: ignore[no-untyped-call]
     return storage if isinstance(storage, UntypedStorage) else None
+
+
+# The pickles of `torch.save`
+
+PythonUnpickler: Any = pickle._Unpickler
+"""Python's unpickler, written in Python: its `dispatch` has the opcodes. The one in C has no limits."""
 
 
 # Create tensors of our own classes that have a shape but no memory

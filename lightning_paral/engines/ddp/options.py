@@ -112,6 +112,11 @@ class DDPOptions(RankOptions, DistributedDataParallelOptions):
             )
 
     @property
+    def for_torch(self) -> dict[str, Any]:
+        """The options of `DistributedDataParallel`, by name."""
+        return super().for_torch | {"gradient_as_bucket_view": self.gradient_as_bucket_view}
+
+    @property
     def strategy_name(self) -> str:
         """The registered name that is closest to these options."""
         return "paral_ddp_ring" if self.all_reduce == "ring" else "paral_ddp"

@@ -21,9 +21,8 @@ from lightning_paral.comm.coalescing import broadcast
 from lightning_paral.comm.ddp_hook import BucketReducer
 from lightning_paral.comm.reduction import WIRE_DTYPES
 from lightning_paral.comm.ring import all_reduce_by_size
-from lightning_paral.compat.lightning.strategies import ddp_options, set_ddp_options
 from lightning_paral.compat.torch.autograd import call_at_end_of_backward
-from lightning_paral.compat.torch.ddp import remove_reducer
+from lightning_paral.compat.torch.process_groups import remove_reducer
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.ddp.options import DDPOptions, explain_unused
 from lightning_paral.errors import ConfigurationError, UnusedParametersError
@@ -48,7 +47,6 @@ class DDPRun:
     Args:
         strategy: the strategy, whose `model` is wrapped.
         options: the options of `ParalDDPStrategy`; they choose what averages the gradients.
-        wrap: `DDPStrategy.configure_ddp` of `strategy`, which wraps its `model`.
         dims: the arrangement of the ranks; the data ranks average their gradients.
         undo: a stack of functions that restore the module, closed at the end of the fit.
     """
@@ -57,7 +55,6 @@ class DDPRun:
         self,
         strategy: DDPStrategy,
         options: DDPOptions,
-        wrap: Callable[[], None],
         dims: ParallelDims,
         undo: ExitStack,
     ) -> None:
@@ -66,7 +63,7 @@ class DDPRun:
         self._module: LightningModule = strategy.lightning_module
         self._options, self._dims = options, dims
         self._buckets: BucketReducer | None = None
-        self._wrap = wrap
+        self._of_torch = options.for_torch
         self._undo = undo
         self._is_static_graph_known = False
         self._wrap_and_register()
@@ -93,8 +90,11 @@ class DDPRun:
         """Whether rank 0's buffers are broadcast. `False` if the user registered a buffer hook, which replaces this."""
         return self.model.broadcast_buffers and not hasattr(self.model, "buffer_hook")
 
-    def _wrap_and_register(self) -> None:
-        self._wrap()
+    def _wrap_and_register(self, **changed: Any) -> None:
+        device_ids, given = self._strategy.determine_ddp_device_ids(), self._of_torch | changed
+        # https://docs.pytorch.org/docs/stable/notes/cuda.html#use-nn-parallel-distributeddataparallel
+        with nullcontext() if device_ids is None else torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            self._strategy.model = DistributedDataParallel(self._module, device_ids=device_ids, **given)
         self._is_static_graph_known = False
         self._register_reduction()
 
@@ -104,8 +104,7 @@ class DDPRun:
         """Make the new DDP average gradients as the options choose: by a hook, or by one of our all-reduces."""
         options, device = self._options, self._strategy.root_device
         hook, wrapper = options.ddp_comm_hook, options.ddp_comm_wrapper
-        if hook is not None and device.type != "cuda":
-            # Lightning registers hooks on CUDA only; DDP accepts them on every backend.
+        if hook is not None:
             self.model.register_comm_hook(options.ddp_comm_state, hook if wrapper is None else wrapper(hook))
         all_reduce = _all_reduce_of(options, device)
         if all_reduce is not None and self._buckets is None:
@@ -118,11 +117,9 @@ class DDPRun:
     def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Make DDP find unused parameters if several optimizers take turns. *Collective* over the world if they do."""
         takes_turns = not self._module.automatic_optimization and len(optimizers) > 1
-        options = ddp_options(self._strategy)
-        if takes_turns and not {"find_unused_parameters", "static_graph"} & options.keys():
+        if takes_turns and not {"find_unused_parameters", "static_graph"} & self._of_torch.keys():
             # Each backward pass reaches only some of the parameters, such as those of the generator.
-            self._undo.callback(set_ddp_options, self._strategy, options)
-            set_ddp_options(self._strategy, options | {"find_unused_parameters": True})
+            self._of_torch["find_unused_parameters"] = True
             self._replace_reducer()
 
     def before_batch(self, batch_idx: int, timeout: timedelta) -> None:
@@ -156,8 +153,8 @@ class DDPRun:
 
     def _replace_reducer(self) -> None:
         """Replace the reducer by one that has the needed parameters. *Collective* over the world."""
-        old, options = self.model, ddp_options(self._strategy)
-        if options.get("static_graph") and not self._module.automatic_optimization:
+        old = self.model
+        if self._options.static_graph and not self._module.automatic_optimization:
             raise ConfigurationError(
                 "Parameters were frozen or unfrozen in manual optimization, but static_graph=True promises that all "
                 "steps use the same ones. Leave out static_graph=True."
@@ -171,15 +168,12 @@ class DDPRun:
         broadcast([p for p in parameters if p not in self._synchronized])
         self._synchronized = set(parameters)
         frozen = [p for p in self._needed.values() if not p.requires_grad]
-        # The ranks already hold equal values, or differ on purpose, as they do in post-local SGD.
-        set_ddp_options(self._strategy, options | {"init_sync": False})
-        self._strategy.model = self._module
         try:
             for parameter in frozen:
                 parameter.requires_grad_(True)  # until the reducer has them
-            self._wrap_and_register()
+            # The ranks already hold equal values, or differ on purpose, as they do in post-local SGD.
+            self._wrap_and_register(init_sync=False)
         finally:
-            set_ddp_options(self._strategy, options)
             for parameter in frozen:
                 parameter.requires_grad_(False)
         self._reduced = self._needed
@@ -198,7 +192,7 @@ class DDPRun:
         """
         # With a static graph, torch's reducer (2.13) asserts that the first backward pass, from which it learns the
         # graph, reduces. One reduction too many changes nothing: the mean of equal values is the value.
-        if ddp_options(self._strategy).get("static_graph") and not self._is_static_graph_known:
+        if self._options.static_graph and not self._is_static_graph_known:
             yield
             self._is_static_graph_known = True
         else:
@@ -231,7 +225,8 @@ class DDPRun:
     def _explain_unused(self, error: RuntimeError) -> None:
         """Raise an `UnusedParametersError` if `error` is DDP's about unused parameters."""
         if _UNUSED_PARAMETERS in str(error):
-            explained = explain_unused(str(error), list(self._reduced), self._strategy.global_rank)
+            names = [name for name in self._reduced if name not in self.model.parameters_to_ignore]
+            explained = explain_unused(str(error), names, self._strategy.global_rank)
             raise UnusedParametersError(explained) from error
 
     def before_backward(self, loss: Tensor) -> None:

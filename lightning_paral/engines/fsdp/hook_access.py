@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from lightning_paral.checkpoint.layout import Chunk, chunk_of_dtensor, dtensor_like
 from lightning_paral.checkpoint.shards import refuse_export
-from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass, is_in_transform, version_of
+from lightning_paral.compat.torch.autograd import is_in_transform, version_of
 from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.patches import replace_attributes
 from lightning_paral.compat.torch.tensors import (
@@ -123,7 +123,7 @@ class HookAccess:
     def _torch_function(self) -> Callable[..., Any]:
         def call(_: Any, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
             if _is_plain(function, args):
-                with DisableTorchFunctionSubclass():
+                with torch.DisableTorchFunctionSubclass():
                     return function(*args)
             return self._call(function, args, kwargs or {})
 
@@ -132,7 +132,7 @@ class HookAccess:
     def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = function.__name__
         attribute = getattr(function, "__self__", None)
-        with DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             if name == "requires_grad_" or attribute is Tensor.requires_grad:
                 self._before_use((), args[:1])
                 return function(*args, **kwargs)

@@ -16,7 +16,6 @@ from torch.nn import Module, Parameter
 from torch.optim import LBFGS, Optimizer
 
 from lightning_paral.checkpoint.layout import dtensor_like
-from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
 from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.optimizers import mark_stepped
 from lightning_paral.compat.torch.patches import replace_attributes
@@ -139,7 +138,7 @@ class _LocalTensors:
         """Let the optimizer have the local tensors inside the block."""
         optimizer, states = self._optimizer, self._optimizer.state
         params_of_groups = [group["params"] for group in optimizer.param_groups]
-        with DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             local = {param: self._parameter(param) for params in params_of_groups for param in params}
         before = {own: {key: _local(value) for key, value in states.get(p, {}).items()} for p, own in local.items()}
         # also of parameters that it no longer has, and of the user's keys

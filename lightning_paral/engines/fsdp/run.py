@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.optimizer_state import EndedOptimizers
 from lightning_paral.checkpoint.sharded_state import ShardedState, WeightShards
-from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
 from lightning_paral.compat.torch.fsdp import keep_dtype
 from lightning_paral.compat.torch.patches import replace_attributes
 from lightning_paral.distributed.mesh import ParallelDims
@@ -287,7 +286,7 @@ def _zero_gradients_of_shards(module: Module, optimizers: Sequence[Optimizer], u
 
     @wraps(zero_shards)
     def of_optimizer(*args: Any, **kwargs: Any) -> None:
-        with DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             zero_shards(*args, **kwargs)
 
     def of_module(set_to_none: bool = True) -> None:

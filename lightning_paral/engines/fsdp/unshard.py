@@ -12,7 +12,6 @@ from torch.nn import Module, Parameter
 
 from lightning_paral.compat.torch import fsdp
 from lightning_paral.compat.torch.autograd import (
-    DisableTorchFunctionSubclass,
     around_backward_passes,
     is_in_transform,
     version_of,
@@ -91,7 +90,7 @@ class UserWrites:
         """Return the `FSDPParam` whose unsharded memory `value` has; `None` if it is something else."""
         if not isinstance(value, Tensor):
             return None
-        with DisableTorchFunctionSubclass():  # tensor parallelism would gather a split tensor
+        with torch.DisableTorchFunctionSubclass():  # tensor parallelism would gather a split tensor
             if value.layout is not torch.strided:
                 return None
             local = local_of(value) if isinstance(value, DTensor) else value

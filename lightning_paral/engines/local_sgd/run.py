@@ -16,7 +16,6 @@ from lightning_paral.comm.ring import ring_all_reduce
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.local_sgd.options import LocalSGDOptions
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.buffers import buffers_to_broadcast
 from lightning_paral.model.requires_grad import TrainedParameters, first_names
 
 _BUCKET_BYTES = 64 * 2**20
@@ -111,7 +110,7 @@ class LocalSGDRun:
 
     def _share_buffers(self) -> None:
         """Give all ranks rank 0's buffers, as DDP does. *Collective* over the world."""
-        broadcast(buffers_to_broadcast(self.module))
+        broadcast(list(self.module.buffers()))
 
     # Steps
 

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torchmetrics import Metric
 
 from lightning_paral.comm.channel import Channel, with_tensors
-from lightning_paral.compat.lightning.evaluation import call_at_end_of_loader
+from lightning_paral.compat.lightning.loops import call_at_end_of_loader
 from lightning_paral.compat.lightning.methods import shadow_method
 from lightning_paral.compat.lightning.results import set_value_of_step, value_of_step
 from lightning_paral.compat.torch.autograd import identity_of

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter, functional
 from torch.utils.hooks import RemovableHandle
 
-from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass, version_of
+from lightning_paral.compat.torch.autograd import version_of
 from lightning_paral.compat.torch.tensors import schema_of, tree_leaves, tree_map_only, without_memory
 from lightning_paral.engines.tensor import rules
 from lightning_paral.engines.tensor.collectives import Layout, copy_to_ranks, gather_parts, own_parts
@@ -61,7 +61,7 @@ class SplitTensor(Tensor):
         """Return the tensor of all ranks, of which this rank has `local`. Autograd records operations on `local`."""
         if local.requires_grad and torch.is_grad_enabled():
             split: Self = _Wrap.apply(cls, local, parts, group)  # type: ignore[no-untyped-call]
-            with DisableTorchFunctionSubclass():
+            with torch.DisableTorchFunctionSubclass():
                 split._node = split.grad_fn
         else:
             local = local.detach() if local.requires_grad else local
@@ -96,7 +96,7 @@ class SplitTensor(Tensor):
         """
         if self._copies:
             self.check_unchanged()
-        with DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             node = self.grad_fn
         if node is not self._node:  # the result of an `autograd.Function`, whose forward has no graph
             self._local = _Unwrap.apply(self)  # type: ignore[no-untyped-call]
@@ -172,7 +172,7 @@ class SplitTensor(Tensor):
         try:
             found = _known[key]
         except (KeyError, TypeError) as error:  # a TypeError: an argument cannot be hashed
-            with DisableTorchFunctionSubclass(), torch.no_grad():
+            with torch.DisableTorchFunctionSubclass(), torch.no_grad():
                 found = rules.find(func, args, kwargs, tensors, _layout_of, ranks)
             if isinstance(error, KeyError):
                 if len(_known) >= _MAX_KNOWN:
@@ -206,7 +206,7 @@ class SplitTensor(Tensor):
             if self._copies:
                 raise _in_place_error("gathered for a view such as x[..., 0], which would not change")
             if torch.is_grad_enabled() and self._local.requires_grad:
-                with DisableTorchFunctionSubclass():
+                with torch.DisableTorchFunctionSubclass():
                     self.detach_()  # no zero gradients for the node before the change
                     _Changed.apply(self, self._local)  # type: ignore[no-untyped-call]
                     self._node = self.grad_fn
@@ -235,7 +235,7 @@ class SplitTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
-            with DisableTorchFunctionSubclass():
+            with torch.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], SplitTensor) else None
         if first is not None and func in _OF_ALL:

@@ -24,7 +24,6 @@ from lightning_paral.checkpoint.optimizer_state import param_names
 from lightning_paral.compat.deepspeed import optimizer as zero_optimizer
 from lightning_paral.compat.lightning.strategies import is_mock_optimizer
 from lightning_paral.compat.torch import optimizers
-from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass
 from lightning_paral.engines.zero.user_access import UserAccess
 from lightning_paral.errors import ConfigurationError, ParalError, UnusedParametersError
 from lightning_paral.model.requires_grad import TrainedParameters, first_names
@@ -230,7 +229,7 @@ class BackwardOrder:
 
     def check_fixed(self) -> None:
         """Raise a `ConfigurationError` if a parameter that requires a gradient did not when the run began."""
-        with DisableTorchFunctionSubclass():  # reading attributes of partitioned parameters is slow otherwise
+        with torch.DisableTorchFunctionSubclass():  # reading attributes of partitioned parameters is slow otherwise
             if not self._tracked.have_changed():
                 return
             now = self._tracked.current_by_name()

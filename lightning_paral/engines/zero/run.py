@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module, functional
@@ -19,7 +20,6 @@ from lightning_paral.checkpoint.optimizer_state import EndedOptimizers, State
 from lightning_paral.checkpoint.shards import FlatShard, identity
 from lightning_paral.comm.coalescing import broadcast
 from lightning_paral.compat.deepspeed.optimizer import share_masters
-from lightning_paral.compat.lightning.strategies import ForwardRedirection
 from lightning_paral.compat.torch.patches import replace_attributes
 from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.distributed.mesh import ParallelDims
@@ -47,7 +47,6 @@ from lightning_paral.engines.zero.precision import ZeROPrecision
 from lightning_paral.engines.zero.state import ZeroState
 from lightning_paral.engines.zero.user_access import Steps, return_views
 from lightning_paral.errors import ConfigurationError
-from lightning_paral.model.buffers import buffers_to_broadcast
 from lightning_paral.model.deferred.construction import DeferredConstruction
 from lightning_paral.model.host_memory_check import host_memory_shortage
 from lightning_paral.model.user_hooks import generate_together
@@ -131,30 +130,39 @@ def check_parameters(module: Module, *, trains: bool, config: Mapping[str, Any])
             )
 
 
-class StepsThroughEngine(ForwardRedirection):
-    """Runs steps of a LightningModule through the engine around it, which turns off autocast around them.
+class StepsThroughEngine(Strategy):
+    """A strategy that runs steps through the engine around the module, which turns off autocast around them."""
 
-    Args:
-        precision: gives the context of steps.
-    """
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the training step."""
+        return self._run_step("training_step", args, kwargs)
 
-    def __init__(self, precision: ZeROPrecision) -> None:
-        super().__init__()
-        self._precision = precision
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the validation step."""
+        return self._run_step("validation_step", args, kwargs)
 
-    def __call__(
-        self, wrapper_module: Any, original_module: LightningModule, method_name: str, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Call the method `method_name` of `original_module` inside a call of the engine `wrapper_module`."""
-        steps = wrapper_module.module
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the test step."""
+        return self._run_step("test_step", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the predict step."""
+        return self._run_step("predict_step", args, kwargs)
+
+    def _run_step(self, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        engine: Any = self.model
 
         def step() -> Any:
-            with self._precision.forward_context():
-                return getattr(original_module, method_name)(*args, **kwargs)
+            with self.precision_plugin.forward_context():
+                return getattr(self.lightning_module, name)(*args, **kwargs)
 
+        if engine is self.lightning_module:
+            return step()
+        steps = engine.module
         steps.step = step
         try:
-            tensors = iter(wrapper_module())
+            with self.precision_plugin.forward_context():
+                tensors = iter(engine())
             return tree_map_only(Tensor, lambda _: next(tensors), steps.outputs[0])
         finally:
             vars(steps).update(step=None, outputs=[])
@@ -308,7 +316,7 @@ class ZeroRun(ZeroState):
             forward = self.module.to(self.device)
         if self._settings.dims.data_size > 1:
             full = [parameter for parameter in self.module.parameters() if not is_stage3_parameter(parameter)]
-            broadcast([*full, *buffers_to_broadcast(self.module)])
+            broadcast([*full, *self.module.buffers()])
         return forward
 
     def begin_step(self) -> None:

@@ -25,7 +25,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import Module, Parameter
 
 from lightning_paral.compat.deepspeed.process import innermost_forward
-from lightning_paral.compat.torch.autograd import DisableTorchFunctionSubclass, before_transforms, version_of
+from lightning_paral.compat.torch.autograd import before_transforms, version_of
 from lightning_paral.compat.torch.tensors import tree_leaves, tree_map_only
 from lightning_paral.engines.zero.partition import full_shape, is_partitioned, is_stage3_parameter
 from lightning_paral.errors import ConfigurationError, ParalError
@@ -176,7 +176,7 @@ class UserAccess:
         Raises:
             ConfigurationError: it has written to a parameter of stage 3.
         """
-        with DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             written = [each for each in self._parameters if self._version(each) != self._versions.get(id(each))]
         for parameter in written:
             if is_stage3_parameter(parameter):
@@ -201,7 +201,7 @@ class UserAccess:
         self._record(parameters)
 
     def _record(self, parameters: list[Any]) -> None:
-        with DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             self._versions.update((id(parameter), self._version(parameter)) for parameter in parameters)
 
     def _copy(self, parameters: list[Any]) -> None:
@@ -244,7 +244,7 @@ class UserAccess:
             self.gather(parameter)
         if not is_stage3_parameter(parameter):  # NumPy, which counts no versions, may write to it
             self._versions.pop(id(parameter), None)
-        with DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             if is_stage3_parameter(parameter):
                 return Tensor.detach(parameter)
             return self._handed_out.setdefault(id(parameter), plain_data(parameter)).detach()
@@ -289,7 +289,7 @@ class Full:
         if is_user_code():
             self._access.assign(self, values)
             return
-        with DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             _data.__set__(self, values)
 
     @property
@@ -297,14 +297,14 @@ class Full:
         """The gradient. User code that reads or sets that of a trained parameter gets an error."""
         if self.requires_grad:  # type: ignore[attr-defined]
             self._hide_gradient()
-        with DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             gradient: Tensor | None = _grad.__get__(self)
         return gradient
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
         self._hide_gradient()
-        with DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             _grad.__set__(self, gradient)
 
     def _hide_gradient(self) -> None:
@@ -371,7 +371,7 @@ class Partitioned(Gathered):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             if func in _METADATA_FUNCTIONS or not is_user_code():
                 return func(*args, **kwargs)
             if func in _SHAPE_FUNCTIONS:
@@ -396,7 +396,7 @@ def _refuse_partitioned(value: Any) -> None:
 
 def plain_data(parameter: Parameter) -> Tensor:
     """Return `parameter.data`, as it is now."""
-    with DisableTorchFunctionSubclass():
+    with torch.DisableTorchFunctionSubclass():
         values: Tensor = _data.__get__(parameter)
     return values
 

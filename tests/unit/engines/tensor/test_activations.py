@@ -323,7 +323,7 @@ def zero_view_before(use: Callable[[SplitTensor], Any]) -> Callable[[SplitTensor
 
 def in_cpp(write: Callable[[SplitTensor], Any]) -> Callable[[SplitTensor], Any]:
     def write_below_python(x: SplitTensor) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             return write(x)
 
     return write_below_python
