@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
@@ -59,8 +58,6 @@ NAMES: Names = {
 
 # FSDP2's private object for a parameter, `FSDPParam`, which has the sharded and the unsharded parameter
 
-SHARDS_INTEGERS = torch.__version__ >= "2.12"  # in torch 2.11, `fully_shard` fails halfway on integer parameters
-
 
 def unsharded_param(param: Any) -> Tensor | None:
     """Return the unsharded parameter of an `FSDPParam`, or `None` if it has never been unsharded.
@@ -75,17 +72,6 @@ def local_shard_view(param: Any, unsharded: Tensor) -> Tensor:
     local, dim = local_of(param.sharded_param), param.fsdp_placement.dim
     start = param.mesh_info.shard_mesh_rank * param.padded_sharded_param_size[dim]
     return unsharded.narrow(dim, start, local.size(dim))
-
-
-def can_be_sharded(parameter: Tensor) -> bool:
-    """Return whether FSDP2 shards parameters of this dtype: in torch 2.11, the dtype must support gradients."""
-    return SHARDS_INTEGERS or parameter.is_floating_point() or parameter.is_complex()
-
-
-def keep_dtype(param: Any) -> None:
-    """Gather a complex or integer `FSDPParam` in its own dtype; torch 2.11 would cast it to `param_dtype`."""
-    if not param.sharded_param.is_floating_point():
-        replace(param, "param_dtype", None)
 
 
 def unshard_replicas_to_plain(param: Any) -> None:
