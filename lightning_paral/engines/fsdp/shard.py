@@ -26,7 +26,7 @@ from lightning_paral.compat.torch.fsdp import (
     groups_of,
     initialize,
     prepare_class,
-    reset_iteration,
+    reshard,
     unshard_replicas_to_plain,
 )
 from lightning_paral.compat.torch.modules import BatchNorm, InstanceNorm, hook_tables, own_buffers, own_parameters
@@ -133,11 +133,6 @@ class Sharding:
         """Prepend an explanation to the message of `error`, which a hook raised, if sharding has caused it."""
         explain(error, self.explanation)
 
-    def reshard(self) -> None:
-        """Reshard the parameters that a failed step has left unsharded."""
-        if self._groups:
-            reset_iteration(self.root)
-
     def restore(self, obstacle: str | None) -> dict[Parameter, Parameter]:
         """Give the modules back their own parameters, with full values on the CPU. *Collective* unless `obstacle`.
 
@@ -148,7 +143,8 @@ class Sharding:
             dict[Parameter, Parameter]: the modules' own parameters by sharded parameter; empty if they stay sharded.
         """
         self.undo.close()
-        self.reshard()
+        for group in self._groups:  # a failed step may have left some unsharded
+            reshard(group)
         originals: dict[Parameter, Parameter] = {}
         if obstacle is not None:
             vars(self.root)[LEFT_SHARDED] = obstacle

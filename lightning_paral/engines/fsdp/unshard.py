@@ -15,7 +15,7 @@ from lightning_paral.compat.torch.autograd import (
     version_of,
 )
 from lightning_paral.compat.torch.dtensor import local_of
-from lightning_paral.compat.torch.fsdp import ForwardHooks, groups_of, pre_forward, unsharded_param
+from lightning_paral.compat.torch.fsdp import ForwardHooks, groups_of, unsharded_param
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.compat.torch.optimizers import foreach_copy_
 from lightning_paral.compat.torch.tensors import identity_of, tree_leaves, tree_map_only
@@ -342,7 +342,7 @@ class RootUnshard:
 
     def _run(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._depth = 1
-        pre_forward(self._hooks.state, self._root)
+        self._hooks.before()
         output = self._hooks.after(step(*args, **kwargs))
         self._depth = 0
         return output
@@ -352,7 +352,7 @@ class RootUnshard:
             if self._depth:
                 self._root.unshard()  # `state_dict` and `load_state_dict` reshard even within a step
             else:
-                pre_forward(self._hooks.state, self._root)
+                self._hooks.before()
                 self._in_call = True
         self._depth += 1
 
