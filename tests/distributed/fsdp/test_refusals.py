@@ -8,7 +8,6 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_paral import ActivationCheckpointing, ConfigurationError, ParalFSDPStrategy
 from tests.models.blocks import Contrastive, Tied
@@ -29,18 +28,6 @@ class CallsFunctionally(Tied):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         halved = {name: parameter.detach() * 0.5 for name, parameter in self.named_parameters()}
         torch.func.functional_call(self, halved, batch[0])
-
-
-class ChecksPointsOfStep(Tied):
-    """Checkpoints a function that uses a weight of the root in a manual step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.factor = nn.Parameter(torch.ones(1))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.manual_backward(checkpoint(lambda: self(batch[0]) * self.factor, use_reentrant=False).mean())
 
 
 class LosesGradients(Tied):
@@ -131,7 +118,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], list[str]]] = {
     "accumulate": (Tied, {"accumulate": "whole"}, {}, ["'whole'", "'sharded' or 'unsharded'"]),
     "prefetch": (Tied, {"prefetch": 2}, {}, ["no option 'prefetch'", "set_modules_to_forward_prefetch"]),
     "resharding": (Tied, {"reshard_after_forward": 2}, {}, ["True or False or None", "replicate="]),
-    "a step is checkpointed": (ChecksPointsOfStep, {}, {}, ["weights outside of forward passes", "paral_ddp"]),
     "a loss of what a hook keeps": (LosesGradients, {}, {}, ["left gradients", "embedding.weight", "Return it"]),
     "reduce_dtype": (Tied, {"reduce_dtype": "fp8"}, {}, ["'fp8'", "'bf16'"]),
     "two choices": (Tied, {"units": ["Block"], "min_params": 5}, {}, ["min_params=5", "Give one of"]),

@@ -157,6 +157,23 @@ class Checkpoints(Net):
         return checkpoint(self.head, self.block(x), use_reentrant=False) * self.gain
 
 
+class ChecksPointsOfStep(Net):
+    """Computes a function again in the backward pass that calls the module and uses a weight by itself."""
+
+    is_manual = True
+
+    def loss(self, batch: Any) -> Tensor:
+        found = checkpoint(lambda x: self(x) * self.gain, batch[0], use_reentrant=False)
+        return nn.functional.mse_loss(found, batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.see_and_scale_gradients(self.parameters())
+        optimizer.step()
+
+
 class Transposes(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
@@ -508,8 +525,9 @@ class Unfreezes(Net):
 CASES = (
     InStep, AfterTheLoss, ViewInStep, BeforeZeroGrad, BeforeBackward, Precise, Accumulates, Checkpoints, Transposes,
     RawManual, RawSign, Subclass, StaysUnsharded, StaysUnshardedManually, Unreduced, Assigns, Unfreezes, Freezes,
-    AssignsThenWrites, ReadsOnOneRank, BetweenPasses, BetweenPassesUnsharded, AfterOthers, AddsInStep, AddsInManualStep,
-    FromMethod, CallsMethods, CallsMethodsManually, Returned, ReturnedManually, Distributes, FromDistribution,
+    AssignsThenWrites, ReadsOnOneRank, BetweenPasses, BetweenPassesUnsharded, AfterOthers, AddsInStep,
+    AddsInManualStep, FromMethod, CallsMethods, CallsMethodsManually, ChecksPointsOfStep, Returned,
+    ReturnedManually, Distributes, FromDistribution,
 )  # fmt: skip
 
 
