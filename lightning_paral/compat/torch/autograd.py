@@ -1,6 +1,6 @@
-"""Autograd: the begin and end of backward passes, transforms, hooks and versions of tensors."""
+"""Autograd: the end of backward passes, transforms, hooks and versions of tensors."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from operator import attrgetter
 from typing import Any
@@ -20,7 +20,6 @@ NAMES: Names = {
         "_post_accumulate_grad_hooks": "reject hooks on parameters that would never be called",
     },
     "torch.autograd.Variable": {"_execution_engine": "run a callback when a backward pass ends"},
-    "torch.autograd": {"_engine_run_backward(t_outputs)": "reshard parameters after backward passes in a step"},
     "torch._C._functorch": {
         "peek_interpreter_stack": "refuse transforms of torch.func around the layers of a pipeline",
     },
@@ -67,32 +66,7 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-# Notice backward passes, transforms of `torch.func`, and forward-mode AD
-
-_INPUTS = 3  # the position of the inputs, which follow grad_outputs, retain_graph and create_graph
-
-
-def around_backward_passes(begin: Callable[[], None], end: Callable[[Sequence[Any], bool], None]) -> Callable[[], None]:
-    """Call functions around each backward pass, and return a function that undoes this.
-
-    Args:
-        begin: called before a pass.
-        end: called after it with the inputs, which are empty if gradients of all leaves are computed, and with whether
-            it has succeeded.
-    """
-    original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-
-    def run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        begin()
-        is_done = False
-        try:
-            result = original(t_outputs, *args, **kwargs)
-            is_done = True
-        finally:
-            end(args[_INPUTS] or (), is_done)
-        return result
-
-    return replace_attributes(torch.autograd, {"_engine_run_backward": run_backward})
+# Notice transforms of `torch.func`, and forward-mode AD
 
 
 def before_transforms(call: Callable[[Any], None]) -> Callable[[], None]:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
@@ -35,10 +34,10 @@ NAMES: Names = {
         ".device_handle": "find the parameters of a unit",
         "._reshard_after_forward_event": "make the next all-gather of a unit wait for writes to its shards",
     },
-    "torch.distributed.fsdp.FSDPModule": {"_get_fsdp_state": "unshard parameters around steps and methods"},
+    "torch.distributed.fsdp.FSDPModule": {"_get_fsdp_state": "unshard parameters around steps"},
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": {
         "_lazy_init": "know the parameter groups before the first step",
-        "_pre_forward(module, args, kwargs)": "unshard parameters before a step or a method",
+        "_pre_forward(module, args, kwargs)": "unshard parameters before a step",
         "_post_forward(module, input, output)": "reshard between a step and its backward pass",
         "_pre_backward(grad)": "unshard parameters before the backward pass of tensors in objects that a unit returns",
         "_root_post_backward_final_callback": "reduce gradients of a backward pass that FSDP2 has not noticed",
@@ -58,8 +57,6 @@ NAMES: Names = {
 
 # FSDP2's private object for a parameter, `FSDPParam`, which has the sharded and the unsharded parameter
 
-SHARDS_INTEGERS = torch.__version__ >= "2.12"  # in torch 2.11, `fully_shard` fails halfway on integer parameters
-
 
 def unsharded_param(param: Any) -> Tensor | None:
     """Return the unsharded parameter of an `FSDPParam`, or `None` if it has never been unsharded.
@@ -74,17 +71,6 @@ def local_shard_view(param: Any, unsharded: Tensor) -> Tensor:
     local, dim = local_of(param.sharded_param), param.fsdp_placement.dim
     start = param.mesh_info.shard_mesh_rank * param.padded_sharded_param_size[dim]
     return unsharded.narrow(dim, start, local.size(dim))
-
-
-def can_be_sharded(parameter: Tensor) -> bool:
-    """Return whether FSDP2 shards parameters of this dtype: in torch 2.11, the dtype must support gradients."""
-    return SHARDS_INTEGERS or parameter.is_floating_point() or parameter.is_complex()
-
-
-def keep_dtype(param: Any) -> None:
-    """Gather a complex or integer `FSDPParam` in its own dtype; torch 2.11 would cast it to `param_dtype`."""
-    if not param.sharded_param.is_floating_point():
-        replace(param, "param_dtype", None)
 
 
 def unshard_replicas_to_plain(param: Any) -> None:
@@ -166,27 +152,31 @@ def await_writes(group: Any) -> None:
 
 # FSDP2's state of a sharded module, and the hooks that it runs around `forward`
 #
-# `fully_shard` registers hooks only around `forward`. Steps and other methods of a module need the same hooks. torch's
-# `register_fsdp_forward_method` registers them for methods, but reshards as soon as a nested call ends.
+# In torch 2.11 to 2.13, an iteration begins only in the hook around `forward` of the root, and no public function
+# begins one in a step.
 
 
 class ForwardHooks:
     """Removes FSDP2's hooks from the `forward` of a sharded module. The caller must do their work instead."""
 
     def __init__(self, module: Any) -> None:
-        state = module._get_fsdp_state()
-        state._pre_forward_hook_handle.remove()
-        state._post_forward_hook_handle.remove()
-        self.state = state
+        self._state = module._get_fsdp_state()
+        self._state._pre_forward_hook_handle.remove()
+        self._state._post_forward_hook_handle.remove()
         self._module = module
+
+    def before(self) -> None:
+        """Unshard the parameters before forward."""
+        # Without arguments, `torch.distributed.utils._to_kwargs` raises an IndexError on CUDA in torch 2.11 and 2.12.
+        self._state._pre_forward(self._module, (None,), {})
 
     def after(self, output: Any) -> Any:
         """Reshard the parameters after forward; return `output`, whose backward pass unshards them again."""
-        return self.state._post_forward(self._module, (), output)
+        return self._state._post_forward(self._module, (), output)
 
     def end_backward(self) -> None:
         """Reduce the gradients that a backward pass has left on unsharded parameters, and reshard. *Collective*."""
-        self.state._root_post_backward_final_callback()
+        self._state._root_post_backward_final_callback()
 
 
 def initialize(root: Any) -> None:
@@ -210,47 +200,6 @@ def groups_of(module: Any) -> list[Any]:
 def forget(module: Module) -> None:
     """Make FSDP2 forget that `module` was sharded."""
     _module_state_mapping.pop(module, None)
-
-
-# Begin an iteration of FSDP2, and reset its state after an error
-#
-# In torch 2.11 to 2.13, an iteration begins only in `FSDPState._pre_forward`, a hook around the root's `forward`. No
-# public function begins one for `training_step`. The function that resets it, `FSDPModule.reset_iter_state`, is public
-# in torch 2.13.
-
-
-def pre_forward(
-    state: Any, module: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-) -> tuple[Any, Any]:
-    """Run the hook that FSDP2 runs before `forward` of a sharded module.
-
-    Without arguments, the root's hook raises an IndexError on CUDA in torch 2.11 and 2.12, because it takes the first
-    element of an empty list (`torch.distributed.utils._to_kwargs`). It therefore gets `None` as an argument.
-
-    Args:
-        state: the state of `module`, from `module._get_fsdp_state()`.
-        module: the sharded module.
-        args: the positional arguments of `forward`.
-        kwargs: the keyword arguments of `forward`.
-
-    Returns:
-        `args` and `kwargs`, moved to the module's device.
-    """
-    if args or kwargs:
-        moved: tuple[Any, Any] = state._pre_forward(module, args, kwargs or {})
-        return moved
-    state._pre_forward(module, (None,), {})
-    return (), {}
-
-
-def reset_iteration(root: Any) -> None:
-    """Reset FSDP2's state of the initialized module `root` after a failed iteration, and reshard its parameters."""
-    if hasattr(root, "reset_iter_state"):  # torch 2.13 and later
-        root.reset_iter_state()
-        return
-    for module in root.modules():
-        for group in groups_of(module) if isinstance(module, FSDPModule) else ():
-            group._to_sharded()  # the state of the iteration stays, which another iteration would find
 
 
 # Classes of sharded modules that have the names of the user's classes, and can be created for every class

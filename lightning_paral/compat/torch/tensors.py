@@ -61,10 +61,8 @@ def tree_map_only(cls: type, function: Callable[[Any], Any], tree: Any) -> Any:
 # Identity and reference counts of storages
 
 
-def identity_of(storage: UntypedStorage) -> int:
-    """Return a number that identifies this storage as long as it exists."""
-    identity: int = storage._cdata
-    return identity
+identity_of: Callable[[UntypedStorage], int] = attrgetter("_cdata")
+"""Return a number that identifies a storage as long as it exists."""
 
 
 def use_count(tensor: Tensor) -> int:

@@ -42,7 +42,7 @@ _ELEMENTWISE = {
     aten.zeros_like, aten.ones_like, aten.empty_like, aten.full_like, aten.detach_,
 }  # fmt: skip
 """Operations on each element that torch does not tag as pointwise."""
-_TO_PYTHON = {"numpy", "tolist", "__array__", "__format__"}
+_TO_PYTHON = {"numpy", "tolist", "__array__"}
 """Methods that convert a tensor to Python or NumPy, below the dispatcher."""
 _VIEWS = {Tensor.data, Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.real, Tensor.imag}
 """Attributes of tensors that are operations."""
@@ -212,9 +212,6 @@ class HookAccess:
         if packet is aten.linalg_vector_norm and _can_be_joined(*args[:2]):
             self._write_views()
             return operation(*args, **kwargs).full_tensor()
-        if packet is aten._foreach_norm:
-            norm, dtype = aten.linalg_vector_norm.default, {"dtype": args[2]} if len(args) > 2 else kwargs
-            return [self.run(norm, (each, *args[1:2]), dtype) for each in args[0]]
         return self._run_on_full(operation, args, kwargs)
 
     def _needs_gradient(self, operation: Any, tensors: list[Tensor]) -> bool:
@@ -371,8 +368,6 @@ def _is_plain(function: Any, args: tuple[Any, ...]) -> bool:
 
 def _to_python(function: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """Convert a full tensor to Python or NumPy. *Collective*."""
-    if function.__name__ == "__format__" and tensor.dim():
-        return format(repr(tensor), *args)
     result = function(tensor.detach().full_tensor(), *args, **kwargs)
     if hasattr(result, "flags"):
         result.flags.writeable = False  # writes to the array would be lost, because it is a copy

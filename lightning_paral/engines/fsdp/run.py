@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.optimizer_state import EndedOptimizers
 from lightning_paral.checkpoint.sharded_state import ShardedState, WeightShards
-from lightning_paral.compat.torch.fsdp import keep_dtype
 from lightning_paral.compat.torch.patches import replace_attributes
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.fsdp import shard
@@ -30,7 +29,7 @@ from lightning_paral.engines.fsdp.gradients import DTYPES, AveragedGradients, ma
 from lightning_paral.engines.fsdp.optimizers import check_optimizers, give_shards_to_optimizers
 from lightning_paral.engines.fsdp.options import FSDPOptions
 from lightning_paral.engines.fsdp.refusals import check_user_hooks
-from lightning_paral.engines.fsdp.unshard import RootUnshard, unshard_around_methods
+from lightning_paral.engines.fsdp.unshard import RootUnshard
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.checks import check_embeddings, check_optimizer_parameters, explain_errors
 from lightning_paral.model.deferred.construction import DeferredConstruction
@@ -134,15 +133,11 @@ class FSDPRun(shard.Sharding):
                 self._shard(unit)
         if self._policy.param_dtype is not None and self.device.type == "cpu":
             match_inputs(self.module)
-        replicated = shard.unshardable_parameters(self.module, self._mesh.size(-1))
+        replicated = shard.unshardable_parameters(self.module)
         group = self._dims.data_group() if self._dims.num_ranks > 1 else None
         self.undo.callback(AveragedGradients(replicated, self._dims.data_size, group).remove)
         shard.move_metrics(self.module, self.device)
         self._let_code_write()
-        for module in self._sharded[:-1]:
-            unshard_around_methods(module, self.writes, self.undo)
-        for param in self._params:
-            keep_dtype(param)
         self._root = RootUnshard(self._sharded[-1], {unit.module for unit in self.units.inner}, self.writes)
 
     def _compute_values(self, parts: list[Module]) -> None:
@@ -158,7 +153,7 @@ class FSDPRun(shard.Sharding):
         if dims.data_size * dims.tensor > 1:
             group = dims.data_group() if dims.tensor == 1 else dims.stage_group()
             shard.broadcast_on(self.device, shard.own_tensors(parts), group)
-        replicated = set(shard.unshardable_parameters(module, self._mesh.size(-1)))
+        replicated = set(shard.unshardable_parameters(module))
         for each in replicated:
             each.data = each.data.to(self.device)
         self._prepare(parts, replicated)
@@ -197,8 +192,6 @@ class FSDPRun(shard.Sharding):
         hooks = product(("on_before_zero_grad", "on_before_backward"), (self.module, *callbacks))
         zeroes_itself = is_overridden("optimizer_zero_grad", self.module)
         self._root.reshards_before_backward = zeroes_itself or any(starmap(is_overridden, hooks))
-        if not self.module.automatic_optimization:
-            self._root.watch_backward_passes(self.undo)
 
     def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Check `optimizers`, and make `module.zero_grad()` zero the gradients of their shards as well.
@@ -223,6 +216,7 @@ class FSDPRun(shard.Sharding):
             ConfigurationError: the ranks train different parameters, or a parameter is new and not sharded.
         """
         assert self._trained is not None
+        self._check_gradients()
         if batch_idx < 2:  # steps do the same again and again, and reading the result makes the host wait
             self.writes.check()
         if not self._trained.follow(self.module.current_epoch, batch_idx, self._dims, self._timeout):
@@ -237,8 +231,7 @@ class FSDPRun(shard.Sharding):
 
     def training_step(self, step: Step, args: Any, kwargs: Any) -> Any:
         """Return `step(*args, **kwargs)`, run with the root's parameters unsharded. *Collective* over the world."""
-        run = self._root.training_step if self.module.automatic_optimization else self._root.manual_step
-        return self.explained(run, step, args, kwargs)
+        return self.explained(self._root.training_step, step, args, kwargs)
 
     def evaluation_step(self, step: Step, args: Any, kwargs: Any) -> Any:
         """Return `step(*args, **kwargs)`, run with the root's parameters unsharded. *Collective* over the world."""
@@ -248,6 +241,11 @@ class FSDPRun(shard.Sharding):
         """Raise a `ConfigurationError` if a step has written to weights that were unsharded in 16 bits."""
         self.writes.reshard()  # with reshard_after_forward=False, an evaluation leaves units unsharded
         self.writes.check()
+        self._check_gradients()
+
+    def _check_gradients(self) -> None:
+        if not self.module.automatic_optimization and self._options.accumulate == "sharded":
+            self.writes.check_gradients()
 
     @contextmanager
     def accumulating(self, accumulates: bool = True) -> Iterator[None]:
@@ -330,7 +328,7 @@ class FSDPState(ShardedState):
 
     def weight_shards(self) -> WeightShards:
         """Return the local tensors of the parameters. No collective."""
-        return FSDPShards(self._run.module)
+        return FSDPShards(self._run)
 
     def restore(self, ended: EndedOptimizers, *, failed: bool) -> None:
         """Restore the module: its submodules get back their own parameters, with full values, on CPU.
@@ -358,13 +356,15 @@ class FSDPState(ShardedState):
 
 
 class FSDPShards(WeightShards):
-    """The local tensors of the parameters of a sharded module."""
+    """The local tensors of the parameters of the sharded module of `run`."""
+
+    def __init__(self, run: FSDPRun) -> None:
+        super().__init__(run.module)
+        self._run = run
 
     def prepare(self) -> None:
         """Reshard unsharded parameters, which copies what user code wrote to them to the shards."""
-        for part in self.module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
+        self._run.writes.reshard()
 
     def current(self) -> list[Tensor]:
         """Return the local tensors of sharded parameters, and other parameters in full."""

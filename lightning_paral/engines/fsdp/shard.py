@@ -22,12 +22,11 @@ from lightning_paral.comm.reduce_scatter import DirectReduceScatter
 from lightning_paral.compat.lightning.strategies import set_device_everywhere
 from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.fsdp import (
-    can_be_sharded,
     forget,
     groups_of,
     initialize,
     prepare_class,
-    reset_iteration,
+    reshard,
     unshard_replicas_to_plain,
 )
 from lightning_paral.compat.torch.modules import BatchNorm, InstanceNorm, hook_tables, own_buffers, own_parameters
@@ -42,6 +41,8 @@ LEFT_SHARDED = "_lightning_paral_left_sharded"
 """Attribute that is set on a module that could not be restored; its value is the reason."""
 SMALL_BYTES = 25 * 2**20  # the size of a bucket of DDP
 _SMALL_PART = 16
+_SHARDED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""The dtypes that FSDP2 trains, and gloo sends, in every version of torch: not float8, integers or complex numbers."""
 
 
 class SplitParameters(Protocol):
@@ -132,11 +133,6 @@ class Sharding:
         """Prepend an explanation to the message of `error`, which a hook raised, if sharding has caused it."""
         explain(error, self.explanation)
 
-    def reshard(self) -> None:
-        """Reshard the parameters that a failed step has left unsharded."""
-        if self._groups:
-            reset_iteration(self.root)
-
     def restore(self, obstacle: str | None) -> dict[Parameter, Parameter]:
         """Give the modules back their own parameters, with full values on the CPU. *Collective* unless `obstacle`.
 
@@ -147,7 +143,8 @@ class Sharding:
             dict[Parameter, Parameter]: the modules' own parameters by sharded parameter; empty if they stay sharded.
         """
         self.undo.close()
-        self.reshard()
+        for group in self._groups:  # a failed step may have left some unsharded
+            reshard(group)
         originals: dict[Parameter, Parameter] = {}
         if obstacle is not None:
             vars(self.root)[LEFT_SHARDED] = obstacle
@@ -216,19 +213,14 @@ def leave_small_to_root(units: Units) -> Units:
     return units if len(_trained_dtypes(fewer.root)) > 1 else fewer
 
 
-def unshardable_parameters(module: Module, num_shards: int) -> list[Parameter]:
-    """Return the parameters of `module` that cannot be sharded: 0-dimensional and empty ones, and uneven complex ones.
+def unshardable_parameters(module: Module) -> list[Parameter]:
+    """Return the parameters of `module` that every rank has in full: 0-dimensional and empty ones, and other dtypes."""
+    return [parameter for parameter in module.parameters() if not _can_be_sharded(parameter)]
 
-    Before torch 2.12, integer parameters cannot be sharded either.
-    """
 
-    def cannot_be_sharded(parameter: Parameter) -> bool:
-        is_empty = parameter.dim() == 0 or parameter.numel() == 0
-        # torch's Adam steps on `view_as_real`, which is a copy of a DTensor with uneven shards (torch 2.13).
-        is_uneven = parameter.is_complex() and not is_empty and parameter.shape[0] % num_shards > 0
-        return is_empty or not (isinstance(parameter, DTensor) or (can_be_sharded(parameter) and not is_uneven))
-
-    return [parameter for parameter in module.parameters() if cannot_be_sharded(parameter)]
+def _can_be_sharded(parameter: Parameter) -> bool:
+    has_rows = parameter.dim() > 0 and parameter.numel() > 0
+    return has_rows and (isinstance(parameter, DTensor) or parameter.dtype in _SHARDED)
 
 
 def broadcast_on(device: torch.device, tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
@@ -273,7 +265,7 @@ def _trained_dtypes(unit: Unit) -> dict[torch.dtype, Parameter]:
     """Return the dtypes of the trained parameters of `unit` that can be sharded, each with the first parameter."""
     trained: dict[torch.dtype, Parameter] = {}
     for parameter in unit.parameters:
-        if parameter.requires_grad and parameter.dim() > 0 and parameter.numel() > 0:
+        if parameter.requires_grad and _can_be_sharded(parameter):
             trained.setdefault(parameter.dtype, parameter)
     return trained
 
@@ -344,20 +336,12 @@ def _with_full_value(current: Parameter, original: Parameter) -> Parameter:
     if (local_of(current) if isinstance(current, DTensor) else current).is_meta:
         return current
     if isinstance(current, DTensor):
-        original.data = full_copy(_as_bytes(current)).to("cpu").view(current.dtype).squeeze(-1)
+        original.data = full_copy(current).to("cpu")
     else:
         original.data = current.detach().to("cpu", copy=True)
     original.requires_grad_(current.requires_grad)
     original.grad = None
     return original
-
-
-def _as_bytes(tensor: Any) -> Tensor:
-    """Return a DTensor as one of bytes, in a last dimension: gloo sends neither float8 nor int16."""
-    local = local_of(tensor.detach()).contiguous().unsqueeze(-1).view(torch.uint8)
-    shape = torch.Size((*tensor.shape, tensor.element_size()))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, shape=shape, stride=stride, run_check=False)
 
 
 def check_module(module: Module) -> None:

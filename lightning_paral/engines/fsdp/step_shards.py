@@ -48,7 +48,7 @@ class StepShards(Sharding):
             module: the unit.
             parts: the unit and those of its submodules whose parameters are sharded with it.
         """
-        unshardable = set(unshardable_parameters(module, self._mesh.size(-1)))
+        unshardable = set(unshardable_parameters(module))
         snapshot = ModuleSnapshot(parts)
         self._prepare(parts, unshardable)
         own = _parameters_of(parts)

@@ -1,6 +1,5 @@
 """Unshard parameters around steps and calls, and make what code does to them there change the shards."""
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -12,22 +11,17 @@ from torch.nn import Module, Parameter
 
 from lightning_paral.compat.torch import fsdp
 from lightning_paral.compat.torch.autograd import (
-    around_backward_passes,
-    is_in_transform,
     version_of,
 )
 from lightning_paral.compat.torch.dtensor import local_of
-from lightning_paral.compat.torch.fsdp import ForwardHooks, groups_of, pre_forward, unsharded_param
+from lightning_paral.compat.torch.fsdp import ForwardHooks, groups_of, unsharded_param
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.compat.torch.optimizers import foreach_copy_
-from lightning_paral.compat.torch.patches import replace_attributes
 from lightning_paral.compat.torch.tensors import identity_of, tree_leaves, tree_map_only
 from lightning_paral.engines.fsdp.hook_access import HookAccess
 from lightning_paral.engines.fsdp.refusals import check_assigned, refuse_replaced
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.requires_grad import first_names
-
-_LIBRARIES = ("torch", "transformers", "lightning", "torchmetrics")
 
 
 class UserWrites:
@@ -82,19 +76,27 @@ class UserWrites:
         for unit in tuple(self.unsharded):
             fsdp.reshard(unit.group)
 
-    def have_gradients(self) -> bool:
-        """Return whether a backward pass has left gradients on unsharded parameters, which are not reduced."""
-        return any(each.parameter.grad is not None for unit in self.unsharded for each in unit.params or ())
+    def check_gradients(self) -> None:
+        """Raise a `ConfigurationError` if a backward pass has left gradients on unsharded parameters."""
+        params = (each for unit in self.units for each in unit.params or ())
+        names = [self.names[each.param] for each in params if each.parameter.grad is not None]
+        if names:
+            raise ConfigurationError(
+                f"A backward pass has left gradients that are not averaged over the ranks, by {first_names(names)}. "
+                "FSDP reduces gradients only if the loss depends on what a module returns, and not only on what a hook "
+                "or an attribute keeps of it. Return it, or train with paral_ddp."
+            )
 
     def param_of(self, value: Any) -> Any:
         """Return the `FSDPParam` whose unsharded memory `value` has; `None` if it is something else."""
         if not isinstance(value, Tensor):
             return None
         with torch.DisableTorchFunctionSubclass():  # tensor parallelism would gather a split tensor
-            if value.layout is not torch.strided:
+            try:
+                memory = (local_of(value) if isinstance(value, DTensor) else value).untyped_storage()
+            except NotImplementedError:  # sparse tensors and those of transforms of torch.func have none
                 return None
-            local = local_of(value) if isinstance(value, DTensor) else value
-            return self.memory.get(identity_of(local.untyped_storage()))
+        return self.memory.get(identity_of(memory))
 
     def shard_of(self, value: Any) -> Any:
         """Return the shard of an unsharded parameter, and everything else as it is."""
@@ -106,7 +108,7 @@ class UserWrites:
 
         FSDP2 unshards `module` again before the backward passes of tensors, but does not find those in objects.
         """
-        leaves = [] if is_in_transform() else tree_leaves(output)
+        leaves = tree_leaves(output)
         for own in [vars(each) for each in leaves if hasattr(each, "__dict__") and not isinstance(each, Tensor)]:
             own.update({name: each.clone() for name, each in own.items() if self.param_of(each) is not None})
             for each in own.values():
@@ -115,14 +117,6 @@ class UserWrites:
         if all(self.param_of(each) is None for each in leaves):
             return output
         return tree_map_only(Tensor, lambda each: each if self.param_of(each) is None else each.clone(), output)
-
-    def refuse_returned(self, output: Any, method: str) -> None:
-        """Raise a `ConfigurationError` if a method of a unit has returned parameters."""
-        for each in [each for each in tree_leaves(output) if self.shard_of(each) is not each]:
-            raise ConfigurationError(
-                f"{method} returned {self.names[self.param_of(each)]}, which is resharded when a method of its unit "
-                "ends. Use the parameters of the module outside of its methods, or return parameter.clone()."
-            )
 
     def before_gather(self) -> None:
         """Write what code has written to views to the shards, and let gathering wait for all writes."""
@@ -305,51 +299,6 @@ class UnitReconciliation:
         return torch.cat(parts) if parts else None
 
 
-def unshard_around_methods(module: Any, writes: UserWrites, undo: ExitStack) -> None:
-    """Unshard a unit around `forward` and its other public methods, until `undo` is closed.
-
-    FSDP2 unshards only around `forward`, and reshards as soon as a nested call ends, as does torch's
-    `register_fsdp_forward_method`. Here, the unit stays unsharded until the outermost call ends.
-    """
-    names = _public_methods(module)
-    if not names:
-        return
-    hooks, depth = ForwardHooks(module), 0
-
-    def around(name: str) -> Callable[..., Any]:
-        method = getattr(module, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal depth
-            depth += 1
-            try:
-                if depth == 1:
-                    args, kwargs = pre_forward(hooks.state, module, args, kwargs)
-                output = method(*args, **kwargs)
-            finally:
-                depth -= 1
-            if depth:
-                return output
-            if name != "forward":
-                writes.refuse_returned(output, f"{type(module).__name__}.{name}")
-            return hooks.after(output)
-
-        return call
-
-    undo.callback(replace_attributes(module, {name: around(name) for name in ("forward", *names)}))
-
-
-def _public_methods(module: Module) -> list[str]:
-    """Return the names of the public methods that the user's classes define for `module`."""
-    of_user = [base for base in type(module).__mro__ if base.__module__.partition(".")[0] not in _LIBRARIES]
-    methods = {name: value for base in of_user for name, value in vars(base).items() if inspect.isfunction(value)}
-    return [
-        name
-        for name, value in methods.items()
-        if not (name.startswith("_") or hasattr(Module, name) or inspect.isgeneratorfunction(value))
-    ]
-
-
 class RootUnshard:
     """Unshards the root's parameters while a step runs, and while the module is called outside steps.
 
@@ -369,9 +318,7 @@ class RootUnshard:
         self._hooks = ForwardHooks(root)
         self._units = [unit for unit in writes.units if unit.module is root]
         self._depth = 0
-        self._in_manual_step = False
         self._in_call = False
-        self._num_passes = 0
         self.reshards_before_backward = False
         """Whether all units are resharded between the training step and its backward pass, for hooks to see shards."""
         for module in (root, *(child for child in root.children() if child not in inner)):
@@ -379,20 +326,11 @@ class RootUnshard:
             module.register_forward_hook(self._after_call, always_call=True)
 
     def training_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a training step of automatic optimization, whose backward pass follows it."""
-        output = self._run(step, args, kwargs)
-        if output is None or self.reshards_before_backward:
+        """Run a training step; that of manual optimization calls backward passes and optimizers itself."""
+        is_manual = not self._root.automatic_optimization
+        output = step(*args, **kwargs) if is_manual else self._run(step, args, kwargs)
+        if is_manual or output is None or self.reshards_before_backward:
             self._writes.reshard()
-        return output
-
-    def manual_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a training step of manual optimization, which calls backward passes and optimizers itself."""
-        self._depth, self._in_manual_step = 0, True
-        try:
-            output = step(*args, **kwargs)
-        finally:
-            self._depth, self._in_manual_step = 0, False
-        self._writes.reshard()  # not after an error, which an error of its own would hide
         return output
 
     def evaluation_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -402,38 +340,18 @@ class RootUnshard:
         return output
 
     def _run(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self._depth = 1  # also if an error ended the last step
-        pre_forward(self._hooks.state, self._root)
+        self._depth = 1
+        self._hooks.before()
         output = self._hooks.after(step(*args, **kwargs))
         self._depth = 0
         return output
-
-    def watch_backward_passes(self, undo: ExitStack) -> None:
-        """Unshard the root for backward passes in steps, and reshard all units after them, until `undo` is closed."""
-
-        def begin() -> None:
-            if self._in_manual_step and not self._num_passes:
-                self._root.unshard()  # also if the loss is not computed from what the root has returned
-            self._num_passes += 1
-
-        def end(inputs: Sequence[Any], is_done: bool) -> None:
-            self._num_passes -= 1
-            if self._num_passes:
-                return
-            reduces = is_done and not inputs and all(unit.group.reduce_grads for unit in self._units)
-            if reduces and self._writes.have_gradients():
-                self._hooks.end_backward()  # FSDP2 has not noticed the pass, because no unit computed its loss
-            if self._in_manual_step:
-                self._writes.reshard()
-
-        undo.callback(around_backward_passes(begin, end))
 
     def _before_call(self, module: Module, args: Any) -> None:
         if not all(unit in self._writes.unsharded for unit in self._units):  # otherwise, activations may be recomputed
             if self._depth:
                 self._root.unshard()  # `state_dict` and `load_state_dict` reshard even within a step
             else:
-                pre_forward(self._hooks.state, self._root)
+                self._hooks.before()
                 self._in_call = True
         self._depth += 1
 

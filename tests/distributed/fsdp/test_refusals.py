@@ -8,10 +8,9 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_paral import ActivationCheckpointing, ConfigurationError, ParalFSDPStrategy
-from tests.models.blocks import Block, Contrastive, Tied
+from tests.models.blocks import Contrastive, Tied
 from tests.models.tokens import token_loader
 from tests.running import quiet_trainer
 
@@ -31,30 +30,21 @@ class CallsFunctionally(Tied):
         torch.func.functional_call(self, halved, batch[0])
 
 
-class GivesWeight(Block):
-    def weight(self) -> Any:
-        return self.up.weight
-
-
-class Asks(Tied):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[1].__class__ = GivesWeight
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) + self.blocks[1].weight().sum()
-
-
-class ChecksPointsOfStep(Tied):
-    """Checkpoints a function that uses a weight of the root in a manual step."""
+class LosesGradients(Tied):
+    """A manual step whose loss depends on what a hook keeps, and not on what a module returns."""
 
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.factor = nn.Parameter(torch.ones(1))
+        self.embedding.register_forward_hook(self.keep)
+
+    def keep(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self.kept = output
+        return output.detach()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.manual_backward(checkpoint(lambda: self(batch[0]) * self.factor, use_reentrant=False).mean())
+        self(batch[0])
+        self.manual_backward(self.kept.mean())
 
 
 class ClipsInHook(Tied):
@@ -127,13 +117,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], list[str]]] = {
     "accumulate": (Tied, {"accumulate": "whole"}, {}, ["'whole'", "'sharded' or 'unsharded'"]),
     "prefetch": (Tied, {"prefetch": 2}, {}, ["no option 'prefetch'", "set_modules_to_forward_prefetch"]),
     "resharding": (Tied, {"reshard_after_forward": 2}, {}, ["True or False or None", "replicate="]),
-    "a weight of a method": (
-        Asks,
-        {"units": ["GivesWeight"]},
-        {},
-        ["GivesWeight.weight returned blocks.1.up.weight", "clone()"],
-    ),
-    "a step is checkpointed": (ChecksPointsOfStep, {}, {}, ["weights outside of forward passes", "paral_ddp"]),
+    "a loss of what a hook keeps": (LosesGradients, {}, {}, ["left gradients", "embedding.weight", "Return it"]),
     "reduce_dtype": (Tied, {"reduce_dtype": "fp8"}, {}, ["'fp8'", "'bf16'"]),
     "early optimizer": (MadeEarly, {}, {}, ["Adagrad", "before MadeEarly was sharded", "configure_optimizers"]),
     "functional_call in a hook": (

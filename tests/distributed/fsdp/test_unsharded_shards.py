@@ -157,6 +157,23 @@ class Checkpoints(Net):
         return checkpoint(self.head, self.block(x), use_reentrant=False) * self.gain
 
 
+class ChecksPointsOfStep(Net):
+    """Computes a function again in the backward pass that calls the module and uses a weight by itself."""
+
+    is_manual = True
+
+    def loss(self, batch: Any) -> Tensor:
+        found = checkpoint(lambda x: self(x) * self.gain, batch[0], use_reentrant=False)
+        return nn.functional.mse_loss(found, batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.see_and_scale_gradients(self.parameters())
+        optimizer.step()
+
+
 class Transposes(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
@@ -343,6 +360,37 @@ class FromMethod(Net):
         return self.block.optimizer()
 
 
+class OtherMethods(Block):
+    def scaled(self, x: Tensor) -> Tensor:
+        return self(torch.tanh(self.linear(x)) * self.row)
+
+    def weight(self) -> Tensor:
+        return self.linear.weight
+
+
+class CallsMethods(Net):
+    """A method of a unit uses its weights before and after its forward pass, and another returns one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = OtherMethods()
+
+    def loss(self, batch: Any) -> Tensor:
+        found = self.head(self.block.scaled(self.stem(batch[0]))) * self.gain
+        return nn.functional.mse_loss(found, batch[1]) + self.block.weight().square().mean()
+
+
+class CallsMethodsManually(CallsMethods):
+    is_manual = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.see_and_scale_gradients(self.parameters())
+        optimizer.step()
+
+
 class ReturnsWeights(Block):
     def forward(self, x: Tensor) -> Any:  # type: ignore[override]
         return {"x": super().forward(x), "weights": (self.linear.weight, self.row[0])}
@@ -477,8 +525,9 @@ class Unfreezes(Net):
 CASES = (
     InStep, AfterTheLoss, ViewInStep, BeforeZeroGrad, BeforeBackward, Precise, Accumulates, Checkpoints, Transposes,
     RawManual, RawSign, Subclass, StaysUnsharded, StaysUnshardedManually, Unreduced, Assigns, Unfreezes, Freezes,
-    AssignsThenWrites, ReadsOnOneRank, BetweenPasses, BetweenPassesUnsharded, AfterOthers, AddsInStep, AddsInManualStep,
-    FromMethod, Returned, ReturnedManually, Distributes, FromDistribution,
+    AssignsThenWrites, ReadsOnOneRank, BetweenPasses, BetweenPassesUnsharded, AfterOthers, AddsInStep,
+    AddsInManualStep, FromMethod, CallsMethods, CallsMethodsManually, ChecksPointsOfStep, Returned,
+    ReturnedManually, Distributes, FromDistribution,
 )  # fmt: skip
 
 
